@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
+from ackpt.capture.inspection.attributes import arguments_unchanged, every_module, unchanged
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.model_checks import own_call
@@ -169,6 +171,7 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors):
         call = self._ackpt_call
+        call.reads.start()
         leaves = call.leaves
         traced = dict(zip((id(leaves[index]) for index in given_places(leaves)), tensors))
         inputs = [traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves]
@@ -181,13 +184,16 @@ class _Flat(nn.Module):
             real = (*leaves, *(tensor for _, _, tensor in call.own))
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
             once = casts.once(weights if call.casts_once else ())
-            same_model, same_arguments = (
-                unchanged(call.model, held.is_same, call.reads.may_settle),
-                arguments_unchanged([*args, *kwargs.values()]),
+            originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in call.own}
+            same_model = unchanged(
+                call.model, held.is_same, call.reads.may_settle, lambda value: originals.get(id(value), value)
             )
+            same_arguments = arguments_unchanged([*args, *kwargs.values()])
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
                 with fused_attention_refused():
                     outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
+            buffers = [tensor for _, _, tensor in call.own if not tensor.requires_grad]
+            call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
         if held.found:
             raise _HoldsTensors(held.found.values())
         for value in outputs:
@@ -304,24 +310,55 @@ def capture(
                 )
                 both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
                 raise both from error
+        if not captured.has_data:
+            captured.reads.undo()  # what the model's code keeps is real, but what it would keep is not
         captured.reads.finish()
         yield captured
 
 
 def _settled(stack, model, leaves, spec, about) -> Capture:
-    """A capture of the model; the second one if its first call changes a value that its code reads."""
+    """A capture of the model; the second one if its first call changes a value or fills a cache that its code reads."""
     reads = about["reads"]
-    with contextlib.ExitStack() as first:
-        captured = _captured(first, model, leaves, spec, about)
-        if reads.is_settled:
-            stack.enter_context(first.pop_all())
-            return captured
-        code = captured.joint.graph_module.code
-    with reads.settle() as refused:
-        captured = _captured(stack, model, leaves, spec, about)
-        if captured.joint.graph_module.code != code:
-            raise refused
-    return captured
+    try:
+        with contextlib.ExitStack() as first:
+            captured = _captured(first, model, leaves, spec, about)
+            if reads.settles():
+                stack.enter_context(first.pop_all())
+                return captured
+            computed = _computed(captured, reads.kept.alive())
+        mode = contextlib.nullcontext() if about["has_data"] else detect_fake_mode([*model.parameters(), *leaves])
+        with reads.settle(mode) as refused:
+            captured = _captured(stack, model, leaves, spec, about)
+            inputs = captured.inputs(every_module(model), leaves)
+            if _computed(captured, reads.kept.given) != computed or _writes(captured, inputs, reads.kept.given):
+                raise refused
+        return captured
+    except BaseException:
+        reads.undo()
+        raise
+
+
+def _computed(captured: Capture, kept) -> str:
+    """What a capture computes, comparable; without what it computes of buffers and constants if tensors are `kept`."""
+    if not kept:
+        return captured.joint.graph_module.code
+    of_call: set[Any] = set()
+    lines = []
+    for node in captured.joint.graph_module.graph.nodes:
+        is_input = node.op == "placeholder" and not isinstance(node.meta["desc"], BufferAOTInput)
+        if is_input or not of_call.isdisjoint(node.all_input_nodes):
+            of_call.add(node)
+            given = map_arg((node.args, node.kwargs), lambda each: "of the call" if each in of_call else "constant")
+            lines.append(f"{node.target}{given}" if node.op == "call_function" else node.op)
+    return "\n".join(lines)
+
+
+def _writes(captured: Capture, inputs, tensors) -> bool:
+    """Whether the captured step, whose inputs are `inputs`, writes to one of `tensors`."""
+    written = {
+        id(tensor) for tensor, how in zip(inputs, captured.joint._aot_state.fw_metadata.input_info) if how.mutates_data
+    }
+    return any(id(tensor) in written for tensor in tensors)
 
 
 def _captured(stack, model, leaves, spec, about) -> Capture:
@@ -352,8 +389,7 @@ def _captured(stack, model, leaves, spec, about) -> Capture:
 def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
     given = given_places(leaves)
     tensors = tuple(leaves[place] for place in given)
-    with contextlib.ExitStack() as inner, Where(flat._ackpt_call.model) as where:
+    with contextlib.ExitStack() as inner, Where(flat._ackpt_call.model, about["reads"].kept):
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
-    where.require_none_kept()
     return Capture(joint, given, held, *flat._ackpt_call.returned, **about)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
 import sysconfig
 import types
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import stream_of
 
-from .attributes import OF_EVERY_MODULE, changed_items, copied, restore
+from .attributes import OF_EVERY_MODULE, REGIONS, Change, changed, changed_items, copied, restore
 from .closures_that_ran import functions_of
 from .comparable_values import plain, reference
 
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _ABSENT: Any = object()
-_METHODS = types.FunctionType, staticmethod, classmethod, property
+_CACHED = type(functools.lru_cache(len))
+_METHODS = types.FunctionType, staticmethod, classmethod, property, _CACHED, torch.Tensor
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict))
@@ -41,12 +45,13 @@ _INSTALLED = os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.se
 class Value:
     """A name in a namespace and what it referred to: a plain value, a container of plain values, or an object."""
 
-    __slots__ = ("namespace", "name", "label", "was", "content", "copies")
+    __slots__ = ("namespace", "name", "label", "was", "content", "copies", "original")
 
     def __init__(self, namespace, name: str, label: str, value):
         self.namespace, self.name, self.label = namespace, name, label
         self.content = _content(value)
         self.was = value if self.content is not None or value is _ABSENT else reference(value)
+        self.original = value  # until the capture ends
         self.copies = [(container, copied(container)) for container in _containers(value)]
 
     def is_changed(self) -> bool:
@@ -57,17 +62,29 @@ class Value:
             return self.was is _ABSENT or now is not self.was()
         return _content(now) != self.content
 
-    def changed_items(self):
-        """Yield (label, value before, value now) of the plain items that changed, and restore them."""
+    def restored(self) -> Iterator[Change]:
+        """Restore it where a forward has set plain values, or tensors without data; yield these changes."""
+        now = self.namespace.get(self.name, _ABSENT)
+        if _is_set(self.original, now):
+            key = id(getattr(self.namespace, "cell", self.namespace)), self.name
+            repeat, revert = functools.partial(self._put, now), functools.partial(self._put, self.original)
+            revert()
+            yield Change(key, _refusal(self.label, self.original, now), repeat, revert)
         for container, copy in self.copies:
             changes = [
-                (f"{self.label}, at {key!r},", was, now)
+                changed(container, key, copy, _refusal(f"{self.label}, at {key!r},", was, now))
                 for key, was, now in changed_items(container, copy, lambda was, now: False)
-                if plain(was) is not None and plain(now) is not None
+                if _is_set(was, now)
             ]
             if changes:
                 restore(container, copy)
             yield from changes
+
+    def _put(self, value) -> None:
+        if value is _ABSENT:
+            self.namespace.pop(self.name)
+        else:
+            self.namespace[self.name] = value
 
 
 class Walk:
@@ -118,6 +135,8 @@ class Walk:
             self.values[id(namespace), name] = Value(namespace, name, label, value)
             self._generators(value, label)
             self.add(value, label, depth)
+            if isinstance(value, _CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
+                self.enter(wrapped.__code__, wrapped.__globals__)  # its results depend on what it reads
 
     def add(self, value, label: str, depth: int = 0) -> None:
         """Record the attributes of an object that are named in entered code; `enter` adds those of later code."""
@@ -140,16 +159,9 @@ class Walk:
             stream.set(state)
         return [label for _, label, _ in moved]
 
-    def restored(self):
-        """Restore what changed; return it as ([(value, its new value)], [(label of an item, before, now)])."""
-        changed, items = [], []
-        for value in self.values.values():
-            now = value.namespace.get(value.name, _ABSENT)
-            if plain(value.was) is not None and plain(now) is not None and plain(now) != plain(value.was):
-                value.namespace[value.name] = value.was
-                changed.append((value, now))
-            items += value.changed_items()
-        return changed, items
+    def restored(self) -> list[Change]:
+        """Restore what changed, and return the changes."""
+        return [change for value in self.values.values() for change in value.restored()]
 
     def _has_attributes(self, value) -> bool:
         if isinstance(value, types.ModuleType):
@@ -224,6 +236,31 @@ def _content(value, depth: int = 0):
     items = value.items() if isinstance(value, dict) else enumerate(value)
     compared = ((plain(key), _content(item, depth + 1)) for key, item in items)
     return tuple(pair for pair in compared if None not in pair)
+
+
+def _is_set(was, now) -> bool:
+    """Whether a forward has set a plain value to another one, or anything to a tensor without data."""
+    if plain(was) is not None and plain(now) is not None:
+        return plain(was) != plain(now)
+    return was is not now and _is_traced(now)
+
+
+def _is_traced(value, depth: int = 0) -> bool:
+    if isinstance(value, (list, tuple, dict)) and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
+        return any(_is_traced(item, depth + 1) for item in _items(value))
+    return isinstance(value, FunctionalTensor)
+
+
+def _refusal(label: str, was, now) -> str:
+    if _is_traced(now):
+        return (
+            f"the forward stores a tensor in {label}, which a captured step would not do. Return the tensor from the "
+            f"forward, {REGIONS}"
+        )
+    return (
+        f"the forward changes {label} from {was!r} to {now!r}, which a captured step would not repeat. Count in a "
+        f"buffer, in place, or outside of the model, {REGIONS}"
+    )
 
 
 def _containers(value, depth: int = 0):

@@ -1,0 +1,243 @@
+"""Find the tensors without data that something keeps after a forward of a capture, and remove them or give them data.
+
+A cache that the first call fills (``functools.cache``, a dict, an attribute) would otherwise hold them forever. What
+depends on constants and buffers alone gets the values that the first call would have computed; everything else is
+removed from what refers to it. Containers that the model's code itself names are put back by `outside_values`, those
+of modules by `attributes`; here is the rest, found by the garbage collector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+_CACHED = type(functools.lru_cache(len))
+_PASSED_BY = types.FrameType, types.TracebackType, types.GeneratorType, types.CoroutineType
+
+
+class NotConstant(Exception):
+    """A tensor depends on the call's arguments, on parameters, or on random numbers."""
+
+
+class Kept:
+    """The tensors that the model's code made in the latest forward, and those that outlived it.
+
+    A forward after one that left tensors also notes the operations that compute them. ``given``: those that got data.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[weakref.ref, str]] = []
+        self._nodes: dict[int, Node] = {}
+        self._operations: dict[Node, tuple] = {}
+        self._known: dict[Node, torch.Tensor] = {}
+        self._root: Any = None
+        self._removals: list[Callable[[], None]] = []
+        self._any = False
+        self.given: list[torch.Tensor] = []
+
+    def add(self, result, location: str) -> None:
+        """Note what a call of the model's code returned; `location` is in words."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, FunctionalTensor):
+                self._made.append((weakref.ref(tensor), location))
+
+    def alive(self) -> list[tuple[torch.Tensor, str]]:
+        """The tensors that something still refers to after a forward, each once, and where they were made."""
+        if any(tensor() is not None for tensor, _ in self._made):
+            gc.collect()  # the model may create reference cycles
+        pairs = ((tensor(), location) for tensor, location in self._made)
+        return list({id(tensor): (tensor, location) for tensor, location in pairs if tensor is not None}.values())
+
+    def start(self, drop: Callable[[], None]) -> None:
+        """Begin a forward: call `drop`, which drops references of our own, and remove what the forward before left."""
+        self._any |= bool(self.alive())
+        drop()
+        self._remove_left()
+        gc.collect(0)  # from here on, the youngest generation contains just what the forward creates
+
+    def note_operations(self, real: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Note at the end of a forward what computes its tensors; `real`: pairs of a traced and a real tensor."""
+        mode = get_proxy_mode()
+        if mode is None or not self._any:
+            return
+        self._root = mode.tracer.root
+        traced = [(tensor(), None) for tensor, _ in self._made]
+        for tensor, value in (*traced, *real):
+            node = _node_of(tensor, mode.tracer) if isinstance(tensor, FunctionalTensor) else None
+            if node is not None and value is None:
+                self._nodes[id(tensor)] = node
+            elif node is not None and node.op == "placeholder":  # otherwise the forward has written to it
+                self._known[node] = value
+        nodes = mode.tracer.graph.nodes
+        self._operations = {node: (node.op, node.target, node.args, node.kwargs) for node in nodes}
+
+    def give_data(self, tensors, mode) -> None:
+        """Make `tensors`, wherever they are, what the model's own call would have computed.
+
+        `mode`: a context in which to compute them.
+
+        Raises:
+            NotConstant: if one depends on more than constants and buffers.
+        """
+        if any(tensor.requires_grad or id(tensor) not in self._nodes for tensor in tensors):
+            raise NotConstant
+        with _disable_current_modes(), torch.no_grad(), mode:
+            data = self._data([self._nodes[id(tensor)] for tensor in tensors])
+        self._removals += _removals(tensors)
+        self.given += tensors
+        self._made, self._nodes, self._operations, self._known, self._root = [], {}, {}, {}, None
+        while data:
+            torch.utils.swap_tensors(tensors[len(data) - 1], data.pop())
+
+    def _data(self, nodes: list[Node]) -> list[torch.Tensor]:
+        values: dict[Node, Any] = dict(self._known)
+        left = [*nodes]
+        while left:
+            op, target, args, kwargs = self._operations.get(node := left[-1], ("placeholder",) * 4)
+            needed: list[Node] = []
+            map_arg((args, kwargs), needed.append)
+            if node in values:
+                left.pop()
+            elif op == "placeholder" or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+                raise NotConstant
+            elif missing := [each for each in needed if each not in values]:
+                left += missing
+            elif op == "get_attr":
+                values[node] = getattr(self._root, target)
+            else:
+                given, named = map_arg((args, kwargs), values.__getitem__)
+                values[node] = target(*given, **named)
+        return [_alias(values[node]) for node in nodes]
+
+    def forget(self) -> None:
+        """Remove the tensors that are left from whatever refers to them, and those that `give_data` gave data."""
+        removals, self._removals, self.given = self._removals, [], []
+        for remove in removals:
+            remove()
+        self._remove_left()
+
+    def finish(self) -> None:
+        """Leave everything as it is after the capture, and reference nothing of it."""
+        self._removals.clear()
+        self.given.clear()
+
+    def _remove_left(self) -> None:
+        for remove in _removals([tensor for tensor, _ in self.alive()]):
+            remove()
+        self._made.clear()
+        self._nodes.clear()
+
+
+def _node_of(tensor: FunctionalTensor, tracer) -> Node | None:
+    torch._sync(tensor)
+    inner = torch._from_functional_tensor(tensor.elem)
+    return get_proxy_slot(inner, tracer, None, lambda proxy: proxy.proxy.node)
+
+
+def _alias(value: torch.Tensor) -> torch.Tensor:
+    """A tensor in the memory of `value` that is no view of it, so that nothing else refers to its implementation."""
+    value = value.resolve_conj().resolve_neg()
+    whole = torch.empty(0, dtype=value.dtype, device=value.device)
+    return whole.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+
+
+def _removals(tensors: list[torch.Tensor]) -> list[Callable[[], None]]:
+    """Functions that remove `tensors` from the containers and objects that were there before the forward.
+
+    An object that the forward created goes with the tensors in it.
+    """
+    new = set(map(id, gc.get_objects(generation=0))) if tensors else set()
+    removals: list[Callable[[], None]] = []
+    level: list[Any] = [*tensors]
+    seen = {id(each) for each in (tensors, level)}
+    while level:
+        items = {id(item): item for item in level}
+        seen |= items.keys()
+        level = []
+        for holder in gc.get_referrers(*items.values()):
+            if isinstance(holder, _PASSED_BY) or id(holder) in seen or holder is level or holder is items:
+                continue
+            if id(holder) in new or isinstance(holder, tuple):
+                level.append(holder)
+            elif remove := _removal(holder, items):
+                removals.append(remove)
+    return removals
+
+
+def _removal(holder, items: dict[int, Any]) -> Callable[[], None] | None:
+    """A function that removes `items`, by their ids, from `holder`; None for what cannot be changed."""
+
+    def is_item(value) -> bool:
+        return items.get(id(value)) is value and value is not None
+
+    if isinstance(holder, dict):
+        return lambda: _remove_keys(holder, is_item)
+    if isinstance(holder, (list, deque, set)):
+        return lambda: _keep(holder, [value for value in holder if not is_item(value)])
+    if isinstance(holder, types.CellType):
+        return lambda: setattr(holder, "cell_contents", None) if is_item(holder.cell_contents) else None
+    if isinstance(holder, _CACHED):
+        return lambda: _remove_cached(holder, is_item)
+    if isinstance(holder, type) or not hasattr(holder, "__dict__") and not hasattr(holder, "__slots__"):
+        return None
+    return lambda: _remove_attributes(holder, is_item)
+
+
+def _remove_keys(container: dict, is_item) -> None:
+    owners = [each for each in gc.get_referrers(container) if isinstance(each, type)]  # have caches of their own
+    for key in [key for key, value in container.items() if is_item(value)]:
+        owner = next((each for each in owners if vars(each).get(key) is container[key]), None)
+        if owner is None:
+            del container[key]
+        else:
+            delattr(owner, key)
+
+
+def _keep(container, values) -> None:
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(values)
+
+
+def _remove_attributes(holder, is_item) -> None:
+    slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
+    for name in {*getattr(holder, "__dict__", ()), *slots}:
+        if is_item(getattr(holder, name, None)):
+            object.__delattr__(holder, name)
+
+
+def _remove_cached(cache, is_item) -> None:
+    """Remove single results of ``functools.lru_cache``, which shows them to the garbage collector after their keys.
+
+    Its C code takes a missing key for one that another thread has removed, and drops the result later.
+    """
+    content = gc.get_referents(cache)
+    keys = [content[at - 1] for at, value in enumerate(content) if is_item(value)]
+    entries = next(
+        (each for each in content if isinstance(each, dict) and keys and all(key in each for key in keys)), None
+    )
+    if entries is None:
+        cache.cache_clear()
+        return
+    for key in keys:
+        del entries[key]
+    results: list[Any] = [value for value in content if is_item(value)]
+    while results:  # until the cache drops them, they are tensors of no elements
+        result = results.pop()
+        if isinstance(result, tuple):
+            results += result
+        elif isinstance(result, torch.Tensor):
+            with contextlib.suppress(RuntimeError):
+                torch.utils.swap_tensors(result, torch.empty(0))
