@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ackpt.capture.inspection.attributes import arguments_unchanged, every_module, unchanged
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
+from ackpt.capture.inspection.kept_tensors import OF_SHAPES
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.outside_values import Reads
 from ackpt.capture.inspection.source_lines import Where, explained
@@ -342,11 +343,14 @@ def _computed(captured: Capture, kept) -> str:
     """What a capture computes, comparable; without what it computes of buffers and constants if tensors are `kept`."""
     if not kept:
         return captured.joint.graph_module.code
-    of_call: set[Any] = set()
-    lines = []
-    for node in captured.joint.graph_module.graph.nodes:
+    nodes = [*captured.joint.graph_module.graph.nodes]
+    needed, of_call, lines = {nodes[-1]}, set(), []
+    for node in reversed(nodes):
+        if node in needed and node.target not in OF_SHAPES:
+            needed.update(node.all_input_nodes)
+    for node in filter(needed.__contains__, nodes):
         is_input = node.op == "placeholder" and not isinstance(node.meta["desc"], BufferAOTInput)
-        if is_input or not of_call.isdisjoint(node.all_input_nodes):
+        if is_input or (node.target not in OF_SHAPES and not of_call.isdisjoint(node.all_input_nodes)):
             of_call.add(node)
             given = map_arg((node.args, node.kwargs), lambda each: "of the call" if each in of_call else "constant")
             lines.append(f"{node.target}{given}" if node.op == "call_function" else node.op)

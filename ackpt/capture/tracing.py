@@ -103,6 +103,7 @@ def joint_graph(module, **fields) -> JointGraph:
 def prepared(module) -> None:
     """Give the operations of torch's joint graph `module` their order and ids, and gradients storages of their own."""
     _without_running_statistics(module.graph)
+    _with_own_defaults(module.graph)
     keep_for_backward(module.graph)
     _require_dense(module.graph.nodes)
     _require_same_dtypes(module.graph)
@@ -188,6 +189,20 @@ def _without_running_statistics(graph):
     for node in graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
         if node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _with_own_defaults(graph):
+    """Name the dtype and device of new tensors where the forward had set other defaults."""
+    defaults = {"dtype": torch.get_default_dtype(), "device": torch.get_default_device()}
+    for node in graph.nodes:
+        value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
+        if schema is None or node.all_input_nodes or not isinstance(value, torch.Tensor):
+            continue
+        has_other = value.dtype.is_floating_point or value.dtype.is_complex
+        for name in {"dtype", "device"} & {argument.name for argument in schema.arguments if argument.kwarg_only}:
+            given = getattr(value, name)
+            if node.kwargs.get(name) is None and given != defaults[name] and (has_other or name == "device"):
+                node.kwargs = {**node.kwargs, name: given}
 
 
 def _phase(node) -> str:

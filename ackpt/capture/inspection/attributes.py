@@ -37,6 +37,7 @@ _DROPOUT = (
 )
 # How to run a model whose code has effects of its own: the end of a sentence that tells how to change the model.
 REGIONS = "or plan with regions=True, which runs the model's own code."
+SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -137,7 +138,7 @@ def unchanged(model: nn.Module, is_same, settle=None, real=lambda value: value):
             for key, was, now in changed_items(container, copy, is_same)
             if key not in derived.get(id(container), ())
         ]
-        drawn = [name for name, (state, _) in _random_states().items() if state != states[name][0]]
+        drawn = [name for name, state in _random_now().items() if name in states and state != states[name][0]]
     finally:
         for *_, container, copy in before:
             if any(changed_items(container, copy, lambda was, now: False)):
@@ -214,7 +215,7 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def repeated_draws(source: str) -> TraceError:
     return not_repeated(
-        f"the forward draws random numbers from {source}, which a captured step would reuse forever. "
+        f"the forward seeds {source} or draws random numbers from it, which a captured step would not repeat. "
         f"Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, {REGIONS}"
     )
 
@@ -325,11 +326,24 @@ def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str
 
 
 def _random_states() -> dict:
-    """By the generator's name: its state, comparable by ==, and a function that restores it."""
+    """By the generator's name: its state, comparable by ==, and a function that restores what it was before this call.
+
+    The generators are seeded here, so that a forward that seeds them itself leaves another state.
+    """
     python_state = random.getstate()
-    states = {"Python's module random": (python_state, lambda: random.setstate(python_state))}
+    random.seed(SEED)
+    states = {"Python's module random": (random.getstate(), lambda: random.setstate(python_state))}
     if numpy := sys.modules.get("numpy"):
-        state = numpy.random.get_state()
-        comparable = tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
-        states["numpy.random"] = (comparable, lambda: numpy.random.set_state(state))
+        numpy_state = numpy.random.get_state()
+        numpy.random.seed(SEED)
+        states["numpy.random"] = (_numpy_state(numpy), lambda: numpy.random.set_state(numpy_state))
     return states
+
+
+def _random_now() -> dict:
+    numpy = sys.modules.get("numpy")
+    return {"Python's module random": random.getstate(), "numpy.random": _numpy_state(numpy) if numpy else ()}
+
+
+def _numpy_state(numpy) -> tuple:
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state())

@@ -28,6 +28,13 @@ _CACHED = type(functools.lru_cache(len))
 _PASSED_BY = types.FrameType, types.TracebackType, types.GeneratorType, types.CoroutineType
 
 
+# Operations that use nothing of their first argument but its shape, dtype and device.
+OF_SHAPES = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+)
+
+
 class NotConstant(Exception):
     """A tensor depends on the call's arguments, on parameters, or on random numbers."""
 
@@ -44,6 +51,7 @@ class Kept:
         self._operations: dict[Node, tuple] = {}
         self._known: dict[Node, torch.Tensor] = {}
         self._root: Any = None
+        self._new: set[int] = set()
         self._removals: list[Callable[[], None]] = []
         self._any = False
         self.given: list[torch.Tensor] = []
@@ -57,6 +65,7 @@ class Kept:
     def alive(self) -> list[tuple[torch.Tensor, str]]:
         """The tensors that something still refers to after a forward, each once, and where they were made."""
         if any(tensor() is not None for tensor, _ in self._made):
+            self._new.update(map(id, gc.get_objects(generation=0)))
             gc.collect()  # the model may create reference cycles
         pairs = ((tensor(), location) for tensor, location in self._made)
         return list({id(tensor): (tensor, location) for tensor, location in pairs if tensor is not None}.values())
@@ -67,6 +76,7 @@ class Kept:
         drop()
         self._remove_left()
         gc.collect(0)  # from here on, the youngest generation contains just what the forward creates
+        self._new.clear()
 
     def note_operations(self, real: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Note at the end of a forward what computes its tensors; `real`: pairs of a traced and a real tensor."""
@@ -96,7 +106,7 @@ class Kept:
             raise NotConstant
         with _disable_current_modes(), torch.no_grad(), mode:
             data = self._data([self._nodes[id(tensor)] for tensor in tensors])
-        self._removals += _removals(tensors)
+        self._removals += _removals(tensors, self._new)
         self.given += tensors
         self._made, self._nodes, self._operations, self._known, self._root = [], {}, {}, {}, None
         while data:
@@ -107,6 +117,8 @@ class Kept:
         left = [*nodes]
         while left:
             op, target, args, kwargs = self._operations.get(node := left[-1], ("placeholder",) * 4)
+            if target in OF_SHAPES:
+                args = (_of_shape(args[0].meta["val"]), *args[1:])
             needed: list[Node] = []
             map_arg((args, kwargs), needed.append)
             if node in values:
@@ -135,16 +147,23 @@ class Kept:
         self.given.clear()
 
     def _remove_left(self) -> None:
-        for remove in _removals([tensor for tensor, _ in self.alive()]):
-            remove()
+        tensors = [tensor for tensor, _ in self.alive()]
         self._made.clear()
         self._nodes.clear()
+        for remove in _removals(tensors, self._new):
+            remove()
 
 
 def _node_of(tensor: FunctionalTensor, tracer) -> Node | None:
     torch._sync(tensor)
     inner = torch._from_functional_tensor(tensor.elem)
     return get_proxy_slot(inner, tracer, None, lambda proxy: proxy.proxy.node)
+
+
+def _of_shape(value: torch.Tensor) -> torch.Tensor:
+    if value._has_symbolic_sizes_strides:
+        raise NotConstant
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _alias(value: torch.Tensor) -> torch.Tensor:
@@ -154,37 +173,72 @@ def _alias(value: torch.Tensor) -> torch.Tensor:
     return whole.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
 
-def _removals(tensors: list[torch.Tensor]) -> list[Callable[[], None]]:
+def _removals(tensors: list[torch.Tensor], new: set[int]) -> list[Callable[[], None]]:
     """Functions that remove `tensors` from the containers and objects that were there before the forward.
 
-    An object that the forward created goes with the tensors in it.
+    `new`: ids of the objects that the forward created, which go with the tensors in them.
     """
-    new = set(map(id, gc.get_objects(generation=0))) if tensors else set()
+    is_frozen = bool(tensors) and gc.get_freeze_count() > 0
+    if is_frozen:  # frozen objects are no referrers
+        gc.unfreeze()
     removals: list[Callable[[], None]] = []
     level: list[Any] = [*tensors]
-    seen = {id(each) for each in (tensors, level)}
+    seen: set[int] = set()
     while level:
         items = {id(item): item for item in level}
-        seen |= items.keys()
+        seen |= {*items, id(level), id(items), id(tensors)}
         level = []
         for holder in gc.get_referrers(*items.values()):
-            if isinstance(holder, _PASSED_BY) or id(holder) in seen or holder is level or holder is items:
+            if isinstance(holder, _PASSED_BY) or id(holder) in seen or holder is level:
                 continue
-            if id(holder) in new or isinstance(holder, tuple):
-                level.append(holder)
-            elif remove := _removal(holder, items):
+            owner = _owner(holder)
+            if isinstance(holder, tuple) or _is_new(holder if owner is None else owner, new):
+                level.append(holder if owner is None else owner)
+            elif remove := _removal(holder, owner, items):
                 removals.append(remove)
+    if is_frozen:
+        gc.freeze()
     return removals
 
 
-def _removal(holder, items: dict[int, Any]) -> Callable[[], None] | None:
-    """A function that removes `items`, by their ids, from `holder`; None for what cannot be changed."""
+def _owner(holder):
+    """The object or class whose attributes are the dict `holder`; None if there is none."""
+    if type(holder) is not dict:
+        return None
+    for each in gc.get_referrers(holder):
+        if isinstance(each, type):
+            return each
+        if not isinstance(each, _PASSED_BY) and getattr(each, "__dict__", None) is holder:
+            return each
+    return None
+
+
+def _is_new(holder, new: set[int]) -> bool:
+    """Whether `holder` is among the objects with the ids `new`, and was not only unknown to the collector before.
+
+    It tracks a dict from its first item on that it tracks. A dict to which a variable or an attribute refers was there:
+    otherwise `outside_values` or `attributes` would have put back what was.
+    """
+    if id(holder) not in new or type(holder) is not dict:
+        return id(holder) in new
+    referrers = gc.get_referrers(holder)
+    return not any(
+        isinstance(each, types.CellType) or (isinstance(each, tuple) and id(each) not in new) or _owner(each) is not None
+        for each in referrers
+    )
+
+
+def _removal(holder, owner, items: dict[int, Any]) -> Callable[[], None] | None:
+    """A function that removes `items`, by their ids, from `holder`; None for what cannot be changed.
+
+    `owner`: the object or class whose attributes `holder` contains, if it does.
+    """
 
     def is_item(value) -> bool:
         return items.get(id(value)) is value and value is not None
 
     if isinstance(holder, dict):
-        return lambda: _remove_keys(holder, is_item)
+        return lambda: _remove_keys(holder, owner, is_item)
     if isinstance(holder, (list, deque, set)):
         return lambda: _keep(holder, [value for value in holder if not is_item(value)])
     if isinstance(holder, types.CellType):
@@ -196,14 +250,12 @@ def _removal(holder, items: dict[int, Any]) -> Callable[[], None] | None:
     return lambda: _remove_attributes(holder, is_item)
 
 
-def _remove_keys(container: dict, is_item) -> None:
-    owners = [each for each in gc.get_referrers(container) if isinstance(each, type)]  # have caches of their own
+def _remove_keys(container: dict, owner, is_item) -> None:
     for key in [key for key, value in container.items() if is_item(value)]:
-        owner = next((each for each in owners if vars(each).get(key) is container[key]), None)
-        if owner is None:
-            del container[key]
+        if isinstance(owner, type):
+            delattr(owner, key)  # a class has a cache of its attributes
         else:
-            delattr(owner, key)
+            del container[key]
 
 
 def _keep(container, values) -> None:
@@ -239,5 +291,5 @@ def _remove_cached(cache, is_item) -> None:
         if isinstance(result, tuple):
             results += result
         elif isinstance(result, torch.Tensor):
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError), _disable_current_modes():
                 torch.utils.swap_tensors(result, torch.empty(0))

@@ -30,7 +30,7 @@ _CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__c
 _SEEDING = frozenset(("manual_seed", "seed", "set_rng_state"))
 _RANDOM = os.path.abspath(torch.random.__file__)
 _FOLDER = os.path.dirname(_RANDOM) + os.sep
-_WRAPPERS = _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep
+_WRAPPERS = contextlib.__file__, _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep
 
 
 class Reads:
@@ -57,7 +57,7 @@ class Reads:
                 which the message names. A change that the capture may still `settle` is not an error, unless it is in
                 a list or dict.
         """
-        walk = self._walk()
+        walk = self._walk(runs=True)
         seen: dict[int, types.CodeType] = {}
         closing: set[int] = set()
         seeds: list[tuple[str, torch.Tensor]] = []  # saved on demand: an earlier copy would be measured
@@ -212,8 +212,8 @@ class Reads:
         """The first value that differs from the end of the capture, in words; empty if all are the same."""
         return next((value.label for value in self._values if value.is_changed()), "")
 
-    def _walk(self) -> Walk:
-        walk = Walk(*self._roots)
+    def _walk(self, runs: bool = False) -> Walk:
+        walk = Walk(*self._roots, runs)
         for code, namespace in list(self._codes.values()):
             walk.enter(code, namespace)
         return walk

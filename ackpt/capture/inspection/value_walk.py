@@ -19,9 +19,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
-from ackpt.checkpointing.rng import stream_of
+from ackpt.checkpointing.rng import NumpyStream, TorchStream, stream_of
 
-from .attributes import OF_EVERY_MODULE, REGIONS, Change, changed, changed_items, copied, restore
+from .attributes import OF_EVERY_MODULE, REGIONS, SEED, Change, changed, changed_items, copied, restore
 from .closures_that_ran import functions_of
 from .comparable_values import plain, reference
 
@@ -72,7 +72,7 @@ class Value:
             yield Change(key, _refusal(self.label, self.original, now), repeat, revert)
         for container, copy in self.copies:
             changes = [
-                changed(container, key, copy, _refusal(f"{self.label}, at {key!r},", was, now))
+                changed(container, key, copy, _refusal(self.label, was, now, key))
                 for key, was, now in changed_items(container, copy, lambda was, now: False)
                 if _is_set(was, now)
             ]
@@ -88,11 +88,15 @@ class Value:
 
 
 class Walk:
-    """The values that code reads by name, starting from globals, a model's modules and the arguments of a call."""
+    """The values that code reads by name, starting from globals, a model's modules and the arguments of a call.
 
-    def __init__(self, model: nn.Module, leaves):
+    `runs`: whether the code runs; generators are then seeded until `drawn_from`, which finds those that it used.
+    """
+
+    def __init__(self, model: nn.Module, leaves, runs: bool = False):
+        self._runs = runs
         self.values: dict[tuple[int, str], Value] = {}
-        self._streams: dict[int, tuple[Any, str, Any]] = {}
+        self._streams: dict[int, tuple[Any, str, Any, Any]] = {}
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
         self._classes: dict[type, _Class] = {}
@@ -149,15 +153,17 @@ class Walk:
         for item in (value, *(item for container in _containers(value) for item in _items(container))):
             if isinstance(item, _generator_types()) and id(item) not in self._streams:
                 stream = stream_of(item)
-                if stream is not None:
-                    self._streams[id(item)] = stream, label, stream.get()
+                if stream is not None and self._runs:
+                    state = stream.get()
+                    _seed(stream)
+                    self._streams[id(item)] = stream, label, state, stream.get()
 
     def drawn_from(self) -> list[str]:
-        """The labels of the generators that have drawn random numbers; this restores their states."""
-        moved = [(stream, label, state) for stream, label, state in self._streams.values() if stream.moved(state)]
-        for stream, _, state in moved:
+        """The labels of the generators that were seeded or drawn from; this restores their states."""
+        moved = [label for stream, label, _, seeded in self._streams.values() if stream.moved(seeded)]
+        for stream, _, state, _ in self._streams.values():
             stream.set(state)
-        return [label for _, label, _ in moved]
+        return moved
 
     def restored(self) -> list[Change]:
         """Restore what changed, and return the changes."""
@@ -186,6 +192,15 @@ class Walk:
         if isinstance(instance, dict):
             for name in names & (instance.keys() | shared):
                 self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, is_optional=name in shared)
+
+
+def _seed(stream) -> None:
+    if isinstance(stream, TorchStream):
+        stream.generator.manual_seed(SEED)
+    elif isinstance(stream, NumpyStream) and stream.bits is not None:
+        stream.bits.state = type(stream.bits)(SEED).state
+    else:
+        stream.source.seed(SEED)
 
 
 class _Environment:
@@ -251,12 +266,13 @@ def _is_traced(value, depth: int = 0) -> bool:
     return isinstance(value, FunctionalTensor)
 
 
-def _refusal(label: str, was, now) -> str:
+def _refusal(label: str, was, now, key=_ABSENT) -> str:
     if _is_traced(now):
         return (
             f"the forward stores a tensor in {label}, which a captured step would not do. Return the tensor from the "
             f"forward, {REGIONS}"
         )
+    label += "" if key is _ABSENT else f", at {key!r},"
     return (
         f"the forward changes {label} from {was!r} to {now!r}, which a captured step would not repeat. Count in a "
         f"buffer, in place, or outside of the model, {REGIONS}"
