@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ackpt.capture.inspection.attributes import arguments_unchanged, every_module, unchanged
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
-from ackpt.capture.inspection.kept_tensors import OF_SHAPES
+from ackpt.capture.inspection.kept_tensors import OF_SHAPES, places
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.outside_values import Reads
 from ackpt.capture.inspection.source_lines import Where, explained
@@ -196,7 +196,7 @@ class _Flat(nn.Module):
             buffers = [tensor for _, _, tensor in call.own if not tensor.requires_grad]
             call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
         if held.found:
-            raise _HoldsTensors(held.found.values())
+            raise _HoldsTensors(held.found)
         for value in outputs:
             if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
                 raise TraceError(
@@ -213,11 +213,11 @@ class _Flat(nn.Module):
 
 
 class _HoldsTensors(Exception):
-    """The model's code references tensors that must become inputs of the capture: (tensor, line) of each."""
+    """The model's code references tensors that must become inputs of the capture: (tensor, line) of each, by its id."""
 
     def __init__(self, found):
         super().__init__()
-        self.found = list(found)
+        self.found = found
 
 
 def _ties(model, kind: str):
@@ -375,7 +375,8 @@ def _captured(stack, model, leaves, spec, about) -> Capture:
         try:
             return _exported(stack, flat(()), leaves, (), about)
         except _HoldsTensors as error:
-            held = tuple(tensor for tensor, _ in error.found)
+            held = tuple(tensor for tensor, _ in error.found.values())
+            about["reads"].places = places(error.found)
         fake_mode = detect_fake_mode([*model.parameters(), *leaves])
         if fake_mode is not None:
             with fake_mode:
@@ -383,7 +384,7 @@ def _captured(stack, model, leaves, spec, about) -> Capture:
         try:
             return _exported(stack, flat(held), leaves, held, about)
         except _HoldsTensors as error:
-            _, line = error.found[0]
+            _, line = next(iter(error.found.values()))
             raise TraceError(
                 f"every forward creates a tensor{line} from data that a captured step cannot follow, such as a NumPy "
                 "array. Create it once and register it as a buffer, or pass it as an argument."
@@ -396,4 +397,5 @@ def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
     with contextlib.ExitStack() as inner, Where(flat._ackpt_call.model, about["reads"].kept):
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
+    flat._ackpt_call.own.clear()  # torch keeps the module, but this holds tensors
     return Capture(joint, given, held, *flat._ackpt_call.returned, **about)

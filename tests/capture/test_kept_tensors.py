@@ -283,3 +283,52 @@ def test_models_without_data_leave_caches_empty():
     model = Attends(in_dict(lambda model: GLOBAL)).to("meta")
     assert ackpt.trace(model, torch.empty(2, 6, 8, device="meta")).nodes
     assert not GLOBAL and not model.known
+
+
+class Holds:
+    def __init__(self, value):
+        self.value = value
+
+
+DEFAULT, DEEP_OBJECT = torch.ones(4), Holds(Holds(Holds(torch.ones(4))))
+MANY = {number: torch.ones(4) for number in range(200)}
+OBJECTS = [Holds({"x": torch.ones(4)})]
+
+
+class Weighted(nn.Module):
+    weights = torch.ones(4)
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(4, 4)
+
+    def forward(self, x, default=DEFAULT):
+        weights = {
+            "class": lambda: self.weights,
+            "deep object": lambda: DEEP_OBJECT.value.value.value,
+            "large dict": lambda: MANY[150],
+            "object in a list": lambda: OBJECTS[0].value["x"],
+            "default argument": lambda: default,
+        }[self.how]()
+        return (self.linear(x) * weights).sum()
+
+
+REBINDS = {
+    "class": lambda value: setattr(Weighted, "weights", value),
+    "deep object": lambda value: setattr(DEEP_OBJECT.value.value, "value", value),
+    "large dict": lambda value: MANY.update({150: value}),
+    "object in a list": lambda value: OBJECTS[0].value.update(x=value),
+    "default argument": lambda value: setattr(Weighted.forward, "__defaults__", (value,)),
+}
+
+
+@pytest.mark.parametrize("how", REBINDS)
+def test_a_tensor_that_is_replaced_where_the_code_finds_it_is_seen(how):
+    model, x = Weighted(how), torch.randn(3, 4)
+    step = ackpt.compile(model, x, policy="none")
+    assert torch.equal(step(x), model(x))
+    try:
+        REBINDS[how](torch.arange(4.0))
+        assert torch.equal(step(x), (model.linear(x) * torch.arange(4.0)).sum()) and len(step.history) == 2
+    finally:
+        REBINDS[how](torch.ones(4))

@@ -14,7 +14,7 @@ import gc
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -178,27 +178,77 @@ def _removals(tensors: list[torch.Tensor], new: set[int]) -> list[Callable[[], N
 
     `new`: ids of the objects that the forward created, which go with the tensors in them.
     """
-    is_frozen = bool(tensors) and gc.get_freeze_count() > 0
-    if is_frozen:  # frozen objects are no referrers
-        gc.unfreeze()
     removals: list[Callable[[], None]] = []
-    level: list[Any] = [*tensors]
-    seen: set[int] = set()
-    while level:
-        items = {id(item): item for item in level}
-        seen |= {*items, id(level), id(items), id(tensors)}
-        level = []
-        for holder in gc.get_referrers(*items.values()):
-            if isinstance(holder, _PASSED_BY) or id(holder) in seen or holder is level:
-                continue
-            owner = _owner(holder)
-            if isinstance(holder, tuple) or _is_new(holder if owner is None else owner, new):
-                level.append(holder if owner is None else owner)
-            elif remove := _removal(holder, owner, items):
-                removals.append(remove)
-    if is_frozen:
-        gc.freeze()
+    for level, items, holder in _holders(tensors):
+        owner = _owner(holder)
+        if isinstance(holder, tuple) or _is_new(holder if owner is None else owner, new):
+            level.append(holder if owner is None else owner)
+        elif remove := _removal(holder, owner, items):
+            removals.append(remove)
     return removals
+
+
+def _holders(tensors: list[torch.Tensor]) -> Iterator[tuple[list[Any], dict[int, Any], Any]]:
+    """Yield ``(next items, items by their ids, what refers to some of these)``; the caller fills the first list."""
+    if not tensors:
+        return
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:  # frozen objects are no referrers; no garbage must be frozen
+        gc.collect()
+        gc.unfreeze()
+    try:
+        level: list[Any] = [*tensors]
+        seen: set[int] = set()
+        while level:
+            items = {id(item): item for item in level}
+            seen |= {*items, id(level), id(items), id(tensors)}
+            level = []
+            for holder in gc.get_referrers(*items.values()):
+                if not isinstance(holder, _PASSED_BY) and id(holder) not in seen and holder is not level:
+                    yield level, items, holder
+    finally:
+        if is_frozen:
+            gc.freeze()
+
+
+def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool]]:
+    """Functions that return whether the tensors in `found` are still where the model's code found them.
+
+    Objects that the forward created are no such places.
+    """
+    new = set(map(id, gc.get_objects(generation=0))) | {id(found), *map(id, found.values())}
+    tensors = [tensor for tensor, _ in found.values()]
+    checks = []
+    for level, items, holder in _holders(tensors):
+        if id(holder) in new:
+            continue
+        if isinstance(holder, tuple):
+            level.append(holder)
+        elif check := _check(holder, items):
+            checks.append(check)
+    return checks
+
+
+def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
+    """A function that returns whether `holder` has those of `items` that it has now, by their ids: a capture keeps them."""
+    if isinstance(holder, dict):
+        if "joint" in holder and "held" in holder:  # an earlier capture
+            return None
+        keys = [(key, id(value)) for key, value in holder.items() if items.get(id(value)) is value]
+        return lambda: all(id(holder.get(key)) == was for key, was in keys)
+    if isinstance(holder, (list, deque)):
+        places = [(at, id(value)) for at, value in enumerate(holder) if items.get(id(value)) is value]
+        return lambda: all(at < len(holder) and id(holder[at]) == was for at, was in places)
+    if isinstance(holder, types.CellType):
+        (name,) = ("cell_contents",)
+    elif isinstance(holder, types.FunctionType):
+        (name,) = ("__defaults__",)
+    else:
+        slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
+        names = {*getattr(holder, "__dict__", ()), *slots} if not isinstance(holder, (type, _CACHED)) else ()
+        name = next((name for name in names if id(getattr(holder, name, None)) in items), None)
+    was = id(getattr(holder, name, None)) if name else None
+    return (lambda: id(getattr(holder, name, None)) == was) if was in items else None
 
 
 def _owner(holder):
@@ -221,10 +271,9 @@ def _is_new(holder, new: set[int]) -> bool:
     """
     if id(holder) not in new or type(holder) is not dict:
         return id(holder) in new
-    referrers = gc.get_referrers(holder)
     return not any(
-        isinstance(each, types.CellType) or (isinstance(each, tuple) and id(each) not in new) or _owner(each) is not None
-        for each in referrers
+        isinstance(each, types.CellType) or (isinstance(each, tuple) and id(each) not in new) or _owner(each)
+        for each in gc.get_referrers(holder)
     )
 
 

@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Reads:
         self._settles = True
         self._changed: list[Change] = []
         self._settled = False
+        self.places: list[Callable[[], bool]] = []  # see `ackpt.capture.inspection.kept_tensors.places`
         self._has_checkpoints = False
 
     @contextlib.contextmanager
@@ -206,7 +208,7 @@ class Reads:
 
     def are_same(self) -> bool:
         """Whether all values are the same as at the end of the capture."""
-        return not any(value.is_changed() for value in self._values)
+        return not any(value.is_changed() for value in self._values) and all(is_same() for is_same in self.places)
 
     def first_change(self) -> str:
         """The first value that differs from the end of the capture, in words; empty if all are the same."""
