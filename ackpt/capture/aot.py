@@ -190,7 +190,7 @@ class _Flat(nn.Module):
                 call.model, held.is_same, call.reads.may_settle, lambda value: originals.get(id(value), value)
             )
             same_arguments = arguments_unchanged([*args, *kwargs.values()])
-            with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
+            with same_model, same_arguments, once, held, found_packed(), call.reads.watched(held.is_same):
                 with fused_attention_refused():
                     outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
             buffers = [tensor for _, _, tensor in call.own if not tensor.requires_grad]

@@ -230,7 +230,7 @@ def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool
 
 
 def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
-    """A function that returns whether `holder` has those of `items` that it has now, by their ids: a capture keeps them."""
+    """A function that returns whether `holder` has those of `items` that it has now; a capture keeps them, so ids do."""
     if isinstance(holder, dict):
         if "joint" in holder and "held" in holder:  # an earlier capture
             return None

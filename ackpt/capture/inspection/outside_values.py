@@ -51,8 +51,10 @@ class Reads:
         self._has_checkpoints = False
 
     @contextlib.contextmanager
-    def watched(self):
+    def watched(self, is_same=lambda tensor, other: False):
         """Watch the model's forward run inside; on exit, restore the plain values and RNG states that it changed.
+
+        `is_same`: whether one tensor represents another, such as a traced one the model's own.
 
         Raises:
             TraceError: if the forward seeds torch's generator, draws from a generator object, or changes a value,
@@ -100,7 +102,7 @@ class Reads:
             if self._closures is not None:
                 self._closures.ended()
             self._has_checkpoints |= id(_CHECKPOINT) in seen
-            changed = walk.restored()
+            changed = walk.restored(is_same)
             drawn = walk.drawn_from()
             if seeds:
                 torch.set_rng_state(seeds[0][1])

@@ -62,10 +62,15 @@ class Value:
             return self.was is _ABSENT or now is not self.was()
         return _content(now) != self.content
 
-    def restored(self) -> Iterator[Change]:
-        """Restore it where a forward has set plain values, or tensors without data; yield these changes."""
+    def restored(self, is_same) -> Iterator[Change]:
+        """Restore it where a forward has set plain values, or tensors without data; yield these changes.
+
+        `is_same`: whether a tensor without data represents the one that was there; this is no change.
+        """
         now = self.namespace.get(self.name, _ABSENT)
-        if _is_set(self.original, now):
+        if is_same(self.original, now):
+            self._put(self.original)
+        elif _is_set(self.original, now):
             key = id(getattr(self.namespace, "cell", self.namespace)), self.name
             repeat, revert = functools.partial(self._put, now), functools.partial(self._put, self.original)
             revert()
@@ -73,10 +78,10 @@ class Value:
         for container, copy in self.copies:
             changes = [
                 changed(container, key, copy, _refusal(self.label, was, now, key))
-                for key, was, now in changed_items(container, copy, lambda was, now: False)
+                for key, was, now in changed_items(container, copy, is_same)
                 if _is_set(was, now)
             ]
-            if changes:
+            if changes or any(is_same(was, now) for _, was, now in changed_items(container, copy, lambda a, b: False)):
                 restore(container, copy)
             yield from changes
 
@@ -165,9 +170,9 @@ class Walk:
             stream.set(state)
         return moved
 
-    def restored(self) -> list[Change]:
-        """Restore what changed, and return the changes."""
-        return [change for value in self.values.values() for change in value.restored()]
+    def restored(self, is_same) -> list[Change]:
+        """Restore what changed, and return the changes; for `is_same` see `Value.restored`."""
+        return [change for value in self.values.values() for change in value.restored(is_same)]
 
     def _has_attributes(self, value) -> bool:
         if isinstance(value, types.ModuleType):
