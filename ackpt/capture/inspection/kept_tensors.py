@@ -230,7 +230,7 @@ def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool
 
 
 def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
-    """A function that returns whether `holder` has those of `items` that it has now; a capture keeps them, so ids do."""
+    """A function that returns whether `holder` still has those of `items` that it has now; a capture keeps them."""
     if isinstance(holder, dict):
         if "joint" in holder and "held" in holder:  # an earlier capture
             return None

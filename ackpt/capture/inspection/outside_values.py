@@ -61,6 +61,7 @@ class Reads:
                 which the message names. A change that the capture may still `settle` is not an error, unless it is in
                 a list or dict.
         """
+        gc.collect(0)  # the youngest generation then contains just what the forward creates
         walk = self._walk(runs=True)
         seen: dict[int, types.CodeType] = {}
         closing: set[int] = set()
@@ -202,7 +203,7 @@ class Reads:
         walk.close_over(self._closures.functions())
         self._values = list(walk.values.values())
         for value in self._values:
-            value.original = None
+            value.original = value.owner = None
         self.kept.finish()
         self._changed.clear()
         self._closures = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import sys
@@ -43,12 +44,15 @@ _INSTALLED = os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.se
 
 
 class Value:
-    """A name in a namespace and what it referred to: a plain value, a container of plain values, or an object."""
+    """A name in a namespace and what it referred to: a plain value, a container of plain values, or an object.
 
-    __slots__ = ("namespace", "name", "label", "was", "content", "copies", "original")
+    ``owner``: the object or cell whose namespace it is, which the forward may have created itself; None for others.
+    """
 
-    def __init__(self, namespace, name: str, label: str, value):
-        self.namespace, self.name, self.label = namespace, name, label
+    __slots__ = ("namespace", "name", "label", "was", "content", "copies", "original", "owner")
+
+    def __init__(self, namespace, name: str, label: str, value, owner=None):
+        self.namespace, self.name, self.label, self.owner = namespace, name, label, owner
         self.content = _content(value)
         self.was = value if self.content is not None or value is _ABSENT else reference(value)
         self.original = value  # until the capture ends
@@ -136,12 +140,12 @@ class Walk:
         for function in functions:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
                 if name != "__class__" and bound(cell):
-                    self.note(_CellNamespace(cell), name, f"{name!r} of {said(function.__code__)}", 0)
+                    self.note(_CellNamespace(cell), name, f"{name!r} of {said(function.__code__)}", 0, owner=cell)
 
-    def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False) -> None:
+    def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False, owner=None) -> None:
         value = namespace.get(name, _ABSENT)
         if (id(namespace), name) not in self.values and (value is not _ABSENT or is_optional):  # otherwise a builtin
-            self.values[id(namespace), name] = Value(namespace, name, label, value)
+            self.values[id(namespace), name] = Value(namespace, name, label, value, owner)
             self._generators(value, label)
             self.add(value, label, depth)
             if isinstance(value, _CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
@@ -172,7 +176,9 @@ class Walk:
 
     def restored(self, is_same) -> list[Change]:
         """Restore what changed, and return the changes; for `is_same` see `Value.restored`."""
-        return [change for value in self.values.values() for change in value.restored(is_same)]
+        new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
+        values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
+        return [change for value in values for change in value.restored(is_same)]
 
     def _has_attributes(self, value) -> bool:
         if isinstance(value, types.ModuleType):
@@ -192,11 +198,11 @@ class Walk:
                     self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
                     shared.add(name)
                 elif isinstance(vars(kind)[name], types.MemberDescriptorType) and not isinstance(value, type):
-                    self.note(_Slots(value), name, f"attribute {name!r} of {label}", depth + 1)
+                    self.note(_Slots(value), name, f"attribute {name!r} of {label}", depth + 1, owner=value)
         instance = None if isinstance(value, type) else getattr(value, "__dict__", None)
         if isinstance(instance, dict):
             for name in names & (instance.keys() | shared):
-                self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, is_optional=name in shared)
+                self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, name in shared, value)
 
 
 def _seed(stream) -> None:
