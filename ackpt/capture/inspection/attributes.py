@@ -215,7 +215,7 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def repeated_draws(source: str) -> TraceError:
     return not_repeated(
-        f"the forward seeds {source} or draws random numbers from it, which a captured step would not repeat. "
+        f"the forward draws random numbers from {source} or seeds it, which a captured step would not repeat. "
         f"Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, {REGIONS}"
     )
 
@@ -335,7 +335,8 @@ def _random_states() -> dict:
     states = {"Python's module random": (random.getstate(), lambda: random.setstate(python_state))}
     if numpy := sys.modules.get("numpy"):
         numpy_state = numpy.random.get_state()
-        numpy.random.seed(SEED)
+        with contextlib.suppress(TypeError):  # a bit generator of the user's own, which cannot be seeded
+            numpy.random.seed(SEED)
         states["numpy.random"] = (_numpy_state(numpy), lambda: numpy.random.set_state(numpy_state))
     return states
 

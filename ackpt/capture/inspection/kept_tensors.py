@@ -84,12 +84,12 @@ class Kept:
         if mode is None or not self._any:
             return
         self._root = mode.tracer.root
-        traced = [(tensor(), None) for tensor, _ in self._made]
-        for tensor, value in (*traced, *real):
+        for tensor, _ in self._made:
+            if (made := tensor()) is not None and (node := _node_of(made, mode.tracer)) is not None:
+                self._nodes[id(made)] = node
+        for tensor, value in real:
             node = _node_of(tensor, mode.tracer) if isinstance(tensor, FunctionalTensor) else None
-            if node is not None and value is None:
-                self._nodes[id(tensor)] = node
-            elif node is not None and node.op == "placeholder":  # otherwise the forward has written to it
+            if node is not None and node.op == "placeholder":  # otherwise the forward has written to it
                 self._known[node] = value
         nodes = mode.tracer.graph.nodes
         self._operations = {node: (node.op, node.target, node.args, node.kwargs) for node in nodes}
@@ -154,7 +154,7 @@ class Kept:
             remove()
 
 
-def _node_of(tensor: FunctionalTensor, tracer) -> Node | None:
+def _node_of(tensor, tracer) -> Node | None:
     torch._sync(tensor)
     inner = torch._from_functional_tensor(tensor.elem)
     return get_proxy_slot(inner, tracer, None, lambda proxy: proxy.proxy.node)
@@ -240,13 +240,13 @@ def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
         places = [(at, id(value)) for at, value in enumerate(holder) if items.get(id(value)) is value]
         return lambda: all(at < len(holder) and id(holder[at]) == was for at, was in places)
     if isinstance(holder, types.CellType):
-        (name,) = ("cell_contents",)
+        name = "cell_contents"
     elif isinstance(holder, types.FunctionType):
-        (name,) = ("__defaults__",)
+        name = "__defaults__"
     else:
         slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
         names = {*getattr(holder, "__dict__", ()), *slots} if not isinstance(holder, (type, _CACHED)) else ()
-        name = next((name for name in names if id(getattr(holder, name, None)) in items), None)
+        name = next((name for name in names if id(getattr(holder, name, None)) in items), "")
     was = id(getattr(holder, name, None)) if name else None
     return (lambda: id(getattr(holder, name, None)) == was) if was in items else None
 
