@@ -460,9 +460,11 @@ def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
     given = given_places(leaves)
     tensors = tuple(leaves[place] for place in given)
     call = flat._ackpt_call
-    with contextlib.ExitStack() as inner, Where(call.model, call.reads.kept), call.reads.watched_backward():
+    same_model = unchanged(call.model, lambda was, now: False, call.reads.may_settle)  # by the backward
+    with contextlib.ExitStack() as inner, Where(call.model, call.reads.kept), call.reads.watched_backward(), same_model:
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
     call.require_same_attributes()
     call.own.clear()  # torch keeps the module, but this holds tensors
+    call.reads.kept.add_backward()
     return Capture(joint, given, held, *call.returned, **about)

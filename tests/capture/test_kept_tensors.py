@@ -360,3 +360,55 @@ def test_a_tensor_that_is_replaced_where_the_code_finds_it_is_seen(how):
         assert torch.equal(step(x), (model.linear(x) * torch.arange(4.0)).sum()) and len(step.history) == 2
     finally:
         REBINDS[how](torch.ones(4))
+
+
+DEEP = [[[types.SimpleNamespace()]]]
+
+
+class Sees(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.model.see(ctx.model, gradient)
+        return gradient.cos(), None
+
+
+class Seen(nn.Module):
+    """Calls ``see(model, gradient)`` in a backward, of a function or in a hook."""
+
+    def __init__(self, see, hooks):
+        super().__init__()
+        self.see, self.hooks, self.linear = see, hooks, nn.Linear(4, 4)
+        self.register_buffer("norm", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.hooks:
+            y.register_hook(lambda gradient: self.see(self, gradient))
+            return y.sin().sum()
+        return Sees.apply(y, self).sum()
+
+
+SEE = {
+    "attribute": (lambda model, gradient: setattr(model, "last", gradient.detach()), "attribute 'last' of the model"),
+    "buffer": (lambda model, gradient: setattr(model, "norm", gradient.norm()), "buffer 'norm' of the model"),
+    "gradient": (lambda model, gradient: setattr(DEEP[0][0][0], "last", gradient), "in a backward or a hook of it"),
+    "count": (lambda model, gradient: setattr(model, "n", getattr(model, "n", 0) + 1), "attribute 'n' of the model"),
+}
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("case", SEE)
+def test_a_backward_that_stores_something_is_refused_and_leaves_nothing(case, hooks):
+    see, named = SEE[case]
+    model = Seen(see, hooks)
+    before, norm = [*vars(model)], model.norm
+    with pytest.raises(TraceError, match=f"{named}.*regions=True"):
+        ackpt.graph.trace(model, torch.ones(3, 4))
+    assert [*vars(model)] == before and model.norm is norm and vars(DEEP[0][0][0]) == {}
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is FunctionalTensor]

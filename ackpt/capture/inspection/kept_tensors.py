@@ -62,6 +62,13 @@ class Kept:
             if isinstance(tensor, FunctionalTensor):
                 self._made.append((weakref.ref(tensor), location))
 
+    def add_backward(self) -> None:
+        """Note the tensors without data that exist after the backward, in which torch calls no `add`."""
+        noted = {id(tensor()) for tensor, _ in self._made}
+        for each in gc.get_objects(generation=0):
+            if type(each) is FunctionalTensor and id(each) not in noted:
+                self._made.append((weakref.ref(each), "in a backward or a hook of it"))
+
     def alive(self) -> list[tuple[torch.Tensor, str]]:
         """The tensors that something still refers to after a forward, each once, and where they were made."""
         if any(tensor() is not None for tensor, _ in self._made):
