@@ -126,6 +126,11 @@ def test_a_forward_that_seeds_is_told_what_runs_it(seed, called):
     assert all(map(torch.equal, *results))
 
 
+def test_a_forward_that_seeds_from_the_system_is_refused_with_a_budget_too():
+    with pytest.raises(ackpt.TraceError, match="the forward calls torch.seed, .* as an argument.$"):
+        ackpt.compile(Seeds(lambda: torch.seed() and torch.rand(8)), X, budget="1MiB")
+
+
 def test_a_hook_that_reads_values():
     model, values = layers(), []
     model[0].register_forward_hook(lambda module, inputs, output: values.append(output.mean().item()))

@@ -21,7 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ackpt.errors import warn
+from ackpt.errors import TraceError, warn
 
 from .attributes import REGIONS, Change, not_repeated, repeated_draws
 from .closures_that_ran import Closures
@@ -60,8 +60,7 @@ class Reads:
 
         Raises:
             TraceError: if the forward seeds torch's generator, draws from a generator object, or changes a value,
-                which the message names. A change that the capture may still `settle` is not an error, unless it is in
-                a list or dict.
+                which the message names. A change that the capture may still `settle` is not an error.
         """
         gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
         with self._watched(is_same):
@@ -116,11 +115,11 @@ class Reads:
                 torch.set_rng_state(seeds[0][1])
         if seeds:
             name, _ = seeds[0]
-            raise not_repeated(
+            message = (
                 f"the forward calls torch.{name}{_SEEDING[name]}, which a captured step would not repeat. Draw such "
-                f"numbers once and store them in a buffer, or pass them as an argument"
-                + ("." if name == "seed" else f", {REGIONS}")
+                "numbers once and store them in a buffer, or pass them as an argument"
             )
+            raise TraceError(f"{message}.") if name == "seed" else not_repeated(f"{message}, {REGIONS}")
         if drawn:
             raise repeated_draws(drawn[0])
         if changed and not self.may_settle(changed):
