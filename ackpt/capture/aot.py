@@ -13,17 +13,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.autograd_state import version
-from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
+from ackpt.capture.inspection.attributes import arguments_unchanged, every_module, unchanged
 from ackpt.capture.inspection.branches import Branch, Branches, Number
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
+from ackpt.capture.inspection.kept_tensors import OF_SHAPES, places
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.outside_values import Reads
 from ackpt.capture.inspection.source_lines import Where, explained, saving_hooks_refused
@@ -215,6 +218,7 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors):
         call = self._ackpt_call
+        call.attributes.clear()
         call.reads.start()
         leaves = call.leaves
         traced = dict(zip((id(leaves[index]) for index in given_places(leaves)), tensors))
@@ -230,18 +234,21 @@ class _Flat(nn.Module):
             versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
             once = casts.once(weights if call.casts_once else ())
-            same_model, same_arguments = (
-                unchanged(call.model, held.is_same, call.reads.may_settle),
-                arguments_unchanged([*args, *kwargs.values()]),
+            originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in call.own}
+            same_model = unchanged(
+                call.model, held.is_same, call.reads.may_settle, lambda value: originals.get(id(value), value)
             )
+            same_arguments = arguments_unchanged([*args, *kwargs.values()])
             given = [] if not call.values else list(zip(given_places(leaves), tensors))
             given = {at: tensor for at, tensor in given if at not in call.numbers}
             branches = Branches(call.values, given, call.number)
-            with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
+            with same_model, same_arguments, once, held, found_packed(), call.reads.watched(held.is_same):
                 with fused_attention_refused(), saving_hooks_refused(), branches:
                     outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
+            buffers = [tensor for _, _, tensor in call.own if not tensor.requires_grad]
+            call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
         if held.found:
-            raise _HoldsTensors(held.found.values())
+            raise _HoldsTensors(held.found)
         for value in outputs:
             if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
                 raise TraceError(
@@ -259,11 +266,11 @@ class _Flat(nn.Module):
 
 
 class _HoldsTensors(Exception):
-    """The model's code references tensors that must become inputs of the capture: (tensor, line) of each."""
+    """The model's code references tensors that must become inputs of the capture: (tensor, line) of each, by its id."""
 
     def __init__(self, found):
         super().__init__()
-        self.found = list(found)
+        self.found = found
 
 
 def _ties(model, kind: str):
@@ -357,7 +364,10 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
                 )
                 both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
                 raise both from error
-            warned(own_model, about["reason"])
+        if not captured.has_data:
+            captured.reads.undo()  # what the model's code keeps is real, but what it would keep is not
+        if captured.reason:
+            warned(own_model, captured.reason)
         captured.reads.finish()
         _drop_weak_references(captured.joint.graph_module)
         yield captured
@@ -373,19 +383,51 @@ def _drop_weak_references(graph_module) -> None:
 
 
 def _settled(stack, model, leaves, values, spec, about) -> Capture:
-    """A capture of the model; the second one if its first call changes a value that its code reads."""
+    """A capture of the model; the second one if its first call changes a value or fills a cache that its code reads."""
     reads = about["reads"]
-    with contextlib.ExitStack() as first:
-        captured = _captured(first, model, leaves, values, spec, about)
-        if reads.is_settled:
-            stack.enter_context(first.pop_all())
-            return captured
-        code = captured.joint.graph_module.code
-    with reads.settle() as refused:
-        captured = _captured(stack, model, leaves, values, spec, about)
-        if captured.joint.graph_module.code != code:
-            raise refused
-    return captured
+    try:
+        with contextlib.ExitStack() as first:
+            captured = _captured(first, model, leaves, values, spec, about)
+            if reads.settles():
+                stack.enter_context(first.pop_all())
+                return captured
+            computed = _computed(captured, reads.kept.alive())
+        mode = contextlib.nullcontext() if about["has_data"] else detect_fake_mode([*model.parameters(), *leaves])
+        with reads.settle(mode) as refused:
+            captured = _captured(stack, model, leaves, values, spec, about)
+            inputs = captured.inputs(every_module(model), leaves)
+            if _computed(captured, reads.kept.given) != computed or _writes(captured, inputs, reads.kept.given):
+                raise refused
+        return captured
+    except BaseException:
+        reads.undo()
+        raise
+
+
+def _computed(captured: Capture, kept) -> str:
+    """What a capture computes, comparable; without what it computes of buffers and constants if tensors are `kept`."""
+    if not kept:
+        return captured.joint.graph_module.code
+    nodes = [*captured.joint.graph_module.graph.nodes]
+    needed, of_call, lines = {nodes[-1]}, set(), []
+    for node in reversed(nodes):
+        if node in needed and node.target not in OF_SHAPES:
+            needed.update(node.all_input_nodes)
+    for node in filter(needed.__contains__, nodes):
+        is_input = node.op == "placeholder" and not isinstance(node.meta["desc"], BufferAOTInput)
+        if is_input or (node.target not in OF_SHAPES and not of_call.isdisjoint(node.all_input_nodes)):
+            of_call.add(node)
+            given = map_arg((node.args, node.kwargs), lambda each: "of the call" if each in of_call else "constant")
+            lines.append(f"{node.target}{given}" if node.op == "call_function" else node.op)
+    return "\n".join(lines)
+
+
+def _writes(captured: Capture, inputs, tensors) -> bool:
+    """Whether the captured step, whose inputs are `inputs`, writes to one of `tensors`."""
+    written = {
+        id(tensor) for tensor, how in zip(inputs, captured.joint._aot_state.fw_metadata.input_info) if how.mutates_data
+    }
+    return any(id(tensor) in written for tensor in tensors)
 
 
 def _captured(stack, model, leaves, values, spec, about) -> Capture:
@@ -398,7 +440,8 @@ def _captured(stack, model, leaves, values, spec, about) -> Capture:
         try:
             return _exported(stack, flat(()), leaves, (), about)
         except _HoldsTensors as error:
-            held = tuple(tensor for tensor, _ in error.found)
+            held = tuple(tensor for tensor, _ in error.found.values())
+            about["reads"].places = places(error.found)
         fake_mode = detect_fake_mode([*model.parameters(), *leaves])
         if fake_mode is not None:
             with fake_mode:
@@ -406,7 +449,7 @@ def _captured(stack, model, leaves, values, spec, about) -> Capture:
         try:
             return _exported(stack, flat(held), leaves, held, about)
         except _HoldsTensors as error:
-            _, line = error.found[0]
+            _, line = next(iter(error.found.values()))
             raise TraceError(
                 f"every forward creates a tensor{line} from data that a captured step cannot follow, such as a NumPy "
                 "array. Create it once and register it as a buffer, or pass it as an argument."
@@ -417,9 +460,11 @@ def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
     given = given_places(leaves)
     tensors = tuple(leaves[place] for place in given)
     call = flat._ackpt_call
-    with contextlib.ExitStack() as inner, Where(call.model) as where, call.reads.watched_backward():
+    same_model = unchanged(call.model, lambda was, now: False, call.reads.may_settle)  # by the backward
+    with contextlib.ExitStack() as inner, Where(call.model, call.reads.kept), call.reads.watched_backward(), same_model:
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
     call.require_same_attributes()
-    where.require_none_kept()
-    return Capture(joint, given, held, *flat._ackpt_call.returned, **about)
+    call.own.clear()  # torch keeps the module, but this holds tensors
+    call.reads.kept.add_backward()
+    return Capture(joint, given, held, *call.returned, **about)

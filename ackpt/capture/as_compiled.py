@@ -35,4 +35,4 @@ def warned(model: torch.nn.Module, reason: str) -> None:
     """Warn of such a capture, once for each reason: a model has a capture for every set of sizes."""
     if reason not in _WARNED.setdefault(model, set()):
         _WARNED[model].add(reason)
-        warn(f"The model was {note(reason)}.")
+        warn(f"The model was captured as torch.compile runs it, because {reason}; the model's own step may differ.")

@@ -106,8 +106,8 @@ def joint_graph(module, **fields) -> JointGraph:
 def prepared(module) -> None:
     """Give the operations of torch's joint graph `module` their order and ids, and gradients storages of their own."""
     _without_running_statistics(module.graph)
+    _with_own_defaults(module.graph)
     keep_for_backward(module.graph)
-    _with_dtypes(module.graph)
     _require_operations(module.graph)
     _require_dense(module.graph.nodes)
     _require_same_dtypes(module.graph)
@@ -195,15 +195,18 @@ def _without_running_statistics(graph):
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def _with_dtypes(graph):
-    """Name the dtype of new tensors where the model's code had set another default dtype while it ran."""
+def _with_own_defaults(graph):
+    """Name the dtype and device of new tensors where the model's code had set other defaults while it ran."""
+    defaults = {"dtype": torch.get_default_dtype(), "device": torch.get_default_device()}
     for node in graph.nodes:
-        arguments = [each.name for each in getattr(getattr(node.target, "_schema", None), "arguments", ())]
-        is_new = "dtype" in arguments and "layout" in arguments and all(map(is_size, node.all_input_nodes))
-        if is_new and node.kwargs.get("dtype") is None:
-            dtype = node.meta["val"].dtype
-            if dtype.is_floating_point and dtype != torch.get_default_dtype():
-                node.kwargs = {**node.kwargs, "dtype": dtype}
+        value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
+        if schema is None or not isinstance(value, torch.Tensor) or not all(map(is_size, node.all_input_nodes)):
+            continue
+        has_other = value.dtype.is_floating_point or value.dtype.is_complex
+        for name in {"dtype", "device"} & {argument.name for argument in schema.arguments if argument.kwarg_only}:
+            given = getattr(value, name)
+            if node.kwargs.get(name) is None and given != defaults[name] and (has_other or name == "device"):
+                node.kwargs = {**node.kwargs, name: given}
 
 
 def _phase(node) -> str:

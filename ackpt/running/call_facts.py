@@ -110,6 +110,8 @@ _HOOKS_OF_ALL = (
 # Settings for the whole process on which the kernels of a step, their workspace or its operations depend.
 _SETTINGS: dict[str, Callable[[], Any]] = {
     "torch.get_num_threads()": torch.get_num_threads,
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.get_default_device()": torch.get_default_device,
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
     "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
     "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,

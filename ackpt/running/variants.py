@@ -118,7 +118,7 @@ class Variants:
         if variant is None:
             with shown(), _disable_current_modes():  # a mode that observes the step must not see captures
                 variant = self._new(group, call)
-            if not variant.captured.reads.is_settled:  # attributes of the model are as after its first call
+            if variant.captured.reads.is_settled:  # attributes of the model are as after its first call
                 facts = self.call(call.args, call.kwargs).facts
                 self._groups[facts] = self._groups.pop(call.facts)
                 if self._last is not None:

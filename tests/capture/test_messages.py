@@ -115,7 +115,7 @@ def forked():
 def test_a_forward_that_seeds_is_told_what_runs_it(seed, called):
     x = torch.linspace(-1, 1, 32).reshape(4, 8)
     model = Seeds(seed)
-    with pytest.raises(ackpt.TraceError, match=f"the forward calls torch.{called}.* Plan with regions=True"):
+    with pytest.raises(ackpt.TraceError, match=f"the forward calls torch.{called}.* plan with regions=True"):
         ackpt.compile(model, x)
     results = []
     for call in (model, ackpt.compile(model, x, budget=1.0, regions=True)):
@@ -124,6 +124,11 @@ def test_a_forward_that_seeds_is_told_what_runs_it(seed, called):
         call(x).square().sum().backward()
         results.append((model.weight.grad.clone(), torch.get_rng_state()))
     assert all(map(torch.equal, *results))
+
+
+def test_a_forward_that_seeds_from_the_system_is_refused_with_a_budget_too():
+    with pytest.raises(ackpt.TraceError, match="the forward calls torch.seed, .* as an argument.$"):
+        ackpt.compile(Seeds(lambda: torch.seed() and torch.rand(8)), X, budget="1MiB")
 
 
 def test_a_hook_that_reads_values():

@@ -440,3 +440,77 @@ def test_no_tensor_of_a_call_is_kept_by_the_functions_that_ran():
     reference = weakref.ref(x)
     del x
     assert reference() is None and step(X).shape == X.shape
+
+
+class Seeds(nn.Module):
+    """Seeds a generator itself, so that every call leaves it in the same state."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(4, 4)
+        self.own, self.generator = random.Random(0), torch.Generator().manual_seed(0)  # noqa: S311
+
+    def forward(self, x):
+        if self.how == "random":
+            random.seed(0)
+            factor = random.random()
+        elif self.how == "numpy":
+            np.random.seed(0)  # noqa: NPY002
+            factor = float(np.random.rand())  # noqa: NPY002
+        elif self.how == "own":
+            self.own.seed(0)
+            factor = self.own.random()
+        elif self.how == "generator":
+            factor = torch.rand(4, generator=self.generator.manual_seed(0))
+        else:
+            with torch.random.fork_rng():
+                factor = torch.rand(4)
+        return (self.linear(x) * factor).sum()
+
+
+@pytest.mark.parametrize("how", ["random", "numpy", "own", "generator", "set_rng_state"])
+def test_a_forward_that_seeds_itself_is_refused_also_right_after_a_call(how):
+    model, x = Seeds(how), torch.ones(2, 4)
+    model(x)
+    states = random.getstate(), np.random.get_state()[1].tobytes(), model.own.getstate()  # noqa: NPY002
+    of_torch = torch.get_rng_state(), model.generator.get_state()
+    with pytest.raises(TraceError, match=f"{how}.*regions=True"):
+        ackpt.compile(model, x, policy="full")
+    assert states == (random.getstate(), np.random.get_state()[1].tobytes(), model.own.getstate())  # noqa: NPY002
+    assert all(map(torch.equal, of_torch, (torch.get_rng_state(), model.generator.get_state())))
+
+
+class OtherDefaults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        torch.set_default_dtype(torch.float64)
+        try:
+            factor = torch.linspace(0, 1, 4).exp().float()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return (self.linear(x) * factor).tanh().sum()
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_default_dtype_that_the_forward_sets_is_planned(policy):
+    model = OtherDefaults()
+    step = ackpt.compile(model, X, policy=policy)
+    assert torch.equal(step(X), model(X))
+
+
+def test_another_default_dtype_is_another_call():
+    class Ones(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum() * torch.full((), 1 / 3).double().sum()
+
+    model = Ones(4, 4)
+    step = ackpt.compile(model, X, policy="none")
+    assert torch.equal(step(X), model(X))
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(step(X), model(X)) and step.history[-1].cause == "torch.get_default_dtype() changed"
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -118,6 +118,7 @@ def after_accumulation(parameter, step):
     return parameter.register_post_accumulate_grad_hook(step)
 
 
+@pytest.mark.filterwarnings("ignore:the budget '1MiB' does not count the state of SGD")
 @pytest.mark.parametrize("prepare", PREPARED)
 @pytest.mark.parametrize("register", [of_accumulator, after_accumulation])
 def test_hooks_of_parameters_run_once_a_step(register, prepare):

@@ -7,11 +7,13 @@ changes are undone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +35,9 @@ _DROPOUT = (
     "to avoid replanning, change it once per epoch, or hold it in a buffer p that changes in place and write "
     "x * (torch.rand_like(x) >= p) / (1 - p) for the dropout"
 )
+# How to run a model whose code has effects of its own: the end of a sentence that tells how to change the model.
+REGIONS = "or plan with regions=True, which runs the model's own code."
+SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -102,16 +107,16 @@ def _value_in(fact) -> str | None:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, is_same, settle=None):
+def unchanged(model: nn.Module, is_same, settle=None, real=lambda value: value):
     """Inside, the forward of `model` runs; afterwards its attributes are restored.
 
     Args:
         model: all attributes of it and its submodules are compared, and the items of lists and dicts among them; so are
             those of modules in such lists and dicts, which are no submodules.
         is_same: whether one tensor may replace another, such as a traced one the model's own.
-        settle: gets ``(namespace, name, value before, value now, refusal)`` of each attribute with a plain value that
-            the forward sets, if it changes nothing else; returns whether another capture will show that it sets them
-            only once.
+        settle: gets a `Change` for each attribute and item that the forward sets; returns whether another capture will
+            show that it sets them only once.
+        real: returns the model's own tensor for a traced one that replaces it, and other values as they are.
 
     Raises:
         TraceError: naming the attribute that the forward has changed, or the random numbers that it has drawn.
@@ -128,40 +133,52 @@ def unchanged(model: nn.Module, is_same, settle=None):
     try:
         yield
         changes = [
-            (container, key, was, now, TraceError(_refusal(module, name, attribute, key, was, now)))
+            changed(container, key, copy, _refusal(module, name, attribute, key, was, now), real)
             for module, name, attribute, container, copy in before
             for key, was, now in changed_items(container, copy, is_same)
             if key not in derived.get(id(container), ())
         ]
-        drawn = [name for name, (state, _) in _random_states().items() if state != states[name][0]]
+        drawn = [name for name, state in _random_now().items() if name in states and state != states[name][0]]
     finally:
         for *_, container, copy in before:
             if any(changed_items(container, copy, lambda was, now: False)):
                 restore(container, copy)
         for _, reset in states.values():
             reset()
-    if changes and not (settle and all(_is_plain_attribute(modules, *each) for each in changes) and settle(changes)):
-        raise changes[0][-1]
     if drawn:
         raise repeated_draws(drawn[0])
+    if changes and not (settle and settle(changes)):
+        raise not_repeated(changes[0].refusal)
 
 
-def _is_plain_attribute(modules, namespace, key, was, now, refusal) -> bool:
-    is_own = key not in OF_EVERY_MODULE and any(vars(module) is namespace for module in modules.values())
-    return is_own and plain(was) is not None and plain(now) is not None
+class Change(NamedTuple):
+    """A change that a forward made: ``key`` identifies what it changed, the functions repeat and revert it."""
+
+    key: tuple[int, Any]
+    refusal: str
+    repeat: Callable[[], Any]
+    revert: Callable[[], Any]
 
 
-@contextlib.contextmanager
-def restored(model: nn.Module):
-    """Inside, the forward of `model` may change attributes; afterwards they are as before."""
-    modules = _with_unregistered(dict(model.named_modules())).values()
-    before = [(container, copied(container)) for module in modules for _, container in _containers(module)]
-    try:
-        yield
-    finally:
-        for container, copy in before:
-            if any(changed_items(container, copy, lambda was, now: False)):
-                restore(container, copy)
+def changed(container, key, before, refusal: str, real=lambda value: value) -> Change:
+    """The change of an item of `container`, of which `before` is a copy; for `real` see `unchanged`."""
+
+    def put(values):
+        """Set the item as in `values`; in a list, all items."""
+        if not isinstance(container, dict):
+            return functools.partial(restore, container, list(map(real, values)))
+        if key in values:
+            return functools.partial(container.__setitem__, key, real(values[key]))
+        return functools.partial(container.pop, key, None)
+
+    return Change((id(container), key), refusal, put(copied(container)), put(before))
+
+
+def not_repeated(message: str) -> TraceError:
+    """The error for an effect of the forward that a captured step would not have, but regions have."""
+    error = TraceError(message)
+    error.reason, error.can_split = message.partition(", which a captured step")[0], True
+    return error
 
 
 def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -184,12 +201,10 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def repeated_draws(source: str) -> TraceError:
-    error = TraceError(
-        f"the forward draws random numbers from {source}, and a captured step would reuse the same numbers forever. "
-        "Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
+    return not_repeated(
+        f"the forward draws random numbers from {source} or seeds it, which a captured step would not repeat. "
+        f"Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, {REGIONS}"
     )
-    error.reason, error.can_split = f"the forward draws random numbers from {source}", True
-    return error
 
 
 @contextlib.contextmanager
@@ -203,9 +218,9 @@ def arguments_unchanged(arguments):
     yield
     for container, copy in before:
         if any(changed_items(container, copy, lambda was, now: False)):
-            raise TraceError(
+            raise not_repeated(
                 f"the forward changes a {type(container).__name__} that it received as an argument, which a captured "
-                "step would not do. Return the collected values as an output of the model."
+                f"step would not do. Return the collected values as an output of the model, {REGIONS}"
             )
 
 
@@ -278,33 +293,45 @@ def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str
     if attribute in _TENSORS:
         return (
             f"the forward replaces {_TENSORS[attribute]} {key!r} {owner}, which a captured step cannot do. Change "
-            "buffers in place, as in self.buffer.copy_(value), and create modules and parameters before the forward. "
-            "If the forward creates it only once, as in a cache, call the model once before it is captured."
+            "buffers in place, as in self.buffer.copy_(value), and create modules and parameters before the forward, "
+            f"{REGIONS}"
         )
     if attribute in OF_EVERY_MODULE:
         return (
             f"the forward adds or removes a hook {owner}, which a captured step would not repeat. Register hooks "
-            "before the forward; if it adds the hook only once, call the model once before it is captured."
+            f"before the forward, {REGIONS}"
         )
     if isinstance(now, torch.Tensor):
         return (
             f"the forward stores a tensor in attribute {attribute or key!r} {owner}, which a captured step cannot do. "
-            "Return the tensor from the forward. If it is stored only once, as in a cache, call the model once before "
-            "it is captured."
+            f"Return the tensor from the forward, {REGIONS}"
         )
     return (
         f"the forward changes attribute {attribute or key!r} {owner}, from {was!r} to {now!r}, which a captured step "
-        "would not repeat. Count in a buffer, in place, or outside of the model; if it changes only once, call the "
-        "model once before it is captured."
+        f"would not repeat. Count in a buffer, in place, or outside of the model, {REGIONS}"
     )
 
 
 def _random_states() -> dict:
-    """By the generator's name: its state, comparable by ==, and a function that restores it."""
+    """By the generator's name: its state, comparable by ==, and a function that restores what it was before this call.
+
+    The generators are seeded here, so that a forward that seeds them itself leaves another state.
+    """
     python_state = random.getstate()
-    states = {"Python's module random": (python_state, lambda: random.setstate(python_state))}
+    random.seed(SEED)
+    states = {"Python's module random": (random.getstate(), lambda: random.setstate(python_state))}
     if numpy := sys.modules.get("numpy"):
-        state = numpy.random.get_state()
-        comparable = tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
-        states["numpy.random"] = (comparable, lambda: numpy.random.set_state(state))
+        numpy_state = numpy.random.get_state()
+        with contextlib.suppress(TypeError):  # a bit generator of the user's own, which cannot be seeded
+            numpy.random.seed(SEED)
+        states["numpy.random"] = (_numpy_state(numpy), lambda: numpy.random.set_state(numpy_state))
     return states
+
+
+def _random_now() -> dict:
+    numpy = sys.modules.get("numpy")
+    return {"Python's module random": random.getstate(), "numpy.random": _numpy_state(numpy) if numpy else ()}
+
+
+def _numpy_state(numpy) -> tuple:
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state())

@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._ops import OperatorBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -91,6 +92,8 @@ class Branches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
+            if any(callable(each) and not isinstance(each, OperatorBase) for each in args):  # would run in a backward
+                raise NotImplementedError(f"{func} is a HigherOrderOperator")
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = {id(tensor): value for tensor in tensors if (value := self._value(tensor)) is not None}

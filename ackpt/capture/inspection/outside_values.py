@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -22,14 +23,14 @@ from torch import nn
 
 from ackpt.errors import TraceError, warn
 
-from .attributes import repeated_draws
+from .attributes import REGIONS, Change, not_repeated, repeated_draws
 from .closures_that_ran import Closures
+from .kept_tensors import Kept, NotConstant
 from .value_walk import Value, Walk, closes_over, is_of_model, said
 
 _CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
 # The functions that seed. In regions the forward seeds again for the recomputation, which torch.seed does differently.
 _SEEDING = {"seed": "", "manual_seed": "", "set_rng_state": ", as torch.random.fork_rng does"}
-_REGIONS = "Plan with regions=True, which runs the forward itself. "
 _RANDOM = os.path.abspath(torch.random.__file__)
 _FOLDER = os.path.dirname(_RANDOM) + os.sep
 _WRAPPERS = _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep, contextlib.__file__  # for fork_rng
@@ -44,20 +45,30 @@ class Reads:
         self._closures: Closures | None = Closures()  # until `finish`: later forwards run on tensors with data
         self._values: list[Value] = []
         self._watching: Any = None
+        self.kept = Kept()
         self._settles = True
-        self._changed: list[tuple[dict, str, Any, Any, TraceError]] = []  # namespace, name, before, now, refusal
+        self._changed: list[Change] = []
+        self._settled = False
+        self.places: list[Callable[[], bool]] = []  # see `ackpt.capture.inspection.kept_tensors.places`
         self.has_checkpoints = False  # whether the model calls torch's own
 
     @contextlib.contextmanager
-    def watched(self):
+    def watched(self, is_same):
         """Watch the model's forward run inside; on exit, restore the plain values and RNG states that it changed.
+
+        `is_same`: whether one tensor represents another, such as a traced one the model's own.
 
         Raises:
             TraceError: if the forward seeds torch's generator, draws from a generator object, or changes a value,
-                which the message names. A change that the capture may still `settle` is not an error, unless it is in
-                a list or dict.
+                which the message names. A change that the capture may still `settle` is not an error.
         """
-        walk = self._walk()
+        gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
+        with self._watched(is_same):
+            yield
+
+    @contextlib.contextmanager
+    def _watched(self, is_same=lambda tensor, other: False):
+        walk = self._walk(runs=True)
         seen: dict[int, types.CodeType] = {}
         closing: set[int] = set()
         seeds: list[tuple[str, torch.Tensor]] = []  # saved on demand: an earlier copy would be measured
@@ -98,94 +109,97 @@ class Reads:
             if self._closures is not None:
                 self._closures.ended()
             self.has_checkpoints |= id(_CHECKPOINT) in seen
-            changed, others = walk.restored()
+            changed = walk.restored(is_same)
             drawn = walk.drawn_from()
             if seeds:
                 torch.set_rng_state(seeds[0][1])
         if seeds:
             name, _ = seeds[0]
-            raise TraceError(
-                f"the forward calls torch.{name}{_SEEDING[name]}, which a captured step would not repeat. "
-                f"{'' if name == 'seed' else _REGIONS}Draw such numbers once and store them in a buffer, or pass them "
-                "as an argument."
+            message = (
+                f"the forward calls torch.{name}{_SEEDING[name]}, which a captured step would not repeat. Draw such "
+                "numbers once and store them in a buffer, or pass them as an argument"
             )
+            raise TraceError(f"{message}.") if name == "seed" else not_repeated(f"{message}, {REGIONS}")
         if drawn:
             raise repeated_draws(drawn[0])
-        if others:
-            raise _refused(*others[0])
-        refusals = [
-            (value.namespace, value.name, value.was, now, _refused(value.label, value.was, now))
-            for value, now in changed
-        ]
-        if refusals and not self.may_settle(refusals):
-            raise refusals[0][-1]
+        if changed and not self.may_settle(changed):
+            raise not_repeated(changed[0].refusal)
 
     def start(self) -> None:
-        """Call this before every forward."""
-        if self._settles:
-            self._changed = []
+        """Call this before every forward: it removes what the one before has left."""
+        self.kept.start(lambda: self._changed.clear() if self._settles else None)
 
     @contextlib.contextmanager
     def watched_backward(self):
-        """Inside, a backward of the model's own functions is `watched`, too, and may not change anything.
-
-        Raises:
-            TraceError: naming what it changes.
-        """
+        """Inside, a backward of the model's own functions is `watched`, too."""
         apply = torch.autograd.function.BackwardCFunction.apply
 
         def watched(node, *gradients):
-            try:
-                with self.watched():
-                    return apply(node, *gradients)
-            except TraceError as error:
-                error.reason, error.can_split = error.reason or str(error), True
-                raise
+            with self._watched():
+                return apply(node, *gradients)
 
         with mock.patch.object(torch.autograd.function.BackwardCFunction, "apply", watched):
             yield
 
-    def may_settle(self, changed: list[tuple]) -> bool:
-        """Note ``(namespace, name, before, now, refusal)`` of the values that the first forward has changed.
+    def may_settle(self, changed: list[Change]) -> bool:
+        """Note what the first forward has changed.
 
         Returns:
-            False for a later forward, or if there are none.
+            False for a later forward, or if nothing is changed.
 
         Raises:
             TraceError: the refusal of the first change, if a later forward changes the same value again.
         """
-        for namespace, name, *_ in changed if not self._settles else ():
-            for first, first_name, *_, refusal in self._changed:
-                if getattr(first, "cell", first) is getattr(namespace, "cell", namespace) and first_name == name:
-                    raise refusal
-        self._changed += changed if self._settles else []
-        return self._settles and bool(changed)
+        if self._settles:
+            self._changed += changed
+            return bool(changed)
+        keys = {change.key for change in changed}
+        if again := next((change for change in self._changed if change.key in keys), None):
+            raise not_repeated(again.refusal)
+        return False
+
+    def settles(self) -> bool:
+        """Whether the latest forward changed nothing, and nothing keeps its tensors."""
+        return not self._changed and not self.kept.alive()
+
+    @contextlib.contextmanager
+    def settle(self, mode):
+        """Capture the step again inside, with the values and tensors as the model's first call would have left them.
+
+        Many transformers models record in their configuration which kind of labels they receive, or in an attribute
+        what they have computed; others fill a cache. The new capture must compute the same. Yields the error to raise
+        otherwise. `mode`: a context in which to compute the tensors.
+
+        Raises:
+            TraceError: if a tensor cannot be computed before the step; if the forward changes a value again, or stores
+                a tensor again.
+        """
+        tensors = self.kept.alive()
+        error = not_repeated(self._changed[0].refusal if self._changed else kept_message(*tensors[0]))
+        try:
+            self.kept.give_data([tensor for tensor, _ in tensors], mode)
+        except NotConstant:
+            raise error from None
+        self._settles, self._settled = False, True
+        for change in self._changed:
+            change.repeat()
+        del tensors
+        yield error
+        if again := self.kept.alive():
+            raise not_repeated(kept_message(*again[0]))
+
+    def undo(self) -> None:
+        """Leave everything that the model's code keeps as it was before the capture."""
+        if not self._settles:
+            for change in reversed(self._changed):
+                change.revert()
+        self._changed, self._settles, self._settled = [], True, False
+        self.kept.forget()
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last forward changed none of the values."""
-        return not self._changed
-
-    @contextlib.contextmanager
-    def settle(self):
-        """Capture the step again inside, with the values as the model's first call left them.
-
-        Many transformers models record in their configuration which kind of labels they receive, or in an attribute
-        what they have computed. The new capture must equal the first one. Yields the error to raise otherwise. After an
-        error, the original values are restored.
-
-        Raises:
-            TraceError: if the forward changes such a value again.
-        """
-        changed, self._settles = self._changed, False
-        try:
-            for namespace, name, _, now, _ in changed:
-                namespace[name] = now
-            yield changed[0][-1]
-        except BaseException:
-            for namespace, name, was, _, _ in changed:
-                namespace[name] = was
-            raise
+        """Whether the values are as the model's first call would have left them, not as they were before."""
+        return self._settled
 
     @contextlib.contextmanager
     def paused(self):
@@ -208,19 +222,23 @@ class Reads:
         walk = self._walk()
         walk.close_over(self._closures.functions())
         self._values = list(walk.values.values())
+        for value in self._values:
+            value.original = value.owner = None
+        self.kept.finish()
+        self._changed.clear()
         self._closures = None
         self._codes.clear()
 
     def are_same(self) -> bool:
         """Whether all values are the same as at the end of the capture."""
-        return not any(value.is_changed() for value in self._values)
+        return not any(value.is_changed() for value in self._values) and all(is_same() for is_same in self.places)
 
     def first_change(self) -> str:
         """The first value that differs from the end of the capture, in words; empty if all are the same."""
         return next((value.label for value in self._values if value.is_changed()), "")
 
-    def _walk(self) -> Walk:
-        walk = Walk(*self._roots)
+    def _walk(self, runs: bool = False) -> Walk:
+        walk = Walk(*self._roots, runs)
         for code, namespace in list(self._codes.values()):
             walk.enter(code, namespace)
         return walk
@@ -241,10 +259,12 @@ def _is_by_model(frame) -> bool:
     return frame is not None and is_of_model(frame.f_code.co_filename)
 
 
-def _refused(label: str, was, now) -> TraceError:
-    return TraceError(
-        f"the forward changes {label} from {was!r} to {now!r}, which a captured step would not repeat. Count in a "
-        "buffer, in place, or outside of the model; if it changes only once, call the model once before it is captured."
+def kept_message(tensor: torch.Tensor, made: str) -> str:
+    """The refusal of a tensor that something keeps; `made`: where the model's code made it."""
+    return (
+        f"the model's code stores a tensor that it computes {made}: in a hook, a global or another object, which a "
+        "captured step would not do. Return the tensor as an output of the model, remove the hook by its handle's "
+        f"remove(), {REGIONS}"
     )
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import gc
 import logging
 import os
 import re
 import sys
 import traceback
 import warnings
-import weakref
 from unittest import mock
 
 import torch
@@ -22,13 +20,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.errors import CheckpointError, TraceError
+
+from .kept_tensors import Kept
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
@@ -71,10 +70,10 @@ def set_at(module: nn.Module, name: str) -> str:
 class Where(TorchFunctionMode):
     """Annotates every operation with the module that calls it and the line in the model's code."""
 
-    def __init__(self, model):
+    def __init__(self, model, kept: Kept):
         super().__init__()
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._made: list[tuple[weakref.ref, str]] = []
+        self._kept = kept
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         module = source = None
@@ -91,22 +90,8 @@ class Where(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
             result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple) else (result,):
-            if isinstance(tensor, FunctionalTensor):
-                self._made.append((weakref.ref(tensor), f"at {source}" if source else f"in module {module!r}"))
+        self._kept.add(result, f"at {source}" if source else f"in module {module!r}")
         return result
-
-    def require_none_kept(self) -> None:
-        """Check after the capture that nothing keeps a tensor that the model's code computed; the capture keeps none.
-
-        Raises:
-            TraceError: if something does, such as a hook's list: a captured step would not update it.
-        """
-        if any(tensor() is not None for tensor, _ in self._made):
-            gc.collect()  # the model may create reference cycles
-        for tensor, location in self._made:
-            if tensor() is not None:
-                raise _kept(location)
 
 
 def line() -> str:
@@ -224,14 +209,6 @@ def explained(model: nn.Module):
         _LOG.disabled = was
 
 
-def _kept(how: str) -> TraceError:
-    return TraceError(
-        f"the model's code stores a tensor that it computes {how}: in a hook, a global or another object. A captured "
-        "step would not update it. Return the tensor as an output of the model, or remove the hook by its handle's "
-        "remove(); if the tensor is stored only once, as in a cache, call the model once before it is captured."
-    )
-
-
 def _explained(error, model) -> TraceError:
     frames = traceback.extract_tb(error.__traceback__)
     where = _of(frames)
@@ -293,8 +270,6 @@ def _explained(error, model) -> TraceError:
         )
         explanation.module, explanation.can_split, explanation.reason = _module_of(error, model), True, called
         return explanation
-    if "Mixing fake modes" in reason:  # torch calls the model several times
-        return _kept(f"and reads again{where}")
     if "backprop through mirrored meta" in reason:
         return TraceError(
             f"the model calls backward() in its forward{where}: return the loss, and call backward() on it"

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib.util
 import os
 import sys
 import sysconfig
 import types
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
-from ackpt.checkpointing.rng import stream_of
+from ackpt.checkpointing.rng import NumpyStream, TorchStream, stream_of
 
-from .attributes import OF_EVERY_MODULE, changed_items, copied, restore
+from .attributes import OF_EVERY_MODULE, REGIONS, SEED, Change, changed, changed_items, copied, restore
 from .closures_that_ran import functions_of
 from .comparable_values import plain, reference
 
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _ABSENT: Any = object()
-_METHODS = types.FunctionType, staticmethod, classmethod, property
+_CACHED = type(functools.lru_cache(len))
+_METHODS = types.FunctionType, staticmethod, classmethod, property, _CACHED, torch.Tensor
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict))
@@ -39,14 +44,18 @@ _INSTALLED = os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.se
 
 
 class Value:
-    """A name in a namespace and what it referred to: a plain value, a container of plain values, or an object."""
+    """A name in a namespace and what it referred to: a plain value, a container of plain values, or an object.
 
-    __slots__ = ("namespace", "name", "label", "was", "content", "copies")
+    ``owner``: the object or cell whose namespace it is, which the forward may have created itself; None for others.
+    """
 
-    def __init__(self, namespace, name: str, label: str, value):
-        self.namespace, self.name, self.label = namespace, name, label
+    __slots__ = ("namespace", "name", "label", "was", "content", "copies", "original", "owner")
+
+    def __init__(self, namespace, name: str, label: str, value, owner=None):
+        self.namespace, self.name, self.label, self.owner = namespace, name, label, owner
         self.content = _content(value)
         self.was = value if self.content is not None or value is _ABSENT else reference(value)
+        self.original = value  # until the capture ends
         self.copies = [(container, copied(container)) for container in _containers(value)]
 
     def is_changed(self) -> bool:
@@ -57,25 +66,46 @@ class Value:
             return self.was is _ABSENT or now is not self.was()
         return _content(now) != self.content
 
-    def changed_items(self):
-        """Yield (label, value before, value now) of the plain items that changed, and restore them."""
+    def restored(self, is_same) -> Iterator[Change]:
+        """Restore it where a forward has set plain values, or tensors without data; yield these changes.
+
+        `is_same`: whether a tensor without data represents the one that was there; this is no change.
+        """
+        now = self.namespace.get(self.name, _ABSENT)
+        if is_same(self.original, now):
+            self._put(self.original)
+        elif _is_set(self.original, now):
+            key = id(getattr(self.namespace, "cell", self.namespace)), self.name
+            repeat, revert = functools.partial(self._put, now), functools.partial(self._put, self.original)
+            revert()
+            yield Change(key, _refusal(self.label, self.original, now), repeat, revert)
         for container, copy in self.copies:
             changes = [
-                (f"{self.label}, at {key!r},", was, now)
-                for key, was, now in changed_items(container, copy, lambda was, now: False)
-                if plain(was) is not None and plain(now) is not None
+                changed(container, key, copy, _refusal(self.label, was, now, key))
+                for key, was, now in changed_items(container, copy, is_same)
+                if _is_set(was, now)
             ]
-            if changes:
+            if changes or any(is_same(was, now) for _, was, now in changed_items(container, copy, lambda a, b: False)):
                 restore(container, copy)
             yield from changes
 
+    def _put(self, value) -> None:
+        if value is _ABSENT:
+            self.namespace.pop(self.name)
+        else:
+            self.namespace[self.name] = value
+
 
 class Walk:
-    """The values that code reads by name, starting from globals, a model's modules and the arguments of a call."""
+    """The values that code reads by name, starting from globals, a model's modules and the arguments of a call.
 
-    def __init__(self, model: nn.Module, leaves):
+    `runs`: whether the code runs; generators are then seeded until `drawn_from`, which finds those that it used.
+    """
+
+    def __init__(self, model: nn.Module, leaves, runs: bool = False):
+        self._runs = runs
         self.values: dict[tuple[int, str], Value] = {}
-        self._streams: dict[int, tuple[Any, str, Any]] = {}
+        self._streams: dict[int, tuple[Any, str, Any, Any]] = {}
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
         self._classes: dict[type, _Class] = {}
@@ -110,14 +140,16 @@ class Walk:
         for function in functions:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
                 if name != "__class__" and bound(cell):
-                    self.note(_CellNamespace(cell), name, f"{name!r} of {said(function.__code__)}", 0)
+                    self.note(_CellNamespace(cell), name, f"{name!r} of {said(function.__code__)}", 0, owner=cell)
 
-    def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False) -> None:
+    def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False, owner=None) -> None:
         value = namespace.get(name, _ABSENT)
         if (id(namespace), name) not in self.values and (value is not _ABSENT or is_optional):  # otherwise a builtin
-            self.values[id(namespace), name] = Value(namespace, name, label, value)
+            self.values[id(namespace), name] = Value(namespace, name, label, value, owner)
             self._generators(value, label)
             self.add(value, label, depth)
+            if isinstance(value, _CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
+                self.enter(wrapped.__code__, wrapped.__globals__)  # its results depend on what it reads
 
     def add(self, value, label: str, depth: int = 0) -> None:
         """Record the attributes of an object that are named in entered code; `enter` adds those of later code."""
@@ -130,26 +162,23 @@ class Walk:
         for item in (value, *(item for container in _containers(value) for item in _items(container))):
             if isinstance(item, _generator_types()) and id(item) not in self._streams:
                 stream = stream_of(item)
-                if stream is not None:
-                    self._streams[id(item)] = stream, label, stream.get()
+                if stream is not None and self._runs:
+                    state = stream.get()
+                    _seed(stream)
+                    self._streams[id(item)] = stream, label, state, stream.get()
 
     def drawn_from(self) -> list[str]:
-        """The labels of the generators that have drawn random numbers; this restores their states."""
-        moved = [(stream, label, state) for stream, label, state in self._streams.values() if stream.moved(state)]
-        for stream, _, state in moved:
+        """The labels of the generators that were seeded or drawn from; this restores their states."""
+        moved = [label for stream, label, _, seeded in self._streams.values() if stream.moved(seeded)]
+        for stream, _, state, _ in self._streams.values():
             stream.set(state)
-        return [label for _, label, _ in moved]
+        return moved
 
-    def restored(self):
-        """Restore what changed; return it as ([(value, its new value)], [(label of an item, before, now)])."""
-        changed, items = [], []
-        for value in self.values.values():
-            now = value.namespace.get(value.name, _ABSENT)
-            if plain(value.was) is not None and plain(now) is not None and plain(now) != plain(value.was):
-                value.namespace[value.name] = value.was
-                changed.append((value, now))
-            items += value.changed_items()
-        return changed, items
+    def restored(self, is_same) -> list[Change]:
+        """Restore what changed, and return the changes; for `is_same` see `Value.restored`."""
+        new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
+        values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
+        return [change for value in values for change in value.restored(is_same)]
 
     def _has_attributes(self, value) -> bool:
         if isinstance(value, types.ModuleType):
@@ -169,11 +198,20 @@ class Walk:
                     self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
                     shared.add(name)
                 elif isinstance(vars(kind)[name], types.MemberDescriptorType) and not isinstance(value, type):
-                    self.note(_Slots(value), name, f"attribute {name!r} of {label}", depth + 1)
+                    self.note(_Slots(value), name, f"attribute {name!r} of {label}", depth + 1, owner=value)
         instance = None if isinstance(value, type) else getattr(value, "__dict__", None)
         if isinstance(instance, dict):
             for name in names & (instance.keys() | shared):
-                self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, is_optional=name in shared)
+                self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, name in shared, value)
+
+
+def _seed(stream) -> None:
+    if isinstance(stream, TorchStream):
+        stream.generator.manual_seed(SEED)
+    elif isinstance(stream, NumpyStream) and stream.bits is not None:
+        stream.bits.state = type(stream.bits)(SEED).state
+    else:
+        stream.source.seed(SEED)
 
 
 class _Environment:
@@ -224,6 +262,32 @@ def _content(value, depth: int = 0):
     items = value.items() if isinstance(value, dict) else enumerate(value)
     compared = ((plain(key), _content(item, depth + 1)) for key, item in items)
     return tuple(pair for pair in compared if None not in pair)
+
+
+def _is_set(was, now) -> bool:
+    """Whether a forward has set a plain value to another one, or anything to a tensor without data."""
+    if plain(was) is not None and plain(now) is not None:
+        return plain(was) != plain(now)
+    return was is not now and _is_traced(now)
+
+
+def _is_traced(value, depth: int = 0) -> bool:
+    if isinstance(value, (list, tuple, dict)) and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
+        return any(_is_traced(item, depth + 1) for item in _items(value))
+    return isinstance(value, FunctionalTensor)
+
+
+def _refusal(label: str, was, now, key=_ABSENT) -> str:
+    if _is_traced(now):
+        return (
+            f"the forward stores a tensor in {label}, which a captured step would not do. Return the tensor from the "
+            f"forward, {REGIONS}"
+        )
+    label += "" if key is _ABSENT else f", at {key!r},"
+    return (
+        f"the forward changes {label} from {was!r} to {now!r}, which a captured step would not repeat. Count in a "
+        f"buffer, in place, or outside of the model, {REGIONS}"
+    )
 
 
 def _containers(value, depth: int = 0):

@@ -1,0 +1,351 @@
+"""Find the tensors without data that something keeps after a forward of a capture, and remove them or give them data.
+
+A cache that the first call fills (``functools.cache``, a dict, an attribute) would otherwise hold them forever. What
+depends on constants and buffers alone gets the values that the first call would have computed; everything else is
+removed from what refers to it. Containers that the model's code itself names are put back by `outside_values`, those
+of modules by `attributes`; here is the rest, found by the garbage collector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+_CACHED = type(functools.lru_cache(len))
+_PASSED_BY = types.FrameType, types.TracebackType, types.GeneratorType, types.CoroutineType
+
+
+# Operations that use nothing of their first argument but its shape, dtype and device.
+OF_SHAPES = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+)
+
+
+class NotConstant(Exception):
+    """A tensor depends on the call's arguments, on parameters, or on random numbers."""
+
+
+class Kept:
+    """The tensors that the model's code made in the latest forward, and those that outlived it.
+
+    A forward after one that left tensors also notes the operations that compute them. ``given``: those that got data.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[weakref.ref, str]] = []
+        self._nodes: dict[int, Node] = {}
+        self._operations: dict[Node, tuple] = {}
+        self._known: dict[Node, torch.Tensor] = {}
+        self._root: Any = None
+        self._new: set[int] = set()
+        self._removals: list[Callable[[], None]] = []
+        self._any = False
+        self.given: list[torch.Tensor] = []
+
+    def add(self, result, location: str) -> None:
+        """Note what a call of the model's code returned; `location` is in words."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, FunctionalTensor):
+                self._made.append((weakref.ref(tensor), location))
+
+    def add_backward(self) -> None:
+        """Note the tensors without data that exist after the backward, in which torch calls no `add`."""
+        noted = {id(tensor()) for tensor, _ in self._made}
+        for each in gc.get_objects(generation=0):
+            if type(each) is FunctionalTensor and id(each) not in noted:
+                self._made.append((weakref.ref(each), "in a backward or a hook of it"))
+
+    def alive(self) -> list[tuple[torch.Tensor, str]]:
+        """The tensors that something still refers to after a forward, each once, and where they were made."""
+        if any(tensor() is not None for tensor, _ in self._made):
+            self._new.update(map(id, gc.get_objects(generation=0)))
+            gc.collect()  # the model may create reference cycles
+        pairs = ((tensor(), location) for tensor, location in self._made)
+        return list({id(tensor): (tensor, location) for tensor, location in pairs if tensor is not None}.values())
+
+    def start(self, drop: Callable[[], None]) -> None:
+        """Begin a forward: call `drop`, which drops references of our own, and remove what the forward before left."""
+        self._any |= bool(self.alive())
+        drop()
+        self._remove_left()
+        gc.collect(0)  # from here on, the youngest generation contains just what the forward creates
+        self._new.clear()
+
+    def note_operations(self, real: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Note at the end of a forward what computes its tensors; `real`: pairs of a traced and a real tensor."""
+        mode = get_proxy_mode()
+        if mode is None or not self._any:
+            return
+        self._root = mode.tracer.root
+        for tensor, _ in self._made:
+            if (made := tensor()) is not None and (node := _node_of(made, mode.tracer)) is not None:
+                self._nodes[id(made)] = node
+        for tensor, value in real:
+            node = _node_of(tensor, mode.tracer) if isinstance(tensor, FunctionalTensor) else None
+            if node is not None and node.op == "placeholder":  # otherwise the forward has written to it
+                self._known[node] = value
+        nodes = mode.tracer.graph.nodes
+        self._operations = {node: (node.op, node.target, node.args, node.kwargs) for node in nodes}
+
+    def give_data(self, tensors, mode) -> None:
+        """Make `tensors`, wherever they are, what the model's own call would have computed.
+
+        `mode`: a context in which to compute them.
+
+        Raises:
+            NotConstant: if one depends on more than constants and buffers.
+        """
+        if any(tensor.requires_grad or id(tensor) not in self._nodes for tensor in tensors):
+            raise NotConstant
+        with _disable_current_modes(), torch.no_grad(), mode:
+            data = self._data([self._nodes[id(tensor)] for tensor in tensors])
+        self._removals += _removals(tensors, self._new)
+        self.given += tensors
+        self._made, self._nodes, self._operations, self._known, self._root = [], {}, {}, {}, None
+        while data:
+            torch.utils.swap_tensors(tensors[len(data) - 1], data.pop())
+
+    def _data(self, nodes: list[Node]) -> list[torch.Tensor]:
+        values: dict[Node, Any] = dict(self._known)
+        left = [*nodes]
+        while left:
+            op, target, args, kwargs = self._operations.get(node := left[-1], ("placeholder",) * 4)
+            if target in OF_SHAPES:
+                args = (_of_shape(args[0].meta["val"]), *args[1:])
+            needed: list[Node] = []
+            map_arg((args, kwargs), needed.append)
+            if node in values:
+                left.pop()
+            elif op == "placeholder" or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+                raise NotConstant
+            elif missing := [each for each in needed if each not in values]:
+                left += missing
+            elif op == "get_attr":
+                values[node] = getattr(self._root, target)
+            else:
+                given, named = map_arg((args, kwargs), values.__getitem__)
+                values[node] = target(*given, **named)
+        return [_alias(values[node]) for node in nodes]
+
+    def forget(self) -> None:
+        """Remove the tensors that are left from whatever refers to them, and those that `give_data` gave data."""
+        removals, self._removals, self.given = self._removals, [], []
+        for remove in removals:
+            remove()
+        self._remove_left()
+
+    def finish(self) -> None:
+        """Leave everything as it is after the capture, and reference nothing of it."""
+        self._removals.clear()
+        self.given.clear()
+
+    def _remove_left(self) -> None:
+        tensors = [tensor for tensor, _ in self.alive()]
+        self._made.clear()
+        self._nodes.clear()
+        for remove in _removals(tensors, self._new):
+            remove()
+
+
+def _node_of(tensor, tracer) -> Node | None:
+    torch._sync(tensor)
+    inner = torch._from_functional_tensor(tensor.elem)
+    return get_proxy_slot(inner, tracer, None, lambda proxy: proxy.proxy.node)
+
+
+def _of_shape(value: torch.Tensor) -> torch.Tensor:
+    if value._has_symbolic_sizes_strides:
+        raise NotConstant
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _alias(value: torch.Tensor) -> torch.Tensor:
+    """A tensor in the memory of `value` that is no view of it, so that nothing else refers to its implementation."""
+    value = value.resolve_conj().resolve_neg()
+    whole = torch.empty(0, dtype=value.dtype, device=value.device)
+    return whole.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+
+
+def _removals(tensors: list[torch.Tensor], new: set[int]) -> list[Callable[[], None]]:
+    """Functions that remove `tensors` from the containers and objects that were there before the forward.
+
+    `new`: ids of the objects that the forward created, which go with the tensors in them.
+    """
+    removals: list[Callable[[], None]] = []
+    for level, items, holder in _holders(tensors):
+        owner = _owner(holder)
+        if isinstance(holder, tuple) or _is_new(holder if owner is None else owner, new):
+            level.append(holder if owner is None else owner)
+        elif remove := _removal(holder, owner, items):
+            removals.append(remove)
+    return removals
+
+
+def _holders(tensors: list[torch.Tensor]) -> Iterator[tuple[list[Any], dict[int, Any], Any]]:
+    """Yield ``(next items, items by their ids, what refers to some of these)``; the caller fills the first list."""
+    if not tensors:
+        return
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:  # frozen objects are no referrers; no garbage must be frozen
+        gc.collect()
+        gc.unfreeze()
+    try:
+        level: list[Any] = [*tensors]
+        seen: set[int] = set()
+        while level:
+            items = {id(item): item for item in level}
+            seen |= {*items, id(level), id(items), id(tensors)}
+            level = []
+            for holder in gc.get_referrers(*items.values()):
+                if not isinstance(holder, _PASSED_BY) and id(holder) not in seen and holder is not level:
+                    yield level, items, holder
+    finally:
+        if is_frozen:
+            gc.freeze()
+
+
+def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool]]:
+    """Functions that return whether the tensors in `found` are still where the model's code found them.
+
+    Objects that the forward created are no such places.
+    """
+    new = set(map(id, gc.get_objects(generation=0))) | {id(found), *map(id, found.values())}
+    tensors = [tensor for tensor, _ in found.values()]
+    checks = []
+    for level, items, holder in _holders(tensors):
+        if id(holder) in new:
+            continue
+        if isinstance(holder, tuple):
+            level.append(holder)
+        elif check := _check(holder, items):
+            checks.append(check)
+    return checks
+
+
+def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
+    """A function that returns whether `holder` still has those of `items` that it has now; a capture keeps them."""
+    if isinstance(holder, dict):
+        if "joint" in holder and "held" in holder:  # an earlier capture
+            return None
+        keys = [(key, id(value)) for key, value in holder.items() if items.get(id(value)) is value]
+        return lambda: all(id(holder.get(key)) == was for key, was in keys)
+    if isinstance(holder, (list, deque)):
+        places = [(at, id(value)) for at, value in enumerate(holder) if items.get(id(value)) is value]
+        return lambda: all(at < len(holder) and id(holder[at]) == was for at, was in places)
+    if isinstance(holder, types.CellType):
+        name = "cell_contents"
+    elif isinstance(holder, types.FunctionType):
+        name = "__defaults__"
+    else:
+        slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
+        names = {*getattr(holder, "__dict__", ()), *slots} if not isinstance(holder, (type, _CACHED)) else ()
+        name = next((name for name in names if id(getattr(holder, name, None)) in items), "")
+    was = id(getattr(holder, name, None)) if name else None
+    return (lambda: id(getattr(holder, name, None)) == was) if was in items else None
+
+
+def _owner(holder):
+    """The object or class whose attributes are the dict `holder`; None if there is none."""
+    if type(holder) is not dict:
+        return None
+    for each in gc.get_referrers(holder):
+        if isinstance(each, type):
+            return each
+        if not isinstance(each, _PASSED_BY) and getattr(each, "__dict__", None) is holder:
+            return each
+    return None
+
+
+def _is_new(holder, new: set[int]) -> bool:
+    """Whether `holder` is among the objects with the ids `new`, and was not only unknown to the collector before.
+
+    It tracks a dict from its first item on that it tracks. A dict to which a variable or an attribute refers was there:
+    otherwise `outside_values` or `attributes` would have put back what was.
+    """
+    if id(holder) not in new or type(holder) is not dict:
+        return id(holder) in new
+    return not any(
+        isinstance(each, types.CellType) or (isinstance(each, tuple) and id(each) not in new) or _owner(each)
+        for each in gc.get_referrers(holder)
+    )
+
+
+def _removal(holder, owner, items: dict[int, Any]) -> Callable[[], None] | None:
+    """A function that removes `items`, by their ids, from `holder`; None for what cannot be changed.
+
+    `owner`: the object or class whose attributes `holder` contains, if it does.
+    """
+
+    def is_item(value) -> bool:
+        return items.get(id(value)) is value and value is not None
+
+    if isinstance(holder, dict):
+        return lambda: _remove_keys(holder, owner, is_item)
+    if isinstance(holder, (list, deque, set)):
+        return lambda: _keep(holder, [value for value in holder if not is_item(value)])
+    if isinstance(holder, types.CellType):
+        return lambda: setattr(holder, "cell_contents", None) if is_item(holder.cell_contents) else None
+    if isinstance(holder, _CACHED):
+        return lambda: _remove_cached(holder, is_item)
+    if isinstance(holder, type) or not hasattr(holder, "__dict__") and not hasattr(holder, "__slots__"):
+        return None
+    return lambda: _remove_attributes(holder, is_item)
+
+
+def _remove_keys(container: dict, owner, is_item) -> None:
+    for key in [key for key, value in container.items() if is_item(value)]:
+        if isinstance(owner, type):
+            delattr(owner, key)  # a class has a cache of its attributes
+        else:
+            del container[key]
+
+
+def _keep(container, values) -> None:
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(values)
+
+
+def _remove_attributes(holder, is_item) -> None:
+    slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
+    for name in {*getattr(holder, "__dict__", ()), *slots}:
+        if is_item(getattr(holder, name, None)):
+            object.__delattr__(holder, name)
+
+
+def _remove_cached(cache, is_item) -> None:
+    """Remove single results of ``functools.lru_cache``, which shows them to the garbage collector after their keys.
+
+    Its C code takes a missing key for one that another thread has removed, and drops the result later.
+    """
+    content = gc.get_referents(cache)
+    keys = [content[at - 1] for at, value in enumerate(content) if is_item(value)]
+    entries = next(
+        (each for each in content if isinstance(each, dict) and keys and all(key in each for key in keys)), None
+    )
+    if entries is None:
+        cache.cache_clear()
+        return
+    for key in keys:
+        del entries[key]
+    results: list[Any] = [value for value in content if is_item(value)]
+    while results:  # until the cache drops them, they are tensors of no elements
+        result = results.pop()
+        if isinstance(result, tuple):
+            results += result
+        elif isinstance(result, torch.Tensor):
+            with contextlib.suppress(RuntimeError), _disable_current_modes():
+                torch.utils.swap_tensors(result, torch.empty(0))
