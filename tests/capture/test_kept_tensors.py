@@ -362,7 +362,7 @@ def test_a_tensor_that_is_replaced_where_the_code_finds_it_is_seen(how):
         REBINDS[how](torch.ones(4))
 
 
-DEEP = [[[types.SimpleNamespace()]]]
+NESTED = [[[types.SimpleNamespace()]]]
 
 
 class Sees(torch.autograd.Function):
@@ -396,7 +396,7 @@ class Seen(nn.Module):
 SEE = {
     "attribute": (lambda model, gradient: setattr(model, "last", gradient.detach()), "attribute 'last' of the model"),
     "buffer": (lambda model, gradient: setattr(model, "norm", gradient.norm()), "buffer 'norm' of the model"),
-    "gradient": (lambda model, gradient: setattr(DEEP[0][0][0], "last", gradient), "in a backward or a hook of it"),
+    "gradient": (lambda model, gradient: setattr(NESTED[0][0][0], "last", gradient), "in a backward or a hook of it"),
     "count": (lambda model, gradient: setattr(model, "n", getattr(model, "n", 0) + 1), "attribute 'n' of the model"),
 }
 
@@ -409,6 +409,6 @@ def test_a_backward_that_stores_something_is_refused_and_leaves_nothing(case, ho
     before, norm = [*vars(model)], model.norm
     with pytest.raises(TraceError, match=f"{named}.*regions=True"):
         ackpt.graph.trace(model, torch.ones(3, 4))
-    assert [*vars(model)] == before and model.norm is norm and vars(DEEP[0][0][0]) == {}
+    assert [*vars(model)] == before and model.norm is norm and vars(NESTED[0][0][0]) == {}
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is FunctionalTensor]
