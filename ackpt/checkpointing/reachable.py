@@ -75,7 +75,8 @@ class ReachableState:
         for item in template:
             self._visit(item, "argument", 0)
 
-    def _visit(self, obj, name, depth):
+    def _visit(self, obj, name, depth, restores=True):
+        """Visit what `obj` refers to; ``restores``: also the attributes of data objects."""
         if isinstance(obj, torch.Tensor):
             self.tensors.setdefault(id(obj), (obj, name))
         elif isinstance(obj, nn.Module):
@@ -88,16 +89,16 @@ class ReachableState:
                 namespace = obj if isinstance(obj, dict) else _ListNamespace(obj) if isinstance(obj, list) else None
                 for key, item in obj.items() if isinstance(obj, dict) else enumerate(obj):
                     if type(item) not in _ATOMS:
-                        self._visit(item, f"{name}[{key!r}]", depth + 1)
+                        self._visit(item, f"{name}[{key!r}]", depth + 1, restores)
                         if namespace is not None and isinstance(item, torch.Tensor):
                             self._bind(namespace, key, item)
-        elif depth < _DEPTH and is_data(type(obj)) and id(obj) not in self._seen:
+        elif restores and depth < _DEPTH and is_data(type(obj)) and id(obj) not in self._seen:
             self._object(obj, name, depth, follow=True)
         elif not self._generator(obj) and depth < _DEPTH and _is_plain_object(obj) and id(obj) not in self._seen:
             self._seen.add(id(obj))
             for key, item in vars(obj).items():
                 if type(item) not in _ATOMS:
-                    self._visit(item, f"{name}.{key}", depth + 1)
+                    self._visit(item, f"{name}.{key}", depth + 1, restores=False)  # parts of an engine, such as ackpt's
                     if isinstance(item, torch.Tensor):
                         self._bind(vars(obj), key, item)
 
