@@ -83,7 +83,7 @@ def test_every_call_takes_the_branch_of_its_values(name):
     for args in (full, masked, full, masked):
         check(step, model, *args)
     assert kinds(step) == ["capture"] * 2
-    assert "decides by its arguments' values changed at " in step.history[1].cause
+    assert "takes by its arguments' values changed at " in step.history[1].cause
     for length in (8, 11, 9):
         for args in (batch(length), batch(length, [(0, -1), (2, -1)])):
             check(step, model, *args)
