@@ -49,7 +49,7 @@ def apply_budget(
         model: an ``nn.Module``.
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. They are
             planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If the program has imported
-            the Trainer of transformers, the call that it makes for this batch is planned.
+            the Trainer of transformers, the call that the Trainer makes for this batch is planned.
         budget: the upper bound on the peak; None for no bound. An int or a string such as ``"22GiB"``: bytes of the
             whole peak, that is parameters, buffers, inputs, optimizer state and everything that the step allocates. A
             float in (0, 1] or a string such as ``"50%"``: a fraction of the baseline's dynamic peak.

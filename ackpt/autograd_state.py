@@ -15,7 +15,7 @@ class Phase(threading.local):
     ``recomputing``: whether a region is being recomputed. ``dropping``: whether the graph being built is dropped when
     the region ends, so that nothing needs to be saved. ``function``: the function being recomputed. ``leaked``: tensors
     of the dropped graphs of nested regions that are still alive. ``recorder``: the recorder of the innermost region.
-    ``leaves_behind``: whether a first forward left tensors of its dropped graph alive; None if nobody asks.
+    ``leaves_behind``: whether a first forward left tensors of its dropped graph alive; None if this is not checked.
     """
 
     recomputing = False

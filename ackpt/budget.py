@@ -138,13 +138,13 @@ def parse_bytes(text: str) -> int:
 
 
 def _other_units(text: str) -> str:
-    """A question to append to an error about a number with a unit that has lost its B, as in ``"22G"``."""
-    found = _PATTERN.fullmatch(text)
-    prefix = found[2].lower().removesuffix("i") if found else ""
-    if found is None or f"{prefix}ib" not in _UNITS or not prefix:
+    """A question to append to an error about a number whose unit lacks its B, as in ``"22G"``."""
+    match = _PATTERN.fullmatch(text)
+    prefix = match[2].lower().removesuffix("i") if match else ""
+    if match is None or f"{prefix}ib" not in _UNITS or not prefix:
         return ""
     prefix = "k" if prefix == "k" else prefix.upper()
-    return f" (did you mean '{found[1]}{prefix.upper()}iB' or '{found[1]}{prefix}B'?)"
+    return f" (did you mean '{match[1]}{prefix.upper()}iB' or '{match[1]}{prefix}B'?)"
 
 
 def _size(text: str) -> int | None:

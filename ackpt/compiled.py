@@ -99,7 +99,8 @@ def compile(
             module. None plans in parts if there is a budget and the model cannot be captured as one graph, and always
             if it contains such a module, with policy ``"auto"``, ``"none"`` or ``"full"``. True always does, False
             never. The plan is then a `RegionsPlan`: the first training step checkpoints all blocks, and from the second
-            one on those are saved that fit. A fraction is relative to the baseline that follows from the first step.
+            one on, as many blocks as fit are saved. A fraction is relative to the baseline that is predicted from the
+            first step.
         on_exceed: with regions, what happens if a step needs more memory than its budget allows: ``"raise"`` a
             `BudgetError`, in the forward at once and in backward at its end, or ``"warn"``.
 

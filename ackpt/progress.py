@@ -21,7 +21,7 @@ _INTERVAL_SECONDS = 0.2
 
 
 class _Line:
-    """The line; ``stage`` is what it says, after ``about``, the larger work that the stage belongs to."""
+    """The line: it shows ``stage`` after ``about``, the larger task that the stage belongs to."""
 
     stage = "planning"
     about = ""
@@ -102,7 +102,7 @@ def stage(text: str) -> None:
 
 @contextlib.contextmanager
 def about(text: str) -> Iterator[None]:
-    """Inside, the line is shown, and says `text` before every stage."""
+    """Inside, the line is shown, with `text` before every stage."""
     with shown():
         line = _current.line
         if line is not None:

@@ -1,7 +1,7 @@
-"""Capture a model without data as `torch.compile` runs it, if that is the only way.
+"""Capture a model without data as `torch.compile` runs it, if it cannot be captured otherwise.
 
 Many models read tensor values unless ``torch.compiler.is_compiling()`` returns True. Captured that way, they may use
-other formulas, so that a step planned so never runs.
+other formulas, so a step that is planned from such a capture never runs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def compiling():
 
 
 def note(reason: str) -> str:
-    """What a plan says of a capture as ``torch.compile`` runs the model, for this reason."""
+    """The note in a plan from a capture as ``torch.compile`` runs the model; `reason`: why."""
     return f"captured as torch.compile runs it, because {reason}; the model's own step may differ"
 
 
 def warned(model: torch.nn.Module, reason: str) -> None:
-    """Warn of such a capture, once for each reason: a model has a capture for every set of sizes."""
+    """Warn about such a capture, once per model and reason: a model may have many captures."""
     if reason not in _WARNED.setdefault(model, set()):
         _WARNED[model].add(reason)
         warn(f"The model was captured as torch.compile runs it, because {reason}; the model's own step may differ.")

@@ -122,7 +122,7 @@ class Symbols:
     def __init__(
         self, dimensions: Sequence[Dimension], leaves: Sequence[Any], numbers: frozenset[int], unused: Sequence[int]
     ):
-        places = {id(leaf): at for at, leaf in reversed(list(enumerate(leaves)))}  # a tensor may come twice
+        places = {id(leaf): at for at, leaf in reversed(list(enumerate(leaves)))}  # a tensor may occur twice
         self._first = {each: Dimension(places[id(leaves[each.leaf])], each.dim) for each in dimensions}
         self.dimensions = tuple(dict.fromkeys(self._first.values()))
         sizes = [leaves[each.leaf].shape[each.dim] for each in self.dimensions]
@@ -184,7 +184,7 @@ class Symbols:
         return {each: self.environment.constants.get(symbol, "") for each, symbol in fixed.items()}
 
     def converted(self) -> str:
-        """The line by which the model turned a result of sizes into a number, or an empty string."""
+        """The line at which the model converted a result computed from sizes to a number, or an empty string."""
         lines = self.environment.constants
         return next((lines[symbol] for symbol in self.environment.derived if symbol in lines), "")
 
@@ -219,7 +219,7 @@ class Symbols:
         return self._functions[expressions]
 
     def _needed(self, expressions):
-        """The definitions of the symbols in `expressions` that stand for results of floats, in order."""
+        """The definitions of the symbols in `expressions` that represent results of float arithmetic, in order."""
         derived = self.environment.derived
         needed = {symbol for each in expressions for symbol in sympy.sympify(each).free_symbols}
         for symbol, (_, args) in reversed(derived.items()):
@@ -344,7 +344,7 @@ def without_full_slices(module: fx.GraphModule) -> None:
 
 
 def is_whole_slice(node: fx.Node) -> bool:
-    """Whether a node is a slice that is all of its tensor at every size, or the backward of one."""
+    """Whether a node is a slice that covers its whole tensor at every size, or the backward of one."""
     if node.target not in _SLICES:
         return False
     (source, *_), result = (each.meta["val"] for each in node.all_input_nodes), node.meta["val"]

@@ -136,7 +136,7 @@ def operations_in(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
     """The operations of a joint graph and its results as text, each with its source line.
 
     The texts are equal for captures that differ only in unread inputs. An alias, or a slice of the whole tensor, counts
-    as its argument: whether there is one depends on whether sizes are integers or symbols.
+    as its argument, because captures with integer sizes and with symbolic ones differ in these.
     """
     texts: list[tuple[str, str]] = []
     places: dict[torch.fx.Node, int] = {}

@@ -96,7 +96,8 @@ _TAGGED |= {"profiler", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "
 
 
 def may_draw(target, *args) -> bool:
-    """Whether an operation may draw random numbers: by its tag, or because it is a custom one, whose tags rarely say.
+    """Whether an operation may draw random numbers: by its tag, or because it is a custom one, for which tags are
+    unreliable.
 
     `args`: of the call; the first one is the operation that a wrapper calls.
     """
@@ -112,6 +113,6 @@ def is_tagged(operation) -> bool:
 
 
 def has_effect(target) -> bool:
-    """Whether an operation has an effect besides its results, such as an error, as all have that return nothing."""
+    """Whether an operation has effects besides its results, such as errors; always true if it returns nothing."""
     is_operation = isinstance(target, torch._ops.OpOverload)
     return is_operation and (not target._schema.returns or _get_effect(target) is not None)

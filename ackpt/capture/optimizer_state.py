@@ -146,7 +146,7 @@ def _with_gradients_prepared(optimizer, trained, clipping: bool, scaling: bool) 
 
 
 def _count_as_late(optimizer) -> None:
-    """Set the counts of steps, since some optimizers allocate more after their first steps (see `LATE`)."""
+    """Set the step counts to `LATE`, because some optimizers allocate more memory after their first steps."""
     values = tree_leaves([list(state.values()) for state in optimizer.state.values()])
     with _disable_current_modes():
         for value in values:

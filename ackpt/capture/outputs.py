@@ -217,7 +217,7 @@ def _in_one_order(gradient, wanted) -> bool:
 
 
 def unchanged_until_backward(outputs, inputs, read) -> None:
-    """Raise an error that names the input changed between forward and backward, if a change is seen by `Watch`.
+    """Raise an error that names an input if `Watch` finds that it changed between forward and backward.
 
     ``outputs``: what the step returned for ``inputs``; ``read``: index and description of inputs that backward reads.
     """
@@ -241,7 +241,7 @@ def unchanged_until_backward(outputs, inputs, read) -> None:
 
 
 def unchanged_outputs(outputs, places: Sequence[int]) -> None:
-    """Raise an error if backward reads an output that was changed in place; torch does not notice it for all views.
+    """Raise an error if backward reads an output that was changed in place, which torch does not detect for all views.
 
     `places`: indices of the outputs whose memory backward reads.
     """
@@ -333,10 +333,10 @@ def gradients_before_backward(nodes, leaves, room_bytes: Callable[[], int | None
             return
         if is_second:
             raise CheckpointError(
-                "backward reaches two forwards of this model, which would exceed the budget: it counts the activations "
-                f"and gradients of one, and those of the other have left {memory_format(total)} of gradients. Call "
-                "backward() after each forward, with accumulation=True, instead of adding the losses; or plan a call "
-                "with both batches in one."
+                "backward reaches two forwards of this model, which would exceed the budget: the budget counts the "
+                f"activations and gradients of one forward, and the other one has left {memory_format(total)} of "
+                "gradients. Call backward() after each forward, with accumulation=True, instead of adding the losses, "
+                "or put both batches into one call."
             )
         raise CheckpointError(
             f"backward begins while {memory_format(total)} of gradients exist, which would exceed the budget: it "

@@ -59,7 +59,7 @@ def trace(
         ValueError: if `optimizer` has none of the model's parameters.
         TraceError: if no parameter or no output requires grad, or if the model branches on the values of tensors
             (``if x.sum() > 0``, ``.item()``, ``nonzero``); names the line. A truth value that depends on integer
-            arguments alone, such as ``mask.all()``, is no reason: the graph has the branch that their values decide.
+            arguments alone, such as ``mask.all()``, is allowed: the graph has the branch that their values select.
 
     Source: AOTAutograd's joint graph, ``torch._functorch.aot_autograd``.
 
@@ -196,7 +196,7 @@ def _without_running_statistics(graph):
 
 
 def _with_own_defaults(graph):
-    """Name the dtype and device of new tensors where the model's code had set other defaults while it ran."""
+    """Make the dtype and device of new tensors explicit if the model's code had set other defaults at that point."""
     defaults = {"dtype": torch.get_default_dtype(), "device": torch.get_default_device()}
     for node in graph.nodes:
         value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)

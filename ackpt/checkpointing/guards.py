@@ -28,7 +28,7 @@ from .reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data
 _SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the region runs
 _ABSENT = object()
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-# Larger buffers that a region did not change: by storage, the places in it. (swap_tensors refuses weakly held tensors.)
+# Larger buffers that a region did not change, by storage: swap_tensors refuses tensors with weak references.
 _UNCHANGED_BUFFERS: weakref.WeakKeyDictionary[torch.UntypedStorage, set] = weakref.WeakKeyDictionary()
 
 
@@ -85,14 +85,14 @@ def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: b
 
 
 class Watch:
-    """What tensors are like after a forward whose backward reads them again; ``changes`` compares with the present.
+    """The state of tensors after a forward whose backward reads them; ``changes`` compares it with the current state.
 
-    Compared are version counters, storages (``p.data = other`` leaves the version as it is), ``requires_grad``, and
-    steps of optimizers since then, because fused ones change nothing else.
+    It compares version counters, storages (``p.data = other`` does not change the version), ``requires_grad``, and the
+    steps of optimizers since then, because fused optimizers change nothing else.
 
     Args:
-        named: pairs of a tensor, or of a weak reference to one, and its description for errors. Strong references are
-            for tensors that stay: ``torch.utils.swap_tensors`` refuses weakly referenced ones.
+        named: pairs of a tensor, or of a weak reference to one, and its description for errors. Pass strong references
+            for tensors that outlive the step: ``torch.utils.swap_tensors`` refuses tensors with weak references.
     """
 
     __slots__ = ("_marks", "_steps")
@@ -106,7 +106,7 @@ class Watch:
         self._steps = optimizer_steps()
 
     def changes(self):
-        """Yield ``(tensor, description, how)`` of every tensor that changed; how: "changed" or "frozen"."""
+        """Yield ``(tensor, description, how)`` for every tensor that changed; how: "changed" or "frozen"."""
         stepped = self._steps != optimizer_steps()
         for item, description, mark, storage, requires_grad in self._marks:
             tensor = item if isinstance(item, torch.Tensor) else item()
@@ -147,7 +147,7 @@ def optimizer_steps() -> int:
 
 def _count_step(optimizer, args, kwargs) -> None:
     global _steps
-    if torch.compiler.is_dynamo_compiling():  # a compiled step raises version counters
+    if torch.compiler.is_dynamo_compiling():  # a compiled step increments version counters
         return
     _steps += 1
     for group in optimizer.param_groups:
@@ -179,7 +179,7 @@ def changed_between(tensor, name, how: str) -> CheckpointError:
 def changes_parameter(tensor, name) -> CheckpointError:
     return CheckpointError(
         f"this checkpointed region changes the {_kind(tensor)} {name!r}, {describe(tensor)}, in place (as "
-        "nn.Embedding(max_norm=...) does), and its recompute would do it again. Do it before the region."
+        "nn.Embedding(max_norm=...) does), and its recompute would change it again. Change it before the region."
     )
 
 
@@ -231,7 +231,7 @@ class MutableState:
     def after_forward(self, leaves, recorder) -> set[int]:
         """Keep the old values of the buffers that the forward changed; return the ids of these buffers.
 
-        `recorder`: of the forward; without one, any buffer may have changed although its version counter has not.
+        `recorder`: of the forward; without one, any buffer may have changed even if its version counter has not.
 
         Of attributes whose value before the forward has an autograd history, only those with a value among `leaves` are
         kept. Otherwise a module that stores its last output would keep the graphs of all steps alive. Of the other
@@ -268,7 +268,7 @@ class MutableState:
         return {id(tensor) for tensor, _ in self._changed}
 
     def undo(self) -> None:
-        """Give everything the value from before the forward that `after_forward` has not seen."""
+        """Restore the values from before the forward; call this instead of `after_forward`."""
         bindings = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
         for namespace, size in self._namespaces:
             if len(namespace) > size:
@@ -331,27 +331,27 @@ class MutableState:
                         tensor.data = value
 
     def _made_names(self, namespace):
-        """Bindings that remove the names that exist only since the forward."""
-        known = {binding[1] for binding in self._bindings if binding[0] is namespace}
-        known.update(name for owner, name in self._overwritten if owner is namespace)
-        if "training" in known:
-            known |= MODULE_FIELDS
-        made = [(name, value) for name, value in namespace.items() if name not in known]
+        """Bindings that remove the names that the forward added."""
+        existing = {binding[1] for binding in self._bindings if binding[0] is namespace}
+        existing.update(name for owner, name in self._overwritten if owner is namespace)
+        if "training" in existing:
+            existing |= MODULE_FIELDS
+        made = [(name, value) for name, value in namespace.items() if name not in existing]
         return [(namespace, name, _ABSENT) for name, value in made if not _is_made(value, _ABSENT)]
 
     def _added_hooks(self):
-        """The hooks of modules that had none, each with an empty dict to replace them with."""
-        known = {id(container) for container, _ in self._contents}
+        """The hooks of modules that had none before the forward, each with an empty dict to replace them with."""
+        existing = {id(container) for container, _ in self._contents}
         return [
             (attributes[name], {})
             for attributes, _ in self._namespaces
             for name in HOOKS
-            if attributes.get(name) and id(attributes[name]) not in known
+            if attributes.get(name) and id(attributes[name]) not in existing
         ]
 
 
 def _is_made(present, value) -> bool:
-    """Whether a forward has made a module or parameter where it found none: others would receive no gradient."""
+    """Whether a forward created a module or parameter where there was none: a new one would get no gradient."""
     return (value is None or value is _ABSENT) and isinstance(present, (torch.nn.Module, torch.nn.Parameter))
 
 
@@ -391,10 +391,10 @@ def _is_equal(value, other) -> bool:
 
 @contextlib.contextmanager
 def _rebound(bindings, results):
-    """Set ``namespace[name] = value`` for all bindings in the body, and the present values after it.
+    """Set ``namespace[name] = value`` for all bindings in the body, and restore the present values after it.
 
-    `results`: other names that the body may assign to. What it assigns stays where it is equal to the present value,
-    because its graph has no saved tensors after the backward, but that of the forward's result still has.
+    `results`: other names that the body may assign to. A value that it assigns stays if it is equal to the present one:
+    after the backward, its graph has no saved tensors, but the graph of the forward's result still has them.
     """
     names = [*(binding[:2] for binding in bindings), *results]
     present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]

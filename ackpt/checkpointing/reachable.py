@@ -41,11 +41,11 @@ class ReachableState:
     another object later, as ``(namespace, name, value)``: attributes, parameters, buffers and children of modules,
     attributes of data objects (see `is_data`), tensors in containers and rebound cells, globals of functions;
     ``suspects``: those of them whose value may have an autograd history. ``namespaces``: the attributes of modules and
-    of data objects, with their number. ``containers``: lists, dicts, sets and deques in attributes; ``hooks``: of
+    of data objects, and how many each has. ``containers``: lists, dicts, sets and deques in attributes; ``hooks``: of
     modules, in dicts that are not empty. ``sharded``: whether FSDP manages a module of the region; its hooks expect
     gradients to arrive inside the region. ``opaque``: whether a module's calls cannot be recorded, because it is
-    scripted or takes another path while they are. ``unread``: ids of buffers that a norm of torch updates in training
-    and does not read. ``walked``: False for the empty state, for which no object was walked.
+    scripted or takes another path while they are recorded. ``unread``: ids of buffers that a norm of torch updates in
+    training and does not read. ``walked``: False for the empty state, for which no object was walked.
     """
 
     __slots__ = (
@@ -255,7 +255,7 @@ class ReachableState:
 
 @functools.lru_cache(maxsize=4096)
 def _code_of(forward) -> tuple[types.CodeType, dict[str, Any]] | None:
-    """The code of a function and its globals; None for torch's own, and for what has no code."""
+    """The code of a function and its globals; None for functions of torch and for objects without code."""
     function = inspect.unwrap(forward)
     code = getattr(function, "__code__", None)
     if code is None or code.co_filename.startswith(_TORCH):

@@ -125,9 +125,9 @@ class Recorder(TorchFunctionMode):
     """Records the calls of one run of a region.
 
     Args:
-        expected: of the first run. The first call that differs is recorded in ``different``, with the line and the
-            module that made it.
-        named: ``{id: (tensor, name)}`` of what the first run can reach.
+        expected: the recorder of the first run. The first call that differs is recorded in ``different``, with the line
+            and the module that made it.
+        named: ``{id: (tensor, name)}`` of the tensors that the first run can reach.
         refused: ``{id: change}`` of tensors that changed since the first run; a call that reads one raises an error.
 
     ``calls``: in order, each with the sequence number of its autograd node and the ``_source`` of every argument.
@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
                 refuse_gradient_of(tensor)
 
     def leaves_results(self) -> bool:
-        """Whether a result with a graph is still alive, though the run's graph should be gone."""
+        """Whether a result with a graph is still alive, although the run's graph should have been freed."""
         return any((tensor := result()) is not None and tensor.requires_grad for result in self.results)
 
     def _record(self, func, args, kwargs, result, started) -> None:
@@ -393,8 +393,9 @@ def _first_with_grad(result):
 class _Parameter:
     """A parameter that a call received; a recomputation that uses another one of the same shape takes another path.
 
-    `value`: the parameter; a weak reference where no name leads to it, as the region may have made it; or None for one
-    that the recomputation made. Those that the two runs made are equal, because the first one's no longer exists.
+    `value`: the parameter; a weak reference if no name leads to it, because the region may have created it; or None if
+    the recomputation created it. Parameters that the two runs created compare equal, because that of the first run no
+    longer exists.
     """
 
     __slots__ = ("_value", "name")

@@ -60,12 +60,12 @@ def changes_argument(function, arguments) -> CheckpointError:
 
 
 def add_note(error: Exception, function) -> None:
-    """Say in an error of the user's code that it was raised in the recomputation."""
+    """Add a note to an error of the user's code, which was raised during recomputation."""
     note = (
         f"ackpt: this error was raised while backward recomputed the checkpointed region {name_of(function)}. Its "
-        "forward raised none, so something that its code reads has changed since then, such as a context manager or "
-        "context variable that has ended, or a closed-over list or dict. Let it last until after backward(), or pass "
-        "what the code reads as an argument of checkpoint()."
+        "forward raised no error, so something that its code reads has changed since then, such as a context manager "
+        "that has exited, a context variable, or a closed-over list or dict. Keep it unchanged until after backward(), "
+        "or pass what the code reads as an argument of checkpoint()."
     )
     if any(each.startswith("ackpt: ") for each in getattr(error, "__notes__", ())):  # of a region inside
         return

@@ -228,7 +228,7 @@ class Region:
             )
         if node is not None:
             raise refusals.unreachable(node)
-        # New nodes of a parameter that is released after its use would expect gradients of its present shape.
+        # New nodes of a parameter that is released after its use would expect gradients of its current shape.
         self.accumulators = [node for node in self.accumulators if id(node.variable) in reachable.tensors]
         if self.recorder is not None:
             self.path = path(self.recorder, nodes, started)
@@ -356,7 +356,7 @@ class Region:
         return tensor.shape, tensor.dtype, tensor.device, needs_grad
 
     def check_unchanged(self, leaves):
-        """Raise if a tensor that the recomputation reads has changed; it checks itself which of the others it reads."""
+        """Raise if a tensor that the recomputation must read has changed; the recomputation checks the others."""
         self.unread_changes = {}
         needed = set(map(id, leaves))
         for change in () if self.watch is None else self.watch.changes():

@@ -15,7 +15,7 @@ from .plan_text import dtype_name, plan_step, refused, sizes_text
 
 NOTE = (
     "each block and then the model given to fully_shard, parameters freed after the forward; simulated, not run; "
-    "not included: memory of communication libraries, and in the peak workspaces and fragmentation"
+    "not included: memory of communication libraries and, in the peak, workspaces and fragmentation"
 )
 
 

@@ -74,7 +74,7 @@ def run(config: PlanConfig, sweep: Sweep) -> Rows:
     Raises:
         ValueError: for a step that cannot be built or captured.
     """
-    for changed in (sweep.of(config, value) for value in sweep.values):  # refused before the work for other values
+    for changed in (sweep.of(config, value) for value in sweep.values):  # refused before the first value is planned
         if sweep.option != DEVICE:
             training_step(changed.step)
     rows: Rows = {}

@@ -101,7 +101,7 @@ def _rates(half: float, single: float, double: float = 0.0, bfloat16: bool = Tru
 _SHEET = "Tensor Core GPU data sheet"
 _SPARSE = "half of the rates with sparsity"
 # GiB that torch reports for each GPU, as in public messages: "GPU 0 has a total capacity of 23.64 GiB". Drivers differ
-# by up to 0.2 GiB. A card without a message has those of the same chip with as much memory in the data sheet.
+# by up to 0.2 GiB. A card without a message uses the figure of a card with the same chip and data sheet memory.
 _ISSUE = "https://github.com/"
 _H100 = 79.11, f"{_ISSUE}NVIDIA-NeMo/RL/issues/2814"
 _A100_40G = 39.39, f"{_ISSUE}bottlerocket-os/bottlerocket/pull/3873"
@@ -128,8 +128,8 @@ _REPORTED = {
     "rtx5090": (31.37, f"{_ISSUE}Wan-Video/Wan2.1/issues/465"),
     "mi300x": (191.98, "https://rocm.blogs.amd.com/artificial-intelligence/gptq/README.html"),
 }
-# Rates, memory and link in GB/s, how torch.cuda.get_device_name calls it, and the source of the rates. A new GPU also
-# needs its compute capability in `ackpt.metering.gpus`.
+# Rates, memory and link in GB/s, the name that torch.cuda.get_device_name returns, and the source of the rates. A new
+# GPU also needs its compute capability in `ackpt.metering.gpus`.
 _KNOWN = {
     "h100-80g": (_rates(989.4, 67, 67), 3350, 64, "NVIDIA H100 80GB HBM3", f"NVIDIA H100 {_SHEET}, SXM: {_SPARSE}"),
     "h100-pcie": (_rates(756.5, 51, 51), 2000, 64, "NVIDIA H100 PCIe", f"NVIDIA H100 {_SHEET}, PCIe: {_SPARSE}"),

@@ -55,8 +55,8 @@ def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
     (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. Some kernels allocate a buffer for
     each of ``torch.get_num_threads()`` threads, so sizes depend on that number. The arguments consist of 0.5, True
     and 0, and a workspace that depends on values (``index_put`` by a mask, ``ctc_loss``) is that of these values. A
-    collective cannot run alone and counts as 0, and so does an operation whose kernel is the user's Python code, which
-    does not run. Needs the memory of the largest operation.
+    collective, which cannot run alone, counts as 0, and so does an operation whose kernel is the user's Python code,
+    which planning does not run. Needs the memory of the largest operation.
 
     Raises:
         MeterError: if the graph is not on the CPU, or an operation cannot run with made-up arguments.
@@ -100,7 +100,7 @@ def _can_run(node: torch.fx.Node) -> bool:
 
 
 def has_users_kernel(node: torch.fx.Node) -> bool:
-    """Whether a node's operation runs Python code of others than torch and ackpt, which may have any effects."""
+    """Whether a node's operation runs Python code from outside torch and ackpt, which may have side effects."""
     operation: Any = node.target
     if not isinstance(operation, torch._ops.OpOverload) or operation.namespace in _OWN:
         return False
@@ -115,8 +115,10 @@ def results_agree(graph: JointGraph) -> bool:
 
 @once_per_graph
 def _measured(graph: JointGraph, threads: int, runs: Callable) -> tuple[dict[int, Allocations], bool]:
-    """The bytes that every operation which ``runs`` allocates with so many threads, by node id; and whether all results
-    are as in the graph."""
+    """The bytes that each operation allocates with so many threads, by node id; whether all results match the graph.
+
+    `runs`: whether to run a node; others have no entry.
+    """
     analysis = graph.analysis
     stage("measuring the workspace of operations")
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])

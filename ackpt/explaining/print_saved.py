@@ -34,9 +34,9 @@ def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
     """Print the tensors that ``function(*args, **kwargs)`` saves for backward, the largest first.
 
     A line has dtype and shape, bytes, the operation and the argument or result that it saves, the module, and the line
-    of code; equal layers share one. Parameters, buffers and inputs are marked, and so are tensors whose memory another
-    line counts. The last line is the sum of the rest, each storage counted once. The function runs once. It may branch
-    on values, because nothing is captured.
+    of code; equal layers share a line. Parameters, buffers and inputs are marked, and so are tensors whose memory
+    another line counts. The last line is the sum of the rest, each storage counted once. The function runs once. It may
+    branch on values, because nothing is captured.
 
     Args:
         function: a module, a method of one, or any other function.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 LARGEST = 12  # lines of each list
 _NAMED = (*RESIDENT, "gradients")
-_OWN_CHECKPOINTS = f"""left out          {CHECKPOINTS}, which the model calls: this is the step without it, as plans are
-                  what the step saves as it is: ackpt.print_saved(model, batch)
+_OWN_CHECKPOINTS = f"""left out          {CHECKPOINTS}, which the model calls; plans leave it out, too
+                  what the step saves with it: ackpt.print_saved(model, batch)
 """
 _UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 

@@ -1,12 +1,12 @@
-"""What autograd's engine does and no interface of torch shows: where a backward starts, and what it writes in place.
+"""Parts of autograd's engine that torch does not expose: where a backward starts, and what it writes in place.
 
 `around_backward` runs every backward within a context. Autograd has no hook for the start of a backward. But all of
 torch's Python code enters the engine through one function, ``torch.autograd.graph._engine_run_backward``, which
 ``torch.autograd`` imports; `around_backward` replaces that name.
 
-`InPlace` recognizes the gradient sums that are made in place: a prediction must not count them as allocations. Where
-several gradients meet, the engine adds each further one to the first in place, if nothing else references
-the first (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode it never does so
+`InPlace` recognizes the gradient sums that are computed in place: a prediction must not count them as allocations.
+Where several gradients meet, the engine adds each further one to the first in place, if nothing else references the
+first (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode it never does so
 (``isTensorSubclassLike``): the mode sees the sum as an ``aten.add``. Remove it once
 ``tests/metering/test_predict_sums.py`` passes without it, that is, once modes see ``add_``.
 
@@ -121,9 +121,9 @@ class InPlace:
 
 
 class SavedNumbers:
-    """Records the numbers that autograd saves, as tensors in host memory: the second factors of products.
+    """Records the Python numbers that autograd saves as tensors in host memory: the second operands of products.
 
-    Their derivatives read the second argument, so autograd saves the tensor that torch makes of it.
+    The derivatives read the second operand, so autograd saves the tensor that torch creates from it.
     """
 
     def __init__(self, actions: list[tuple]):
@@ -136,7 +136,7 @@ class SavedNumbers:
             self._products.append((weakref.ref(result), number_bytes(args[1])))
 
     def saved(self, func, args) -> int:
-        """Bytes of the number that the derivative of a product reads: it is not made again."""
+        """Bytes of the number that the derivative of a product reads: torch creates no new tensor for it."""
         node = torch._C._current_autograd_node()
         is_derivative = node is not None and func in SAVE_NUMBERS and node.name() in _PRODUCTS
         return number_bytes(args[1]) if is_derivative and not torch.is_grad_enabled() else 0
@@ -157,7 +157,7 @@ class SavedNumbers:
 
 
 class _Release:
-    """A hook of an autograd node, which owns it: runs before the node releases what it has saved, or dies with it."""
+    """A hook owned by an autograd node: it runs before the node frees its saved tensors, or with the node."""
 
     def __init__(self, actions: list[tuple], key: tuple[str, int]):
         self._actions, self._key = actions, key
@@ -171,7 +171,7 @@ class _Release:
 
 
 def number_bytes(factor: Any) -> int:
-    """Bytes of the tensor that torch makes of a number; 0 for a tensor."""
+    """Bytes of the tensor that torch creates from a number; 0 for a tensor."""
     if isinstance(factor, torch.Tensor):
         return 0
     return {bool: 1, complex: 16}.get(type(factor), 8)

@@ -2,8 +2,8 @@
 
 The `LOSSES` allocate a result with one value per element, and then resize it to a scalar, which does not shrink its
 storage (``TORCH_META_FUNC(mse_loss)``, ``soft_margin_loss_out`` in torch's ``aten/src/ATen/native/Loss.cpp``,
-``binary_cross_entropy_out_cuda`` in ``cuda/Loss.cu``): a loss takes as many bytes as the model's output until the end
-of the step. Remove that part once ``tests/metering/test_kernel_memory.py`` passes without it.
+``binary_cross_entropy_out_cuda`` in ``cuda/Loss.cu``): a loss occupies as many bytes as the model's output until the
+end of the step. Remove that part once ``tests/metering/test_kernel_memory.py`` passes without it.
 
 `Workspaces` runs operations on the CPU. For a GPU, `cuda_temporaries` are the tensors that kernels allocate and free
 (sources: torch 2.13), and `MATMULS` use the workspace of cuBLAS (`gpus`). Not included there: workspaces of cuDNN, of
@@ -148,9 +148,9 @@ class Workspaces:
 
     Each different operation runs once, alone, on made-up data. Operations on more than `LARGEST` bytes do not run, so a
     prediction needs neither the memory nor the time of a large step. An elementwise operation on dense tensors of one
-    dtype runs on small ones instead: TensorIterator in ATen then allocates numbers at most. The operations in `WITHOUT`
-    have no workspace. ``unknown`` has the names of all others, of operations of other libraries, whose code a
-    prediction must not run, of those that fail on made-up data or depend on values, and of some autograd nodes.
+    dtype runs on small ones instead: TensorIterator in ATen then allocates at most scalars. The operations in `WITHOUT`
+    have no workspace. ``unknown`` names all others: those of other libraries, whose code a prediction must not run,
+    those that fail on made-up data or depend on values, and some autograd nodes.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Workspaces:
         return _NOTHING
 
     def _run(self, func, call, made=None) -> Allocations | None:
-        """What an operation allocates, called with `made` of each argument; None if it fails."""
+        """What an operation allocates, called with ``made(argument)`` for each argument; None if it fails."""
         key = made, signature(func, call)
         if key not in self._measured:
             with _disable_current_modes():

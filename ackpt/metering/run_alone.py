@@ -1,7 +1,8 @@
 """Run a function or one operation and count the bytes that it allocates, on the CPU or a CUDA device.
 
-`workspaces` does this for the operations of a predicted step, and `ackpt.costs.workspace` for those of a graph, each
-different one once, with made-up arguments. `ackpt.costs.operation_runs` uses the values that the graph computes.
+`kernel_memory.Workspaces` does this for the operations of a predicted step, and `ackpt.costs.workspace` for those of a
+graph: each distinct operation once, with made-up arguments. `ackpt.costs.operation_runs` uses the values that the graph
+computes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def count_allocations(function: Callable[[], Any], on_cuda: bool = False) -> tup
 
 
 def run_operation(target, call, runs: int = 2) -> tuple[Allocations, Any]:
-    """What an operation allocates, and its result without data; the first of all runs may fill permanent caches.
+    """What an operation allocates in its last run, and its result without data; the first run may fill permanent
+    caches.
 
     ``call`` is (args, kwargs); its tensors need no data. Raises the operation's own error if it fails with all fills.
     """
@@ -76,7 +78,7 @@ def run_operation(target, call, runs: int = 2) -> tuple[Allocations, Any]:
                 result, taken = count_allocations(lambda: target(*args, **kwargs))  # noqa: B023
             return taken, tree_map(shape_only, result)
         except (RuntimeError, IndexError) as error:
-            reasons.append(error.with_traceback(None))  # its frames would keep the arguments
+            reasons.append(error.with_traceback(None))  # its frames would keep the arguments alive
     try:
         raise reasons[0]
     finally:
@@ -140,7 +142,7 @@ def run_counted(function: Callable[[], Any]) -> tuple[Any, int, int]:
 
 
 def begin_counting() -> None:
-    """Count what torch's CPU allocator hands out in this thread, which must not have a profiler."""
+    """Count the bytes that torch's CPU allocator allocates in this thread, which must not have a profiler."""
     # The older of torch's profilers belongs to one thread: it also works while the user's profiler runs in another.
     _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
 

@@ -104,7 +104,7 @@ class Storages(TorchDispatchMode):
         self.actions += [("free", key) for key, _ in blocks]
 
     def _kernel(self, on: Gpu, func, args):
-        """Record the memory that the kernel of a GPU takes within itself."""
+        """Record the memory that the kernel of a GPU allocates internally."""
         self._temporaries(cuda_temporaries(func, args))
         thread = "main" if torch._C._current_graph_task_id() == -1 else "backward"
         if func in MATMULS and thread not in self._with_workspace:
@@ -115,7 +115,7 @@ class Storages(TorchDispatchMode):
         return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
     def _record(self, tensor, existing, func, real=None):
-        """Follow the storage of a result, which has as many bytes as its fake one if `real` is None."""
+        """Follow the storages of a result; `real`: the dtype and bytes of the real one, None if it was not measured."""
         if not self.counts(tensor):
             return
         for storage in storages_of(tensor):

@@ -147,9 +147,9 @@ class Engine:
         """The counters since the last ``reset_stats``, and the present content of the store.
 
         ``store_bytes``, ``store_peak_bytes``, ``stored``: bytes and storages in the store. ``pool_hits`` and
-        ``pool_misses``: buffers reused and allocated; ``pool_bytes``: bytes of the memory that all buffers lie in,
-        pinned blocks as torch rounds them; ``pageable_bytes``: of those that could not be pinned. ``copies_*``,
-        ``bytes_*``: in each direction. ``shared``: saved tensors whose storage the engine had already. ``found``: saved
+        ``pool_misses``: buffers reused and allocated; ``pool_bytes``: bytes of the memory that contains all buffers,
+        with pinned blocks as torch rounds them; ``pageable_bytes``: of those that could not be pinned. ``copies_*``,
+        ``bytes_*``: in each direction. ``shared``: saved tensors whose storage the engine already had. ``found``: saved
         tensors that were on the device when backward read them; ``just_in_time``: those whose copy back started only
         then. ``stalls``: how often compute waited for a copy. ``seconds_stalled``, ``seconds_copying``: duration of
         these waits and of the copies, in seconds; on a GPU they are complete once it is synchronized.

@@ -51,8 +51,8 @@ def offload_saved_tensors(
         keep_last: the number of newest storages that stay on the device, because backward reads them first.
         lookahead_bytes: device memory that ``"async"`` may use for running copies, in bytes per direction. ``None``:
             the size of the largest offloaded storage, or of the inputs of one region.
-        max_pinned_bytes: upper bound on page-locked memory, in bytes; torch rounds every block up to a power of two,
-            and so it counts. Beyond it the store uses pageable memory and warns once.
+        max_pinned_bytes: upper bound on page-locked memory, in bytes; a block counts with the power of two to which
+            torch rounds it up. Beyond this bound, the store uses pageable memory and warns once.
         folder: the folder for the files of ``"disk"``. The files have no names and disappear with the process.
 
     Returns:
@@ -68,9 +68,9 @@ def offload_saved_tensors(
 
     Gradients are bit-equal to the baseline's. Parameters, buffers, leaves that require grad, tensor subclasses and
     sparse tensors stay on the device. A storage is copied once, no matter how many views of it are saved; a view that
-    spans less than half of its storage is copied by itself, from its first to its last element: an expanded row is one
-    row, a column of a matrix is the whole matrix. On the CPU the same engine copies in worker threads, to memory
-    outside of torch's allocator.
+    spans less than half of its storage is copied by itself, from its first to its last element. So an expanded row
+    counts as one row, and a column of a matrix as the whole matrix. On the CPU the same engine copies in worker
+    threads, to memory outside of torch's allocator.
 
     Source: the hooks are ``torch.autograd.graph.saved_tensors_hooks``; overlapping offload with compute is from Rhu et
     al. 2016, vDNN (arXiv:1602.08124).

@@ -50,8 +50,8 @@ def pinned_memory(size: int) -> torch.Tensor:
 class Slabs:
     """Cuts pinned buffers from slabs whose sizes are powers of two, since torch rounds every pinned block up to one.
 
-    A size that fills less than 3/4 of its power of two gets slabs for several buffers once there are some of that size.
-    What is left of a slab serves smaller buffers. A slab is freed with the last of its buffers.
+    A size that fills less than 3/4 of its power of two gets slabs for several buffers once several buffers have that
+    size. The remainder of a slab serves smaller buffers. A slab is freed with the last of its buffers.
 
     Source: ``CachingHostAllocatorImpl::allocate`` in torch's aten/src/ATen/core/CachingHostAllocator.h.
 
@@ -65,7 +65,7 @@ class Slabs:
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = pinned_memory, limit: int | None = None):
         self._allocate, self.limit = allocate, limit
-        self._rests: list[tuple[weakref.ref[torch.UntypedStorage], int, int]] = []  # slab, begin and end of its rest
+        self._rests: list[tuple[weakref.ref[torch.UntypedStorage], int, int]] = []  # slab, start and end of its rest
         self._cut: Counter[int] = Counter()
 
     @property
@@ -102,7 +102,7 @@ class Slabs:
         return torch.empty(0, dtype=torch.uint8).set_(slab, begin, (size,), (1,))
 
     def _fitting(self, size: int) -> tuple[int, int, torch.UntypedStorage] | None:
-        """The smallest rest with `size` bytes: its bytes, its place and its slab; None without one."""
+        """The smallest rest of at least `size` bytes: its bytes, its index and its slab; None if there is none."""
         self._rests = [rest for rest in self._rests if rest[0]() is not None]
         fitting = [
             (end - begin, at, slab)
@@ -266,7 +266,7 @@ class Pool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the memory that all buffers lie in."""
+        """Bytes of the memory that contains all buffers."""
         return self.bytes if self._slabs is None else self._slabs.bytes + self.fallback_bytes
 
     def clear(self) -> None:

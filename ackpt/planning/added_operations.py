@@ -123,8 +123,9 @@ def run_and_save(operation, *args, **kwargs):
         if not isinstance(stream, TorchStream) or stream.generator is not generator:
             raise CheckpointError(
                 f"{operation if not args or not callable(args[0]) else args[0]} draws random numbers, but not from the "
-                f"default generator of {generator.device}: its recomputation in this planned step would draw others. "
-                "Plan with regions=True, or use ackpt.apply_activation_checkpointing, which replay all generators."
+                f"default generator of {generator.device}: its recomputation in this planned step would draw other "
+                "numbers. Plan with regions=True, or use ackpt.apply_activation_checkpointing, which replay all "
+                "generators."
             )
     return state, result
 

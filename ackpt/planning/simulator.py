@@ -157,7 +157,7 @@ _COMPUTE, _FREE, _PACK, _UNPACK, _PREFETCH = map(KINDS.index, (COMPUTE, FREE, PA
 
 @once_per_graph
 def _sizes(graph: JointGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The bytes of every storage, of it as a packed mask, and of what every node allocates in forward and backward."""
+    """The bytes of every storage, also as a packed mask, and those that every node allocates in each phase."""
     analysis = graph.analysis
     bits = np.zeros(len(analysis.bytes), dtype=np.int64)
     for storage, mask in analysis.masks.items():

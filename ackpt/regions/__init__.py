@@ -4,5 +4,5 @@ Every block of the model is either saved (it runs as it is) or checkpointed (`ac
 training: the first step checkpoints all blocks, and is recorded while it runs. From the second step on, as many blocks
 as fit into the budget are saved, and every step is checked. `planned_regions` runs and checks the steps; read it first.
 `blocks` chooses the blocks and replaces their forward, `records` predicts the peak of every choice from the first step,
-`live_bytes` counts, and `regions_plan` is what the user sees.
+`live_bytes` counts live bytes, and `regions_plan` is the plan that the user sees.
 """

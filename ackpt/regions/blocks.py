@@ -1,8 +1,8 @@
 """The blocks of a model, and how one runs as a region or as it is.
 
-A block is a repeated block, as `ackpt.apply_activation_checkpointing` chooses them, or a module beside these that is
-more than one operation. While a forward of the model runs, the ``forward`` of every block is replaced, so hooks of
-blocks run as ever.
+A block is a repeated block, as `ackpt.apply_activation_checkpointing` chooses them, or a module at the same level that
+is more than one operation. While a forward of the model runs, the ``forward`` of every block is replaced, so hooks of
+blocks run as usual.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEPTH = 8  # of containers and objects in arguments
 
 
 class Caller(Protocol):
-    """What decides how a block runs: the present forward of the model."""
+    """Decides how a block runs: the current forward of the model."""
 
     def run(self, block: Block, args: tuple, kwargs: dict) -> Any: ...
 
@@ -73,14 +73,14 @@ def blocks_of(model: nn.Module) -> list[Block]:
         ['1', '2.0', '2.1']
     """
     repeated = repeated_blocks(model)
-    found = dict(_blocks_in(model, "", repeated, set()))
-    while len(found) == 1 and not found.keys() & repeated.keys():
-        ((path, module),) = found.items()
+    chosen = dict(_blocks_in(model, "", repeated, set()))
+    while len(chosen) == 1 and not chosen.keys() & repeated.keys():
+        ((path, module),) = chosen.items()
         inner = dict(_blocks_in(module, path, repeated, set()))
         if not inner:
             break
-        found = inner
-    return [Block(path, module) for path, module in found.items() if not is_opaque(model, path)]
+        chosen = inner
+    return [Block(path, module) for path, module in chosen.items() if not is_opaque(model, path)]
 
 
 def _blocks_in(module: nn.Module, path: str, repeated: Mapping[str, nn.Module], seen: set[int]):
@@ -97,7 +97,7 @@ def _blocks_in(module: nn.Module, path: str, repeated: Mapping[str, nn.Module], 
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Whether a module without submodules is one operation of torch, whose region would save as much as it does."""
+    """Whether a module without submodules is one operation of torch, which saves as much as a region of it would."""
     forward = inspect.getattr_static(type(module), "forward")  # one of TorchScript cannot be read
     return getattr(forward, "__module__", "").startswith("torch.")
 
@@ -125,7 +125,7 @@ def present_caller() -> Any:
 
 @contextlib.contextmanager
 def called_by(caller: Caller | None) -> Iterator[None]:
-    """Inside, `caller` runs the blocks in this thread; None: they run as they are."""
+    """Inside, `caller` runs the blocks in this thread; with None, they run as they are."""
     before, _local.caller = _local.caller, caller
     try:
         yield

@@ -1,8 +1,8 @@
 """Count the live bytes of steps while they run: `LiveBytes` on a CPU, `AllocatedBytes` on a GPU.
 
-On a CPU, a dispatch mode follows the results of all operations of the forward and of recomputations, and adds what
-each operation allocates inside of itself. Backward is counted node by node, because autograd's engine sums gradients
-between the nodes, and under a mode it would no longer sum them in place (``isTensorSubclassLike`` in
+On a CPU, a dispatch mode follows the results of all operations of the forward and of recomputations, and adds the
+workspace of each operation. Backward is counted node by node, because autograd's engine sums gradients between the
+nodes, and under a mode it would no longer sum them in place (``isTensorSubclassLike`` in
 torch/csrc/autograd/input_buffer.cpp). On a GPU, torch's allocator counts.
 """
 
@@ -32,12 +32,12 @@ from ackpt.policies.search.recompute_costs import FLOPS_PER_BYTE
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step
-# By a number, these save a tensor of 8 bytes that no operation returns.
+# With a number as second operand, these save a tensor of 8 bytes that no operation returns.
 _PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
 _PRODUCT_NODES = ("MulBackward0", "DivBackward0")
 NUMBER_BYTES = torch.float64.itemsize
 _MOST_WORKSPACES = 10_000
-_SCALAR = 16  # bytes; a loop usually holds the loss of the last step
+_SCALAR = 16  # bytes; a loop usually refers to the loss of the last step
 # Their formulas write out of place under a mode (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and
 # aten/src/ATen/native/TensorAdvancedIndexing.cpp), and would allocate more: they are counted by a profiler.
 _OUT_OF_PLACE = (
@@ -62,9 +62,9 @@ class Counter(TorchDispatchMode):
     Args:
         ended: called at the end of every backward that `begin` was called in. It may raise an error.
 
-    ``bytes``: live now. ``bound``: an upper bound; a forward that exceeds it calls ``exceeded`` once, with the number.
-    ``cost``: of all operations so far, as plans compare it; counted while ``counts_cost``. ``watches``: whether
-    recomputations are to count their own backward.
+    ``bytes``: live now. ``bound``: an upper bound; a forward that exceeds it calls ``exceeded`` once, with its live
+    bytes. ``cost``: of all operations so far, as plans compare it; counted while ``counts_cost``. ``watches``: whether
+    recomputations also count their own backward.
     """
 
     bytes: int
@@ -110,7 +110,7 @@ class Counter(TorchDispatchMode):
                 self.cost += float(flops(node, args, kwargs, result) + FLOPS_PER_BYTE * moved)
 
     def begin(self, forward: Any) -> bool:
-        """Backward has reached `forward`; whether that is the first one."""
+        """Note that backward has reached `forward`; whether it is the first that this backward reaches."""
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
         if is_first := backward is None:
@@ -131,7 +131,7 @@ class Counter(TorchDispatchMode):
 
 
 class LiveBytes(Counter):
-    """The live bytes of all steps of one model on a CPU: what their operations have allocated, and is still allocated.
+    """The live bytes of all steps of one model on a CPU: those that their operations have allocated and not freed.
 
     ``sizes``: a hash of the sizes of all results of the present forward, in order.
     """
@@ -170,7 +170,7 @@ class LiveBytes(Counter):
         self._add(tensor)
 
     def gradients(self, existing: Iterable[torch.Tensor], counts: bool = True) -> None:
-        """Count the gradients of parameters that exist now, or do not; earlier ones no longer."""
+        """Stop counting the gradients of the last call; count the `existing` ones of parameters if `counts`."""
         for key in self._gradients:
             self._freed(key)
         tensors = list(existing)
@@ -206,7 +206,7 @@ class LiveBytes(Counter):
         return result
 
     def _run(self, func, args, kwargs) -> tuple[Any, int]:
-        """The result of an operation, and its workspace: the peak inside of it beyond what it leaves."""
+        """The result of an operation, and its workspace: its peak beyond its results."""
         key = _signature(func, args, kwargs)
         if key in self._workspaces:
             return func(*args, **kwargs), self._workspaces[key]
@@ -351,7 +351,7 @@ class LiveBytes(Counter):
         return set() if backward is None else set(backward.sums)
 
     def end_sums(self, earlier: Collection[Any] = ()) -> None:
-        """Count the sums of the backward of this thread no longer, apart from the `earlier` ones."""
+        """Stop counting the sums of the backward of this thread, except the `earlier` ones."""
         if (backward := self._of_thread()) is not None:
             with self._lock:
                 for key in backward.sums.keys() - earlier:
@@ -363,10 +363,11 @@ class LiveBytes(Counter):
 
 
 class AllocatedBytes(Counter):
-    """The live bytes of a step on a GPU, from torch's caching allocator, relative to the begin of the forward.
+    """The live bytes of a step on a GPU, from torch's caching allocator, relative to the start of the forward.
 
-    The allocator has one peak. While a step is recorded (``counts_cost``), it is reset at the ends of segments, and so
-    changes ``torch.cuda.max_memory_allocated()``. Other steps leave it as it is, and are checked where it rises.
+    The allocator has one peak counter. While a step is recorded (``counts_cost``), it is reset at the end of each
+    segment, which changes ``torch.cuda.max_memory_allocated()``. Other steps do not reset it, and are checked only if
+    it rises.
     """
 
     sizes = 0
@@ -440,7 +441,7 @@ def _workspace(func, args, kwargs) -> int:
 
 
 def _signature(func, args, kwargs) -> Any:
-    """What two calls of an operation share if they allocate the same."""
+    """The properties that two calls of an operation must share to allocate the same bytes."""
     leaves, spec = tree_flatten((args, kwargs))
     described = [
         (leaf.dtype, leaf.layout, leaf.shape, leaf.stride() if leaf.layout is torch.strided else None)
@@ -454,7 +455,7 @@ def _signature(func, args, kwargs) -> Any:
 
 
 def _counted_apply(live: LiveBytes, reference, own_apply, targets, *gradients) -> Any:
-    """Run the backward of a node in Python, which has no hooks; ``own_apply``: that of a block, and of its class."""
+    """Run and count the backward of a Python node; ``own_apply``: that of a block, and of the node's class."""
     node, (of_block, of_class) = reference(), own_apply
     if of_block is not None:  # which counts itself; the sums of its own backward end with it
         earlier = live.sums_of_thread()

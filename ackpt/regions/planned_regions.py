@@ -58,13 +58,13 @@ _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright
 
 @dataclass(eq=False)
 class _Planned:
-    """What runs calls with sizes up to ``sizes``.
+    """The plan of calls with sizes up to ``sizes``.
 
-    ``step_bytes``: that the optimizer's step takes in addition to gradients. ``start_bytes``: what earlier steps had
-    left allocated before the first. ``record``: of the first step, while it runs. ``saved``: the blocks to save, None
-    before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live bytes at its begin
-    with which it is saved. ``backwards``: by the sizes in a forward, what was live when its backward began, and the
-    most in it.
+    ``step_bytes``: what the optimizer's step allocates in addition to gradients. ``start_bytes``: what earlier steps
+    had left allocated before the first step. ``record``: of the first step, while it runs. ``saved``: the blocks to
+    save, None before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live bytes at
+    its start with which it is saved. ``backwards``: by the sizes in a forward, the live bytes when its backward began,
+    and their peak in this backward.
     """
 
     regions: PlannedRegions
@@ -95,7 +95,7 @@ class _Planned:
 
 
 class PlannedRegions:
-    """The plans of a step in regions, and what runs each call.
+    """The plans of a step in regions; runs each call.
 
     Args:
         variants: of the step, whose capture as one graph was refused.
@@ -136,7 +136,7 @@ class PlannedRegions:
         return self._last.plan
 
     def of(self, call: Call) -> _Planned:
-        """What runs `call`; calls that are larger than earlier ones, or differ otherwise, get a plan of their own."""
+        """The plan for `call`; calls that are larger than earlier ones, or differ in other ways, get a new plan."""
         facts = call.facts
         tensors = tuple(leaf if isinstance(leaf, tuple) else type(leaf) for leaf in facts.leaves)
         key = facts.spec, tensors, tuple(facts.model.tensors), tuple(facts.model.training), facts.autocast
@@ -287,7 +287,7 @@ class PlannedRegions:
             f"its plan has a peak of {memory_format(plan.dynamic_peak_bytes or 0)}"
         )  # fmt: skip
         return (
-            f"this step allocates {memory_format(size)} ({size} bytes) {place} and at most {memory_format(limit)} "
+            f"this step allocates {memory_format(size)} ({size} bytes) {place} but at most {memory_format(limit)} "
             f"({limit} bytes) keep the budget {self.budget!r}: {earlier}. {_FIX}"
         )
 
@@ -296,7 +296,7 @@ class _Forward:
     """One forward of the model, which lives as long as its graph.
 
     ``is_counted``: whether its backward is counted, too. ``is_in_mode``: whether it ran under a dispatch mode, as its
-    recomputations then do, because torch's operations are composed in another way there. ``key``: what its backward
+    recomputations then do, because torch decomposes operations differently under one. ``key``: what its backward
     depends on. ``start_bytes``: what was live before it.
     """
 
@@ -348,7 +348,7 @@ class _Forward:
         if self._in_block or block.refused or self.planned.is_saved(block, number):
             return block.own(*args, **kwargs)
         if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
-            block.refused = "it is called within a checkpoint of the model's own or saved_tensors_hooks"
+            block.refused = "it is called within saved_tensors_hooks or a checkpoint of the model itself"
             return block.own(*args, **kwargs)
         self._fates.append((block.path, False))
         undo = None if block.has_run else Undo(block, args, kwargs)
@@ -375,7 +375,7 @@ class _Forward:
             _free(error)
         finally:
             self._in_block, phase.leaves_behind = False, None
-        result = block.own(*args, **kwargs)  # raises again what is not about regions
+        result = block.own(*args, **kwargs)  # raises an error again that regions did not cause
         block.refused = reason
         return result
 
@@ -456,7 +456,7 @@ class _Forward:
             if (size := most + self.begin_bytes - begin) > limit:
                 more = memory_format(self.begin_bytes - begin)
                 message = self.regions._exceeds(size, self.planned, "in backward")
-                self.report(f"{message} It begins with {more} more than the same step before: {_DROP}")
+                self.report(f"{message} At its start, {more} more are live than in the same step before: {_DROP}")
 
     def _exceeded(self, size: int) -> None:
         regions, planned = self.regions, self.planned
@@ -468,7 +468,7 @@ class _Forward:
         elif planned.plan.least_peak_bytes is not None:
             least = planned.plan.least_peak_bytes
         if self.start_bytes > planned.start_bytes:
-            message += f" Before this step, {memory_format(self.start_bytes)} of earlier ones were allocated: {_DROP}"
+            message += f" {memory_format(self.start_bytes)} of earlier steps were still allocated before it: {_DROP}"
         self.report(message, least)
 
     def report(self, message: str, least_bytes: int | None = None) -> None:
@@ -495,7 +495,7 @@ class _Stores(Exception):
 class _Body(threading.local):
     """What the body of a region does in this thread.
 
-    ``first``: what surrounds the first forward that begins; None for recomputations. ``live``: what counts these;
+    ``first``: a context for the first forward; None for recomputations. ``live``: what counts recomputations;
     ``recomputed``: called when one ends.
     """
 

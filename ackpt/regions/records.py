@@ -2,7 +2,7 @@
 
 The first step checkpoints all blocks. A saved block would hold its activations from the end of its forward until its
 backward begins, where the region recomputes them. So the peak of a choice is the largest of the peaks between two such
-events, each increased by what the saved blocks hold at that time, and without the recomputation of these.
+events, without recomputations of saved blocks, each increased by the bytes that the saved blocks hold at that time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Run:
     """One call of a block as a region, in the forward of the first step.
 
     ``number``: how many calls of the block came before in this forward. ``entry_bytes``: live when it began.
-    ``held_bytes``: what its graph held. ``outputs``: those results that the graph saves, with their bytes, which it
-    holds in addition if nothing else does; ``dropped_bytes``: of the other results. ``cost``: of its operations.
+    ``held_bytes``: what its graph held. ``outputs``: the results that the graph saves, with their bytes, which count as
+    held if nothing else refers to them; ``dropped_bytes``: of the other results. ``cost``: of its operations.
     """
 
     path: str
@@ -41,11 +41,11 @@ class Run:
     is_over: bool = False
 
     def add_outputs(self, outputs: Iterable[torch.Tensor], saved: SavedStorages, arguments: Any) -> None:
-        """Note the results, those that are arguments left out."""
+        """Note the results, except those that are arguments."""
         given = {s._cdata for leaf in tree_leaves(arguments) if torch.is_tensor(leaf) for s in storages_of(leaf)}
-        found = {s._cdata: s for output in outputs for s in storages_of(output) if s._cdata not in given}
-        self.outputs = [(weakref.ref(s), s.nbytes()) for key, s in found.items() if key in saved.keys]
-        self.dropped_bytes = sum(s.nbytes() for key, s in found.items() if key not in saved.keys)
+        storages = {s._cdata: s for output in outputs for s in storages_of(output) if s._cdata not in given}
+        self.outputs = [(weakref.ref(s), s.nbytes()) for key, s in storages.items() if key in saved.keys]
+        self.dropped_bytes = sum(s.nbytes() for key, s in storages.items() if key not in saved.keys)
 
     def backward_begins(self) -> None:
         """Add the results that have been freed by now, because the block was checkpointed."""
@@ -94,7 +94,7 @@ class Record:
         return most
 
     def entry_bytes(self, saved: Collection[str]) -> dict[tuple[str, int], int]:
-        """What is live at the begin of every call of a block, by path and number, if these blocks are saved."""
+        """The live bytes at the start of every call of a block, by path and number, if these blocks are saved."""
         entries: dict[tuple[str, int], int] = {}
         held = 0
         for _, run, event in self.segments:
@@ -106,7 +106,7 @@ class Record:
         return entries
 
     def chosen(self, limit: int) -> set[str]:
-        """The blocks to save within `limit`: the costliest to recompute per byte first, of equal ones the last.
+        """The blocks to save within `limit`: the most expensive to recompute per byte first, of equal ones the last.
 
         Example:
             >>> first, second = (Run(path, 0, 0, held_bytes=100, cost=1.0) for path in ("first", "second"))

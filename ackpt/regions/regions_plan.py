@@ -18,8 +18,8 @@ SAVED, CHECKPOINTED = "saved", "checkpointed"
 class RegionsPlan:
     """The plan of a step that cannot be one graph.
 
-    Before the first step with gradients has ended, all bytes but ``resident_bytes`` are None: the plan is made from
-    what that step allocates, while all blocks are checkpointed.
+    Until the first step with gradients has ended, all byte counts except ``resident_bytes`` are None: the plan is made
+    from what that step allocates, in which all blocks are checkpointed.
 
     ``fates``: by the paths of blocks, ``"saved"`` (runs as it is) or ``"checkpointed"`` (saves its inputs, recomputes
     everything). ``reasons``: why blocks that cannot be checkpointed are saved. ``resident_bytes``: parameters, buffers,
@@ -63,7 +63,7 @@ class RegionsPlan:
 
     def __repr__(self) -> str:
         if self.peak_bytes is None:
-            return f"<RegionsPlan: {self._fates()}; the first training step is recorded, and then planned>"
+            return f"<RegionsPlan: {self._fates()}; the plan is made from the first training step>"
         return f"<RegionsPlan: peak {memory_format(self.peak_bytes)}, {self._fates()}; table() says more>"
 
     @property

@@ -38,6 +38,6 @@ def eager_schedule(graph: JointGraph) -> Schedule:
 
 
 def eager_peak(graph: JointGraph, workspace_bytes) -> int:
-    """The dynamic peak of the model in eager mode, in bytes, without numbers that products with them save."""
+    """The dynamic peak of the model in eager mode, in bytes, without the numbers that autograd saves for products."""
     eager = eager_graph(graph)
     return peak_of(eager, eager_schedule(eager), workspace_bytes)

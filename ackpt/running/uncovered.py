@@ -1,8 +1,9 @@
 """Warn, once for each planned step, of memory that its budget does not cover.
 
-A loss outside of the model allocates what no plan counts, and without ``optimizer=`` so does the optimizer. Torch
-reports every optimizer's step, so nothing is left in the user's objects. On a GPU the allocator's peak shows at the end
-of backward whether the step stayed within its budget; on a CPU torch counts no bytes outside of its profiler.
+A loss outside the model allocates memory that no plan counts, and so does the optimizer without ``optimizer=``. A
+global hook of torch reports every optimizer's step, so the user's objects need none. On a GPU the allocator's peak
+shows at the end of backward whether the step stayed within its budget; on a CPU torch counts no bytes outside of its
+profiler.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _WORKSPACES = 2 * 32 * MIB  # of cuBLAS, one for the forward's thread and one fo
 
 
 class Uncovered:
-    """What the budget of a step of `model` does not cover, and what was said about it.
+    """The memory that the budget of a step of `model` does not cover, and the warnings about it.
 
     Args:
         model: of the step.
@@ -47,7 +48,7 @@ class Uncovered:
             _watch(self)
 
     def returns(self, shapes: list[tuple[int, ...]]) -> None:
-        """Warn if the first call returns no single element, from the `shapes` of the outputs that get a gradient."""
+        """Warn if the first call returns no scalar, from the `shapes` of the outputs that get a gradient."""
         if self._has_loss is not None:
             return
         self._has_loss = any(all(isinstance(size, int) and size == 1 for size in shape) for shape in shapes)
@@ -67,7 +68,7 @@ class Uncovered:
             warn(
                 f"the budget {self.budget!r} does not count the state of {name}, {memory_format(size)} ({size} bytes): "
                 f"with it, the planned peak is {memory_format(peak + size)}, not {memory_format(peak)}. Give "
-                "optimizer= where you give the budget; then the state and the optimizer's step count."
+                "optimizer= where you give the budget, which then counts the state and the optimizer's step."
             )
         device = next((each.device for each in self.model.parameters()), None) if self._has_loss is False else None
         counters = _allocated(device) if device is not None and device.type == "cuda" else None

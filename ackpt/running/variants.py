@@ -45,7 +45,7 @@ _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captu
 _MOST_ALONE = 3  # captures with dynamic dimensions, one after the other, that served one size each
 _PASS_AS_TENSOR = "Pass what changes at every step as a tensor, or change it once per epoch."
 _VALUES = "the values of its arguments"
-_ONE_BRANCH = "Let the batches take few branches there, as by padding all of them."
+_ONE_BRANCH = "Prepare batches that take few branches there, for example by padding all of them."
 _FEW_SIZES = "Pad the batches to a few sizes, or change the model there."
 _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes."
 
@@ -56,8 +56,8 @@ class _Group:
 
     ``fixed``: those of a capture of their own, by their sizes; several where values differ that the code reads.
     ``dynamic``: captures with dynamic dimensions, the latest first, with a variant for every sizes that occurred.
-    ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at one size, which may be
-    a special one, such as that of a whole table; ``refusal``: why not, of the latest.
+    ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at a size that may be
+    special, such as the length of a whole table; ``refusal``: the latest reason.
     """
 
     fixed: dict[Sizes, list[Variant]] = field(default_factory=dict)
@@ -313,7 +313,7 @@ class Variants:
         if setting := changed_setting(was, call.facts):
             return setting, setting
         if branch := variant.captured.other_branch(call.leaves):
-            return f"what the model decides by its arguments' values changed{branch.line}", _VALUES
+            return f"the branch that the model takes by its arguments' values changed{branch.line}", _VALUES
         return "the layout of a tensor changed", "the layout of a tensor"
 
     def _drop_oldest(self) -> None:

@@ -72,10 +72,10 @@ def rank_memory(
     on: Gpu,
     context_bytes: int | None = None,
 ) -> DeviceMemory:
-    """As `device_memory`, for a step of which the bytes after every event are known, such as that of one rank.
+    """As `device_memory`, for a step whose live bytes after every event are known, such as that of one rank.
 
-    An event that frees bytes ends the latest block of that size, and of its category if there is one. `shards`: sizes
-    of the blocks of the parameters.
+    An event that frees bytes frees the latest block of that size, if possible one of its category. `shards`: sizes of
+    the blocks of the parameters.
     """
     allocator = CachingAllocator(AllocatorSettings.parsed())
     for name, size in resident.items():

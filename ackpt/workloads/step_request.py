@@ -31,11 +31,11 @@ def dtype_called(name: str, option: str = "") -> str:
         ('bfloat16', 'float16')
     """
     bare = name.removeprefix("torch.")
-    known = _SHORT.get(bare, bare)
-    if known not in DTYPES:
+    full_name = _SHORT.get(bare, bare)
+    if full_name not in DTYPES:
         close = did_you_mean(bare, DTYPES)
         raise ValueError(f"{option}{name!r} is not a dtype{close}: choose from {', '.join(DTYPES)}")
-    return known
+    return full_name
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def test_every_call_takes_the_branch_of_its_values(name):
     for args in (full, masked, full, masked):
         check(step, model, *args)
     assert kinds(step) == ["capture"] * 2
-    assert "decides by its arguments' values changed at " in step.history[1].cause
+    assert "takes by its arguments' values changed at " in step.history[1].cause
     for length in (8, 11, 9):
         for args in (batch(length), batch(length, [(0, -1), (2, -1)])):
             check(step, model, *args)
@@ -137,7 +137,7 @@ def test_an_error_that_the_values_cause_is_the_models():
 def test_the_warning_of_many_captures_says_what_helps():
     model = Masked(lambda mask: sum(bool(row.all()) for row in mask) > 1)
     step = ackpt.compile(model, *batch(), policy="full")
-    with pytest.warns(UserWarning, match="because the values of its arguments changed.*Let the batches take few"):
+    with pytest.warns(UserWarning, match="because the values of its arguments changed.*Prepare batches that take few"):
         for masked in ([(0, 0)], [(1, 0)], [(2, 0)], [(3, 0)]):
             step(*batch(masked=masked))
 

@@ -19,7 +19,7 @@ def _resized(x, length, mode="nearest"):
 
 @part("sequence")
 class Fractions(Part):
-    """Keeps or pools a fraction of the tokens, and brings them back to the length."""
+    """Keeps or pools a fraction of the tokens, and resizes them to the length."""
 
     def __init__(self, draw, inner=()):
         super().__init__(draw)
@@ -38,7 +38,7 @@ class Fractions(Part):
             small = x.topk(max(1, int(length * fraction)), 1)[0]
         elif self.how == "stride":
             small = x[:, :: max(1, round(length * fraction / 2))]
-        elif self.how == "folded":  # sympy would fold the product to another number
+        elif self.how == "folded":  # sympy would fold the product to a different number
             small = x[:, : max(1, math.floor((length * fraction) // 0.1) // 5, math.ceil(length * 0.1 * 3))]
         else:
             count = {"ceil": math.ceil, "floor": math.floor, "round": round, "int": int}[self.how](length * fraction)

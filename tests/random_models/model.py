@@ -229,7 +229,7 @@ class Model(nn.Module):
 
 
 def batch(spec: Spec, step: int, shape: int = 0) -> tuple[tuple, dict[str, Any], list[torch.Tensor]]:
-    """Arguments, keywords and their tensors for `step`; each `shape` is another one where the spec says so."""
+    """Arguments, keywords and their tensors for `step`; `shape` selects the sizes if the spec reshapes."""
     generator = torch.Generator().manual_seed(1000 + step)
     rows, length = SHAPES[shape if spec.reshapes else 0]
     if spec.kind == "image":

@@ -1,4 +1,4 @@
-"""Parts as scripts have them: caches outside of modules, hooks in forward, own operations, seeds."""
+"""Parts that are typical of scripts: caches outside of modules, hooks in forward, custom operations, seeds."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class CachesOutside(Part):
         self.query = nn.Linear(WIDTH, WIDTH)
         self.how = draw.choice(["lru_cache", "dict", "class", "default"])
 
-    def _mask(self, length: int, kept={}) -> torch.Tensor:  # noqa: B006
+    def _mask(self, length: int, cache={}) -> torch.Tensor:  # noqa: B006
         if self.how == "lru_cache":
             return _window(length)
         key = (length, "cpu")
-        table = {"dict": _BY_LENGTH, "class": _Registry.tables, "default": kept}[self.how]
+        table = {"dict": _BY_LENGTH, "class": _Registry.tables, "default": cache}[self.how]
         if self.how == "class":
             key = length
         if key not in table:
@@ -65,7 +65,7 @@ class CachesOutside(Part):
 
 @part()
 class ClassWeights(Part):
-    """A tensor in a class attribute, bound anew between steps."""
+    """A tensor in a class attribute, replaced between steps."""
 
     def __init__(self, draw, inner=()):
         super().__init__(draw)
@@ -98,7 +98,7 @@ class LogsTensors(Part):
 
 @part()
 class HooksItsInput(Part):
-    """A hook on the gradient of the input or of an intermediate result, with one or two uses of it."""
+    """A hook on the gradient of the input or of an activation, which is used once or twice."""
 
     def __init__(self, draw, inner=()):
         super().__init__(draw)
@@ -111,10 +111,10 @@ class HooksItsInput(Part):
             x = x.view_as(x)
         if x.requires_grad and self.how != "result":
             x.register_hook(lambda gradient: gradient * 0.5)
-        found = channels_first(torch.tanh(self.linear(channels_last(x))))
-        if found.requires_grad and self.how == "result":
-            found.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-        return x + found if self.residual else found
+        result = channels_first(torch.tanh(self.linear(channels_last(x))))
+        if result.requires_grad and self.how == "result":
+            result.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return x + result if self.residual else result
 
 
 @torch.library.custom_op("random_models::drop", mutates_args=())
@@ -154,7 +154,7 @@ class _Increased(torch.autograd.Function):
 
 @part()
 class OwnOperations(Part):
-    """Custom operations: one draws random numbers without saying so, one writes into its argument."""
+    """Custom operations: one draws random numbers without a tag that says so, one writes into its argument."""
 
     def __init__(self, draw, inner=()):
         super().__init__(draw)
@@ -246,7 +246,7 @@ class SeedsItself(Part):
 
 @part(planned=False)
 class SavesLess(Part):
-    """Saved tensors in bfloat16 by hooks of its own."""
+    """Saves tensors in bfloat16, by hooks."""
 
     def __init__(self, draw, inner=()):
         super().__init__(draw)
@@ -260,7 +260,7 @@ class SavesLess(Part):
 
 @part()
 class MakesParameter(Part):
-    """A parameter made in forward, and weights that are set to their own values."""
+    """A parameter that the forward creates, and weights that are set to their own values."""
 
     def __init__(self, draw, inner=()):
         super().__init__(draw)

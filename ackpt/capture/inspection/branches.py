@@ -1,7 +1,7 @@
-"""Let a model branch on what it computes from its integer arguments alone, such as ``if attention_mask.all()``.
+"""Let a model branch on values that it computes from its integer arguments alone, as in ``if attention_mask.all()``.
 
-A capture records how the model's code computes such truth values from masks, ids and labels. It takes the branch that
-the values of its call decide, and serves a later call only if the same operations of torch decide the same there.
+A capture records the operations that compute such truth values from masks, ids and labels. It takes the branches that
+the values of its call select, and serves a later call only if the same operations give the same truth values there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(eq=False)
 class _Storage:
-    """Memory that a known tensor and its views share; ``is_known``: whether its content still follows."""
+    """Memory that a known tensor and its views share; ``is_known``: whether the arguments determine its content."""
 
     is_known: bool = True
 
@@ -41,7 +41,7 @@ class _Value:
 
 @dataclass(eq=False)
 class _Step:
-    """An operation of torch; in ``call``, (args, kwargs), and ``results``, values are in the place of tensors."""
+    """An operation of torch; ``call``, (args, kwargs), and ``results`` have a `_Value` in place of each tensor."""
 
     operation: Any
     call: tuple[Any, Any]
@@ -67,12 +67,12 @@ class Branch:
 
 
 class Branches(TorchDispatchMode):
-    """Inside, truth values of tensors are known that depend on integer arguments alone.
+    """Inside, the model's code can read truth values of tensors that depend on integer arguments alone.
 
-    ``found``: them, in the order in which they are read.
+    ``found``: the branches on these values, in the order in which they are read.
 
     Args:
-        leaves: of the call; their values decide.
+        leaves: of the call; their values select the branches.
         traced: ``{index of a leaf: the tensor that represents it}``.
         number: evaluates a symbolic size in a call with given leaves.
     """
@@ -96,21 +96,21 @@ class Branches(TorchDispatchMode):
                 raise NotImplementedError(f"{func} is a HigherOrderOperator")
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known = {id(tensor): value for tensor in tensors if (value := self._value(tensor)) is not None}
-        if func is _READ and known and args[0].dtype is torch.bool:
-            (value,) = known.values()
+        values = {id(tensor): value for tensor in tensors if (value := self._value(tensor)) is not None}
+        if func is _READ and values and args[0].dtype is torch.bool:
+            (value,) = values.values()
             steps = _needed(self._steps, value)
             self.found.append(Branch(steps, value, _truth(value, steps, self._leaves, self._number), line()))
             return self.found[-1].answer
-        written = [known[id(tensor)].storage for tensor in _written(func, args, kwargs) if id(tensor) in known]
-        follows = all(id(tensor) in known for tensor in tensors) and func.namespace == "aten"
+        written = [values[id(tensor)].storage for tensor in _written(func, args, kwargs) if id(tensor) in values]
+        follows = all(id(tensor) in values for tensor in tensors) and func.namespace == "aten"
         if not follows or torch.Tag.nondeterministic_seeded in func.tags:
             for storage in written:
                 storage.is_known = False
             return func(*args, **kwargs)
-        call = tree_map_only(torch.Tensor, lambda tensor: known[id(tensor)], (args, kwargs))
+        call = tree_map_only(torch.Tensor, lambda tensor: values[id(tensor)], (args, kwargs))
         result = func(*args, **kwargs)
-        aliases = written or [value.storage for value in known.values()]
+        aliases = written or [value.storage for value in values.values()]
         is_alias = bool(aliases) and any(each.alias_info is not None for each in func._schema.returns)
         shared = aliases[0] if is_alias else None
         results = [self._noted(each, shared) for each in (result if isinstance(result, (tuple, list)) else (result,))]
@@ -145,7 +145,7 @@ def _written(func, args, kwargs) -> list[Any]:
 
 
 def _needed(steps: Sequence[_Step], value: _Value) -> tuple[_Step, ...]:
-    """Those of `steps` on which a value depends, with its memory as they leave it."""
+    """The steps on which `value` and the content of its memory depend, in order."""
     values, storages, needed = {value}, {value.storage}, []
     for step in reversed(steps):
         if values.isdisjoint(step.results) and storages.isdisjoint(step.written):
@@ -158,7 +158,7 @@ def _needed(steps: Sequence[_Step], value: _Value) -> tuple[_Step, ...]:
 
 
 def _truth(value: _Value, steps: Sequence[_Step], leaves: Sequence[Any], number: Number) -> bool:
-    """The truth of `value` in a call with `leaves`: torch's own operations compute it from the arguments."""
+    """The truth value of `value` in a call with `leaves`: the recorded operations compute it from the arguments."""
     made: dict[_Value, Any] = {}
     written = {storage for step in steps for storage in step.written}
 

@@ -131,11 +131,11 @@ def check_model(model, except_opaque: bool = False) -> None:
 
 
 def warn_of_evaluation(model: nn.Module) -> None:
-    """Warn if the step of `model` is planned while no module of it is in training mode."""
+    """Warn if a step is planned while no module of `model` is in training mode."""
     if not any(module.training for module in model.modules()):
         warn(
             f"the model is in evaluation mode, as from_pretrained returns it: {type(model).__name__} is planned "
-            "without dropout, and captured again when it trains. Call model.train() before."
+            "without dropout, and captured again in training mode. Call model.train() before you plan."
         )
 
 

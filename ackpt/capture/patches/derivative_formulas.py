@@ -1,7 +1,7 @@
-"""Capture gradients for which torch has another formula for tensor subclasses, which all tensors of a capture are.
+"""Capture gradients that torch computes by another formula for tensor subclasses, as all tensors of a capture are.
 
-The other formulas round differently, and that of ``prod`` takes several times the memory. So the gradient becomes one
-operation, which computes it by autograd from real tensors.
+The other formulas round differently, and that of ``prod`` needs several times the memory. So each of these gradients is
+captured as one operation, which runs autograd on real tensors.
 
 Torch: ``isTensorSubclassLike`` in ``prod_backward``, ``masked_fill_backward`` and
 ``binary_cross_entropy_with_logits_backward``, ``torch/csrc/autograd/FunctionsManual.cpp``. Versions: 2.11 to 2.13.
@@ -90,7 +90,7 @@ def _mixes_dtypes(x, target, weight=None, pos_weight=None, reduction=1):
 
 
 def _are_permuted(*tensors):
-    """The formula writes in place, in an order of memory that a capture does not keep; later sums have this order."""
+    """The formula writes in place, in a memory order that a capture loses, and later sums depend on this order."""
     return any(each.requires_grad for each in tensors) and not all(each.is_contiguous() for each in tensors)
 
 
@@ -105,5 +105,5 @@ _DIFFERS = {
 
 
 def eager_formulas():
-    """Inside, capturing keeps these gradients whole."""
+    """Inside, a capture records each of these gradients as one operation."""
     return put({(operation, _KEY): _whole(operation, differs) for operation, differs in _DIFFERS.items()})

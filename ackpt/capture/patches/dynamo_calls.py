@@ -22,13 +22,13 @@ from ackpt.errors import warn
 
 @functools.cache
 def keep_at_compile(has_plan: Callable[[nn.Module], bool]) -> None:
-    """From here on, ``Module.compile`` warns and leaves modules alone for which ``has_plan(module)`` is true."""
-    own = nn.Module.compile
+    """From now on, ``Module.compile`` has no effect, and warns, for modules for which ``has_plan(module)`` is true."""
+    original = nn.Module.compile
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def compile(self, *args, **kwargs) -> None:
         if not has_plan(self):
-            return own(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         warn(
             f"{type(self).__name__}.compile() had no effect: the model has a budget, and compiled code would run "
             "without its plan. To compile the planned step, call ackpt.remove_budget(model), then "

@@ -1,7 +1,8 @@
 """Make a capture match eager mode: enter all patches and change the settings of AOTAutograd.
 
-Operations with effects, such as the check for errors in ``linalg.inv``, get no effect tokens, which would be inputs of
-the step: a schedule runs them once. Custom operations that return nothing, or that nothing reads, are not dropped.
+Operations with effects, such as the check for errors in ``linalg.inv``, get no effect tokens, because tokens would be
+inputs of the step; a schedule runs each of these operations once. Custom operations that return nothing, or whose
+results nothing reads, are not dropped.
 
 Torch: ``backward_pass_autocast``, ``donated_buffer`` and ``guess_tangent_strides_as_outputs`` in
 ``torch/_functorch/config.py``, ``MemoryFormatMeta.from_tensor`` in ``torch/_functorch/_aot_autograd/schemas.py``,

@@ -198,7 +198,7 @@ def _view(fake_mode, operation, x, shape):
 
 
 def _grouped_product(fake_mode, operation, a, b, offs=None, bias=None, out_dtype=None):
-    """Torch's rule refuses all dtypes but bfloat16, which the kernels do not."""
+    """Torch's rule accepts only bfloat16, but the kernels accept other dtypes as well."""
     if a.dtype == torch.bfloat16 or a.dtype != b.dtype:
         return NotImplemented  # torch's rule applies
     with fake_mode:

@@ -1,7 +1,8 @@
-"""Compute symbolic sizes as Python does: what sympy would compute with floats is recorded, and repeated at other sizes.
+"""Compute symbolic sizes as Python does: arithmetic with floats is recorded, and repeated at other sizes.
 
-sympy folds floats (``n * 0.1 * 3`` becomes ``n * 0.3``), so that their results round to other integers. Here, every
-result of a float, or of a division by what may be negative, is a symbol of its own, which Python computes.
+sympy folds floats (``n * 0.1 * 3`` becomes ``n * 0.3``), so that results may round to other integers. Here, every
+result of an operation with a float, or of a division by a size that may be negative, is a new symbol, whose value
+Python computes.
 
 Torch: ``_make_node_magic`` in ``torch/fx/experimental/sym_node.py``, ``FloorDiv`` in
 ``torch/utils/_sympy/functions.py``, and in ``torch/__init__.py`` ``//`` of sizes with floats and ``SymInt.__round__``.
@@ -47,8 +48,8 @@ class SizeEnv(ShapeEnv):
         self._converted: dict[Any, Any] = {}
 
     def derive(self, function: Callable, *operands) -> SymNode:
-        """The result of `function` of numbers and `SymNode`s: a symbol for a number, or a truth value."""
-        if function in _COMPARISONS:  # Python compares integers with floats exactly; torch converts them before
+        """The result of `function` for numbers and `SymNode`s: a symbol for a number, or a truth value."""
+        if function in _COMPARISONS:  # Python compares integers with floats exactly; torch converts the integers first
             operands = tuple(self._converted.get(getattr(each, "expr", None), each) for each in operands)
         hints = [getattr(each, "hint", each) for each in operands]
         exprs = (getattr(each, "expr", None) for each in operands)
