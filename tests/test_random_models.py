@@ -12,7 +12,7 @@ from random_models.training import train
 from random_models.variants import plain
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-SEEDS = (1, 2, 4, 5, 6, 7, 40, 45, 46, 49, 50, 55, 57, 58)
+SEEDS = (1, 2, 5, 6, 7, 40, 45, 46, 49, 50, 55, 57, 58)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -28,8 +28,8 @@ from ackpt.budget import dynamic_limit, is_share, readable
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.tensors import has_data, is_tensor
-from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.optimizer_state import loop_bytes, scaled_loss_bytes
+from ackpt.checkpointing.reachable import tensors_in
 from ackpt.checkpointing.reentrant import checkpoint
 from ackpt.checkpointing.tree import strip_result
 from ackpt.errors import BudgetError, CheckpointError, TraceError, warn
@@ -191,7 +191,7 @@ class PlannedRegions:
             forward = _Forward(self, planned, record)
             with replaced(self.blocks), called_by(forward), forward.counted():
                 outputs = own_call(self.model)(*call.args, **call.kwargs)
-            forward.watch(flatten_outputs(outputs)[0])
+            forward.watch([*tensors_in([outputs]).values()])  # also those in a dataclass
         return outputs
 
     def gradients(self) -> list[torch.Tensor]:

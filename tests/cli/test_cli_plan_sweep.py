@@ -141,6 +141,6 @@ def test_kinds_of_adamw(device):
     elements = sum(p.numel() for p in run_plan(config()).step.model.parameters())
     assert 8 * elements <= state["adamw"] <= 8.3 * elements
     assert state["adamw-8bit"] < 0.28 * state["adamw"] and step["adamw-8bit"] == 0
-    assert step["adamw-fused"] == 0 < step["adamw-for-loop"] <= step["adamw"]
+    assert step["adamw-fused"] == (0 if device else 12) < step["adamw-for-loop"] <= step["adamw"]  # 12: of numbers
     if device:  # torch's default on a GPU updates all parameters at once
         assert step["adamw-for-loop"] < step["adamw"]

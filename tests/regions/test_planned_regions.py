@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 import warnings
 
 import pytest
@@ -212,6 +213,21 @@ class Adds(nn.Module):
 
 
 LEAST_SKIPPED = 5  # a seed with which the most blocks run
+
+
+class InADataclass(Adds):
+    """The outputs are fields of an object that torch's pytrees do not know."""
+
+    def forward(self, x):
+        return types.SimpleNamespace(loss=super().forward(x))
+
+
+def test_outputs_in_an_object():
+    seed(0)
+    model, x = InADataclass(), torch.randn(160, 16)
+    step = ackpt.compile(model, x, budget="1GiB", regions=True)
+    step(x).loss.backward()
+    assert step.plan.peak_bytes is not None and set(step.plan.fates.values()) == {"saved"}
 
 
 def test_random_decisions_stay_within_the_budget():
