@@ -128,7 +128,7 @@ class ReachableState:
             return
         attributes, bindings, tensors = vars(module), self.bindings, self.tensors
         bindings.append((attributes, "training", module.training))
-        self.namespaces.append((attributes, len(attributes)))
+        self.namespaces.append((attributes, len(attributes) - is_stand_in(attributes.get("forward"))))
         self.hooks += [attributes[key] for key in HOOKS if attributes[key]]
         for key, value in module._parameters.items():
             if value is not None:
@@ -144,7 +144,7 @@ class ReachableState:
                     if value.requires_grad:
                         self.suspects.append(binding)
         for key, value in attributes.items():
-            if key in MODULE_FIELDS:
+            if key in MODULE_FIELDS or (key == "forward" and is_stand_in(value)):
                 continue
             if type(value) in PLAIN:
                 bindings.append((attributes, key, value))
@@ -344,6 +344,11 @@ def is_data(cls) -> bool:
     if issubclass(cls, (torch.Tensor, nn.Module, type, enum.Enum, BaseException, *_CONTAINERS, *_FUNCTIONS)):
         return False
     return cls.__dictoffset__ != 0 and cls.__module__.partition(".")[0] not in _NOT_DATA
+
+
+def is_stand_in(value) -> bool:
+    """Whether `value` takes the place of a module's forward while a planned step runs, perhaps in another thread."""
+    return getattr(type(value), "ackpt_stands_in", False)
 
 
 def _is_plain_data(obj) -> bool:
