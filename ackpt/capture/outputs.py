@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -305,16 +304,6 @@ def before_backward(nodes, check: Callable[[], None]) -> None:
         node.register_prehook(first)
 
 
-class _Reached(threading.local):
-    """The backward that last reached a planned step in this thread, and the ids of that step's leaves."""
-
-    backward = -1
-    leaves: frozenset[int] | set[int] = frozenset()
-
-
-_reached = _Reached()
-
-
 def gradients_before_backward(nodes, leaves, room_bytes: Callable[[], int | None]) -> None:
     """Raise an error when backward begins while `leaves` have gradients that the plan does not count.
 
@@ -325,19 +314,9 @@ def gradients_before_backward(nodes, leaves, room_bytes: Callable[[], int | None
     """
 
     def check() -> None:
-        backward, ids = torch._C._current_graph_task_id(), set(map(id, leaves))
-        is_second = _reached.backward == backward and not ids.isdisjoint(_reached.leaves)
-        _reached.backward, _reached.leaves = backward, ids
         held = [leaf.grad for leaf in leaves if leaf.grad is not None]
         if not held or (room := room_bytes()) is None or (total := sum(each.nbytes for each in held)) <= room:
             return
-        if is_second:
-            raise CheckpointError(
-                "backward reaches two forwards of this model, which would exceed the budget: the budget counts the "
-                f"activations and gradients of one forward, and the other one has left {memory_format(total)} of "
-                "gradients. Call backward() after each forward, with accumulation=True, instead of adding the losses, "
-                "or put both batches into one call."
-            )
         raise CheckpointError(
             f"backward begins while {memory_format(total)} of gradients exist, which would exceed the budget: it "
             "counts only the gradients that this step adds. If you accumulate gradients, give accumulation=True, "

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ackpt.autograd_state import version
 from ackpt.errors import CheckpointError
 
-from .reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data
+from .reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data, is_stand_in
 
 _SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the region runs
 _ABSENT = object()
@@ -336,7 +336,7 @@ class MutableState:
         existing.update(name for owner, name in self._overwritten if owner is namespace)
         if "training" in existing:
             existing |= MODULE_FIELDS
-        made = [(name, value) for name, value in namespace.items() if name not in existing]
+        made = [(name, value) for name, value in namespace.items() if name not in existing and not is_stand_in(value)]
         return [(namespace, name, _ABSENT) for name, value in made if not _is_made(value, _ABSENT)]
 
     def _added_hooks(self):

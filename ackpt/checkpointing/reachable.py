@@ -76,7 +76,11 @@ class ReachableState:
             self._visit(item, "argument", 0)
 
     def _visit(self, obj, name, depth, restores=True):
-        """Visit what `obj` refers to; ``restores``: also the attributes of data objects."""
+        """Visit what `obj` refers to; ``restores``: attributes of data objects are to be restored.
+
+        All are where an object is an argument or an attribute of a module. What a function refers to otherwise may be
+        part of an engine, whose queues and memory go on during the recomputation: see `_is_plain_data`.
+        """
         if isinstance(obj, torch.Tensor):
             self.tensors.setdefault(id(obj), (obj, name))
         elif isinstance(obj, nn.Module):
@@ -98,7 +102,7 @@ class ReachableState:
             self._seen.add(id(obj))
             for key, item in vars(obj).items():
                 if type(item) not in _ATOMS:
-                    self._visit(item, f"{name}.{key}", depth + 1, restores=False)  # parts of an engine, such as ackpt's
+                    self._visit(item, f"{name}.{key}", depth + 1, restores=False)
                     if isinstance(item, torch.Tensor):
                         self._bind(vars(obj), key, item)
 
@@ -124,7 +128,7 @@ class ReachableState:
             return
         attributes, bindings, tensors = vars(module), self.bindings, self.tensors
         bindings.append((attributes, "training", module.training))
-        self.namespaces.append((attributes, len(attributes)))
+        self.namespaces.append((attributes, len(attributes) - is_stand_in(attributes.get("forward"))))
         self.hooks += [attributes[key] for key in HOOKS if attributes[key]]
         for key, value in module._parameters.items():
             if value is not None:
@@ -140,7 +144,7 @@ class ReachableState:
                     if value.requires_grad:
                         self.suspects.append(binding)
         for key, value in attributes.items():
-            if key in MODULE_FIELDS:
+            if key in MODULE_FIELDS or (key == "forward" and is_stand_in(value)):
                 continue
             if type(value) in PLAIN:
                 bindings.append((attributes, key, value))
@@ -221,10 +225,10 @@ class ReachableState:
         self._seen.add(id(function))
         if isinstance(function, functools.partial):
             for item in (function.func, *function.args, *function.keywords.values()):
-                self._visit(item, name, depth + 1)
+                self._visit(item, name, depth + 1, _is_plain_data(item))
             return
         if isinstance(function, types.MethodType):
-            self._visit(function.__self__, name, depth + 1)
+            self._visit(function.__self__, name, depth + 1, _is_plain_data(function.__self__))
             function = function.__func__
             if not isinstance(function, types.FunctionType):
                 return
@@ -232,11 +236,11 @@ class ReachableState:
             if not bound(cell):
                 continue
             value = cell.cell_contents
-            self._visit(value, key, depth + 1)
+            self._visit(value, key, depth + 1, _is_plain_data(value))
             if isinstance(value, torch.Tensor) and key in rebound_names(function.__code__):
                 self._bind(_CellNamespace(cell), key, value)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit(item, name, depth + 1)
+            self._visit(item, name, depth + 1, _is_plain_data(item))
         read, written = global_names(function.__code__)
         for key in read:
             value = function.__globals__.get(key, _ABSENT)
@@ -245,7 +249,7 @@ class ReachableState:
             if key not in written or isinstance(value, torch.Tensor):
                 self._bind(function.__globals__, key, value)
             if isinstance(value, (torch.Tensor, nn.Module, *_CONTAINERS, functools.partial, types.MethodType)):
-                self._visit(value, key, depth + 1)
+                self._visit(value, key, depth + 1, restores=False)
             elif isinstance(value, types.FunctionType):
                 if value.__module__ == function.__module__:
                     self._function(value, key, depth + 1)
@@ -340,6 +344,16 @@ def is_data(cls) -> bool:
     if issubclass(cls, (torch.Tensor, nn.Module, type, enum.Enum, BaseException, *_CONTAINERS, *_FUNCTIONS)):
         return False
     return cls.__dictoffset__ != 0 and cls.__module__.partition(".")[0] not in _NOT_DATA
+
+
+def is_stand_in(value) -> bool:
+    """Whether `value` takes the place of a module's forward while a planned step runs, perhaps in another thread."""
+    return getattr(type(value), "ackpt_stands_in", False)
+
+
+def _is_plain_data(obj) -> bool:
+    """Whether `obj` is a data object, such as a configuration, that has plain values only."""
+    return is_data(type(obj)) and PLAIN.issuperset(map(type, vars(obj).values()))
 
 
 _NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy", "ackpt"))

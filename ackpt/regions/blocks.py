@@ -46,6 +46,8 @@ class Block:
     ``refused``: why it cannot be a region, empty if it can. ``has_run``: whether it has run as a region.
     """
 
+    ackpt_stands_in = True  # regions leave it as it is: it may be in place for the forward of another thread
+
     def __init__(self, path: str, module: nn.Module):
         self.path, self.module = path, module
         self.refused = ""

@@ -322,3 +322,58 @@ def test_attributes_that_change_between_two_forwards(name):
         return [p.grad for p in module.parameters() if p.grad is not None]
 
     assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
+class _Engine:
+    """Hands out blocks of memory, also while a region is recomputed, and counts them."""
+
+    def __init__(self):
+        self.idle, self.given, self.count = [bytearray(4) for _ in range(9)], {}, 0
+
+    def take(self):
+        self.count += 1
+        self.given[self.count] = block = self.idle.pop()
+        return float(block[0] + 2)
+
+
+def test_engines_that_a_function_uses_go_on_in_the_recomputation():
+    engine, counts = _Engine(), []
+
+    def scaled(x):
+        y = x * engine.take()
+        counts.append((engine.count, len(engine.given), len(engine.idle)))
+        return y.sin()
+
+    outputs = [total(ackpt.checkpoint(scaled, batch())) for _ in range(2)]
+    sum(outputs).backward()
+    assert counts == [(1, 1, 8), (2, 2, 7), (3, 3, 6), (4, 4, 5)]
+
+
+@pytest.mark.parametrize("given", ["closure", "default", "partial", "method", "argument"])
+def test_a_configuration_that_changes_between_two_forwards(given):
+    class Settings:
+        scale = 1.0
+
+        def scaled(self, x):
+            return (x * self.scale).sin()
+
+    def run(call):
+        seed()
+        settings = Settings()
+        settings.scale = 2.0
+        function = {
+            "closure": lambda x: settings.scaled(x),
+            "default": lambda x, settings=settings: settings.scaled(x),
+            "partial": functools.partial(Settings.scaled, settings),
+            "method": settings.scaled,
+            "argument": lambda x, settings: settings.scaled(x),
+        }[given]
+        args = [settings] if given == "argument" else []
+        x = batch()
+        one = total(call(function, x, *args))
+        settings.scale = 3.0
+        (one + total(call(function, x, *args))).backward()
+        assert settings.scale == 3.0
+        return x.grad
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")

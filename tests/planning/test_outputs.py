@@ -127,27 +127,3 @@ def test_an_output_that_is_changed_before_backward_reads_it(function, differenti
     loss, output = step(torch.randn(8, 16))
     output.clone().mul_(2)
     loss.backward()
-
-
-class Tasks(nn.Module):
-    """A part for all tasks and one for each."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
-        self.heads = nn.ModuleList([nn.Linear(16, 200), nn.Linear(16, 200)])
-
-    def forward(self, x, task):
-        return self.heads[task](self.shared(x)).square().mean()
-
-
-def test_two_forwards_in_one_backward_are_named_as_such():
-    torch.manual_seed(0)
-    model, x = Tasks(), torch.randn(64, 16)
-    limit = ackpt.compile(model, x, True, budget=1.0, regions=True).plan.peak_bytes
-    step = ackpt.compile(model, x, True, budget=limit, regions=True)
-    step.prepare(x, False)
-    with pytest.raises(ackpt.CheckpointError, match=r"backward reaches two forwards .* left 13.3 KiB of gradients"):
-        (step(x, True) + step(x, False)).backward()
-    with pytest.raises(ackpt.CheckpointError, match="backward begins while .* of gradients exist"):
-        step(x, True).backward()  # those of the one before
