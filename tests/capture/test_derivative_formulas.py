@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
+from ackpt.capture.patches import derivative_formulas  # noqa: F401 - defines the operation
 
 ROWS, MASK = torch.randn(6, 5), torch.tensor([True, False, True, False, False])
 TARGETS, WEIGHTS = torch.rand(8, 6, 5), torch.rand(5) + 0.5
@@ -70,3 +72,53 @@ def test_formulas(name, policy):
 def test_formulas_in_mixed_precision(name):
     own, planned = _gradients(MIXED[name], "full", torch.bfloat16)
     assert all(map(torch.equal, own, planned))
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [*FORMULAS, *MIXED])
+def test_formulas_while_measuring(name):
+    """A dispatch mode excludes autograd from the operations that run below it."""
+    dtype = torch.bfloat16 if name in MIXED else torch.float32
+    model, x = Model({**FORMULAS, **MIXED}[name]).to(dtype), torch.randn(8, 6, 4, dtype=dtype)
+    step = ackpt.compile(model, x, policy="none", regions=False)
+
+    def run(call):
+        model.zero_grad()
+        call(x).float().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    run(step)
+    assert ackpt.count_flops(lambda: run(step)) == ackpt.count_flops(lambda: run(model)) > 0
+    measured = ackpt.measure(lambda: run(step), resident=(model, x), repeats=0)
+    assert measured.flops == ackpt.count_flops(lambda: run(model))
+    own = run(model)
+    with _Mode():
+        below_mode = run(step)
+        with _Mode():
+            below_two = run(step)
+    assert all(map(torch.equal, own, below_mode))
+    assert all(map(torch.equal, own, below_two))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_the_operation_below_modes(dtype):
+    x, gradient = torch.randn(3, 4, dtype=dtype), torch.randn(3, dtype=dtype)
+    leaf = x.clone().requires_grad_()
+    leaf.prod(1).backward(gradient)
+
+    def run():
+        return torch.ops.ackpt_graph.gradient(gradient, "aten.prod.dim_int(t[0], 1)", [x], 0)
+
+    with torch.no_grad():
+        without_grad = run()
+        with _Mode():
+            below_mode = run()
+    with _Mode():
+        with_grad = run()
+    for found in (run(), without_grad, below_mode, with_grad):
+        assert torch.equal(found, leaf.grad)
+        assert not found.requires_grad

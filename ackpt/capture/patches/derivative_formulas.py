@@ -10,6 +10,8 @@ Test: ``tests/capture/test_derivative_formulas.py``.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -18,6 +20,11 @@ from .python_kernels import put
 aten = torch.ops.aten
 _EXTREMES = ("aten.maximum", "aten.minimum")
 _KEY = torch._C.DispatchKey.Autograd
+# What a dispatch mode excludes for the kernels below it, although formulas need it.
+_EXCLUDED = [
+    getattr(torch._C.DispatchKey, name)
+    for name in ("AutogradFunctionality", "ADInplaceOrView", "Conjugate", "Negative", "ZeroTensor")
+]
 
 torch.library.define("ackpt_graph::gradient", "(Tensor gradient, str call, Tensor[] tensors, int place) -> Tensor")
 
@@ -25,13 +32,23 @@ torch.library.define("ackpt_graph::gradient", "(Tensor gradient, str call, Tenso
 @torch.library.impl("ackpt_graph::gradient", "CompositeExplicitAutograd")
 def _gradient(gradient, call: str, tensors, place: int):
     """The gradient of ``tensors[place]`` in `call`, an expression of the list `tensors` as ``t``."""
-    leaf = tensors[place].detach().requires_grad_()
-    given = [leaf if at == place else tensor.detach() for at, tensor in enumerate(tensors)]
-    with torch.enable_grad():
-        result = eval(call, {"torch": torch, "aten": aten, "t": given})  # noqa: S307
-    made = torch.autograd.grad(result, leaf, gradient)[0]
+    with _autograd():
+        leaf = tensors[place].detach().requires_grad_()
+        given = [leaf if at == place else tensor.detach() for at, tensor in enumerate(tensors)]
+        with torch.enable_grad():
+            result = eval(call, {"torch": torch, "aten": aten, "t": given})  # noqa: S307
+        made = torch.autograd.grad(result, leaf, gradient)[0]
     is_laid_out = call.startswith(_EXTREMES) or made.stride() == leaf.stride()
     return made if is_laid_out else torch.empty_like(leaf).copy_(made)
+
+
+@contextlib.contextmanager
+def _autograd():
+    """Records for autograd, also in a kernel that runs below a dispatch mode."""
+    with contextlib.ExitStack() as guards:
+        for key in _EXCLUDED:
+            guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
 
 
 @torch.library.register_fake("ackpt_graph::gradient")
