@@ -98,8 +98,10 @@ class ReachableState:
                             self._bind(namespace, key, item)
         elif restores and depth < _DEPTH and is_data(type(obj)) and id(obj) not in self._seen:
             self._object(obj, name, depth, follow=True)
-        elif not self._generator(obj) and depth < _DEPTH and _is_plain_object(obj) and id(obj) not in self._seen:
-            self._seen.add(id(obj))
+        elif not self._generator(obj) and depth < _DEPTH and _is_plain_object(obj):
+            if not self._seen.isdisjoint((id(obj), ~id(obj))):
+                return
+            self._seen.add(~id(obj))  # an argument or an attribute of a module may be the same object
             for key, item in vars(obj).items():
                 if type(item) not in _ATOMS:
                     self._visit(item, f"{name}.{key}", depth + 1, restores=False)

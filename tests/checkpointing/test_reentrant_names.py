@@ -349,7 +349,7 @@ def test_engines_that_a_function_uses_go_on_in_the_recomputation():
     assert counts == [(1, 1, 8), (2, 2, 7), (3, 3, 6), (4, 4, 5)]
 
 
-@pytest.mark.parametrize("given", ["closure", "default", "partial", "method", "argument"])
+@pytest.mark.parametrize("given", ["closure", "default", "partial", "method", "argument", "both"])
 def test_a_configuration_that_changes_between_two_forwards(given):
     class Settings:
         scale = 1.0
@@ -367,8 +367,10 @@ def test_a_configuration_that_changes_between_two_forwards(given):
             "partial": functools.partial(Settings.scaled, settings),
             "method": settings.scaled,
             "argument": lambda x, settings: settings.scaled(x),
+            "both": lambda x, given: settings.scaled(x) if given is settings else x,
         }[given]
-        args = [settings] if given == "argument" else []
+        args = [settings] if given in ("argument", "both") else []
+        settings.inner = types.SimpleNamespace() if args else None  # not only plain values
         x = batch()
         one = total(call(function, x, *args))
         settings.scale = 3.0
