@@ -50,6 +50,7 @@ from ackpt.results import Record, environment, markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
+warnings.filterwarnings("ignore", message="no output of")  # the losses of these small models are sums outside of them
 torch.set_num_threads(2)
 torch.__version__.partition("+")[0]
 
