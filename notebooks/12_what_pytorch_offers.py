@@ -708,6 +708,7 @@ for (name, arguments), most in zip(variants.items(), (16, 8, 5)):
 before = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
 expected = [parameter.grad.clone() for parameter in llama.parameters()]
 batch, budget = {"input_ids": tokens, "labels": tokens}, before.peak_bytes * 3 // 4
+llama.train()
 ackpt.apply_budget(llama, batch, budget=budget)
 after = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
 ackpt.remove_budget(llama)
