@@ -311,7 +311,7 @@ def _plan(
 
 
 def _note(graph: JointGraph) -> str | None:
-    """The exceptions to what the plan guarantees, in words; None if there are none."""
+    """The exceptions to the plan's guarantees, in words; otherwise None."""
     notes = [as_compiled.note(graph.as_compiled)] if graph.as_compiled else []
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")

@@ -102,7 +102,7 @@ class Slabs:
         return torch.empty(0, dtype=torch.uint8).set_(slab, begin, (size,), (1,))
 
     def _fitting(self, size: int) -> tuple[int, int, torch.UntypedStorage] | None:
-        """The smallest rest of at least `size` bytes: its bytes, its index and its slab; None if there is none."""
+        """The bytes, index and slab of the smallest rest that has at least `size` bytes; otherwise None."""
         self._rests = [rest for rest in self._rests if rest[0]() is not None]
         fitting = [
             (end - begin, at, slab)

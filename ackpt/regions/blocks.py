@@ -136,7 +136,7 @@ def called_by(caller: Caller | None) -> Iterator[None]:
 
 
 class Undo:
-    """The state that a block can change, so that it can run again if it cannot be a region.
+    """The state that a block can change, for a second run of a block that cannot be a region.
 
     It includes random numbers, buffers and attributes of modules, and the containers, objects and small tensors among
     the arguments.

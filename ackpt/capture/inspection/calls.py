@@ -134,7 +134,7 @@ def call_arguments(batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def sliced(args, kwargs) -> str:
-    """A sentence that names the arguments whose storage is larger than they are; empty if there are none."""
+    """A sentence that names the arguments whose storage is larger than they are; otherwise empty."""
     views = [
         f"argument {name} of shape {list(leaf.shape)} is a view of {memory_format(leaf.untyped_storage().nbytes())}"
         for name, leaf in named_leaves(args, kwargs)

@@ -259,7 +259,7 @@ def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
 
 
 def _owner(holder):
-    """The object or class whose attributes are the dict `holder`; None if there is none."""
+    """The object or class whose attributes are the dict `holder`; otherwise None."""
     if type(holder) is not dict:
         return None
     for each in gc.get_referrers(holder):
