@@ -64,7 +64,8 @@ class Slabs:
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = pinned_memory, limit: int | None = None):
-        self._allocate, self.limit = allocate, limit
+        self._allocate = allocate
+        self._limit = limit
         self._rests: list[tuple[weakref.ref[torch.UntypedStorage], int, int]] = []  # slab, start and end of its rest
         self._cut: Counter[int] = Counter()
 
@@ -84,7 +85,7 @@ class Slabs:
         if fitting is None:
             whole = _power_of_two(size)
             several = whole << max(0, min(self._cut[size], 4).bit_length() - 1)
-            if 4 * size > 3 * whole or (self.limit is not None and self.bytes + several > self.limit):
+            if 4 * size > 3 * whole or (self._limit is not None and self.bytes + several > self._limit):
                 several = whole
             try:
                 slab = self._allocate(several).untyped_storage()
