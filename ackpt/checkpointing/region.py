@@ -40,7 +40,7 @@ class Region:
         # The call: its non-tensor arguments with slots for the tensors, keyword names, and the tensors themselves.
         *("function", "template", "names", "has_containers", "inputs", "needs_grad", "is_computed"),
         # Settings and state that the recomputation restores or checks.
-        *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "unread_changes"),
+        *("preserve_rng_state", "streams", "marks", "autocast", "guarantees", "state", "watch", "unread_changes"),
         *("is_nested", "accumulates_inside", "detached", "recorder", "path", "leaked", "uses", "accumulators"),
         # The outputs: `node_outputs` are the indices of those that the autograd node returns.
         *("node_outputs", "output_count", "output_signatures", "output_template", "output_values", "other_outputs"),
@@ -183,6 +183,7 @@ class Region:
                 with _NOTHING if self.guarantees.exact_graph else torch.no_grad(), self.recorder or _NOTHING:
                     result = self._call(aliases)
                 self.streams = rng.drawn_from(before)
+                self.marks = [stream.mark() for stream, _ in self.streams]
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 changed = "a tensor that requires grad: an input of the region or a parameter"
@@ -347,7 +348,10 @@ class Region:
                 if not self.streams and self.autocast is None and not any_enabled():
                     return self._call(aliases)
                 with rng.replay(self.streams), (self.autocast or OFF).restored():
-                    return self._call(aliases)
+                    result = self._call(aliases)
+                    if name := rng.ended_elsewhere(self.streams, self.marks):
+                        raise refusals.other_draws(name, self.function)
+                    return result
         finally:
             phase.recomputing, phase.dropping, phase.function, phase.leaked = previous
 
