@@ -100,9 +100,10 @@ class Region:
         leaves = [leaf for leaf in map(_resolved, leaves) if leaf is not None]
         if self.recorder is not None:
             if any(leaf.grad_fn is not None for leaf in leaves):  # it has a history, in which backward could reach them
-                self.recorder.refuse_gradients_of_live_results()
+                for tensor in self.recorder.left_results():
+                    refusals.refuse_gradient_of(tensor)
             if phase.leaves_behind is False:
-                phase.leaves_behind = self.recorder.leaves_results()
+                phase.leaves_behind = bool(self.recorder.left_results())
             self.recorder.forget()
         if self.node_outputs:
             self._record_state(inputs, versions, leaves, reachable)
