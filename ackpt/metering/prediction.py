@@ -15,6 +15,7 @@ import contextlib
 import gc
 import traceback
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
@@ -38,7 +39,7 @@ from .timeline import MeterError, build_timeline, store_watched
 from .without_data.holders import Made
 from .without_data.packed_sequences import found_packed
 
-_GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_GRADIENT: Any = torch.Tensor.grad.__get__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
 def predict(
