@@ -213,6 +213,6 @@ class _Watch(TorchFunctionMode):
             if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
                 raise MeterError(f"autocast does nothing to meta tensors: {FAKE}")
         result = func(*args, **(kwargs or {}))
-        if func != _GRADIENT:
+        if not torch.compiler.is_dynamo_compiling() and func != _GRADIENT:  # Dynamo is tracing this method
             self._made.add(result, args)
         return result

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 CACHED = type(functools.lru_cache(len))
 _CONTAINERS = dict, list, deque, set, types.CellType, CACHED
 _OWNERS = type, types.FunctionType  # whose attributes may be caches
+_MOST_HOLDERS = 100  # in a prediction; the objects that Dynamo makes refer to each other in millions of ways
 _PASSED_BY = types.FrameType, types.TracebackType, types.GeneratorType, types.CoroutineType
 
 
@@ -121,7 +122,9 @@ def removals(tensors: list[torch.Tensor], new: set[int], objects: bool = True) -
     attributes of objects.
     """
     found: list[Callable[[], None]] = []
-    for level, items, holder in holders(tensors):
+    for number, (level, items, holder) in enumerate(holders(tensors)):
+        if not objects and number > _MOST_HOLDERS:
+            break
         owner = _owner(holder)
         if isinstance(holder, tuple) or _is_new(holder if owner is None else owner, new):
             level.append(holder if owner is None else owner)
