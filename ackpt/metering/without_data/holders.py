@@ -122,7 +122,9 @@ def removals(tensors: list[torch.Tensor], new: set[int], objects: bool = True) -
     attributes of objects.
     """
     found: list[Callable[[], None]] = []
-    for number, (level, items, holder) in enumerate(holders(tensors)):
+    number = 0
+    for level, items, holder in holders(tensors):  # enumerate would refer to them
+        number += 1
         if not objects and number > _MOST_HOLDERS:
             break
         owner = _owner(holder)
