@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ackpt.capture import as_compiled
 from ackpt.capture.analysis import once_per_graph
+from ackpt.capture.gradients import summed
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.devices import Device
 from ackpt.costs.measured_rates import measured_rates
@@ -315,6 +316,20 @@ def _note(graph: JointGraph) -> str | None:
     notes = [as_compiled.note(graph.as_compiled)] if graph.as_compiled else []
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")
+    if sums := summed(graph.module):
+        names, dtypes = [*sums], sorted({str(dtype).removeprefix("torch.") for dtype in sums.values()})
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        notes.append(
+            f"gradients of {', '.join(names[:3])}{more} are sums over several uses in the step: if one backward "
+            "reaches them by another call or from outside of the step, too, they may differ from eager's by one "
+            f"rounding of {' or '.join(dtypes)}"
+        )
+    if (autocast := (graph.made_for or {}).get("autocast", "off")) != "off":
+        notes.append(
+            "eager casts a weight once under one torch.autocast: if one backward reaches the cast weight by another "
+            "call or from outside of the step, too, eager sums its gradients in the lower precision, and this step "
+            f"does not; they differ by one rounding of {autocast}"
+        )
     return "; ".join(notes) or None
 
 

@@ -37,7 +37,7 @@ from ackpt.capture.patches.fused_attention import fused_attention_refused
 from ackpt.capture.patches.size_arithmetic import SizeEnv, python_arithmetic
 from ackpt.errors import TraceError
 from ackpt.metering.cpu_meter import no_collection
-from ackpt.metering.packed_sequences import found_packed
+from ackpt.metering.without_data.packed_sequences import found_packed
 from ackpt.progress import stage
 
 from .as_compiled import compiling, warned

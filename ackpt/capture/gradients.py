@@ -64,6 +64,20 @@ def own_gradients(module: fx.GraphModule) -> None:
     output.args = (type(output.args[0])(gradients),)
 
 
+def summed(module: fx.GraphModule) -> dict[str, torch.dtype]:
+    """The tensors that the step uses several times, in words, with the dtype in which `module` sums their gradients."""
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    found = {}
+    for gradient, what in zip(output.args[0], output.meta["desc"]):
+        if gradient is None or not hasattr(what, "grad_of"):
+            continue
+        while gradient.target is aten.clone.default or getattr(gradient.target, "is_view", False):
+            gradient = gradient.args[0]
+        if gradient.target is aten.add.Tensor and all(map(_is_backwards_own, gradient.all_input_nodes)):
+            found[getattr(what.grad_of, "target", "an argument")] = gradient.meta["val"].dtype
+    return found
+
+
 def _is_backwards_own(gradient: fx.Node) -> bool:
     """Whether the backward computed it: tangents, parameters and results of the forward are referenced elsewhere."""
     return gradient.op == "call_function" and gradient.meta.get("partitioner_tag") == "is_backward"

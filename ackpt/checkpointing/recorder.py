@@ -26,7 +26,7 @@ from ackpt.autograd_state import phase
 from ackpt.errors import CheckpointError
 
 from .guards import changed_between, memory
-from .refusals import name_of, refuse_gradient_of
+from .refusals import name_of
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
 # schema has an argument named running_* (tests/checkpointing/test_recorder.py repeats this search).
@@ -196,15 +196,10 @@ class Recorder(TorchFunctionMode):
         """Whether a call is known to have written to the memory of a tensor."""
         return memory(tensor) in self.overwritten
 
-    def refuse_gradients_of_live_results(self) -> None:
-        """Make backward raise if it reaches a result that is still alive, though the run's graph should be gone."""
-        for result in self.results:
-            if (tensor := result()) is not None and tensor.requires_grad:
-                refuse_gradient_of(tensor)
-
-    def leaves_results(self) -> bool:
-        """Whether a result with a graph is still alive, although the run's graph should have been freed."""
-        return any((tensor := result()) is not None and tensor.requires_grad for result in self.results)
+    def left_results(self) -> list[torch.Tensor]:
+        """The results with a graph that are still alive, although the run's graph should have been freed."""
+        tensors = (result() for result in self.results)
+        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
     def _record(self, func, args, kwargs, result, started) -> None:
         if (effect := _EFFECTS.get(func)) is not None:

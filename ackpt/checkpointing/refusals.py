@@ -102,6 +102,14 @@ def other_outputs(count: int, expected: dict, recomputed: list) -> CheckpointErr
     )
 
 
+def other_draws(name: str, function) -> CheckpointError:
+    return CheckpointError(
+        f"the recompute of a checkpointed region ({name_of(function)}) drew other random numbers from {name} than its "
+        "forward: its code seeds it anew each time, as torch.seed(), random.seed() and a seed from a counter do. Seed "
+        "outside of the region, or with a number that stays the same, as in torch.manual_seed(5)."
+    )
+
+
 def refuse_gradient_of(tensor) -> None:
     """Make backward raise an error if it reaches `tensor`, which belongs to the dropped graph of a first forward."""
     tensor.register_hook(_raise_leak)

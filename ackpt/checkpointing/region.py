@@ -40,7 +40,7 @@ class Region:
         # The call: its non-tensor arguments with slots for the tensors, keyword names, and the tensors themselves.
         *("function", "template", "names", "has_containers", "inputs", "needs_grad", "is_computed"),
         # Settings and state that the recomputation restores or checks.
-        *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "unread_changes"),
+        *("preserve_rng_state", "streams", "marks", "autocast", "guarantees", "state", "watch", "unread_changes"),
         *("is_nested", "accumulates_inside", "detached", "recorder", "path", "leaked", "uses", "accumulators"),
         # The outputs: `node_outputs` are the indices of those that the autograd node returns.
         *("node_outputs", "output_count", "output_signatures", "output_template", "output_values", "other_outputs"),
@@ -100,9 +100,10 @@ class Region:
         leaves = [leaf for leaf in map(_resolved, leaves) if leaf is not None]
         if self.recorder is not None:
             if any(leaf.grad_fn is not None for leaf in leaves):  # it has a history, in which backward could reach them
-                self.recorder.refuse_gradients_of_live_results()
+                for tensor in self.recorder.left_results():
+                    refusals.refuse_gradient_of(tensor)
             if phase.leaves_behind is False:
-                phase.leaves_behind = self.recorder.leaves_results()
+                phase.leaves_behind = bool(self.recorder.left_results())
             self.recorder.forget()
         if self.node_outputs:
             self._record_state(inputs, versions, leaves, reachable)
@@ -183,6 +184,7 @@ class Region:
                 with _NOTHING if self.guarantees.exact_graph else torch.no_grad(), self.recorder or _NOTHING:
                     result = self._call(aliases)
                 self.streams = rng.drawn_from(before)
+                self.marks = [stream.mark() for stream, _ in self.streams]
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 changed = "a tensor that requires grad: an input of the region or a parameter"
@@ -347,7 +349,10 @@ class Region:
                 if not self.streams and self.autocast is None and not any_enabled():
                     return self._call(aliases)
                 with rng.replay(self.streams), (self.autocast or OFF).restored():
-                    return self._call(aliases)
+                    result = self._call(aliases)
+                    if name := rng.ended_elsewhere(self.streams, self.marks):
+                        raise refusals.other_draws(name, self.function)
+                    return result
         finally:
             phase.recomputing, phase.dropping, phase.function, phase.leaked = previous
 

@@ -25,6 +25,8 @@ LOCK = threading.RLock()
 class TorchStream:
     """A ``torch.Generator``, either a device's default generator or the user's."""
 
+    name = "torch"
+
     def __init__(self, generator: torch.Generator):
         self.generator = generator
 
@@ -37,6 +39,9 @@ class TorchStream:
     def moved(self, state) -> bool:
         return _words(state) != _words(self.generator.get_state())
 
+    def mark(self) -> int:
+        return hash(_words(self.generator.get_state()))
+
 
 def _words(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.numel())
@@ -44,6 +49,8 @@ def _words(state: torch.Tensor) -> bytes:
 
 class PythonStream:
     """Python's global ``random`` or a ``random.Random`` object."""
+
+    name = "Python's random"
 
     def __init__(self, source: Any = random):
         self.source = source
@@ -57,9 +64,14 @@ class PythonStream:
     def moved(self, state) -> bool:
         return state != self.source.getstate()
 
+    def mark(self) -> int:
+        return hash(self.source.getstate())
+
 
 class NumpyStream:
     """A user's ``numpy.random.Generator`` or ``RandomState``."""
+
+    name = "numpy.random"
 
     def __init__(self, source):
         self.bits = getattr(source, "bit_generator", None)
@@ -77,6 +89,9 @@ class NumpyStream:
     def moved(self, state) -> bool:
         return repr_state(state) != repr_state(self.get())
 
+    def mark(self) -> int:
+        return hash(repr(repr_state(self.get())))
+
 
 def repr_state(state):
     """A numpy state with its arrays turned into bytes, so that two of them compare by ``==``."""
@@ -93,6 +108,7 @@ class NumpyGlobalStream:
     Gaussian pair; a state that has one is always read and always kept.
     """
 
+    name = "numpy.random"
     _WORDS = 624 * 4 + 4  # key and position of the Mersenne Twister, in bytes
 
     def __init__(self, numpy_random):
@@ -122,6 +138,9 @@ class NumpyGlobalStream:
         if words is not None and words == self._last_read[0] and state is self._last_read[1]:
             return False
         return repr_state(state) != repr_state(self.random.get_state(legacy=False))
+
+    def mark(self) -> int:
+        return hash(self._read_words() or repr(repr_state(self.random.get_state(legacy=False))))
 
     def _read_words(self):
         return None if self.address is None else ctypes.string_at(self.address, self._WORDS)
@@ -181,6 +200,16 @@ def snapshot(generators=(), other=True) -> list:
 def drawn_from(states: list) -> list:
     """The part of a snapshot whose streams have advanced since, because the region drew from them."""
     return [(stream, state) for stream, state in states if stream.moved(state)]
+
+
+def ended_elsewhere(states: list, marks: list[int]) -> str:
+    """The name of a stream that was drawn from since `states`, and whose ``mark()`` then differs; otherwise empty.
+
+    A stream that did not move is none: another thread may have drawn from it in the forward.
+    """
+    pairs = zip(states, marks)
+    moved = (stream for (stream, state), mark in pairs if stream.mark() != mark and stream.moved(state))
+    return next((stream.name for stream in moved), "")
 
 
 @contextlib.contextmanager

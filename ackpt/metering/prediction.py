@@ -15,6 +15,7 @@ import contextlib
 import gc
 import traceback
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
@@ -32,10 +33,13 @@ from .cuda_meter import BLOCK, modeled
 from .flops import UncountedFlops, count_flops
 from .gpus import AllocatorSettings, gpu
 from .meter import Measurement, assemble, check_step
-from .packed_sequences import found_packed
 from .resident import Item, Resident
 from .storages import FAKE, Storages, with_sorted_frees
 from .timeline import MeterError, build_timeline, store_watched
+from .without_data.holders import Made
+from .without_data.packed_sequences import found_packed
+
+_GRADIENT: Any = torch.Tensor.grad.__get__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
 def predict(
@@ -59,6 +63,9 @@ def predict(
             step.
         round_to: round every block up to multiples of so many bytes, instead of modeling the allocator of a GPU; on the
             CPU by default 1.
+
+    What the step stores in variables of modules and classes, in containers and in caches of ``functools`` is removed
+    from there at the end, so that no other step finds tensors without data.
 
     Returns:
         A `Measurement` without seconds; all sizes in bytes. For a GPU, ``peak_bytes`` is what
@@ -92,10 +99,13 @@ def predict(
     fake_mode = detect_fake_mode([tensor for _, tensor in owned.tensors()])
     choices = contextlib.nullcontext() if on is None else cuda_choices(on.capability)
     explained = contextlib.nullcontext() if fake_mode else _explained_on_meta()
+    made = Made(module for item in owned.items if isinstance(item, torch.nn.Module) for module in item.modules())
     with (
+        no_collection(),
         _values_explained(),
+        _removed(made, owned, storages),
         fake_mode or explained,
-        _NoAutocastOnMeta(),
+        _Watch(made),
         found_packed(),
         choices,
         storages,
@@ -105,10 +115,11 @@ def predict(
         loaded = len(storages.actions)
         for _ in range(warmup):
             step_fn()
+        made.note_objects()
         gc.collect()
         before_step = storages.actions[:]
         resident_bytes = owned.bytes(storages.counts, round_to)
-        with store_watched(storages.actions.append) as store, storages.recording(owned), no_collection():
+        with store_watched(storages.actions.append) as store, storages.recording(owned):
             try:
                 flops = count_flops(storages.after_learning(step_fn))
             except UncountedFlops as error:
@@ -177,12 +188,31 @@ def _check(category, tensor):
         )
 
 
-class _NoAutocastOnMeta(TorchFunctionMode):
-    """Raises an error if a step on meta tensors relies on autocast, which does not change them."""
+@contextlib.contextmanager
+def _removed(made: Made, owned: Resident, storages: Storages):
+    """Remove at the end what the step has left in caches; gradients and the state of optimizers stay."""
+    try:
+        yield
+    finally:
+        made.note_objects()
+        states = tree_leaves([[*each.state.values()] for each in storages.optimizers])
+        gradients = [leaf.grad for leaf in owned.trainable()]
+        made.remove({*map(id, (*states, *gradients, *(tensor for _, tensor in owned.tensors())))})
+
+
+class _Watch(TorchFunctionMode):
+    """Notes what calls make, and raises an error for autocast on meta tensors, which it does not change."""
+
+    def __init__(self, made: Made):
+        super().__init__()
+        self._made = made
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             leaves = tree_leaves((args, kwargs))
             if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
                 raise MeterError(f"autocast does nothing to meta tensors: {FAKE}")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not torch.compiler.is_dynamo_compiling() and func != _GRADIENT:  # Dynamo is tracing this method
+            self._made.add(result, args)
+        return result

@@ -38,6 +38,7 @@ class Storages(TorchDispatchMode):
         self.round_to = round_to
         self.gpu = on
         self.follow_real = on is None
+        self.optimizers: set[torch.optim.Optimizer] = set()  # whose step has run
         self._optimizers_running = 0
         self.active = self.backward = False
         self.actions: list[tuple] = []
@@ -191,7 +192,8 @@ class Storages(TorchDispatchMode):
     def hooks(self):
         """A context that follows the steps of optimizers; gradient scalers find no infinite gradients."""
 
-        def starts(*_):
+        def starts(optimizer, *_):
+            self.optimizers.add(optimizer)
             self._optimizers_running += 1
             self.actions.append(("optimizer",))
 

@@ -102,8 +102,9 @@ class Plan:
     ``decisions``: the most expensive recomputations. ``host_bytes``: the most bytes offloaded at one time, not part of
     the peak. ``exposed_seconds``: the seconds in which compute waits for copies; None if the profile has no times.
     ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: what its guarantees leave
-    out, such as the memory inside Python kernels; None if nothing. ``sizes``: the shape of every tensor of that call;
-    None if unknown. ``dynamic``: (index in ``sizes``, dimension) of the dimensions that were dynamic in the capture.
+    out, such as the memory inside Python kernels, or sums of gradients in another order; None if nothing. ``sizes``:
+    the shape of every tensor of that call; None if unknown. ``dynamic``: (index in ``sizes``, dimension) of the
+    dimensions that were dynamic in the capture.
     ``device``: the device for which the plan minimizes time, as in the profile; ``"any"`` if it minimizes FLOPs and
     traffic.
 

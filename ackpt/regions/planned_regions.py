@@ -414,7 +414,8 @@ class _Forward:
         before, _body.live = _body.live, self.live if self.is_in_mode else None
         self.live.watches = self.is_counted
         try:
-            with self.live.more(sum(state.nbytes for _, state in node.region.streams if is_tensor(state))):
+            # The recomputation keeps the present states, and reads those at its end.
+            with self.live.more(2 * sum(state.nbytes for _, state in node.region.streams if is_tensor(state))):
                 return type(node).apply(node, *gradients)
         except CheckpointError as error:
             raise self._left_out(block, error) from error

@@ -251,3 +251,46 @@ def test_reseeding_between_forward_and_backward_does_not_matter():
     before = streams()
     y.sum().backward()
     assert torch.equal(y.detach(), x.grad) and streams() == before
+
+
+def seeded(seeds):
+    def function(x):
+        seeds()
+        return x * torch.rand(4) * float(np.random.rand()) * torch.tensor(random.random())
+
+    return function
+
+
+counter = iter(range(100))
+UNREPEATABLE = {
+    "torch": ("torch", torch.seed),
+    "torch's generator": ("torch", torch.default_generator.seed),
+    "a counter": ("torch", lambda: torch.manual_seed(next(counter))),
+    "python": (r"Python's random", random.seed),
+    "numpy": (r"numpy\.random", np.random.seed),
+    "a nested region": ("torch", lambda: ackpt.checkpoint(seeded(torch.seed), torch.ones(4, requires_grad=True))),
+}
+
+
+@pytest.mark.parametrize(("name", "seeds"), UNREPEATABLE.values(), ids=UNREPEATABLE)
+def test_a_seed_that_is_another_one_each_time_is_refused(name, seeds):
+    seed()
+    x = torch.ones(4, requires_grad=True)
+    y = ackpt.checkpoint(seeded(seeds), x)
+    before = streams()
+    with pytest.raises(ackpt.CheckpointError, match=f"drew other random numbers from {name} than its forward"):
+        y.sum().backward()
+    assert x.grad is None and streams() == before
+
+
+def test_a_generator_that_the_region_seeds_anew_is_refused():
+    for source in fresh()[0], fresh()[3]:
+        y = ackpt.checkpoint(lambda x, source: (source.seed(), draw(x, [source]))[1], batch(), source)
+        with pytest.raises(ackpt.CheckpointError, match="drew other random numbers"):
+            total(y).backward()
+
+
+def test_draws_of_the_forward_alone_are_allowed():
+    x = torch.ones(4, requires_grad=True)
+    ackpt.checkpoint(lambda x: (ackpt.is_recomputing() or random.random(), x.sin())[1], x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(4).cos())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from branching_models import MODELS, DropPath, Mean, built, feed_forward
@@ -497,6 +499,31 @@ def test_an_error_of_a_block_is_its_own():
         step(x * 1e7)
     results(model, step, {"x": x})
     assert not step.plan.reasons
+
+
+@pytest.mark.parametrize("seeds", [torch.seed, random.seed, np.random.seed])
+def test_a_block_that_seeds_anew_each_time_is_saved(seeds):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = feed_forward()
+
+        def forward(self, x):
+            seeds()
+            return self.layer(x) * (1 + torch.rand(16) + random.random() + float(np.random.rand()))  # noqa: NPY002
+
+    class Model(Adds):
+        def __init__(self):
+            super().__init__()
+            self.blocks[1] = Noisy()
+
+    model, x = Model(), torch.randn(64, 16)
+    step = ackpt.compile(model, x, budget="1GiB")
+    with pytest.raises(ackpt.CheckpointError, match=r"'blocks.1'.*saved from the next step on: .*random numbers"):
+        step(x).backward()
+    step(x).backward()
+    assert step.plan.fates["blocks.1"] == "saved"
+    assert "drew other random numbers" in step.plan.reasons["blocks.1"]
 
 
 def test_a_block_that_a_backward_finds_is_named_and_then_saved():

@@ -8,13 +8,11 @@ of modules by `attributes`; here is the rest, found by the garbage collector.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import gc
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,9 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-_CACHED = type(functools.lru_cache(len))
-_PASSED_BY = types.FrameType, types.TracebackType, types.GeneratorType, types.CoroutineType
-
+from ackpt.metering.without_data.holders import CACHED, holders, removals
 
 # Operations that use nothing of their first argument but its shape, dtype and device.
 OF_SHAPES = frozenset(
@@ -113,7 +109,7 @@ class Kept:
             raise NotConstant
         with _disable_current_modes(), torch.no_grad(), mode:
             data = self._data([self._nodes[id(tensor)] for tensor in tensors])
-        self._removals += _removals(tensors, self._new)
+        self._removals += removals(tensors, self._new)
         self.given += tensors
         self._made, self._nodes, self._operations, self._known, self._root = [], {}, {}, {}, None
         while data:
@@ -143,8 +139,8 @@ class Kept:
 
     def forget(self) -> None:
         """Remove the tensors that are left from whatever refers to them, and those that `give_data` gave data."""
-        removals, self._removals, self.given = self._removals, [], []
-        for remove in removals:
+        noted, self._removals, self.given = self._removals, [], []
+        for remove in noted:
             remove()
         self._remove_left()
 
@@ -157,7 +153,7 @@ class Kept:
         tensors = [tensor for tensor, _ in self.alive()]
         self._made.clear()
         self._nodes.clear()
-        for remove in _removals(tensors, self._new):
+        for remove in removals(tensors, self._new):
             remove()
 
 
@@ -180,44 +176,6 @@ def _alias(value: torch.Tensor) -> torch.Tensor:
     return whole.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
 
-def _removals(tensors: list[torch.Tensor], new: set[int]) -> list[Callable[[], None]]:
-    """Functions that remove `tensors` from the containers and objects that were there before the forward.
-
-    `new`: ids of the objects that the forward created, which go with the tensors in them.
-    """
-    removals: list[Callable[[], None]] = []
-    for level, items, holder in _holders(tensors):
-        owner = _owner(holder)
-        if isinstance(holder, tuple) or _is_new(holder if owner is None else owner, new):
-            level.append(holder if owner is None else owner)
-        elif remove := _removal(holder, owner, items):
-            removals.append(remove)
-    return removals
-
-
-def _holders(tensors: list[torch.Tensor]) -> Iterator[tuple[list[Any], dict[int, Any], Any]]:
-    """Yield ``(next items, items by their ids, what refers to some of these)``; the caller fills the first list."""
-    if not tensors:
-        return
-    is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:  # frozen objects are no referrers; no garbage must be frozen
-        gc.collect()
-        gc.unfreeze()
-    try:
-        level: list[Any] = [*tensors]
-        seen: set[int] = set()
-        while level:
-            items = {id(item): item for item in level}
-            seen |= {*items, id(level), id(items), id(tensors)}
-            level = []
-            for holder in gc.get_referrers(*items.values()):
-                if not isinstance(holder, _PASSED_BY) and id(holder) not in seen and holder is not level:
-                    yield level, items, holder
-    finally:
-        if is_frozen:
-            gc.freeze()
-
-
 def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool]]:
     """Functions that return whether the tensors in `found` are still where the model's code found them.
 
@@ -226,7 +184,7 @@ def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool
     new = set(map(id, gc.get_objects(generation=0))) | {id(found), *map(id, found.values())}
     tensors = [tensor for tensor, _ in found.values()]
     checks = []
-    for level, items, holder in _holders(tensors):
+    for level, items, holder in holders(tensors):
         if id(holder) in new:
             continue
         if isinstance(holder, tuple):
@@ -252,100 +210,7 @@ def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
         name = "__defaults__"
     else:
         slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
-        names = {*getattr(holder, "__dict__", ()), *slots} if not isinstance(holder, (type, _CACHED)) else ()
+        names = {*getattr(holder, "__dict__", ()), *slots} if not isinstance(holder, (type, CACHED)) else ()
         name = next((name for name in names if id(getattr(holder, name, None)) in items), "")
     was = id(getattr(holder, name, None)) if name else None
     return (lambda: id(getattr(holder, name, None)) == was) if was in items else None
-
-
-def _owner(holder):
-    """The object or class whose attributes are the dict `holder`; otherwise None."""
-    if type(holder) is not dict:
-        return None
-    for each in gc.get_referrers(holder):
-        if isinstance(each, type):
-            return each
-        if not isinstance(each, _PASSED_BY) and getattr(each, "__dict__", None) is holder:
-            return each
-    return None
-
-
-def _is_new(holder, new: set[int]) -> bool:
-    """Whether `holder` is among the objects with the ids `new`, and was not only unknown to the collector before.
-
-    It tracks a dict from its first item on that it tracks. A dict to which a variable or an attribute refers was there:
-    otherwise `outside_values` or `attributes` would have put back what was.
-    """
-    if id(holder) not in new or type(holder) is not dict:
-        return id(holder) in new
-    return not any(
-        isinstance(each, types.CellType) or (isinstance(each, tuple) and id(each) not in new) or _owner(each)
-        for each in gc.get_referrers(holder)
-    )
-
-
-def _removal(holder, owner, items: dict[int, Any]) -> Callable[[], None] | None:
-    """A function that removes `items`, by their ids, from `holder`; None for what cannot be changed.
-
-    `owner`: the object or class whose attributes `holder` contains, if it does.
-    """
-
-    def is_item(value) -> bool:
-        return items.get(id(value)) is value and value is not None
-
-    if isinstance(holder, dict):
-        return lambda: _remove_keys(holder, owner, is_item)
-    if isinstance(holder, (list, deque, set)):
-        return lambda: _keep(holder, [value for value in holder if not is_item(value)])
-    if isinstance(holder, types.CellType):
-        return lambda: setattr(holder, "cell_contents", None) if is_item(holder.cell_contents) else None
-    if isinstance(holder, _CACHED):
-        return lambda: _remove_cached(holder, is_item)
-    if isinstance(holder, type) or not hasattr(holder, "__dict__") and not hasattr(holder, "__slots__"):
-        return None
-    return lambda: _remove_attributes(holder, is_item)
-
-
-def _remove_keys(container: dict, owner, is_item) -> None:
-    for key in [key for key, value in container.items() if is_item(value)]:
-        if isinstance(owner, type):
-            delattr(owner, key)  # a class has a cache of its attributes
-        else:
-            del container[key]
-
-
-def _keep(container, values) -> None:
-    container.clear()
-    (container.update if isinstance(container, set) else container.extend)(values)
-
-
-def _remove_attributes(holder, is_item) -> None:
-    slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
-    for name in {*getattr(holder, "__dict__", ()), *slots}:
-        if is_item(getattr(holder, name, None)):
-            object.__delattr__(holder, name)
-
-
-def _remove_cached(cache, is_item) -> None:
-    """Remove single results of ``functools.lru_cache``, which shows them to the garbage collector after their keys.
-
-    Its C code takes a missing key for one that another thread has removed, and drops the result later.
-    """
-    content = gc.get_referents(cache)
-    keys = [content[at - 1] for at, value in enumerate(content) if is_item(value)]
-    entries = next(
-        (each for each in content if isinstance(each, dict) and keys and all(key in each for key in keys)), None
-    )
-    if entries is None:
-        cache.cache_clear()
-        return
-    for key in keys:
-        del entries[key]
-    results: list[Any] = [value for value in content if is_item(value)]
-    while results:  # until the cache drops them, they are tensors of no elements
-        result = results.pop()
-        if isinstance(result, tuple):
-            results += result
-        elif isinstance(result, torch.Tensor):
-            with contextlib.suppress(RuntimeError), _disable_current_modes():
-                torch.utils.swap_tensors(result, torch.empty(0))
