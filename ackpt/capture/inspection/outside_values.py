@@ -136,7 +136,7 @@ class Reads:
 
     @contextlib.contextmanager
     def watched_backward(self):
-        """Inside, a backward of the model's own functions is `watched`, too, and all of it if the forward adds hooks."""
+        """Inside, a backward of the model's own functions is `watched`, and all of it if the forward adds hooks."""
         grad, function = torch.autograd.grad, torch.autograd.function.BackwardCFunction
 
         def watched(run):
