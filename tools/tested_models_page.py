@@ -30,6 +30,7 @@ MODELS = {
     "baseline": "baseline's peak",
     "peak": "promised (measured) peak",
     "seconds": "CPU seconds to plan",
+    "tried": "version, date",
 }
 REASONS = {"model": "model", "way": "with", "reason": "first line of the error, or the difference"}
 
@@ -65,6 +66,7 @@ def model_rows(path: Path = FILE) -> list[dict[str, Any]]:
         plan = entry["plan"]
         row = {"model": name, "regions": OUTCOMES[entry["regions"]["outcome"]], "plan": OUTCOMES[plan["outcome"]]}
         row |= dict.fromkeys(("baseline", "peak", "seconds"), "")
+        row["tried"] = f"{entry['version']}, {entry['date']}"
         if "promised_bytes" in plan:
             in_parts = ", in parts" if plan["in_parts"] is not None else ""
             peaks = [readable(plan[f"{which}_bytes"]) for which in ("promised", "measured")]
