@@ -104,9 +104,10 @@ def made_on(path: Path = FILE) -> str:
     at, entries = record.environment, tested(path).values()
     versions = sorted({(name.split()[0], entry["version"]) for name, entry in tested(path).items()})
     dates = sorted({entry["date"] for entry in entries})
+    days = dict.fromkeys((dates[0], dates[-1]))
     commits = sorted({(entry["commit"] or "no commit")[:9] for entry in entries})
     return (
-        f"Run on {at['device_name']} with Python {at['python']}, one thread, on {' to '.join({dates[0], dates[-1]})}; "
+        f"Run on {at['device_name']} with Python {at['python']}, one thread, on {' to '.join(days)}; "
         f"commits of ackpt: {', '.join(commits)}; {', '.join(f'{name} {version}' for name, version in versions)}.\n"
     )
 
