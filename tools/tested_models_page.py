@@ -30,6 +30,7 @@ MODELS = {
     "baseline": "baseline's peak",
     "peak": "promised (measured) peak",
     "seconds": "CPU seconds to plan",
+    "tried": "version, date",
 }
 REASONS = {"model": "model", "way": "with", "reason": "first line of the error, or the difference"}
 
@@ -65,6 +66,7 @@ def model_rows(path: Path = FILE) -> list[dict[str, Any]]:
         plan = entry["plan"]
         row = {"model": name, "regions": OUTCOMES[entry["regions"]["outcome"]], "plan": OUTCOMES[plan["outcome"]]}
         row |= dict.fromkeys(("baseline", "peak", "seconds"), "")
+        row["tried"] = f"{entry['version']}, {entry['date']}"
         if "promised_bytes" in plan:
             in_parts = ", in parts" if plan["in_parts"] is not None else ""
             peaks = [readable(plan[f"{which}_bytes"]) for which in ("promised", "measured")]
@@ -102,9 +104,10 @@ def made_on(path: Path = FILE) -> str:
     at, entries = record.environment, tested(path).values()
     versions = sorted({(name.split()[0], entry["version"]) for name, entry in tested(path).items()})
     dates = sorted({entry["date"] for entry in entries})
+    days = dict.fromkeys((dates[0], dates[-1]))
     commits = sorted({(entry["commit"] or "no commit")[:9] for entry in entries})
     return (
-        f"Run on {at['device_name']} with Python {at['python']}, one thread, on {' to '.join({dates[0], dates[-1]})}; "
+        f"Run on {at['device_name']} with Python {at['python']}, one thread, on {' to '.join(days)}; "
         f"commits of ackpt: {', '.join(commits)}; {', '.join(f'{name} {version}' for name, version in versions)}.\n"
     )
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ackpt.capture.inspection.calls import call_arguments
+from ackpt.capture.inspection.calls import call_arguments, sliced
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import optimizer_of
 from ackpt.capture.tracing import trace
@@ -39,6 +39,7 @@ class Explanation:
     backward, whose bytes add up to what the baseline saves. ``allocations``: every block of memory of the step.
     ``suggestions``: the changes that would reduce the peak, the best first. ``not_computed``: changes whose peak was
     not computed, with the reason. ``types``: the classes of the modules, by their names.
+    ``views``: the arguments that are smaller than their storage, which counts, in words; "" if there are none.
 
     Example:
         >>> import torch, ackpt
@@ -58,6 +59,7 @@ class Explanation:
     suggestions: tuple[Suggestion, ...]
     not_computed: tuple[str, ...]
     types: Mapping[str, str]
+    views: str = ""
 
     def __repr__(self) -> str:
         from .text import text
@@ -166,7 +168,8 @@ def explain(
     if device is not None:  # the same peak, with the seconds of the device
         profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
     plan = make_plan(graph, budget, policy or ("none" if budget is None else "auto"), profile=profile)
-    return explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
+    found = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
+    return replace(found, views=sliced(args, kwargs))
 
 
 def explained(

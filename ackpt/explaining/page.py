@@ -62,6 +62,7 @@ def page(explanation: Explanation) -> str:
         f"{'FLOPs' if explanation.profile.seconds is None else 'seconds of ' + escape(explanation.profile.device)}, "
         f"ackpt {escape(ackpt.__version__)}</p>",
         f"<p>The peak is reached at <code>{escape(plan.peak_node)}</code>.</p>",
+        f"<p>{escape(explanation.views)}</p>" if explanation.views else "",
         "<h2>Live memory over the step</h2>",
         timeline_svg(explanation),
         _legend(explanation),

@@ -31,6 +31,7 @@ def text(explanation: Explanation) -> str:
     shown = [_OWN_CHECKPOINTS] * (CHECKPOINTS in (explanation.graph.made_for or ()))
     shown += [f"peak              {memory_format(plan.peak_bytes)}, reached at {plan.peak_node}"]
     shown += [_row(size, kind) for kind, size in explanation.at_peak.items()]
+    shown += [f"{'note':<17} {explanation.views}"] * bool(explanation.views)
     shown += ["", "largest there     kind         what"]
     shown += [f"{memory_format(size):<17} {kind:<12} {what}" for size, kind, what in live_rows(explanation)]
     shown += ["", f"saved for backward: {memory_format(baseline)}{_planned(plan)}"]

@@ -70,19 +70,38 @@ def run_operation(target, call, runs: int = 2) -> tuple[Allocations, Any]:
     ``call`` is (args, kwargs); its tensors need no data. Raises the operation's own error if it fails with all fills.
     """
     leaves, spec = tree_flatten(call)
+
+    def run(*fill):
+        for _ in range(runs):
+            args, kwargs = tree_unflatten([_made(leaf, *fill) for leaf in leaves], spec)
+            result, taken = count_allocations(lambda: target(*args, **kwargs))  # noqa: B023
+        return taken, tree_map(shape_only, result)
+
     reasons = []
     for fill in _FILLS:
         try:
-            for _ in range(runs):
-                args, kwargs = tree_unflatten([_made(leaf, *fill) for leaf in leaves], spec)
-                result, taken = count_allocations(lambda: target(*args, **kwargs))  # noqa: B023
-            return taken, tree_map(shape_only, result)
+            return run(*fill)
         except (RuntimeError, IndexError) as error:
             reasons.append(error.with_traceback(None))  # its frames would keep the arguments alive
     try:
-        raise reasons[0]
+        if (found := _most_selected(run, leaves)) is None:
+            raise reasons[0]
+        return found
     finally:
         reasons.clear()
+
+
+def _most_selected(run, leaves):
+    """`run` with the most True elements in masks with which it succeeds, as they may select no more than there is."""
+    found, succeeds = None, -1
+    fails = max((leaf.untyped_storage().nbytes() for leaf in leaves if _is_mask(leaf)), default=0)
+    while fails - succeeds > 1:
+        middle = (fails + succeeds) // 2
+        try:
+            found, succeeds = run(0, False, middle), middle
+        except (RuntimeError, IndexError):
+            fails = middle
+    return found
 
 
 def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
@@ -107,9 +126,16 @@ def shape_only(value):
     return stand_in(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
-def _made(leaf, fill: int, as_identity: bool):
+def _is_mask(leaf) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool
+
+
+def _made(leaf, fill: int, as_identity: bool, selected: int | None = None):
+    """`selected`: how many elements of the storage of a mask are True; all by default."""
     if isinstance(leaf, torch.Tensor):
         made = stand_in(leaf, fill, "cpu")
+        if selected is not None and _is_mask(leaf):
+            torch.empty(0, dtype=torch.bool).set_(made.untyped_storage())[selected:] = False
         if as_identity and made.is_floating_point() and made.dim() > 1 and made.shape[-1] == made.shape[-2]:
             made.copy_(torch.eye(made.shape[-1]))
         return made

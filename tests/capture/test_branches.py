@@ -101,6 +101,8 @@ UNKNOWN = {
     "written at random": written,
     "random": lambda mask: (torch.rand_like(mask.float()) < mask).all(),
     "an integer": lambda mask: mask.sum().item() > 3,
+    "a list": lambda mask: mask.sum(0).tolist()[0] > 3,
+    "lists of truth values": lambda mask: (mask > 0).tolist()[0][0],
     "no truth value": lambda mask: mask.sum(),
 }
 

@@ -212,6 +212,46 @@ def test_a_forward_that_changes_such_a_value_is_refused_and_the_value_put_back(c
         assert value() == before
 
 
+def count(*_):
+    global COUNT
+    COUNT += 1
+
+
+def hooked(model, x):
+    y = x.tanh()
+    y.register_hook(count)
+    return y
+
+
+def hooked_node(model, x):
+    y = x.tanh()
+    y.grad_fn.register_hook(count)
+    return y
+
+
+@pytest.mark.parametrize("how", ["tensor", "node", "module"])
+def test_a_hook_that_counts_is_refused_and_runs_in_planned_regions_as_in_eager(how):
+    def model():
+        made = Model(hooked if how == "tensor" else hooked_node if how == "node" else lambda model, x: x)
+        if how == "module":
+            made.linear.register_full_backward_hook(count)
+        return made
+
+    global COUNT
+    x = X.clone().requires_grad_()
+    try:
+        with pytest.raises(TraceError, match="changes global 'COUNT' .* from 0 to 1"):
+            ackpt.trace(model(), x)
+        assert COUNT == 0
+        step = ackpt.compile(model(), x, budget="1MiB")
+        assert COUNT == 0 and step.plan.policy == "regions"
+        for number in range(1, 4):
+            step(x).backward()
+            assert COUNT == number
+    finally:
+        COUNT = 0
+
+
 def notes(model, x):
     """What a first call notes, as models of transformers do of their labels, and what that changes."""
     if CONFIG.scale == 2.0:

@@ -182,6 +182,35 @@ def test_arguments_are_made_so_that_operations_run():
     assert len(workspace_bytes(graph)) == len(graph.nodes)
 
 
+class Images(nn.Module):
+    """Puts features of images in the places of their tokens, as vision-language models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.image, self.head = nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, tokens, image):
+        words, features = self.words(tokens), self.image(image).tanh()
+        mask = (tokens == 7).unsqueeze(-1).expand_as(words)
+        return self.head(words.masked_scatter(mask, features).tanh()).square().sum()
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_mask_is_made_so_that_it_selects_no_more_than_there_is(policy):
+    model, args = Images(), (torch.tensor([[1, 7, 7, 2, 3]]), torch.randn(2, 16))
+    model(*args).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    step = ackpt.compile(model, *args, policy=policy)
+
+    def run():
+        model.zero_grad()
+        step(*args).backward()
+
+    measured = ackpt.measure(run, "cpu", resident=(model, *args), repeats=0)
+    assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters()))
+    assert measured.peak_bytes == step.plan.peak_bytes
+
+
 @torch.library.custom_op("workspace_test::picky", mutates_args=())
 def picky(x: torch.Tensor) -> torch.Tensor:
     if x.sum() != 41:

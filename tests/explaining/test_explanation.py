@@ -10,6 +10,7 @@ import ackpt
 from ackpt.capture.optimizer_state import eight_bit_bytes, optimizer_bytes
 from ackpt.cli import plan_text
 from ackpt.explaining import suggestions
+from ackpt.explaining.page import page
 from ackpt.explaining.saved import SavedLine
 from ackpt.explaining.text import by_equal_blocks, cost_text
 from ackpt.models import LanguageModel, TransformerConfig
@@ -93,6 +94,20 @@ def test_a_batch_is_a_tensor_arguments_or_keywords(batch):
     assert (line.module, line.operations, line.bytes) == ("blocks.0", ("tanh",), 64 * 32 * 4)
     assert line.source.startswith(f"{__file__}:")
     assert line.flops == 2 * 64 * 8 * 32  # of the product before it; tanh counts none
+
+
+def test_a_slice_is_named_with_the_storage_that_it_keeps():
+    whole = torch.ones(100, 64, 8)
+    views = (
+        "The inputs count with their whole storage: argument x of shape [64, 8] is a view of 200.0 KiB. "
+        "To count a view alone, pass its clone()."
+    )
+    explanation = ackpt.explain(Model(), {"x": whole[0]})
+    assert explanation.at_peak["inputs"] == whole.nbytes
+    assert f"note              {views}" in repr(explanation).splitlines()
+    assert views in page(explanation)
+    copied = ackpt.explain(Model(), {"x": whole[0].clone()})
+    assert copied.views == "" and "note  " not in repr(copied)
 
 
 def test_a_device_gives_seconds_and_the_same_peak():

@@ -1,4 +1,4 @@
-"""Small models that cannot become one graph, each with a batch."""
+"""Small models that cannot become one graph, each with a batch, and what one of their steps gives and takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import random
 
 import torch
 import torch.nn.functional as F
+from conftest import seed
 from torch import nn
+
+import ackpt
 
 
 def feed_forward(width: int = 16) -> nn.Sequential:
@@ -163,3 +166,41 @@ def built(name: str):
     torch.manual_seed(0)
     random.seed(0)
     return MODELS[name]()
+
+
+class Adds(nn.Module):
+    """Three residual blocks, made by `block`, around a branch on values."""
+
+    def __init__(self, block=lambda: nn.Sequential(nn.LayerNorm(16), feed_forward()), is_residual: bool = True):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(block() for _ in range(3))
+        self.is_residual = is_residual
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x) if self.is_residual else block(x)
+        return x.square().mean() if x.sum().item() < 1e9 else x.sum()
+
+
+def loss_of(outputs) -> torch.Tensor:
+    return outputs if torch.is_tensor(outputs) else outputs["loss"]
+
+
+def results(model, call, batch, number: int = 1) -> list:
+    """Loss, gradients and buffers of a step, and the states of random numbers after it."""
+    model.zero_grad()
+    seed(number)
+    loss = loss_of(call(**batch))
+    loss.backward()
+    gradients = [None if p.grad is None else p.grad.to_dense() for p in model.parameters()]
+    return [loss.detach(), *gradients, *(buffer.clone() for buffer in model.buffers())]
+
+
+def measured(model, call, batch, number: int = 1):
+    def step():
+        model.zero_grad()
+        loss_of(call(**batch)).backward()
+
+    seed(number)
+    return ackpt.measure(step, resident=(model, *batch.values()), warmup=0, repeats=0)

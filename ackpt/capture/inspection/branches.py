@@ -125,7 +125,8 @@ class Branches(TorchDispatchMode):
         return value
 
     def _value(self, tensor: torch.Tensor) -> _Value | None:
-        if type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor):
+        is_wrapped = is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)  # as in tolist()
+        if type(tensor) is torch.Tensor and not is_wrapped:
             # A literal of the code, such as the index in x[:, [0, -1]].
             with _disable_current_modes():
                 value = _Value(_Storage())

@@ -31,6 +31,7 @@ from .value_walk import Value, Walk, closes_over, is_of_model, said
 _CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
 # The functions that seed. In regions the forward seeds again for the recomputation, which torch.seed does differently.
 _SEEDING = {"seed": "", "manual_seed": "", "set_rng_state": ", as torch.random.fork_rng does"}
+_ADDING_HOOKS = {"register_hook", "register_prehook", "setup_input_hook", "setup_output_hook"}
 _RANDOM = os.path.abspath(torch.random.__file__)
 _FOLDER = os.path.dirname(_RANDOM) + os.sep
 _WRAPPERS = _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep, contextlib.__file__  # for fork_rng
@@ -50,6 +51,7 @@ class Reads:
         self._changed: list[Change] = []
         self._settled = False
         self.places: list[Callable[[], bool]] = []  # see `ackpt.capture.inspection.kept_tensors.places`
+        self._has_hooks = False  # whether the forward adds hooks to its tensors or nodes
         self.has_checkpoints = False  # whether the model calls torch's own
 
     @contextlib.contextmanager
@@ -76,10 +78,12 @@ class Reads:
         collectors = {id(callback.__code__) for callback in gc.callbacks if hasattr(callback, "__code__")}
         collecting = 0
 
-        def called(frame, event, _):
+        def called(frame, event, function):
             nonlocal collecting
             if collectors and event in ("call", "return") and id(frame.f_code) in collectors:
                 collecting += 1 if event == "call" else -1
+            if event == "c_call" and function.__name__ in _ADDING_HOOKS:  # to a node
+                self._has_hooks = True
             if event != "call" or collecting > 0:
                 return
             if id(code := frame.f_code) in closing and self._closures is not None:
@@ -91,6 +95,7 @@ class Reads:
                     seeds.append((code.co_name, torch.default_generator.get_state()))
                 return  # every call of these counts
             seen[id(code)] = code  # kept alive, so that its id is not reused
+            self._has_hooks |= code.co_name in _ADDING_HOOKS
             if is_of_model(code.co_filename) and code.co_name != "<module>":
                 self._codes[id(code)] = code, frame.f_globals
                 walk.enter(code, frame.f_globals)
@@ -131,15 +136,21 @@ class Reads:
 
     @contextlib.contextmanager
     def watched_backward(self):
-        """Inside, a backward of the model's own functions is `watched`, too."""
-        apply = torch.autograd.function.BackwardCFunction.apply
+        """Inside, a backward of the model's own functions is `watched`, and all of it if the forward adds hooks."""
+        grad, function = torch.autograd.grad, torch.autograd.function.BackwardCFunction
 
-        def watched(node, *gradients):
-            with self._watched():
-                return apply(node, *gradients)
+        def watched(run):
+            def watching(*args, **kwargs):
+                if self._watching is not None or (run is grad and not self._has_hooks):
+                    return run(*args, **kwargs)
+                with self._watched():
+                    return run(*args, **kwargs)
 
-        with mock.patch.object(torch.autograd.function.BackwardCFunction, "apply", watched):
-            yield
+            return watching
+
+        with mock.patch.object(function, "apply", watched(function.apply)):
+            with mock.patch.object(torch.autograd, "grad", watched(grad)):
+                yield
 
     def may_settle(self, changed: list[Change]) -> bool:
         """Note what the first forward has changed.
