@@ -331,7 +331,7 @@ def test_other_parameters_that_only_an_iterator_has_are_another_path():
 TRANSFORMS = {
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().mul_(2).sum())(x),
     "vmap": lambda f, x: torch.func.vmap(f)(x),
-    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x).sum((0, 1)),
 }
 
 
