@@ -17,6 +17,7 @@ from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
 
 from .compiled import planned_step
+from .errors import warn
 
 
 def apply_budget(
@@ -50,9 +51,10 @@ def apply_budget(
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. They are
             planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If the program has imported
             the Trainer of transformers, the call that the Trainer makes for this batch is planned.
-        budget: the upper bound on the peak; None for no bound. An int or a string such as ``"22GiB"``: bytes of the
-            whole peak, that is parameters, buffers, inputs, optimizer state and everything that the step allocates. A
-            float in (0, 1] or a string such as ``"50%"``: a fraction of the baseline's dynamic peak.
+        budget: the upper bound on the peak; None for no bound, of which policy ``"auto"`` warns. An int or a string
+            such as ``"22GiB"``: bytes of the whole peak, that is parameters, buffers, inputs, optimizer state and
+            everything that the step allocates. A float in (0, 1] or a string such as ``"50%"``: a fraction of the
+            baseline's dynamic peak.
         policy, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
         dynamic, cache, device_profile, costs, regions, on_exceed: as in `ackpt.compile`.
 
@@ -89,6 +91,11 @@ def apply_budget(
             on_exceed=on_exceed,
         )
         step.prepare(*args, **kwargs)
+    if budget is None and policy == "auto":
+        warn(
+            "apply_budget without a budget plans the step for any peak, and recomputes nothing: give budget='22GiB', "
+            "bytes of the whole peak, or budget='50%' of what the step allocates without ackpt"
+        )
     put_in_place(step)
     torch._dynamo.reset()  # what was compiled before has the model's own operations in it
     return step

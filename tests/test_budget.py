@@ -236,6 +236,15 @@ def test_a_later_batch_that_is_too_small_for_the_fraction_says_so():
     step(x).sum().backward()
 
 
+def test_a_step_under_autocast_that_exceeds_the_budget_says_how_to_plan_it():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.ones(1, 64)  # casts its weights
+    step = ackpt.compile(model, x, budget=1.0, policy="none")
+    step = ackpt.compile(model, x, budget=step.plan.peak_bytes)
+    said = "autocast changed from off to bfloat16 on cpu. Plan under the autocast that training uses"
+    with pytest.raises(ackpt.BudgetError, match=said), torch.autocast("cpu", torch.bfloat16):
+        step(x)
+
+
 def refusal(model, x) -> str:
     with pytest.raises(ackpt.BudgetError) as raised:
         ackpt.compile(model, x, budget=0.01, policy="full")

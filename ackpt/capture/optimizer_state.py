@@ -62,9 +62,10 @@ def check_optimizer(model: torch.nn.Module, optimizer) -> None:
         _named(optimizer)
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer or a name such as 'adamw', got {type(optimizer).__name__}"
-        )
+        got = f"got {type(optimizer).__name__}"
+        if isinstance(optimizer, type):
+            got = f"got the class {optimizer.__name__}: create it, as in {optimizer.__name__}(model.parameters())"
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a name such as 'adamw', {got}")
     parameters = set(map(id, model.parameters()))
     if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(

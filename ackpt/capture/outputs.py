@@ -106,7 +106,7 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value):
         ctx.set_materialize_grads(False)
-        return value.view_as(value)
+        return value.detach()  # torch lets the caller change it in place, unlike a view that is made here
 
     @staticmethod
     def backward(ctx, *gradients):

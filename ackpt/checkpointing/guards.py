@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from operator import is_
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -200,6 +201,8 @@ def storage(tensor):
 
 def memory(tensor):
     """The identity of a tensor's storage for any class of tensor; None for layouts without a storage."""
+    while is_functorch_wrapped_tensor(tensor):  # inside torch.func.grad or vmap
+        tensor = get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 

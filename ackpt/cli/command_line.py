@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from typing import Any
 
 from ackpt.errors import did_you_mean
 
@@ -79,9 +80,21 @@ class _Parser(argparse.ArgumentParser):
         """Reports an unknown option as the command's own error, which points to the help of that command."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            hint = did_you_mean(unknown[0], self._option_string_actions)
+            known, option = self._option_string_actions, unknown[0].partition("=")[0]
+            hint = did_you_mean(unknown[0], known)
+            if "--sweep" in known and option.endswith(("lengths", "lens", "sizes")):
+                hint = ": for several sizes write --sweep seq_len=512,1024 or --sweep batch_size=4,8"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
+
+    def _check_value(self, action, value):
+        """Names the command of an option that is written as a command."""
+        choices: Any = action.choices
+        if isinstance(action, argparse._SubParsersAction) and value not in choices:
+            owners = [name for name, each in choices.items() if f"--{value}" in each._option_string_actions]
+            hint = f" (did you mean ackpt {owners[0]} --{value}?)" if owners else did_you_mean(value, choices)
+            raise argparse.ArgumentError(action, f"unknown command {value!r}{hint}: choose from {', '.join(choices)}")
+        super()._check_value(action, value)
 
     def error(self, message):
         """Exits with one line instead of the full usage."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ackpt.costs.devices import DEVICES
+from ackpt.costs.devices import DEVICES, device
+from ackpt.errors import did_you_mean
 from ackpt.workloads.optimizers import OPTIMIZERS, UNSHARDED
 
 from .options import UsageError, add_set, field, writable
@@ -157,6 +161,7 @@ def add_plan(commands) -> None:
 
 
 def run_plan_command(arguments, command: str) -> int:
+    _check_names(arguments)
     from ackpt.workloads.planned_shapes import run_plan
 
     from . import plan_fsdp, plan_sweep, plan_text
@@ -202,6 +207,35 @@ def run_plan_command(arguments, command: str) -> int:
     for path in written:
         print(f"\nwritten to {path}")
     return 0
+
+
+def _check_names(arguments) -> None:
+    """Refuse a wrong device, model or configuration before the imports that planning needs, which take seconds."""
+    from ackpt.workloads.transformers_models import TRANSFORMERS, dtype_of_file
+
+    for name in filter(None, (arguments.device_profile or "").split(",")):
+        device(name)
+    name = arguments.model.removeprefix(TRANSFORMERS)
+    if name == arguments.model:
+        if name not in (known := MODELS.split(", ")):
+            raise UsageError(
+                f"unknown model {name!r}{did_you_mean(name, known)}: choose from {MODELS}, or {TRANSFORMERS}"
+                "<configuration class of transformers, or path of a config.json>"
+            )
+        return
+    dtype_of_file(arguments.model)  # raises for a file that is no configuration
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None or name.endswith(".json") or Path(name).exists():
+        return
+    files = Path(package.origin).parent.glob("models/*/configuration_*.py")
+    classes = {each for file in files for each in re.findall(r"^class (\w+)\(", file.read_text("utf-8"), re.MULTILINE)}
+    if name not in classes:
+        close = "".join(f" (did you mean {each!r}?)" for each in get_close_matches(name, classes, 1))
+        raise UsageError(
+            f"transformers has no configuration class {name!r}{close}, and there is no such file: write hf:GPT2Config, "
+            "hf:LlamaConfig or hf:path/to/config.json. Nothing is downloaded: save the config.json of a model on the "
+            "Hub first"
+        )
 
 
 def configuration(arguments, **changes):

@@ -56,13 +56,21 @@ def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
     each of ``torch.get_num_threads()`` threads, so sizes depend on that number. The arguments consist of 0.5, True
     and 0, and a workspace that depends on values (``index_put`` by a mask, ``ctc_loss``) is that of these values. A
     collective, which cannot run alone, counts as 0, and so does an operation whose kernel is the user's Python code,
-    which planning does not run. Needs the memory of the largest operation.
+    which planning does not run. Results that take more than in the graph, as those of ``EmbeddingBag``, count at every
+    node. Needs the memory of the largest operation.
 
     Raises:
         MeterError: if the graph is not on the CPU, or an operation cannot run with made-up arguments.
     """
     allocations, _ = _measured(graph, torch.get_num_threads(), runs_alone)
-    return tuple(allocations[node.id].workspace if node.id in allocations else 0 for node in graph.nodes)
+    beyond = sum(max(0, taken.left - _allocated_bytes(graph, node_id)) for node_id, taken in allocations.items())
+    return tuple(beyond + (allocations[node.id].workspace if node.id in allocations else 0) for node in graph.nodes)
+
+
+def _allocated_bytes(graph: JointGraph, node_id: int) -> int:
+    """What a node's results take in the graph."""
+    analysis = graph.analysis
+    return sum(analysis.bytes[storage] for storage in analysis.allocated.get(node_id, ()))
 
 
 def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:

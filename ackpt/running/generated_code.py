@@ -176,6 +176,9 @@ def _function(root: nn.Module, listing: Listing) -> Any:
     if inputs := listing.placeholders:
         lines += [f" {''.join(f'{code.name(line)},' for line in inputs)} = args", " args.clear()"]
     dropped = _dropped(listing)
+    read = {*listing.output.inputs}.union(*(line.inputs for line in listing.lines))
+    if unread := [code.name(line) for line in inputs if line not in read]:  # perhaps by a view that is left out
+        lines.append(f" del {','.join(unread)}")
     for line in listing.lines:
         if line.op in CALLS:
             is_read = line not in dropped[line]
@@ -188,7 +191,7 @@ def _function(root: nn.Module, listing: Listing) -> Any:
 
 
 def _dropped(listing: Listing) -> dict[Line, list[Line]]:
-    """By line, the values that nothing reads after it. Arguments that nothing reads live until the end."""
+    """By line, the values that nothing reads after it."""
     dropped: dict[Line, list[Line]] = {}
     seen = set(listing.output.inputs)
     for line in reversed(listing.lines):

@@ -29,7 +29,6 @@ from .choices import Planner
 from .dynamic_dimensions import DynamicArgument
 from .history import Event
 from .uncovered import Uncovered
-from .variant import Variant
 from .variants import Variants
 
 if TYPE_CHECKING:
@@ -86,10 +85,10 @@ class PlannedStep(nn.Module):
         check_optimizer(model, loop.optimizer)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
         # planned calls come first, and past both methods named __setattr__.
-        planned = Variants(model, planner, differentiate, outputs, loop, dynamic, on_plan)
-        object.__setattr__(self, "_ackpt_planned", planner.in_parts(planned, opaque) or planned)
         uncovered = Uncovered(model, getattr(planner, "budget", None), loop.optimizer is not None)
         object.__setattr__(self, "_ackpt_uncovered", uncovered)
+        planned = Variants(model, planner, differentiate, outputs, loop, dynamic, on_plan, uncovered.returns)
+        object.__setattr__(self, "_ackpt_planned", planner.in_parts(planned, opaque) or planned)
         training = model.training
         super().__init__()
         self.training = training
@@ -161,8 +160,6 @@ class PlannedStep(nn.Module):
                 raise
             variant = parts.of(call)
             object.__setattr__(self, "_ackpt_planned", parts)
-        if isinstance(variant, Variant):  # parts show it when they run
-            self._ackpt_uncovered.returns(variant.captured.gradient_shapes)
         return variant
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan

@@ -74,6 +74,7 @@ class Variants:
         model, planner, differentiate, outputs, loop: of the step.
         dynamic: which dimensions become dynamic, see `ackpt.compile`.
         on_plan: called with every new plan.
+        returns: called before planning with the shapes of the captured outputs that get a gradient.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class Variants:
         loop: Loop,
         dynamic: DynamicArgument,
         on_plan: Callable[[Any], Any] | None = None,
+        returns: Callable[[list[tuple[int, ...]]], None] = lambda shapes: None,
     ):
         self.model, self.planner, self.loop, self.dynamic = model, planner, loop, dynamic
-        self.differentiate, self.outputs, self.on_plan = differentiate, outputs, on_plan
+        self.differentiate, self.outputs, self.on_plan, self.returns = differentiate, outputs, on_plan, returns
         self.history = History()
         self._watched: WatchedModel | None = None
         self._groups: dict[Facts, _Group] = {}
@@ -188,6 +190,7 @@ class Variants:
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
         with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs) as captured:
+            self.returns(captured.gradient_shapes)
             graph = captured_graph(captured, self.model, call.args, call.kwargs, self.loop)
             plan = self.planner(graph)
             step, strides = compiled_schedule(captured, graph, plan.schedule), gradient_strides(graph.analysis)
@@ -213,6 +216,7 @@ class Variants:
         start = time.perf_counter()
         ordered = sorted(dimensions)
         with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs, ordered) as captured:
+            self.returns(captured.gradient_shapes)
             step = DynamicStep(captured, call, self.model, self.loop)
         if fixed := step.symbols.fixed():
             named = named_dimensions(self.dynamic, self.model, call)

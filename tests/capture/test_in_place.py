@@ -163,3 +163,25 @@ def test_the_tables_of_max_norm_are_not_copied_in_the_baseline():
             assert own.dynamic_peak_bytes <= step.plan.dynamic_peak_bytes
         results.append((own.dynamic_peak_bytes, [*model.parameters(), *(each.grad for each in model.parameters())]))
     assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+class ReplacedData(nn.Module):
+    def __init__(self, name: str):
+        super().__init__()
+        self.linear, self.name = nn.Linear(4, 4), name
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        tensor = self.linear.weight if self.name == "weight" else self.scale
+        tensor.data = tensor.data.clamp(-0.1, 0.1)
+        return (self.linear(x) * self.scale).sum()
+
+
+@pytest.mark.parametrize("name", ["weight", "buffer"])
+def test_replaced_data_of_a_parameter_or_buffer_is_refused(name):
+    """The capture computes with other tensors, whose data the model's code would replace instead."""
+    model = ReplacedData(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ackpt.TraceError, match="replaces the data of a tensor at .*test_in_place.py:.*copy_"):
+        ackpt.trace(model, torch.ones(2, 4))
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

@@ -40,7 +40,7 @@ def test_arguments_of_the_model_that_are_called_as_keywords():
         ackpt.compile(model, X, policy=X, budget=X)
     with pytest.raises(TypeError, match="policy= is a keyword of ackpt.compile.*apply_budget"):
         ackpt.compile(model, X, policy=X)
-    ackpt.apply_budget(model, {"x": X, "policy": X, "budget": X})
+    ackpt.apply_budget(model, {"x": X, "policy": X, "budget": X}, 1.0)
     model(x=X, policy=X, budget=X).backward()
     assert model.weight.grad is not None
 
@@ -77,7 +77,7 @@ def test_a_model_in_evaluation_mode_is_named_before_its_step_is_planned():
     says = "the model is in evaluation mode, as from_pretrained returns it: Sequential is planned without dropout"
     for plan in (ackpt.compile, ackpt.apply_budget):
         with pytest.warns(UserWarning, match=says):
-            plan(layers().eval(), X)
+            plan(layers().eval(), X, budget=1.0)
     model = layers().eval()
     model[0].train()  # a part of it is enough
     with warnings.catch_warnings():

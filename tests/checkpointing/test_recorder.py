@@ -326,3 +326,21 @@ def test_other_parameters_that_only_an_iterator_has_are_another_path():
     loss = ackpt.checkpoint(lambda x: x * next(parameters), torch.ones(1, 2)).sum()
     with raises_cleanly(ackpt.CheckpointError, "another path.*a parameter of shape \\[2\\].*a new parameter"):
         loss.backward()
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().mul_(2).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x).sum((0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_functions_in_a_region(name):
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    gradients = []
+    for call in (lambda f, x: f(x), ackpt.checkpoint):
+        layer.zero_grad()
+        call(lambda x: TRANSFORMS[name](lambda x: layer(x).tanh(), x), x).sum().backward()
+        gradients.append([each.grad for each in layer.parameters()])
+    assert all(map(torch.equal, *gradients))

@@ -193,6 +193,12 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
         ),
         (["frontier", "--polices", "auto"], "ackpt frontier: unrecognized arguments: --polices auto (did you mean"),
         (["--verbose", "doctor"], "ackpt: unrecognized arguments: --verbose"),
+        (["explain", "lm"], "ackpt: argument command: unknown command 'explain' (did you mean ackpt plan --explain?)"),
+        (["plann", "lm"], "ackpt: argument command: unknown command 'plann' (did you mean 'plan'?): choose from synth"),
+        (
+            ["plan", "lm", "--lengths", "8,16"],
+            "ackpt plan: unrecognized arguments: --lengths 8,16: for several sizes write --sweep seq_len=512,1024 or",
+        ),
     ],
 )
 def test_a_misspelt_option_is_said_by_its_command(arguments, words, capsys):

@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -435,6 +436,7 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*BERT, "--budget", "nan"], "at most 1, as in"),
         ([*BERT, "--output", "."], "is a folder"),
         (["hf:GPT5Config", "--seq-len", "8"], "no configuration class 'GPT5Config'"),
+        (["hf:GPT2Confg", "--seq-len", "8"], "no configuration class 'GPT2Confg' (did you mean 'GPT2Config'?)"),
         (["hf:GPT2Model", "--seq-len", "8"], "no configuration class 'GPT2Model'"),
         (["hf:no-such.json", "--seq-len", "8"], "no-such.json cannot be read (No such file or directory): write hf:"),
         (["hf:GPT2Config"], "give --seq-len"),
@@ -520,3 +522,16 @@ def test_shards_have_no_explanation(option, capsys):
     assert main(["plan", *BERT, "--fsdp", "2", *option]) == 2
     refusal = capsys.readouterr().err
     assert f"not one of the whole step: leave out {option[0]}; --json prints all plans as data" in refusal
+
+
+def test_wrong_names_are_refused_before_slow_imports():
+    code = (
+        "import sys; from ackpt.cli import main\n"
+        "for given in sys.argv[1:]: main(['plan', *given.split()])\n"
+        "print([each for each in ('transformers', 'torch._dynamo', 'ackpt.planner') if each in sys.modules])"
+    )
+    given = "lm --device-profile h300", "lmm --seq-len 8", "hf:GPT2Confg --seq-len 8", "hf:no-such.json --seq-len 8"
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=120)
+    words = "device 'h300'", "unknown model 'lmm'", "no configuration class 'GPT2Confg'", "no-such.json cannot be read"
+    assert all(each in line for each, line in zip(words, done.stderr.splitlines(), strict=True))
+    assert done.stdout == "[]\n"

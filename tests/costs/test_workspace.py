@@ -342,3 +342,44 @@ def test_measured_once_for_a_graph(monkeypatch):
     expected = workspace_bytes(graph)
     monkeypatch.setattr(run_alone, "count_allocations", None)
     assert workspace_bytes(graph) == expected
+
+
+BAGS = torch.arange(20).view(5, 4) % 8
+PEAKS = {
+    "largest of bags": lambda y: nn.functional.embedding_bag(BAGS, y, mode="max"),
+    "mean of bags": lambda y: nn.functional.embedding_bag(BAGS, y, mode="mean"),
+    "logcumsumexp": lambda y: y.logcumsumexp(1),
+    "norm": lambda y: y.norm(1.5, -1),
+}
+
+
+class OfRows(nn.Module):
+    def __init__(self, operation):
+        super().__init__()
+        self.layer, self.operation = nn.Linear(6, 6), operation
+
+    def forward(self, x):
+        return self.operation(self.layer(x)).mean()
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_smallest_budget_is_the_measured_peak(name):
+    model, x = OfRows(PEAKS[name]), torch.randn(8, 6)
+    with pytest.raises(ackpt.BudgetError) as error:
+        ackpt.compile(model, x, budget=1)
+    step = ackpt.compile(model, x, budget=error.value.least_bytes)
+
+    def run():
+        step(x).backward()
+        model.zero_grad()
+
+    measured = ackpt.measure(run, resident=(model, x, *([BAGS] if "bags" in name else [])), repeats=0)
+    assert measured.peak_bytes == error.value.least_bytes
+
+
+def test_a_workspace_that_depends_on_values_is_named():
+    step = ackpt.compile(OfRows(lambda y: y.prod(-1)), torch.randn(8, 6))
+    assert step.plan.note == (
+        "the gradient of prod takes more temporary memory than counted if its argument contains zeros"
+    )
+    assert ackpt.compile(OfRows(lambda y: y.logcumsumexp(1)), torch.randn(8, 6)).plan.note is None

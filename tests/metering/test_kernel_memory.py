@@ -100,6 +100,8 @@ OPERATIONS = {
     "singular values": lambda y: torch.linalg.svdvals(y),
     "einsum": lambda y: torch.einsum("ab,cb->ac", y, y),
     "logdet": lambda y: torch.logdet(y.t() @ y + torch.eye(16)),
+    "largest of bags": lambda y: F.embedding_bag(torch.arange(60).view(15, 4) % 32, y, mode="max"),
+    "mean of bags": lambda y: F.embedding_bag(torch.arange(60).view(15, 4) % 32, y, mode="mean"),
     "rows by index": lambda y: y[torch.arange(5), :],
     "take": lambda y: y.take(torch.arange(5)),
     "other dtypes": lambda y: (y.bfloat16() @ y.bfloat16().t()).float() + y.double().sum(),

@@ -127,3 +127,24 @@ def test_an_output_that_is_changed_before_backward_reads_it(function, differenti
     loss, output = step(torch.randn(8, 16))
     output.clone().mul_(2)
     loss.backward()
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_the_caller_may_change_an_output_that_backward_does_not_read(given, policy):
+    class Masked(Classifier):
+        def forward(self, x, labels):
+            loss, logits, *_ = super().forward(x, labels)
+            return loss, logits * 2
+
+    torch.manual_seed(0)
+    model = Masked()
+    step = ackpt.compile(model, *given[1:], policy=policy)
+    results = []
+    for call in (model, step):
+        model.zero_grad()
+        loss, logits = call(*given[1:])
+        logits[:, 0] = -1e9
+        logits.mul_(2)
+        loss.backward()
+        results.append([logits, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))

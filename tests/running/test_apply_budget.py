@@ -307,8 +307,15 @@ def test_compile_keeps_the_budget(model):
 
 def test_a_later_budget_of_a_part_is_named():
     whole, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)), torch.ones(2, 4)
-    ackpt.apply_budget(whole, x)
+    ackpt.apply_budget(whole, x, "1MiB")
     whole(x).sum().backward()
-    ackpt.apply_budget(whole[0], x, differentiate="all")
+    ackpt.apply_budget(whole[0], x, "1MiB", differentiate="all")
     with pytest.warns(UserWarning, match="module '0' .*has a budget of its own, which has no effect in the calls of"):
         whole(x).sum().backward()
+
+
+def test_a_budget_that_is_left_out_is_named():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    with pytest.warns(UserWarning, match="without a budget .* recomputes nothing: give budget='22GiB'"):
+        ackpt.apply_budget(model, x)
+    ackpt.apply_budget(model, x, policy="full")  # which needs none

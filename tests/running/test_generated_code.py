@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import fx, nn
@@ -9,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
-from ackpt.planning.listing import CALLS, Listing
+from ackpt.planning.listing import CALLS, Line, Listing
 from ackpt.running.generated_code import FUNCTIONS, METHODS, SIZES, boxed, direct, simplified
 
 _ATEN = torch.ops.aten
@@ -113,6 +115,16 @@ def test_a_view_that_undoes_others_is_left_out():
     assert given == []
     assert _targets(listing) == ["aten.add.Tensor", "aten.mul.Tensor"]  # with numbers, which are no tensors
     assert all(map(torch.equal, results, function(x)))
+
+
+def test_an_argument_that_only_left_out_views_read_is_freed_at_once():
+    x = torch.ones(4, 6)
+    listing = Listing.of(_captured(lambda x, y: (x.detach(), y.relu())[1], x, x).graph)
+    given, freed = [x.clone(), x], []
+    held = weakref.ref(given[0])
+    listing.lines.insert(-1, Line("call_function", lambda: freed.append(held() is None)))
+    assert torch.equal(boxed(nn.Module(), listing)(given), x)
+    assert freed == [True]
 
 
 def test_a_view_with_other_strides_or_that_is_returned_stays():

@@ -101,6 +101,8 @@ def test_the_peak_may_be_in_the_optimizers_step(optimizer):
 def test_an_unknown_optimizer(model):
     with pytest.raises(ValueError, match="no optimizer 'adamv' .did you mean 'adam"):
         ackpt.apply_budget(model, BATCH, optimizer="adamv")
+    with pytest.raises(TypeError, match=r"got the class AdamW: create it, as in AdamW\(model.parameters\(\)\)"):
+        ackpt.apply_budget(model, BATCH, optimizer=torch.optim.AdamW, budget="50%")
     with pytest.raises(TypeError, match="or a name such as 'adamw', got float"):
         ackpt.apply_budget(model, BATCH, optimizer=1.0)
 

@@ -1,6 +1,7 @@
 """Warnings of memory that a budget does not cover: a loss outside of the model, an optimizer's state."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -43,6 +44,15 @@ def test_a_loss_outside_of_the_model_is_named_when_the_budget_is_given(budget):
     assert not said  # once for each step
     with pytest.warns(UserWarning, match=LOSS_OUTSIDE):
         ackpt.compile(Net(), X, budget=budget)(X)
+
+
+def test_a_loss_outside_of_the_model_is_named_before_a_budget_is_refused():
+    def refused():
+        with pytest.raises(ackpt.BudgetError):
+            ackpt.apply_budget(Net(), X, budget=10_000)
+
+    _, said = recorded(refused)
+    assert len(said) == 1 and re.match(LOSS_OUTSIDE, said[0])
 
 
 def test_a_loss_inside_of_the_model_is_covered():
@@ -99,7 +109,7 @@ def test_the_state_of_an_optimizer_that_is_not_planned_is_counted_at_the_next_ca
     assert not recorded(train)[1]
 
 
-@pytest.mark.parametrize("given", [{"budget": 1.0}, {"budget": "1MiB", "optimizer": "adamw"}, {}])
+@pytest.mark.parametrize("given", [{"budget": 1.0}, {"budget": "1MiB", "optimizer": "adamw"}, {"policy": "none"}])
 def test_the_state_counts_or_no_bytes_are_promised(given):
     model = Net()
     ackpt.apply_budget(model, (X, LABELS), **given)

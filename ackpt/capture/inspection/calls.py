@@ -76,6 +76,11 @@ def another_plan(was, now, cause: str) -> str:
 def other_bytes(was, now, budget, cause: str) -> str:
     """What to do if the budget is infeasible for a later call but was feasible for an earlier one."""
     said = f"The budget was feasible for the earlier call: {'; '.join(differences(was, now)) or cause}."
+    if was["autocast"] != now["autocast"]:
+        said += (
+            " Plan under the autocast that training uses, also that of Trainer(bf16=True), as in "
+            "with torch.autocast('cuda', torch.bfloat16): ackpt.apply_budget(...)."
+        )
     if not is_share(budget):
         evaluate = f" {_EVALUATE}." if _left_training(was, now) else ""
         return f"{said}{evaluate} Give the budget that the largest call needs."

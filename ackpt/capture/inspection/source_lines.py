@@ -31,6 +31,7 @@ from .kept_tensors import Kept
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
+_SET_DATA = torch.Tensor.data.__set__  # pyright: ignore
 _CALL = nn.Module._call_impl.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
@@ -88,6 +89,11 @@ class Where(TorchFunctionMode):
             if func == _GRADIENT and not args[0].is_leaf:
                 return None  # torch reads .grad of all arguments, which warns for non-leaves
             return func(*args, **(kwargs or {}))
+        if func == _SET_DATA:
+            raise TraceError(
+                f"the model's code replaces the data of a tensor at {source or f'module {module!r}'}. A plan does not "
+                "see that. Write the new values instead: with torch.no_grad(): tensor.copy_(values)."
+            )
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
             result = func(*args, **(kwargs or {}))
         self._kept.add(result, f"at {source}" if source else f"in module {module!r}")
