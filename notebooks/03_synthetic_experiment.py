@@ -44,6 +44,7 @@ from ackpt.experiments.published.block_bytes import saved_per_token, with_fused_
 from ackpt.experiments.reports import training as report
 from ackpt.experiments.reports.gpu_records import gpu_records
 from ackpt.experiments.steps.predicted import predict_experiment
+from ackpt.metering.gpus import gpu
 from ackpt.models import Transformer, TransformerConfig
 from ackpt.models.transformer import Block
 from ackpt.results import environment, load_reference, markdown_table, write_text_atomic
@@ -319,10 +320,9 @@ for method in methods:
 # %% [markdown]
 # ## The published table
 #
-# The published experiment trained 14 steps at each of five lengths on an NVIDIA GPU, with weights in fp32 and matrix
-# products in bf16. Its model has the sizes of ours, but differs in its layers, its norm and its optimizer.
-# `ackpt.experiments.published` has such a step, written from the facts in the source, so we can predict both models. For
-# a GPU, `ackpt.predict` also models PyTorch's caching allocator. The longest sequence, predicted at its published size:
+# The published model has other layers, another norm and another optimizer than ours. `ackpt.experiments.published` has
+# a step with these properties, with weights in fp32 and matrix products in bf16, so we can predict both models. The
+# longest sequence:
 
 # %%
 profiles = {}
@@ -332,17 +332,16 @@ for method in methods:
     profiles[method] = ackpt.predict(theirs.run, resident=theirs.resident, device="h100-80g")
     print(f"{method:10} {profiles[method].peak_bytes / 2**20:,.4f} MiB")
 
-# %% tags=["hide-input"] alt="Live memory of a published step at 16,384 tokens, side by side. Baseline: twelve equal stairs of activations rise to 14,065 MiB at the loss, just before backward begins, and fall in twelve stairs while gradients accumulate. Checkpoint: twelve low spikes in the forward, then twelve teeth of about equal height in backward, with the peak of 3,727 MiB in the last tooth, and a short rise in the optimizer."
+# %% tags=["hide-input"] alt="Live memory of a published step at 16,384 tokens, side by side. Baseline: activations rise in a ramp to 14,065 MiB at the loss, just before backward begins, and fall while gradients accumulate. Checkpoint: boundaries rise slowly in the forward, then twelve teeth of about equal height follow in backward, with the peak of 3,727 MiB in the last one. Both end with a short rise in the optimizer."
 below = {method: run.peak_bytes - run.timeline.peak_bytes for method, run in profiles.items()}
 figure = orders_plot({method: run.timeline.thinned(1000) for method, run in profiles.items()}, "", below)
 path = plots.save(figure, "results/figures/03_published_profiles.png")
 figure
 
 # %% [markdown]
-# *The two published profiles at 16,384 tokens, predicted from shapes. The baseline's peak is in the loss, the
-# checkpointed one at the end of backward, where the gradients are complete. The last rise is the optimizer's temporary.
-# Resident memory includes the workspaces of cuBLAS. Recomputed activations count as temporaries, because the published
-# checkpoint is not `ackpt`'s.*
+# *The published profiles at 16,384 tokens, predicted from shapes. The baseline's peak is in the loss, the checkpointed
+# one in the block that backward recomputes last. The last rise is the optimizer's temporary. Activations that the
+# published checkpoint recomputes count as temporaries.*
 
 # %% tags=["hide-input"]
 published = synthetic.GPU
@@ -354,8 +353,8 @@ stored = Predictions()
 configured = [stored.of(row) for row in published_figures() if row["step"] == "reference-synthetic"]
 rows = report.published_rows(figures, configured, predictions, gpu_records("synthetic"), digits=4)
 caption = (
-    "The synthetic experiment: published peaks and their prediction for the published configuration, the prediction for "
-    "our model, the published seconds of 14 steps and their ratio to the baseline's. Predictions are from shapes alone."
+    "The synthetic experiment: published peaks, their predictions for the published model, our model's predictions, "
+    "the published seconds of 14 steps and their ratio to the baseline's. All predictions are from shapes alone."
 )
 table = markdown_table(rows, report.PUBLISHED, caption, "tab-synthetic-published")
 path = write_text_atomic("results/tables/03_published.md", table)
@@ -365,10 +364,8 @@ print(f"largest error: {max(abs(row['predicted'] - row['bytes']) for row in conf
 # ```{include} ../../results/tables/03_published.md
 # ```
 #
-# The source prints MB and divides by $1024^2$, so we write MiB. Its seconds include a profiler that records stacks and
-# writes a trace; {doc}`13_predictions` predicts the ratios of times.
-#
-# Our model needs less in every row. The appendix lists the causes, each with its bytes.
+# The source prints MB and divides by $1024^2$, so we write MiB. {doc}`13_predictions` predicts the ratios of times and
+# says what the seconds include. Our model needs less in every row; the appendix lists the causes.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -448,22 +445,20 @@ for method in methods:
 # %% [markdown]
 # ## Appendix: what the published peaks contain
 #
-# Our block saves its fp32 input and $24 d + 4 f + 12 h + 8$ bytes per token in all. From shapes, we replace one property
-# after the other until we have the published block:
+# From shapes, we compute what a block saves per token, and replace one property of ours after the other:
 #
-# - The published stream between blocks is in bf16, because a linear layer under autocast comes first.
-# - Queries, keys and values have separate projections. A copy stacks them for the attention kernel. It replaces our
-#   joint projection, so the sum is the same.
-# - The norm of torch 2.8 is not fused. It computes in fp32 and saves its input and its product with the scale, $8 d$ for
-#   each of four norms, instead of an input in bf16, $2 d$.
+# - The published blocks read and write bf16, because a linear layer under autocast comes first.
+# - Queries, keys and values have separate projections. A copy stacks them for the attention kernel and replaces our
+#   joint projection, so the sum stays the same.
+# - The norm of torch 2.8 is not fused. Each of four norms saves its input and a product in fp32, $8 d$, not $2 d$.
 #
-# Other causes do not depend on the number of blocks:
+# Once per step, the published model needs more for:
 #
-# - The loop's variable keeps the last loss during the next forward, and `mse_loss` gives this one element a storage as
-#   large as its input.
-# - AdamW by default updates all parameters together (`foreach`) and allocates a temporary of their size.
-# - The linear layers around the blocks and the biases add parameters. Each needs 16 bytes, 20 with the temporary.
-# - The allocator's peak includes two workspaces of cuBLAS, one for each thread. We predict ours without.
+# - the last loss, which the loop's variable keeps during the next forward. `mse_loss` gives it a storage as large as
+#   its input;
+# - AdamW, which by default (`foreach`) allocates a temporary as large as all parameters;
+# - the linear layers around the blocks and the biases, 16 bytes per parameter;
+# - two workspaces of cuBLAS, which the prediction of ours leaves out.
 
 # %% tags=["hide-input"]
 D, FF, H = published.dim, published.ff_dim, published.model().heads
@@ -487,14 +482,14 @@ A_theirs = blocks["unfused norms"]
 P_theirs = sum(parameter.numel() for parameter in theirs.resident[0].parameters())
 P_ours = L * (4 * D**2 + 2 * D * FF + 2 * D + 2 * (D // H)) + D
 changes = [size - before for before, size in zip((0, *blocks.values()), blocks.values())]
-rows = [{"cause": cause, "block": f"{change:+,}"} for cause, change in zip(blocks, changes)]
-rows[0]["block"] = f"{changes[0]:,}"
-rows.append({"cause": "the published block", "block": f"{A_theirs:,}"})
-rows.append({"cause": "the loss of the last step", "token": f"{4 * D:+,}"})
+rows = [{"cause": cause, "block": f"{change:+,}" if change else "0"} for cause, change in zip(blocks, changes)]
+rows += [{"cause": "sum: the published block", "block": f"{A_theirs:,}"}]
+rows += [{"cause": "the loss of the last step", "token": f"{4 * D:+,}"}]
+workspaces = 2 * gpu("h100-80g").cublas_workspace_bytes
 once = {
     "the temporary of AdamW": 4 * P_theirs,
     "more parameters": 16 * (P_theirs - P_ours),
-    "workspaces of cuBLAS": 2 * 2**25,
+    "workspaces of cuBLAS": workspaces,
 }
 rows += [{"cause": cause, "once": f"{size / 2**20:+,.1f}"} for cause, size in once.items()]
 columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
@@ -506,26 +501,24 @@ path = write_text_atomic("results/tables/03_causes.md", markdown_table(rows, col
 # ```{include} ../../results/tables/03_causes.md
 # ```
 #
-# With $P$ and $A$ of the published model, its peaks follow by hand. The baseline's is in the loss: weights and Adam
-# states, bf16 copies of the weights ($2 P$ bytes), the workspaces, what the blocks saved, and $26 d$ bytes per token around
-# the loss: the input and its bf16 copy (6), what the last layer saved (2), the output and its fp32 copy (6), the loss, a
-# temporary of its size and the loss of the last step (4 each). The checkpointed peak of short sequences is in the
-# optimizer: $20 P$ bytes, input and loss. Above 4096 tokens it is in the recomputed first block, and the slope is
-# $A + 24 d$.
+# With $P$ and $A$ of the published model, its peaks follow by hand. The baseline's is in the loss: weights, Adam states
+# and bf16 copies of the weights ($14 P$), the workspaces, the blocks, and $26 d$ bytes per token for the input and the
+# output in both dtypes, the last layer's input, the loss, a temporary of its size and the last step's loss. The
+# checkpointed peak of short sequences is in the optimizer: $20 P$, the input and the loss ($8 d$). Above 4096 tokens it
+# is in the recomputed first block, with a slope of $A + 24 d$.
 
 # %%
 theirs = {(r["method"], r["seq_len"]): r["peak"] * 2**20 for r in figures["rows"]}
 for T in published.seq_lens:
-    by_hand = 14 * P_theirs + 2**26 + T * (L * A_theirs + 26 * D)
+    by_hand = 14 * P_theirs + workspaces + T * (L * A_theirs + 26 * D)
     print(f"baseline   {T:6,} tokens: published - by hand = {theirs['baseline', T] - by_hand:7,.0f} bytes")
 for T in (2048, 4096):
-    print(f"checkpoint {T:6,} tokens: {theirs['checkpoint', T] - (20 * P_theirs + 2**26 + 8 * D * T):7,.0f} bytes")
+    print(f"checkpoint {T:6,} tokens: {theirs['checkpoint', T] - (20 * P_theirs + workspaces + 8 * D * T):7,.0f} bytes")
 slope = (theirs["checkpoint", 16384] - theirs["checkpoint", 12288]) / 4096
 print(f"slope of checkpoint above 12,288 tokens: {slope:,.0f}; A + 24 d = {A_theirs + 24 * D:,}")
 
 # %% [markdown]
-# What is left in the baseline are the weights of norms, which autocast does not copy, and blocks that the allocator
-# rounds up.
+# The rest of the baseline: autocast does not copy the weights of norms, and the allocator rounds up.
 #
 # The numbers of this page were measured here:
 

@@ -86,7 +86,7 @@ def published_rows(reference, configured, predicted, measured=(), digits: int = 
                 "method": method,
                 "published": f"{row['peak']:,.{digits}f}",
                 "configured": f"{found['predicted'] / MIB:,.{digits}f}",
-                "error": f"{100 * found['error']:+.5f}",
+                "error": f"{round(100 * found['error'], 5) or 0:+.5f}",
                 "predicted": f"{record.metrics['peak_bytes'] / MIB:,.1f}",
                 "measured": measured_peak(record, measured),
                 "seconds": f"{row['seconds']:.2f}",
