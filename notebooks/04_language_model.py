@@ -418,6 +418,8 @@ path = write_text_atomic("results/tables/04_chunked.md", markdown_table(rows, co
 # ```{include} ../../results/tables/04_published.md
 # ```
 #
+# {doc}`13_predictions` predicts the ratios of times:
+#
 # ```{include} ../../results/tables/04_times.md
 # ```
 #
@@ -545,7 +547,7 @@ rows = [
     {"cause": "unfused norms", "block": f"{unfused - separate:+,}"},
     {"cause": "the final norm after every block", "block": f"{norm:+,}"},
     {"cause": "sum: the published block", "block": f"{A_theirs:,}"},
-    {"cause": "logits", "token": f"{4 * W:+,}"},
+    {"cause": "logits, 14 bytes instead of 10", "token": f"{4 * W:+,}"},
     {"cause": "gradients are never set to zero", "once": f"{4 * P_theirs / 2**20:+,.1f}"},
     {"cause": "one weight for embedding and head", "once": f"{-12 * W * D / 2**20:+,.1f}"},
     {"cause": "workspaces of cuBLAS", "once": f"{workspaces / 2**20:+,.1f}"},
@@ -559,8 +561,9 @@ path = write_text_atomic("results/tables/04_causes.md", markdown_table(rows, col
 # ```{include} ../../results/tables/04_causes.md
 # ```
 #
-# All six published peaks are in the loss: weights, gradients and Adam states ($16 P$), the workspaces, bf16 copies of
-# all weights (with checkpointing, of the head), the blocks and norms, the logits, the head's input in bf16 and the ids.
+# All six published peaks are in the backward of the loss: weights, gradients and Adam states ($16 P$), the workspaces,
+# bf16 copies of all weights (with checkpointing, of the head), the blocks and norms, the logits, the head's input in
+# bf16 and the ids.
 
 # %%
 saved_by_block = {"baseline": A_theirs, "checkpoint": 4 * D + norm}
