@@ -40,11 +40,10 @@ from ackpt.experiments import synthetic
 from ackpt.experiments.graph_profile import orders_plot
 from ackpt.experiments.published import Predictions, reference
 from ackpt.experiments.published import rows as published_figures
-from ackpt.experiments.published.block_bytes import saved_per_token, with_fused_norms
+from ackpt.experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
 from ackpt.experiments.reports import training as report
 from ackpt.experiments.reports.gpu_records import gpu_records
 from ackpt.experiments.steps.predicted import predict_experiment
-from ackpt.metering.gpus import gpu
 from ackpt.models import Transformer, TransformerConfig
 from ackpt.models.transformer import Block
 from ackpt.results import environment, load_reference, markdown_table, write_text_atomic
@@ -492,11 +491,10 @@ rows = [{"cause": cause, "block": f"{change:+,}" if change else "0"} for cause, 
 rows[0]["block"] = f"{changes[0]:,}"
 rows += [{"cause": "sum: the published block", "block": f"{A_theirs:,}"}]
 rows += [{"cause": "the loss of the last step", "token": f"{4 * D:+,}"}]
-workspaces = 2 * gpu("h100-80g").cublas_workspace_bytes
 once = {
     "the temporary of AdamW": 4 * P_theirs,
     "more parameters": 16 * (P_theirs - P_ours),
-    "workspaces of cuBLAS": workspaces,
+    "workspaces of cuBLAS": WORKSPACES,
 }
 rows += [{"cause": cause, "once": f"{size / 2**20:+,.1f}"} for cause, size in once.items()]
 columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
@@ -517,10 +515,10 @@ path = write_text_atomic("results/tables/03_causes.md", markdown_table(rows, col
 # %%
 theirs = {(r["method"], r["seq_len"]): r["peak"] * 2**20 for r in figures["rows"]}
 for T in published.seq_lens:
-    by_hand = 14 * P_theirs + workspaces + T * (L * A_theirs + 26 * D)
+    by_hand = 14 * P_theirs + WORKSPACES + T * (L * A_theirs + 26 * D)
     print(f"baseline   {T:6,} tokens: published - by hand = {theirs['baseline', T] - by_hand:7,.0f} bytes")
 for T in (2048, 4096):
-    print(f"checkpoint {T:6,} tokens: {theirs['checkpoint', T] - (20 * P_theirs + workspaces + 8 * D * T):7,.0f} bytes")
+    print(f"checkpoint {T:6,} tokens: {theirs['checkpoint', T] - (20 * P_theirs + WORKSPACES + 8 * D * T):7,.0f} bytes")
 slope = (theirs["checkpoint", 16384] - theirs["checkpoint", 12288]) / 4096
 print(f"slope of checkpoint above 12,288 tokens: {slope:,.0f}; A + 24 d = {A_theirs + 24 * D:,}")
 

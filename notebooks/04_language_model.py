@@ -39,12 +39,11 @@ from ackpt.data import packed_batches, token_stream
 from ackpt.experiments import lm
 from ackpt.experiments.published import Predictions, reference
 from ackpt.experiments.published import rows as published_figures
-from ackpt.experiments.published.block_bytes import saved_per_token, with_fused_norms
+from ackpt.experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
 from ackpt.experiments.reports import training as report
 from ackpt.experiments.reports.figures import losses_plot, stacked_plot
 from ackpt.experiments.reports.gpu_records import gpu_records
 from ackpt.experiments.steps.predicted import predict_experiment
-from ackpt.metering.gpus import gpu
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.results import environment, load_reference, markdown_table, write_text_atomic
 
@@ -538,7 +537,6 @@ make_theirs = partial(reference.Block, D, FF, published.head_dim, reference.Pack
 norm = saved_per_token(partial(reference.UnfusedRMSNorm, D), D, torch.float32, lambda norm, x, offsets: norm(x))
 separate = saved_per_token(lambda: with_fused_norms(make_theirs()), D, torch.float32)
 unfused = saved_per_token(make_theirs, D, torch.float32)
-workspaces = 2 * gpu("h100-80g").cublas_workspace_bytes
 P_theirs = reference.parameters_of_language_model()
 A_theirs = unfused + norm
 rows = [
@@ -550,7 +548,7 @@ rows = [
     {"cause": "logits, 14 bytes instead of 10", "token": f"{4 * W:+,}"},
     {"cause": "gradients are never set to zero", "once": f"{4 * P_theirs / 2**20:+,.1f}"},
     {"cause": "one weight for embedding and head", "once": f"{-12 * W * D / 2**20:+,.1f}"},
-    {"cause": "workspaces of cuBLAS", "once": f"{workspaces / 2**20:+,.1f}"},
+    {"cause": "workspaces of cuBLAS", "once": f"{WORKSPACES / 2**20:+,.1f}"},
 ]
 columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
 rows = [{name: row.get(name, "") for name in columns} for row in rows]
@@ -570,7 +568,7 @@ saved_by_block = {"baseline": A_theirs, "checkpoint": 4 * D + norm}
 copies = {"baseline": 2 * P_theirs, "checkpoint": 2 * W * D}
 for row in figures["rows"]:
     m, per_token = row["method"], layers * saved_by_block[row["method"]] + 14 * W + 2 * D + 16
-    by_hand = 16 * P_theirs + workspaces + copies[m] + row["seq_len"] * per_token
+    by_hand = 16 * P_theirs + WORKSPACES + copies[m] + row["seq_len"] * per_token
     print(f"{m:10} {row['seq_len']:5,} tokens: published / by hand - 1 = {row['peak'] * 2**20 / by_hand - 1:+.5%}")
 
 # %% [markdown]
