@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from ackpt.experiments.published import Predictions, reference, rows
-from ackpt.experiments.published.block_bytes import saved_per_token, with_fused_norms
 from ackpt.experiments.published.reference import Block, InnerBackward, KeptInput, UnfusedRMSNorm
 
 
@@ -82,17 +81,3 @@ def test_checkpointed_blocks_have_the_gradients_of_the_block(short_sequences, ch
         KeptInput.apply(block, x, offsets, checkpoint).sum().backward()
     found = [x.grad, *(parameter.grad for parameter in block.parameters())]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "has_fused_norms", "widths"),
-    [(torch.bfloat16, True, 20), (torch.bfloat16, False, 44), (torch.float32, True, 28), (torch.float32, False, 48)],
-)
-def test_what_a_published_block_saves_per_token(dtype, has_fused_norms, widths):
-    width, ff, heads = 64, 128, 2
-
-    def block():
-        made = Block(width, ff, width // heads, reference.PackedFlashAttention.apply)
-        return with_fused_norms(made) if has_fused_norms else made
-
-    assert saved_per_token(block, width, dtype) == widths * width + 4 * ff + 12 * heads + 8
