@@ -1,4 +1,4 @@
-"""Language models of published measurements that are written in plain torch, and the reference experiments' models.
+"""Language models of published measurements that are written in plain torch.
 
 `gpt` is the GPT-2 of the repository LLMs-from-scratch, `course_transformer` the Transformer of an assignment of the
 course CS336: both run the same operations as the originals.
@@ -7,9 +7,7 @@ course CS336: both run the same operations as the originals.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -226,40 +224,6 @@ class _CourseTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-def reference_training(*, experiment: str, tokens: int, method: str) -> PublishedStep:
-    """A step of the experiment ``synthetic`` or ``lm`` at its published sizes."""
-    from ackpt.experiments import lm, synthetic
-    from ackpt.experiments.steps.training import adamw, configure, make_states, one_step
-
-    module: Any = {"lm": lm, "synthetic": synthetic}[experiment]
-    task = module.task(replace(module.GPU, device="cpu"), tokens)
-    model, batch = task.build(), task.example()
-    optimizer = adamw(model, task.learning_rate)
-    make_states(optimizer)
-    configure(model, method)
-    step = partial(one_step, task, model, optimizer, batch, method)
-    return PublishedStep(step, (model, optimizer, *task.tensors(batch)))
-
-
-def reference_offload(*, method: str) -> PublishedStep:
-    """A step of the experiment ``offload`` at its published sizes; gradients exist before it."""
-    from ackpt.experiments import offload
-    from ackpt.experiments.steps.offload_methods import make_method
-    from ackpt.models import Transformer
-
-    config = offload.GPU
-    model = Transformer(config.model())
-    length = config.total_tokens // config.batch_size
-    offsets = torch.arange(config.batch_size + 1, dtype=torch.int32) * length
-    batch = torch.empty(config.total_tokens, config.dim), offsets
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
-    way = make_method(method, model, config.device, config.min_bytes)
-    way.switch_on()
-    step = partial(offload.one_step, replace(config, device="cpu"), model, way, batch)
-    return PublishedStep(step, (model, *batch))
 
 
 def linear_layers(*, count: int, dim: int) -> PublishedStep:

@@ -29,17 +29,7 @@ REFERENCE = "published-peaks"
 FILE = REFERENCES.parent / "predictions" / "published.json"
 PACKAGE = Path(ackpt.__file__).parent
 _ALWAYS = ("metering", *(f"experiments/published/{name}.py" for name in ("step", "training", "prediction")))
-_ALSO = {  # the code that these steps call
-    "resnet50-sum": ("models",),
-    **dict.fromkeys(
-        ("reference-training", "reference-offload"),
-        (
-            *("models", "checkpointing", "offloading", "workloads"),
-            *(f"experiments/{name}.py" for name in ("lm", "synthetic", "offload")),
-            *(f"experiments/steps/{name}.py" for name in ("training", "offload_methods")),
-        ),
-    ),
-}
+_ALSO = dict.fromkeys(("resnet50-sum", "reference-resnet"), ("models",))  # the code that these steps call
 
 
 def rows() -> list[dict[str, Any]]:

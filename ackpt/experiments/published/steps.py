@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import finetuning, images, language, layers, losses
+from . import finetuning, images, language, layers, losses, reference
 from .step import PublishedStep
 
 STEPS: dict[str, Callable[..., PublishedStep]] = {
@@ -44,8 +44,10 @@ STEPS: dict[str, Callable[..., PublishedStep]] = {
         language.linear_layers,
         language.gpt,
         language.course_transformer,
-        language.reference_training,
-        language.reference_offload,
+        reference.reference_synthetic,
+        reference.reference_language_model,
+        reference.reference_offload,
+        reference.reference_resnet,
         finetuning.lora_causal_lm,
         finetuning.bert_classifier,
         finetuning.gpt2_trainer,

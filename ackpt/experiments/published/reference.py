@@ -1,0 +1,283 @@
+"""The models and steps whose figures the reference experiments published, written from the facts of their sources.
+
+They differ from the package's own Transformer: separate projections with bias, a norm that torch 2.8 did not fuse, a
+copy that stacks queries, keys and values, and a loop that keeps the loss of the last step. The sources are the public
+repositories sashaboriskin/activation_checkpointing (synthetic, language model), which ran on torch 2.8 and flash-attn
+2.8.3, polkadot21/activation-ckpt-offload (offload, torch 2.8) and MoonetD/CS265-mlsys-project-final (mu-TWO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ackpt.models import resnet152
+
+from .step import PublishedStep, default_dtype
+
+WIDTH, FF, LAYERS, VOCABULARY = 1024, 4096, 12, 50257
+
+
+class UnfusedRMSNorm(nn.Module):
+    """``nn.RMSNorm`` of torch 2.8, whose ``rms_norm_symint`` (aten/src/ATen/native/layer_norm.cpp) is not fused: it
+    computes in fp32, multiplies with the weight, and casts the product to the input's dtype."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        scale = wide.pow(2).mean(-1, keepdim=True).add_(torch.finfo(torch.float32).eps).rsqrt()
+        return wide.mul(scale).mul(self.weight).type_as(x)
+
+
+class PackedFlashAttention(torch.autograd.Function):
+    """Allocates as flash-attn 2.8.3 does for packed queries, keys and values ``[tokens, 3, heads, head_dim]``.
+
+    ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in csrc/flash_attn/flash_api.cpp: the forward saves the log-sum-exp in
+    fp32, the backward allocates one fp32 element per head and padded token and fp32 sums of the queries' gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, offsets: Tensor) -> Tensor:
+        tokens, _, heads, width = qkv.shape
+        out = qkv.new_empty(tokens, heads, width)
+        log_sum_exp = qkv.new_empty(heads, tokens, dtype=torch.float32)
+        seed = torch.empty(2, dtype=torch.int64)
+        ctx.save_for_backward(qkv, out, log_sum_exp, offsets, seed)
+        ctx.longest = torch.diff(offsets).max()  # an attribute, which lives as long as the node does
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        qkv, _, _, offsets, _ = ctx.saved_tensors
+        tokens, _, heads, width = qkv.shape
+        padded = tokens + 128 * (offsets.numel() - 1)
+        grad_qkv = torch.empty_like(qkv)
+        sums = qkv.new_empty(heads, padded, dtype=torch.float32)
+        queries = qkv.new_empty(padded, heads, width, dtype=torch.float32)
+        del sums, queries
+        return grad_qkv, None
+
+
+class Attention(nn.Module):
+    """Separate projections, norms per head, one new tensor for all three, and a kernel for packed sequences."""
+
+    def __init__(self, width: int, head_dim: int, attend: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.heads, self.attend = width // head_dim, attend
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.query_norm, self.key_norm = UnfusedRMSNorm(head_dim), UnfusedRMSNorm(head_dim)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        query, key, value = (layer(x) for layer in (self.query, self.key, self.value))
+        shape = (*x.shape[:-1], self.heads, -1)
+        query = self.query_norm(query.reshape(shape)).type_as(query)
+        key = self.key_norm(key.reshape(shape)).type_as(key)
+        stacked = torch.stack([query, key, value.reshape(shape)], dim=-3)
+        return self.out(self.attend(stacked, offsets).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layers without bias, each after a norm and with a residual connection."""
+
+    def __init__(self, width: int, ff: int, head_dim: int, attend: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.attention_norm, self.attention = UnfusedRMSNorm(width), Attention(width, head_dim, attend)
+        self.ff_norm = UnfusedRMSNorm(width)
+        self.up, self.down = nn.Linear(width, ff, bias=False), nn.Linear(ff, width, bias=False)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), offsets)
+        return x + self.down(F.gelu(self.up(self.ff_norm(x))))
+
+
+class InnerBackward(torch.autograd.Function):
+    """Checkpointing by a backward inside of backward: gradients of parameters are accumulated inside."""
+
+    @staticmethod
+    def forward(ctx, block: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        ctx.save_for_backward(x, offsets)
+        with torch.no_grad():
+            return block(x, offsets)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, offsets = ctx.saved_tensors
+        with torch.enable_grad(), torch.autocast("cpu", dtype=ctx.dtype, enabled=ctx.dtype is not None):
+            copy = x.detach().requires_grad_(x.requires_grad)
+            out = ctx.block(copy, offsets)
+        torch.autograd.backward(out, grad)
+        return None, copy.grad, None
+
+
+class Autoencoder(nn.Module):
+    """Linear, blocks, linear."""
+
+    def __init__(self, width: int, ff: int, layers: int, head_dim: int, attend: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width, ff, head_dim, attend) for _ in range(layers))
+
+    def forward(self, x: Tensor, offsets: Tensor, is_checkpointed: bool) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = InnerBackward.apply(block, x, offsets) if is_checkpointed else block(x, offsets)
+        return self.last(x)
+
+
+class LanguageModel(nn.Module):
+    """Embedding and head share one weight; one norm runs after every block. The attention is not causal."""
+
+    def __init__(self, vocabulary: int, width: int, ff: int, layers: int, head_dim: int, attend):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, ff, head_dim, attend) for _ in range(layers))
+        self.norm, self.head = UnfusedRMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, offsets: Tensor, is_checkpointed: bool) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = InnerBackward.apply(block, x, offsets) if is_checkpointed else block(x, offsets)
+            x = self.norm(x)
+        return self.head(x)
+
+
+def parameters_of_language_model() -> int:
+    """The number of elements of the published language model; the tied weight counts once."""
+    with torch.device("meta"):
+        model = LanguageModel(VOCABULARY, WIDTH, FF, LAYERS, 128, PackedFlashAttention.apply)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def reference_synthetic(*, tokens: int, method: str) -> PublishedStep:
+    """A step of the synthetic experiment. The loop's variable keeps the loss of the last step during the forward."""
+    model = Autoencoder(WIDTH, FF, LAYERS, 128, PackedFlashAttention.apply)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    x, offsets = torch.empty(tokens, WIDTH), torch.empty(2, dtype=torch.int32)
+    kept: list[Tensor] = []
+
+    def loss_of_step() -> Tensor:
+        with _autocast():
+            y = model(x, offsets, method == "checkpoint")
+            return F.mse_loss(y, x.detach())
+
+    def run():
+        optimizer.zero_grad(set_to_none=True)
+        kept[:] = [loss_of_step()]
+        kept[0].backward()
+        optimizer.step()
+
+    return PublishedStep(run, (model, optimizer, x, offsets))
+
+
+def reference_language_model(*, tokens: int, method: str) -> PublishedStep:
+    """A step of the language model. Gradients are never set to zero; the last step's logits are still live."""
+    model = LanguageModel(VOCABULARY, WIDTH, FF, LAYERS, 128, PackedFlashAttention.apply)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    ids, targets = (torch.empty(tokens, dtype=torch.int64) for _ in range(2))
+    offsets = torch.empty(2, dtype=torch.int32)
+    kept: dict[str, Tensor] = {}
+
+    def run():
+        with _autocast():
+            kept["logits"] = model(ids, offsets, method == "checkpoint")
+            kept["loss"] = F.cross_entropy(kept["logits"].float(), targets, reduction="mean")
+        kept["loss"].backward()
+        optimizer.step()
+
+    return PublishedStep(run, (model, optimizer, ids, targets, offsets))
+
+
+TOKENS, SEQUENCES = 12_000, 48
+
+
+def packed_lengths() -> list[int]:
+    """The lengths of the offload experiment's sequences. Its generator has torch's default seed in every run."""
+    bounds = TOKENS // (2 * SEQUENCES), 2 * TOKENS // SEQUENCES
+    with _disable_current_modes():
+        drawn = torch.randint(*bounds, (SEQUENCES,), generator=torch.Generator()).tolist()
+    lengths = [max(1, length * TOKENS // sum(drawn)) for length in drawn]
+    return [*lengths[:-1], lengths[-1] + TOKENS - sum(lengths)]
+
+
+def attend_in_a_loop(qkv: Tensor, offsets: Tensor) -> Tensor:
+    """Attention of one sequence after the other, written into one tensor in place."""
+    tokens, _, heads, width = qkv.shape
+    out = qkv.new_empty(tokens, heads, width)
+    start = 0
+    for length in packed_lengths():
+        end = start + length
+        query, key, value = (qkv[start:end, part] for part in range(3))
+        scores = torch.einsum("lhd,shd->hls", query, key) * width**-0.5
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        out[start:end] = torch.einsum("hls,shd->lhd", torch.softmax(scores, dim=-1), value)
+        start = end
+    return out
+
+
+class KeptInput(torch.autograd.Function):
+    """Checkpointing that keeps the block's input in an attribute, which autograd does not release, or on the host."""
+
+    @staticmethod
+    def forward(ctx, block: nn.Module, x: Tensor, offsets: Tensor, method: str) -> Tensor:
+        with torch.no_grad():
+            y = block(x, offsets)
+        ctx.block, ctx.offsets, ctx.shape = block, offsets, x.shape
+        ctx.kept = x.detach() if method == "ckpt_classic" else None
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = grad.new_empty(ctx.shape) if ctx.kept is None else ctx.kept
+        x.requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x, ctx.offsets)
+        torch.autograd.backward(y, grad)
+        return None, x.grad, None, None
+
+
+def reference_offload(*, method: str) -> PublishedStep:
+    """A step of the offload experiment. The loop's variables keep the output and the loss of the last step, and with
+    them the inputs of blocks that `KeptInput` keeps."""
+    with default_dtype(torch.float16):
+        model = Autoencoder(WIDTH, FF, LAYERS, 64, attend_in_a_loop)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, target = (torch.empty(TOKENS, WIDTH, dtype=torch.float16) for _ in range(2))
+    offsets = torch.empty(SEQUENCES + 1, dtype=torch.int32)
+    kept: dict[str, Tensor] = {}
+
+    def run():
+        optimizer.zero_grad(set_to_none=True)
+        y = model.first(x)
+        for block in model.blocks:
+            y = block(y, offsets) if method == "baseline" else KeptInput.apply(block, y, offsets, method)
+        kept["out"] = model.last(y)
+        del y
+        kept["loss"] = F.mse_loss(kept["out"], target)
+        kept["loss"].backward()
+        optimizer.step()
+
+    return PublishedStep(run, (model, optimizer, x, target, offsets))
+
+
+def reference_resnet(*, batch: int) -> PublishedStep:
+    """Forward and backward of ResNet-152 in eval mode, while a copy of the model is resident.
+
+    The source measures before and after it checkpoints the blocks of a deep copy, and the first model stays.
+    """
+    model, images, copy = resnet152().eval(), torch.empty(batch, 3, 224, 224), resnet152()
+    return PublishedStep(lambda: model(images).sum().backward(), (model, images, copy))

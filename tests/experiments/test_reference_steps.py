@@ -1,0 +1,83 @@
+"""The models of the published experiments compute what the originals compute, and their predictions keep the goals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ackpt.experiments.published import Predictions, reference, rows
+from ackpt.experiments.published.reference import Block, InnerBackward, KeptInput, UnfusedRMSNorm
+
+
+def predicted(step):
+    stored = Predictions()
+    return [stored.of(row) for row in rows() if row["step"] == step]
+
+
+def test_the_language_model_is_predicted_within_the_allocators_remainders():
+    found = predicted("reference-language-model")
+    assert len(found) == 6 and max(abs(row["error"]) for row in found) < 0.0002
+
+
+def test_the_synthetic_experiment_is_predicted_to_two_blocks_of_the_allocator():
+    found = {
+        (row["sizes"]["method"], row["sizes"]["tokens"]): row["predicted"] - row["bytes"]
+        for row in predicted("reference-synthetic")
+    }
+    assert len(found) == 10
+    assert max(abs(difference) for (method, _), difference in found.items() if method == "checkpoint") <= 512
+    assert max(abs(difference) for difference in found.values()) <= 1024
+
+
+def test_the_offload_experiment_is_predicted_within_2_percent():
+    found = predicted("reference-offload")
+    assert len(found) == 4 and max(abs(row["error"]) for row in found) < 0.02
+
+
+def test_the_resnet_lacks_the_workspaces_of_convolutions():
+    found = {row["sizes"]["batch"]: row["error"] for row in predicted("reference-resnet")}
+    assert sorted(found) == [4, 8, 16, 32, 64] and all(error < 0 for error in found.values())
+    assert min(found.values()) > -0.03 and min(found[batch] for batch in (16, 32, 64)) > -0.01
+
+
+def test_an_unfused_norm_computes_what_torch_does():
+    norm, x = UnfusedRMSNorm(8), torch.randn(4, 8)
+    torch.nn.init.normal_(norm.weight)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), norm.weight))
+    half = norm.half()(x.half())
+    assert half.dtype is torch.float16
+
+
+def test_the_offload_experiments_sequences_fill_its_tokens():
+    lengths = reference.packed_lengths()
+    assert len(lengths) == 48 and sum(lengths) == 12_000
+    assert lengths[:10] == [272, 333, 274, 158, 304, 345, 308, 272, 398, 394]
+
+
+@pytest.fixture
+def short_sequences(monkeypatch):
+    monkeypatch.setattr(reference, "packed_lengths", lambda: [3, 5])
+
+
+def test_attention_in_a_loop_attends_within_each_sequence(short_sequences):
+    qkv = torch.randn(8, 3, 2, 4)
+    parts = [F.scaled_dot_product_attention(*piece.permute(1, 2, 0, 3)).transpose(0, 1) for piece in qkv.split([3, 5])]
+    torch.testing.assert_close(reference.attend_in_a_loop(qkv, torch.empty(3)), torch.cat(parts))
+
+
+@pytest.mark.parametrize("checkpoint", ["inner", "ckpt_classic"])
+def test_checkpointed_blocks_have_the_gradients_of_the_block(short_sequences, checkpoint):
+    torch.manual_seed(0)
+    block = Block(8, 16, 4, reference.attend_in_a_loop)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x, offsets = torch.randn(8, 8, requires_grad=True), torch.empty(3)
+    block(x, offsets).sum().backward()
+    expected = [x.grad, *(parameter.grad for parameter in block.parameters())]
+    x.grad = None
+    block.zero_grad()
+    if checkpoint == "inner":
+        InnerBackward.apply(block, x, offsets).sum().backward()
+    else:
+        KeptInput.apply(block, x, offsets, checkpoint).sum().backward()
+    found = [x.grad, *(parameter.grad for parameter in block.parameters())]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
