@@ -31,6 +31,7 @@ from .kept_tensors import Kept
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
+_SET_GRADIENT = torch.Tensor.grad.__set__  # pyright: ignore
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore
 _CALL = nn.Module._call_impl.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -94,10 +95,22 @@ class Where(TorchFunctionMode):
                 f"the model's code replaces the data of a tensor at {source or f'module {module!r}'}. A plan does not "
                 "see that. Write the new values instead: with torch.no_grad(): tensor.copy_(values)."
             )
+        if func in (_GRADIENT, _SET_GRADIENT) and args[0].requires_grad and not _is_of_torch(sys._getframe(1)):
+            raise TraceError(
+                f"the model's code reads or sets the gradient of a tensor at {source}. A plan does not see gradients "
+                "of earlier steps. Compute what depends on them outside of the model, and pass it as a tensor argument."
+            )
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
             result = func(*args, **(kwargs or {}))
         self._kept.add(result, f"at {source}" if source else f"in module {module!r}")
         return result
+
+
+def _is_of_torch(frame) -> bool:
+    """Whether torch's own code called torch here."""
+    while frame.f_code.co_filename.startswith(_STAGES):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_TORCH)
 
 
 def line() -> str:
