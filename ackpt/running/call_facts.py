@@ -107,11 +107,24 @@ _HOOKS_OF_ALL = (
     global_hooks._global_backward_pre_hooks,
     global_hooks._global_backward_hooks,
 )
+
+
+def _precision() -> str:
+    """The precision of float32 products; empty where the program sets it by ``fp32_precision`` as well."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
+
+
 # Settings for the whole process on which the kernels of a step, their workspace or its operations depend.
 _SETTINGS: dict[str, Callable[[], Any]] = {
     "torch.get_num_threads()": torch.get_num_threads,
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.get_default_device()": torch.get_default_device,
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.get_float32_matmul_precision()": _precision,
+    "torch.backends.cudnn.benchmark": torch._C._get_cudnn_benchmark,
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
     "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
     "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
