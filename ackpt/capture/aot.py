@@ -28,7 +28,7 @@ from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.kept_tensors import OF_SHAPES, places
 from ackpt.capture.inspection.model_checks import own_call
-from ackpt.capture.inspection.outside_values import Reads
+from ackpt.capture.inspection.outside_values import Reads, in_own_context
 from ackpt.capture.inspection.source_lines import Where, explained, saving_hooks_refused
 from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, require_traceable, shape_of, tensor_facts
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
@@ -244,7 +244,7 @@ class _Flat(nn.Module):
             branches = Branches(call.values, given, call.number)
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched(held.is_same):
                 with fused_attention_refused(), saving_hooks_refused(), branches:
-                    outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
+                    outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
             buffers = [tensor for _, _, tensor in call.own if not tensor.requires_grad]
             call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
         if held.found:
