@@ -27,7 +27,7 @@ from ackpt.capture.inspection.branches import Branch, Branches, Number
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.kept_tensors import OF_SHAPES, places
-from ackpt.capture.inspection.model_checks import own_call
+from ackpt.capture.inspection.model_checks import check_call, own_call
 from ackpt.capture.inspection.outside_values import Reads, in_own_context
 from ackpt.capture.inspection.source_lines import Where, explained, saving_hooks_refused
 from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, require_traceable, shape_of, tensor_facts
@@ -322,6 +322,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         raise TraceError(
             "no parameter of the model requires grad, nor does an argument, so there is no backward to plan"
         )
+    check_call(model, args, kwargs)
     require_traceable(model, args, kwargs)
     about = {
         "made_for": described(model, args, kwargs, differentiate),
@@ -436,7 +437,8 @@ def _captured(stack, model, leaves, values, spec, about) -> Capture:
     def flat(held):
         return _Flat(model, leaves, values, spec, held, about)
 
-    with explained(model), torch.inference_mode(False), torch.enable_grad():
+    is_as_it_is = about["symbols"] is None and not about["reason"]  # otherwise the way of the capture may be the cause
+    with explained(model, is_as_it_is), torch.inference_mode(False), torch.enable_grad():
         try:
             return _exported(stack, flat(()), leaves, (), about)
         except _HoldsTensors as error:
