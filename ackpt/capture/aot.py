@@ -6,6 +6,7 @@ Nothing is computed: parameters and inputs are fake tensors, so models of any si
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,6 +53,9 @@ from .outputs import (
 )
 from .patches import casts
 
+# Held during a capture, which replaces the model's tensors and functions of torch in all threads, and while others read
+# the model's tensors.
+CAPTURING = threading.RLock()
 _HELD = "held by the model's code"  # not a valid attribute name
 
 
@@ -312,7 +316,7 @@ def given_places(leaves) -> tuple[int, ...]:
 def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
     """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
 
-    `dynamic`: the dimensions whose sizes become symbols.
+    `dynamic`: the dimensions whose sizes become symbols. The caller holds `CAPTURING`.
     """
     check_differentiate(differentiate)
     check_outputs(outputs)

@@ -266,7 +266,8 @@ def in_own_context(call):
     before, context = contextvars.copy_context(), contextvars.copy_context()
     result = context.run(call)
     for variable, value in context.items():
-        if before.get(variable) is not value and (plain(value) != plain(before.get(variable)) or tensors_in([value])):
+        was = before.get(variable)
+        if was is not value and (plain(value) not in (None, plain(was)) or tensors_in([value])):
             raise not_repeated(
                 f"the forward sets the context variable {variable.name!r}, which a captured step would not do. Set it "
                 f"before the forward, or store what it contains in a buffer, {REGIONS}"
