@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from ackpt.capture.aot import given_places
 from ackpt.capture.dynamic_sizes import Layout, is_sized, layout
 from ackpt.capture.inspection.comparable_values import plain
-from ackpt.capture.inspection.tensors import is_tensor, require_no_arrays
+from ackpt.capture.inspection.tensors import is_tensor, public_attributes, require_no_arrays
 
 from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages
 
@@ -80,7 +80,8 @@ def call_of(watched: WatchedModel, args, kwargs) -> Call:
 def _leaf(leaf):
     """The part of an argument that a capture depends on, without the sizes of a tensor and without an integer."""
     if is_tensor(leaf):
-        return type(leaf), leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
+        names = public_attributes(leaf) if vars(leaf) else ()
+        return type(leaf), leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg(), names
     if type(leaf) is int:
         return int
     value = plain(leaf)
