@@ -54,7 +54,6 @@ REFUSED = {
     "nonzero": (lambda y: y[y > 0], HERE),
     "numpy": (lambda y: y.detach().numpy(), HERE),
     "backward": (backward_within, rf"calls backward\(\) in its forward {HERE}.*: return the loss"),
-    "key": (lambda y: {"a": y}["b"], f"{HERE}.*: KeyError: 'b'"),
     "unregistered object": (Opaque, "returns a Opaque, which a captured step cannot rebuild"),
     "no gradient": (torch.Tensor.detach, "no output of the model that requires grad"),
 }
