@@ -37,7 +37,7 @@ def require_no_attributes(args, kwargs) -> None:
         TraceError: naming the argument and the attribute.
     """
     for name, leaf in named_leaves(args, kwargs):
-        if is_tensor(leaf) and (found := public_attributes(leaf)):
+        if isinstance(leaf, torch.Tensor) and (found := public_attributes(leaf)):
             error = TraceError(
                 f"argument {name} is a tensor with a Python attribute {found[0]!r}, which a plan does not see. Pass "
                 "its value as an argument of its own, or plan with regions=True, which runs the model's own code."
