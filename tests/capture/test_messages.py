@@ -342,6 +342,7 @@ class ReadsGradients(nn.Linear):
     [
         lambda weight: 0 if weight.grad is None else weight.grad.norm(),
         lambda weight: setattr(weight, "grad", None) or 0,
+        lambda weight: nn.utils.clip_grad_norm_([weight], 1.0),
     ],
 )
 @pytest.mark.parametrize("has_gradient", [False, True])

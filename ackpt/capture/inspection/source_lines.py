@@ -38,6 +38,7 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+_UTILITIES = os.path.join(_TORCH, "nn", "utils") + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep, _DISTRIBUTIONS
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _STAGES = tuple(os.path.join(_PACKAGE, stage) + os.sep for stage in ("capture", "costs", "metering", "planning"))
@@ -118,10 +119,10 @@ class Where(TorchFunctionMode):
 
 
 def _is_of_torch(frame) -> bool:
-    """Whether torch's own code called torch here."""
+    """Whether torch's own code called torch here, except for what it offers to users, such as ``clip_grad_norm_``."""
     while frame.f_code.co_filename.startswith(_STAGES):
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_TORCH)
+    return frame.f_code.co_filename.startswith(_TORCH) and not frame.f_code.co_filename.startswith(_UTILITIES)
 
 
 def line() -> str:
