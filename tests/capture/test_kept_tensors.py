@@ -122,6 +122,14 @@ def weakly():
     return in_dict(lambda model: known.setdefault(model.linear, {}))
 
 
+TABLES: contextvars.ContextVar = contextvars.ContextVar("TABLES")
+
+
+def in_context_dict():
+    TABLES.set({})
+    return in_dict(lambda model: TABLES.get())
+
+
 CACHES = {
     "functools.cache": lambda: in_function_of(None),
     "functools.lru_cache": lambda: in_function_of(2),
@@ -136,10 +144,17 @@ CACHES = {
     "list": in_list,
     "default argument": lambda: in_default,
     "weak dict": weakly,
+    "dict of a context variable": in_context_dict,
 }
 
 
-UNNAMED = "new attribute", "class", "default argument", "weak dict"  # no name in the code that ran finds them
+UNNAMED = (
+    "new attribute",
+    "class",
+    "default argument",
+    "weak dict",
+    "dict of a context variable",
+)  # no name in the code finds them
 
 
 def without_data() -> int:
