@@ -148,7 +148,8 @@ CACHES = {
 }
 
 
-UNNAMED = (
+# No name in the code finds them.
+UNNAMED = "new attribute", "class", "default argument", "weak dict", "dict of a context variable"
     "new attribute",
     "class",
     "default argument",
