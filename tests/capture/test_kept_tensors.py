@@ -150,12 +150,6 @@ CACHES = {
 
 # No name in the code finds them.
 UNNAMED = "new attribute", "class", "default argument", "weak dict", "dict of a context variable"
-    "new attribute",
-    "class",
-    "default argument",
-    "weak dict",
-    "dict of a context variable",
-)  # no name in the code finds them
 
 
 def without_data() -> int:

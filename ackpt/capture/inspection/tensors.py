@@ -26,7 +26,9 @@ def tensor_facts(tensor: torch.Tensor) -> tuple:
 
 
 def public_attributes(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The names of a tensor's own Python attributes, without the marks of libraries, which begin with ``_``."""
+    """The names of a plain tensor's own Python attributes, without marks of libraries, which begin with ``_``."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return ()
     return tuple(sorted(name for name in vars(tensor) if name[:1] != "_"))
 
 
