@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ackpt.capture.dynamic_sizes import Dimension
-from ackpt.capture.inspection.model_checks import check_keywords, forward_names, positional_names
+from ackpt.capture.inspection.model_checks import check_call, check_keywords, forward_names, positional_names
 from ackpt.capture.optimizer_state import NO_LOOP, Loop, loop_with
 from ackpt.costs.devices import Device
 from ackpt.planning.plan import Plan
@@ -145,16 +145,8 @@ def compile(
         regions=regions,
         on_exceed=on_exceed,
     )
-    _check_keywords(model, kwargs, policy)
-    try:
-        step.prepare(*args, **kwargs)
-    except TraceError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise TraceError(
-            f"{error}. The model is called with all keywords but those of ackpt.compile: {', '.join(_KEYWORDS)}, "
-            "a dict of options of the policy."
-        ) from error
+    _check_keywords(model, args, kwargs, policy)
+    step.prepare(*args, **kwargs)
     return step
 
 
@@ -220,12 +212,14 @@ def _check_shared(model, args, given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_keywords(model, kwargs, policy: str) -> None:
+def _check_keywords(model, args, kwargs, policy: str) -> None:
     """Refuse keywords that are probably not meant for the model; every name in its forward is allowed."""
     check_keywords(model, kwargs, _KEYWORDS, "ackpt.compile")
     if misplaced := sorted((set(kwargs) - forward_names(model)) & set(options_of(policy))):
         name = misplaced[0]
         raise TypeError(f"{name!r} is an option of policy {policy!r}: give it as options={{{name!r}: ...}}")
+    advice = f". The model is called with all keywords but those of ackpt.compile: {', '.join(_KEYWORDS)}."
+    check_call(model, args, kwargs, advice)
 
 
 def _check_options(options, plan) -> None:

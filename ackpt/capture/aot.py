@@ -6,6 +6,7 @@ Nothing is computed: parameters and inputs are fake tensors, so models of any si
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,8 +28,8 @@ from ackpt.capture.inspection.branches import Branch, Branches, Number
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.kept_tensors import OF_SHAPES, places
-from ackpt.capture.inspection.model_checks import own_call
-from ackpt.capture.inspection.outside_values import Reads
+from ackpt.capture.inspection.model_checks import check_call, own_call
+from ackpt.capture.inspection.outside_values import Reads, in_own_context
 from ackpt.capture.inspection.source_lines import Where, explained, saving_hooks_refused
 from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, require_traceable, shape_of, tensor_facts
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
@@ -52,6 +53,9 @@ from .outputs import (
 )
 from .patches import casts
 
+# Held during a capture, which replaces the model's tensors and functions of torch in all threads, and while others read
+# the model's tensors.
+CAPTURING = threading.RLock()
 _HELD = "held by the model's code"  # not a valid attribute name
 
 
@@ -244,7 +248,7 @@ class _Flat(nn.Module):
             branches = Branches(call.values, given, call.number)
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched(held.is_same):
                 with fused_attention_refused(), saving_hooks_refused(), branches:
-                    outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
+                    outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
             buffers = [tensor for _, _, tensor in call.own if not tensor.requires_grad]
             call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
         if held.found:
@@ -312,7 +316,7 @@ def given_places(leaves) -> tuple[int, ...]:
 def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
     """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
 
-    `dynamic`: the dimensions whose sizes become symbols.
+    `dynamic`: the dimensions whose sizes become symbols. The caller holds `CAPTURING`.
     """
     check_differentiate(differentiate)
     check_outputs(outputs)
@@ -322,6 +326,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         raise TraceError(
             "no parameter of the model requires grad, nor does an argument, so there is no backward to plan"
         )
+    check_call(model, args, kwargs)
     require_traceable(model, args, kwargs)
     about = {
         "made_for": described(model, args, kwargs, differentiate),
@@ -436,7 +441,8 @@ def _captured(stack, model, leaves, values, spec, about) -> Capture:
     def flat(held):
         return _Flat(model, leaves, values, spec, held, about)
 
-    with explained(model), torch.inference_mode(False), torch.enable_grad():
+    is_as_it_is = about["symbols"] is None and not about["reason"]  # otherwise the way of the capture may be the cause
+    with explained(model, is_as_it_is), torch.inference_mode(False), torch.enable_grad():
         try:
             return _exported(stack, flat(()), leaves, (), about)
         except _HoldsTensors as error:

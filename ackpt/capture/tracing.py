@@ -15,7 +15,7 @@ from ackpt.capture.patches.recurrent import keep_for_backward
 from ackpt.errors import TraceError
 from ackpt.progress import shown
 
-from .aot import Capture, capture
+from .aot import CAPTURING, Capture, capture
 from .dynamic_sizes import is_size, without_full_slices
 from .gradients import move_tangents, own_gradients
 from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
@@ -72,7 +72,7 @@ def trace(
     check_model(model)
     check_keywords(model, kwargs, ("differentiate", "outputs", "optimizer", "accumulation"), "ackpt.trace")
     check_optimizer(model, optimizer)
-    with shown(), capture(model, args, kwargs, differentiate, outputs) as captured:
+    with shown(), CAPTURING, capture(model, args, kwargs, differentiate, outputs) as captured:
         return captured_graph(captured, model, args, kwargs, Loop(optimizer, accumulation))
 
 

@@ -358,7 +358,8 @@ def _is_plain_data(obj) -> bool:
     return is_data(type(obj)) and PLAIN.issuperset(map(type, vars(obj).values()))
 
 
-_NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy", "ackpt"))
+# Classes that dataclasses.make_dataclass and types.new_class make say "types".
+_NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy", "ackpt")) - {"types"}
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 PLAIN = _ATOMS | {
     torch.dtype,

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from ackpt.capture.aot import given_places
 from ackpt.capture.dynamic_sizes import Layout, is_sized, layout
 from ackpt.capture.inspection.comparable_values import plain
-from ackpt.capture.inspection.tensors import is_tensor, require_no_arrays
+from ackpt.capture.inspection.tensors import is_tensor, public_attributes, require_no_arrays
 
 from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages
 
@@ -80,7 +80,8 @@ def call_of(watched: WatchedModel, args, kwargs) -> Call:
 def _leaf(leaf):
     """The part of an argument that a capture depends on, without the sizes of a tensor and without an integer."""
     if is_tensor(leaf):
-        return type(leaf), leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
+        names = public_attributes(leaf) if vars(leaf) else ()
+        return type(leaf), leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg(), names
     if type(leaf) is int:
         return int
     value = plain(leaf)
@@ -107,11 +108,24 @@ _HOOKS_OF_ALL = (
     global_hooks._global_backward_pre_hooks,
     global_hooks._global_backward_hooks,
 )
+
+
+def _precision() -> str:
+    """The precision of float32 products; empty where the program sets it by ``fp32_precision`` as well."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
+
+
 # Settings for the whole process on which the kernels of a step, their workspace or its operations depend.
 _SETTINGS: dict[str, Callable[[], Any]] = {
     "torch.get_num_threads()": torch.get_num_threads,
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.get_default_device()": torch.get_default_device,
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.get_float32_matmul_precision()": _precision,
+    "torch.backends.cudnn.benchmark": torch._C._get_cudnn_benchmark,
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
     "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
     "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,

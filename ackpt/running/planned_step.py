@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ackpt.capture.inspection.model_checks import check_model, first_opaque, own_call, warn_of_evaluation
+from ackpt.capture.inspection.model_checks import check_call, check_model, first_opaque, own_call, warn_of_evaluation
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import NO_LOOP, Loop, check_optimizer
@@ -146,6 +146,7 @@ class PlannedStep(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for these arguments without running anything; the plan."""
+        check_call(self._ackpt_planned.model, args, kwargs)
         warn_of_evaluation(self._ackpt_planned.model)
         self._variant(self._ackpt_planned.call(args, kwargs))
         return self.plan

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ackpt.capture.aot import Capture
+from ackpt.capture.aot import CAPTURING, Capture
 from ackpt.capture.outputs import (
     dropped_before_backward,
     gradients_before_backward,
@@ -53,7 +53,8 @@ class Variant:
         """The outputs of the planned step."""
         if self.stopgap is not None:
             self.stopgap.ran()
-        inputs = self.captured.inputs(call.modules, call.leaves)
+        with CAPTURING:
+            inputs = self.captured.inputs(call.modules, call.leaves)
         outputs = self.run(inputs)
         dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward)
         self._check_backward(nodes_of(outputs), inputs)

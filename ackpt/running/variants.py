@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ackpt.capture.aot import Capture, capture
+from ackpt.capture.aot import CAPTURING, Capture, capture
 from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes, sliced
 from ackpt.capture.inspection.model_checks import warn_of_hooks
@@ -108,12 +108,17 @@ class Variants:
 
     def call(self, args, kwargs) -> Call:
         """A call of the model with these arguments."""
-        if self._watched is None:
-            self._watched = WatchedModel(self.model)
-        return call_of(self._watched, args, kwargs)
+        with CAPTURING:
+            if self._watched is None:
+                self._watched = WatchedModel(self.model)
+            return call_of(self._watched, args, kwargs)
 
     def of(self, call: Call) -> Variant:
         """The variant that serves `call`; captures and plans if none does yet."""
+        with CAPTURING:
+            return self._of(call)
+
+    def _of(self, call: Call) -> Variant:
         group = self._groups.pop(call.facts, None) or _Group()
         self._groups[call.facts] = group  # now the one that was used last
         variant = self._known(group, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import gc
 import types
@@ -121,6 +122,14 @@ def weakly():
     return in_dict(lambda model: known.setdefault(model.linear, {}))
 
 
+TABLES: contextvars.ContextVar = contextvars.ContextVar("TABLES")
+
+
+def in_context_dict():
+    TABLES.set({})
+    return in_dict(lambda model: TABLES.get())
+
+
 CACHES = {
     "functools.cache": lambda: in_function_of(None),
     "functools.lru_cache": lambda: in_function_of(2),
@@ -135,10 +144,12 @@ CACHES = {
     "list": in_list,
     "default argument": lambda: in_default,
     "weak dict": weakly,
+    "dict of a context variable": in_context_dict,
 }
 
 
-UNNAMED = "new attribute", "class", "default argument", "weak dict"  # no name in the code that ran finds them
+# No name in the code finds them.
+UNNAMED = "new attribute", "class", "default argument", "weak dict", "dict of a context variable"
 
 
 def without_data() -> int:
@@ -412,3 +423,36 @@ def test_a_backward_that_stores_something_is_refused_and_leaves_nothing(case, ho
     assert [*vars(model)] == before and model.norm is norm and vars(NESTED[0][0][0]) == {}
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is FunctionalTensor]
+
+
+VARIABLE: contextvars.ContextVar = contextvars.ContextVar("VARIABLE", default=None)
+WEAK: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+def in_context_variable(model, x):
+    if VARIABLE.get() is None:
+        VARIABLE.set(mask(x.shape[1]))
+    return VARIABLE.get()
+
+
+def in_weak_values(model, x):
+    if (found := WEAK.get(x.shape[1])) is None:
+        LOG.append(found := mask(x.shape[1]))
+        WEAK[x.shape[1]] = found
+    return found
+
+
+@pytest.mark.parametrize("mask_of", [in_context_variable, in_weak_values])
+def test_a_cache_that_cannot_get_data_is_refused_and_left_empty(mask_of):
+    LOG.clear()
+    before, model, x = without_data(), Attends(mask_of), torch.randn(2, 6, 8)
+    with pytest.raises(TraceError, match="the context variable 'VARIABLE'|stores a tensor in global 'LOG'") as error:
+        ackpt.compile(model, x, policy="none")
+    assert VARIABLE.get() is None and not WEAK and without_data() == before  # while the error exists
+    assert "regions=True" in str(error.value)
+    step = ackpt.apply_budget(model, x, budget="1MiB")
+    assert type(step.plan).__name__ == "RegionsPlan" and VARIABLE.get() is None and not WEAK
+    found = model(x)
+    ackpt.remove_budget(model)
+    assert torch.equal(found, model(x))
+    VARIABLE.set(None)

@@ -326,3 +326,53 @@ def test_hooks_on_saved_tensors():
             ackpt.compile(model, X, policy="full")
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):  # outside of the model
         ackpt.compile(layers(), X, policy="full")
+
+
+class ReadsGradients(nn.Linear):
+    def __init__(self, read):
+        super().__init__(8, 8)
+        self.read = read
+
+    def forward(self, x):
+        return super().forward(x).sum() + self.read(self.weight)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda weight: 0 if weight.grad is None else weight.grad.norm(),
+        lambda weight: setattr(weight, "grad", None) or 0,
+        lambda weight: nn.utils.clip_grad_norm_([weight], 1.0),
+    ],
+)
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_a_forward_that_reads_or_sets_gradients_is_refused(read, has_gradient):
+    model = ReadsGradients(read)
+    gradient = torch.ones(8, 8) if has_gradient else None
+    model.weight.grad = gradient
+    with pytest.raises(ackpt.TraceError, match=r"reads or sets the gradient of a tensor at .*test_messages.py:\d+"):
+        ackpt.apply_budget(model, X, budget="1MiB")
+    assert model.weight.grad is gradient
+
+
+class ScaledByInput(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh().sum() * getattr(x, "scale", 1.0)
+
+
+def scaled(x, scale):
+    x.scale = scale
+    return x
+
+
+def test_python_attributes_of_an_argument():
+    model, x = ScaledByInput(8, 8), torch.ones(4, 8)
+    x._mark = 3
+    step = ackpt.compile(model, x, policy="full")
+    assert torch.equal(step(x), model(x))
+    with pytest.raises(ackpt.TraceError, match="argument 0 is a tensor with a Python attribute 'scale'"):
+        step(scaled(torch.ones(4, 8), 3.0))
+    assert torch.equal(step(torch.ones(4, 8)), model(x))
+    in_parts = ackpt.compile(model, x, budget="1MiB")
+    for batch in (x, scaled(torch.ones(4, 8), 3.0), x):
+        assert torch.equal(in_parts(batch), model(batch))

@@ -554,3 +554,52 @@ def test_another_default_dtype_is_another_call():
         assert torch.equal(step(X), model(X)) and step.history[-1].cause == "torch.get_default_dtype() changed"
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+SETTINGS = {
+    "torch.are_deterministic_algorithms_enabled()": (
+        *(False, True),
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "torch.get_float32_matmul_precision()": (
+        *("highest", "high"),
+        torch.set_float32_matmul_precision,
+        torch.get_float32_matmul_precision,
+    ),
+    "torch.backends.cudnn.benchmark": (
+        *(False, True),
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+        lambda: torch.backends.cudnn.benchmark,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_torch_that_the_forward_reads_is_compared(name):
+    was, value, put, read = SETTINGS[name]
+
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum() * (2 if read() == value else 1)
+
+    model = Reads(4, 4)
+    step = ackpt.compile(model, X, policy="none")
+    assert torch.equal(step(X), model(X))
+    try:
+        put(value)
+        assert torch.equal(step(X), model(X)) and step.history[-1].cause == f"{name} changed"
+    finally:
+        put(was)
+
+
+def test_an_object_of_a_class_that_make_dataclass_made_is_compared():
+    class Scales(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum() * self.config.scale
+
+    model = Scales(4, 4)
+    model.config = dataclasses.make_dataclass("Config", [("scale", float, 2.0)])()
+    step = ackpt.compile(model, X, policy="none")
+    model.config.scale = 5.0
+    assert torch.equal(step(X), model(X))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import deque
 from functools import partial
@@ -410,6 +411,11 @@ STATES = {
     "items of a deque": (_set("m", lambda: deque([0.0], 3)), lambda s, v: s.m.append(v), lambda s: sum(s.m)),
     "items of a set": (_set("m", set), lambda s, v: s.m.add(len(s.m)), lambda s: 0.1 * len(s.m)),
     "items inside": (_set("m", lambda: {"k": [0]}), lambda s, v: _grow(s.m["k"]), lambda s: 0.1 * s.m["k"][0]),
+    "made dataclass": (
+        _set("m", dataclasses.make_dataclass("Count", [("n", int, 0)])),
+        lambda s, v: setattr(s.m, "n", s.m.n + 1),
+        lambda s: 0.1 * s.m.n,
+    ),
     "data": (
         lambda s: s.register_buffer("m", torch.zeros(4)),
         lambda s, v: setattr(s.m, "data", s.m * 0.9 + v),

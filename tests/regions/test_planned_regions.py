@@ -164,10 +164,10 @@ def test_invalid_options_are_refused(options, message):
 def test_errors_of_the_model_itself():
     model, batch = built("early exit")
     step = ackpt.compile(model, budget=0.7, **batch)
-    wrong = ackpt.compile(model, torch.ones(4, 5), budget=0.7)
-    assert "same reduction dim" in wrong.plan.note
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        wrong(torch.ones(4, 5))
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        ackpt.compile(model, torch.ones(4, 5), budget=0.7)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # in a planned step
+        step(torch.ones(4, 5))
     step(**batch).backward()
     with pytest.raises(TraceError, match="values of a tensor"):
         ackpt.compile(model.to("meta"), torch.ones(64, 16), budget=0.7)

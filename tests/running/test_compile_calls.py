@@ -493,3 +493,13 @@ def test_backward_inside_autocast_is_refused():
         with pytest.raises(ackpt.CheckpointError, match="backward runs inside torch.autocast"):
             loss.backward(retain_graph=True)
     loss.backward()
+
+
+def test_new_sizes_in_several_threads_at_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    step = ackpt.compile(model, torch.randn(12, 4), policy="full")
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        for size in (5, 8, 9, 21):
+            x = torch.randn(size, 4)
+            assert all(torch.equal(found, model(x)) for found in threads.map(step, [x, x, x]))

@@ -32,7 +32,7 @@ OF_SHAPES = frozenset(
 
 
 class NotConstant(Exception):
-    """A tensor depends on the call's arguments, on parameters, or on random numbers."""
+    """A tensor depends on the call's arguments, on parameters, or on random numbers, or cannot get data in place."""
 
 
 class Kept:
@@ -103,7 +103,7 @@ class Kept:
         `mode`: a context in which to compute them.
 
         Raises:
-            NotConstant: if one depends on more than constants and buffers.
+            NotConstant: if one depends on more than constants and buffers; or something has a weak reference to one.
         """
         if any(tensor.requires_grad or id(tensor) not in self._nodes for tensor in tensors):
             raise NotConstant
@@ -112,6 +112,8 @@ class Kept:
         self._removals += removals(tensors, self._new)
         self.given += tensors
         self._made, self._nodes, self._operations, self._known, self._root = [], {}, {}, {}, None
+        if any(map(weakref.getweakrefs, tensors)):
+            raise NotConstant
         while data:
             torch.utils.swap_tensors(tensors[len(data) - 1], data.pop())
 

@@ -10,7 +10,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ackpt.errors import check_misspelt, warn
+from ackpt.errors import check_misspelt, did_you_mean, warn
 
 from .attributes import HOOKS
 from .value_walk import is_installed, is_of_model, module_label, said
@@ -54,6 +54,35 @@ def check_keywords(model, given, keywords, owner: str) -> None:
     """
     unnamed = sorted(set(given) - forward_names(model))
     check_misspelt(unnamed, keywords, f"{owner}, nor a parameter of the model's forward")
+
+
+def check_call(model, args, kwargs, advice: str = "") -> None:
+    """Refuse arguments that the model's forward does not take, unless hooks of the model may change them.
+
+    Args:
+        advice: what to add to an error about a keyword.
+
+    Raises:
+        TypeError: naming the parameter.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (AttributeError, TypeError, ValueError):
+        return
+    if model._forward_pre_hooks:
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = list(signature.parameters)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        unknown = None if takes_all else next((name for name in kwargs if name not in names), None)
+        reason = str(error) if unknown is None else f"got an unexpected keyword argument {unknown!r}"
+        hint = "" if unknown is None else did_you_mean(unknown, names)
+        raise TypeError(
+            f"{type(model).__name__}.forward() {reason}{hint}; its parameters are {', '.join(names)}"
+            f"{'' if unknown is None else advice}"
+        ) from None
 
 
 def forward_names(model) -> set[str]:

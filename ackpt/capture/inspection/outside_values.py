@@ -9,6 +9,7 @@ properties and C extensions return.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import os
 import sys
@@ -21,10 +22,12 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from ackpt.checkpointing.reachable import tensors_in
 from ackpt.errors import TraceError, warn
 
 from .attributes import REGIONS, Change, not_repeated, repeated_draws
 from .closures_that_ran import Closures
+from .comparable_values import plain
 from .kept_tensors import Kept, NotConstant
 from .value_walk import Value, Walk, closes_over, is_of_model, said
 
@@ -187,14 +190,16 @@ class Reads:
         """
         tensors = self.kept.alive()
         error = not_repeated(self._changed[0].refusal if self._changed else kept_message(*tensors[0]))
-        try:
+        is_constant = False
+        with contextlib.suppress(NotConstant):
             self.kept.give_data([tensor for tensor, _ in tensors], mode)
-        except NotConstant:
-            raise error from None
+            is_constant = True
+        del tensors  # the error may outlive them
+        if not is_constant:
+            raise error
         self._settles, self._settled = False, True
         for change in self._changed:
             change.repeat()
-        del tensors
         yield error
         if again := self.kept.alive():
             raise not_repeated(kept_message(*again[0]))
@@ -261,6 +266,24 @@ def warn_of_checkpoints() -> None:
         "The model calls torch.utils.checkpoint itself. The plan alone decides what is recomputed, and a fractional "
         "budget is relative to the peak without torch's checkpointing, which differs from the model's own peak.",
     )
+
+
+def in_own_context(call):
+    """``call()``, where what it sets in context variables is gone afterwards.
+
+    Raises:
+        TraceError: naming a context variable that it leaves with another plain value, or with tensors.
+    """
+    before, context = contextvars.copy_context(), contextvars.copy_context()
+    result = context.run(call)
+    for variable, value in context.items():
+        was = before.get(variable)
+        if was is not value and (plain(value) not in (None, plain(was)) or tensors_in([value])):
+            raise not_repeated(
+                f"the forward sets the context variable {variable.name!r}, which a captured step would not do. Set it "
+                f"before the forward, or store what it contains in a buffer, {REGIONS}"
+            )
+    return result
 
 
 def _is_by_model(frame) -> bool:

@@ -31,16 +31,29 @@ from .kept_tensors import Kept
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
+_SET_GRADIENT = torch.Tensor.grad.__set__  # pyright: ignore
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore
 _CALL = nn.Module._call_impl.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+_UTILITIES = os.path.join(_TORCH, "nn", "utils") + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep, _DISTRIBUTIONS
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _STAGES = tuple(os.path.join(_PACKAGE, stage) + os.sep for stage in ("capture", "costs", "metering", "planning"))
 _CAPTURE = os.path.join(_PACKAGE, "capture", "aot.py")  # calls the model; its callers are not part of the model
+# Where torch checks the arguments of its operations; an operation itself raises in _ops.py or where it is called.
+_CHECKS = tuple(
+    os.path.join(_TORCH, name)
+    for name in (
+        *("__init__.py", "_ops.py", "functional.py", "_meta_registrations.py", "_prims", "_refs", "_decomp", "nn"),
+        os.path.join("_subclasses", "fake_impls.py"),
+    )
+)
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_CLASSES = re.compile("FakeTensor|FunctionalTensor|SymInt|SymFloat|SymBool")
+_OF_CAPTURE = re.compile(f"{_CLASSES.pattern}|subclass|data pointer|storage|meta|symbolic|deepcopy|fake|FX")
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -94,10 +107,22 @@ class Where(TorchFunctionMode):
                 f"the model's code replaces the data of a tensor at {source or f'module {module!r}'}. A plan does not "
                 "see that. Write the new values instead: with torch.no_grad(): tensor.copy_(values)."
             )
+        if func in (_GRADIENT, _SET_GRADIENT) and args[0].requires_grad and not _is_of_torch(sys._getframe(1)):
+            raise TraceError(
+                f"the model's code reads or sets the gradient of a tensor at {source}. A plan does not see gradients "
+                "of earlier steps. Compute what depends on them outside of the model, and pass it as a tensor argument."
+            )
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
             result = func(*args, **(kwargs or {}))
         self._kept.add(result, f"at {source}" if source else f"in module {module!r}")
         return result
+
+
+def _is_of_torch(frame) -> bool:
+    """Whether torch's own code called torch here, except for what it offers to users, such as ``clip_grad_norm_``."""
+    while frame.f_code.co_filename.startswith(_STAGES):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_TORCH) and not frame.f_code.co_filename.startswith(_UTILITIES)
 
 
 def line() -> str:
@@ -200,8 +225,11 @@ def saving_hooks_refused():
 
 
 @contextlib.contextmanager
-def explained(model: nn.Module):
-    """Raise errors from the code of `model` and from torch's capture as a TraceError; silence torch's own logging."""
+def explained(model: nn.Module, raises_own: bool):
+    """Raise errors of torch's capture as a TraceError; silence torch's own logging.
+
+    `raises_own`: whether errors of the model's own code, which its own call would raise too, stay as they are.
+    """
     was, _LOG.disabled = _LOG.disabled, True
     try:
         with warnings.catch_warnings():  # torch captures in anomaly mode, which warns of every error
@@ -210,9 +238,31 @@ def explained(model: nn.Module):
     except TraceError:
         raise
     except Exception as error:  # the model's code may raise anything
+        if raises_own and _is_own(error):
+            raise
         raise _explained(error, model) from error
     finally:
         _LOG.disabled = was
+
+
+def _is_own(error) -> bool:
+    """Whether the model's code raised `error`, or torch's checks of the arguments that it gave, rather than a capture.
+
+    Code of the model that checks the class of a tensor names it.
+    """
+    earlier = error
+    while earlier is not None:
+        if isinstance(earlier, (*_LOOKS_AT_VALUES, NotImplementedError, CheckpointError)):
+            return False
+        earlier = earlier.__context__
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    code, said = last.tb_frame.f_code, str(error)
+    file = code.co_filename
+    if is_users(file) and code.co_code[last.tb_lasti] == _RAISE:
+        return _CLASSES.search(said) is None
+    return (is_users(file) or file == __file__ or file.startswith(_CHECKS)) and _OF_CAPTURE.search(said) is None
 
 
 def _explained(error, model) -> TraceError:

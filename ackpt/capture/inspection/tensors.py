@@ -25,6 +25,29 @@ def tensor_facts(tensor: torch.Tensor) -> tuple:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
+def public_attributes(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The names of a plain tensor's own Python attributes, without marks of libraries, which begin with ``_``."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return ()
+    return tuple(sorted(name for name in vars(tensor) if name[:1] != "_"))
+
+
+def require_no_attributes(args, kwargs) -> None:
+    """Refuse argument tensors with Python attributes, which the tensors of a capture do not have.
+
+    Raises:
+        TraceError: naming the argument and the attribute.
+    """
+    for name, leaf in named_leaves(args, kwargs):
+        if isinstance(leaf, torch.Tensor) and (found := public_attributes(leaf)):
+            error = TraceError(
+                f"argument {name} is a tensor with a Python attribute {found[0]!r}, which a plan does not see. Pass "
+                "its value as an argument of its own, or plan with regions=True, which runs the model's own code."
+            )
+            error.reason, error.can_split = f"argument {name} has a Python attribute {found[0]!r}", True
+            raise error
+
+
 def has_data(model: nn.Module, leaves) -> bool:
     """Whether no tensor of the model or of the call is fake or on the meta device."""
     tensors = filter(is_tensor, (*model.parameters(), *model.buffers(), *leaves))
@@ -39,6 +62,7 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
         TraceError: naming the argument, parameter or buffer.
     """
     require_no_arrays(args, kwargs)
+    require_no_attributes(args, kwargs)
     types = set()
     for name, tensor in _named(model, args, kwargs):
         if tensor.is_nested:

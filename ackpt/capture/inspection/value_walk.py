@@ -328,7 +328,8 @@ def is_installed(path: str) -> bool:
 
 def _is_class_of_model(kind: type) -> bool:
     root = kind.__module__.partition(".")[0]
-    return root not in sys.stdlib_module_names and root != "torch" or kind.__name__ in ("SimpleNamespace", "Namespace")
+    is_standard = root in sys.stdlib_module_names and root != "types"  # that of classes that make_dataclass makes
+    return not is_standard and root != "torch" or kind.__name__ == "Namespace"
 
 
 def said(code: types.CodeType) -> str:

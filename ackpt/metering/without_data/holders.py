@@ -181,7 +181,10 @@ def _is_new(holder, new: set[int]) -> bool:
     if id(holder) not in new or type(holder) is not dict:
         return id(holder) in new
     return not any(
-        isinstance(each, types.CellType) or (isinstance(each, tuple) and id(each) not in new) or _owner(each)
+        isinstance(each, types.CellType)
+        or type(each).__name__.startswith("hamt_")  # the values of context variables
+        or (isinstance(each, tuple) and id(each) not in new)
+        or _owner(each)
         for each in gc.get_referrers(holder)
     )
 
