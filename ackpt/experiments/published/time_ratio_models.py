@@ -1,9 +1,14 @@
-"""Models of published times that are not in transformers: a layer of Megatron-LM, and DenseNet for small images."""
+"""Models of published times that are not in transformers: a layer of Megatron-LM, DenseNet for small images, and the
+reference experiments' models."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .reference import FF, TOKENS, VOCABULARY, WIDTH, Autoencoder, LanguageModel, attend_in_a_loop
+from .step import default_dtype
 
 
 class _Core(nn.Module):
@@ -119,3 +124,39 @@ def dense_net(*, depth: int, growth: int, batch: int, image: int) -> tuple[nn.Mo
     with torch.device("meta"):
         images, labels = torch.empty(batch, 3, image, image), torch.empty(batch, dtype=torch.int64)
         return _DenseNet(depth, growth), images, labels
+
+
+class _WithLoss(nn.Module):
+    """The model and the loss that its experiment computes."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, offsets: Tensor, target: Tensor) -> Tensor:
+        y = self.model(x, offsets, False)
+        return F.mse_loss(y, target) if target.is_floating_point() else F.cross_entropy(y.float(), target)
+
+
+def _attend(qkv: Tensor, offsets: Tensor) -> Tensor:
+    """Attention within one sequence by a fused kernel, which does the work of flash-attn's packed one."""
+    heads = qkv.permute(1, 2, 0, 3).unsqueeze(1)
+    return F.scaled_dot_product_attention(heads[0], heads[1], heads[2])[0].transpose(0, 1)
+
+
+def reference_model(experiment: str, blocks: int, tokens: int) -> tuple[nn.Module, tuple[Tensor, ...], str]:
+    """The model of ``synthetic``, ``lm`` or ``offload`` with its loss, its inputs, on meta, and autocast's dtype."""
+    with torch.device("meta"):
+        offsets = torch.empty(2, dtype=torch.int32)
+        if experiment == "lm":
+            ids = torch.empty(tokens, dtype=torch.int64)
+            model: nn.Module = LanguageModel(VOCABULARY, WIDTH, FF, blocks, 128, _attend)
+            return _WithLoss(model), (ids, offsets, ids.clone()), "bfloat16"
+        if experiment == "synthetic":
+            model = Autoencoder(WIDTH, FF, blocks, 128, _attend)
+            x = torch.empty(tokens, WIDTH)
+            return _WithLoss(model), (x, offsets, x.clone()), "bfloat16"
+        with default_dtype(torch.float16):
+            model = Autoencoder(WIDTH, FF, blocks, 64, attend_in_a_loop)
+            x = torch.empty(TOKENS, WIDTH)
+        return _WithLoss(model), (x, offsets, x.clone()), "float32"

@@ -27,17 +27,20 @@ from ackpt.results import REFERENCES, RecordError, load_reference, markdown_tabl
 from ackpt.workloads.cuda_capture import CapturedCudaChoices
 from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, captured
-from ackpt.workloads.step_request import StepRequest
+from ackpt.workloads.step_request import StepRequest, autocast
 
 from .predictions import digest, version_of
-from .time_ratio_models import dense_net, megatron_layers
+from .time_ratio_models import dense_net, megatron_layers, reference_model
 
 REFERENCE = "published-ratios"
 FILE = REFERENCES.parent / "predictions" / "time-ratios.json"
 _CODE = ("costs", "planning/simulator.py", "planning/schedule.py", "policies/chains/selective.py", "policies/manual.py")
-_CODE += tuple(f"experiments/published/time_ratio{name}.py" for name in ("s", "_models"))
+_CODE += tuple(f"experiments/published/{name}.py" for name in ("time_ratios", "time_ratio_models", "reference"))
 FEW, MORE = 2, 4  # blocks of the steps that are captured
 ADAM_PASSES = 7  # reads parameters, gradients and two states; writes parameters and states
+# ``_multi_tensor_adamw`` in torch/optim/adam.py: mul (2), lerp (3), mul (2), addcmul (3), sqrt (2), div (2), add (2),
+# addcdiv (4)
+FOREACH_ADAM_PASSES = 20
 LARGE = 0.15  # an error that needs an explanation
 _TITAN_X = Device("titan-x-pascal", 12 * 10**9, {"float32": 11e12}, 480e9, 16e9, "NVIDIA TITAN X (Pascal) product page")
 _GPUS = {**DEVICES, _TITAN_X.name: _TITAN_X}
@@ -188,7 +191,21 @@ def _costed(graph: JointGraph, where: Device, compiled: bool, passes: float) -> 
     return Step(graph, profile, passes * graph.bytes()["parameter"] / where.memory_bytes_per_second)
 
 
-_STEPS: dict[str, Callable[..., Step]] = {"named": _named, "megatron-layer": _layers, "densenet": _images}
+@cache
+def _reference(where: str, blocks: int, experiment: str, tokens: int) -> Step:
+    """The published model of a reference experiment, with the passes of torch's default AdamW."""
+    model, inputs, dtype = reference_model(experiment, blocks, tokens)
+    with autocast("cpu", dtype), CapturedCudaChoices(gpu(where).capability):
+        graph = ackpt.trace(model, *inputs)
+    return _costed(graph, _GPUS[where], False, FOREACH_ADAM_PASSES)
+
+
+_STEPS: dict[str, Callable[..., Step]] = {
+    "named": _named,
+    "megatron-layer": _layers,
+    "densenet": _images,
+    "reference": _reference,
+}
 
 
 def _policy(policy: str, **options) -> Callable[[Step], float]:
