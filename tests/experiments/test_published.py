@@ -151,8 +151,9 @@ def test_tables_and_badge():
     made = [{**found[0], "error": 0.5, "source": "a paper"}, *found]
     assert [row["error"] for row in worst(made, 0.1)] == [0.5]
     sentence = badge(made, "there")
-    assert sentence.startswith("{doc}`predicted; validated on 16 published measurements, median error 0.00 % <there>`")
-    assert "(50.0 % on the 1 of whole training steps; 3 sources)" in sentence
+    errors = "median error 0.00 %, largest +50.0 %"
+    assert sentence.startswith(f"{{doc}}`predicted; validated on 16 published measurements, {errors} <there>`")
+    assert "(the 1 of whole training steps: median error 50.0 %, largest +50.0 %; 3 sources)" in sentence
     listed = reasons(excluded())
     assert sum(entry["n"] for entry in listed) == sum(row.get("figures", 1) for row in excluded())
     assert [entry["n"] for entry in listed] == sorted((entry["n"] for entry in listed), reverse=True)

@@ -152,6 +152,13 @@ class LanguageModel(nn.Module):
         return self.head(x)
 
 
+def parameters_of_language_model() -> int:
+    """The number of elements of the published language model; the tied weight counts once."""
+    with torch.device("meta"):
+        model = LanguageModel(VOCABULARY, WIDTH, FF, LAYERS, 128, PackedFlashAttention.apply)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _autocast():
     return torch.autocast("cpu", dtype=torch.bfloat16)
 

@@ -86,12 +86,16 @@ def reasons(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def badge(rows: list[dict[str, Any]], chapter: str) -> str:
-    """One sentence in MyST with the number of figures and the median error, which links to the chapter."""
+    """One sentence in MyST with the number of figures, median and largest error, which links to the chapter."""
     whole = [row for row in rows if row["source"] not in OPERATORS]
     (total,), (steps,) = summary(rows), summary(whole)
-    text = f"predicted; validated on {total['n']} published measurements, median error {percent(total['median'])} %"
-    of_steps = f"{percent(steps['median'])} % on the {steps['n']} of whole training steps"
+    text = f"predicted; validated on {total['n']} published measurements, {_errors(total)}"
+    of_steps = f"the {steps['n']} of whole training steps: {_errors(steps)}"
     return f"{{doc}}`{text} <{chapter}>` ({of_steps}; {len({row['source'] for row in rows})} sources)\n"
+
+
+def _errors(line: dict[str, Any]) -> str:
+    return f"median error {percent(line['median'])} %, largest {percent(line['largest'], signed=True)} %"
 
 
 def text_table(rows: list[dict[str, Any]]) -> str:
