@@ -10,6 +10,7 @@ from typing import Any
 
 import ackpt
 from ackpt.costs.devices import device
+from ackpt.errors import BudgetError
 from ackpt.planning.simulator import simulate
 from ackpt.results import REFERENCES
 from ackpt.workloads.named_models import training_step
@@ -31,13 +32,19 @@ BATCHES = {"resnet152": (4, 8, 16, 32, 64), "lm": (2, 4, 8, 16, 32, 64, 128, 256
 
 
 def predicted_methods(model: str, sizes: dict[str, int], gpu_name: str) -> dict[str, dict[str, float]]:
-    """``peak_bytes`` and ``seconds`` of forward and backward in fp32 by method; nothing is swapped."""
+    """``peak_bytes`` and ``seconds`` of forward and backward in fp32 by method; nothing is swapped.
+
+    An infeasible budget, as of small batches whose gradients have most bytes, is replaced by the smallest feasible one.
+    """
     request = StepRequest(model, sizes["batch"], **MODELS[model])
     graph = captured(training_step(request), PlanConfig(request, optimizer="none", device=gpu_name), device(gpu_name))
     profile = replace(ackpt.profile(graph, device(gpu_name)), swap_seconds=None)
     found = {}
     for name, (policy, budget) in METHODS.items():
-        plan = ackpt.plan(graph, budget, policy, profile=profile)
+        try:
+            plan = ackpt.plan(graph, budget, policy, profile=profile)
+        except BudgetError as error:
+            plan = ackpt.plan(graph, error.least_bytes, policy, profile=profile)
         seconds = simulate(graph, profile, plan.schedule).seconds
         found[name] = {"peak_bytes": plan.peak_bytes, "seconds": float(f"{seconds:.9g}")}
     return found

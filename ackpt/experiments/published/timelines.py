@@ -1,12 +1,14 @@
 """Timelines of reference experiments at the published sizes, predicted from shapes, and the file that stores them.
 
-A timeline takes minutes, so ``results/predictions/timelines.json`` stores it under the key that `Predictions` makes:
-it is predicted again if the step, its sizes, the GPU or the code that predicts change.
+A timeline can take minutes, so ``results/predictions/timelines.json`` stores it. Its key depends on the step, its
+sizes, the GPU and the bytes that `Predictions` stores for them: if these change, the timeline is predicted again.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,7 @@ from ackpt.experiments.steps.settings import record_metrics
 from ackpt.metering.prediction import predict
 from ackpt.results import REFERENCES, Record, environment
 
-from . import predictions
+from .predictions import Predictions, digest, group, rows
 from .steps import STEPS
 
 FILE = REFERENCES.parent / "predictions" / "timelines.json"
@@ -24,23 +26,29 @@ POINTS = 300
 
 
 def predicted_timeline(step: str, sizes: dict[str, Any], gpu_name: str) -> dict[str, Any]:
-    """The metrics of a Record: bytes, FLOPs and the timeline of one step, thinned to about `POINTS` events."""
+    """The metrics of a Record: bytes, FLOPs and the timeline of the first step, thinned to about `POINTS` events."""
     with mock.patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=""), FakeTensorMode():
         made = STEPS[step](**sizes)
-    found = predict(made.run, resident=made.resident, device=gpu_name)
-    metrics = record_metrics(found)
-    return {**metrics, "allocated": found.peak_bytes, "timeline": found.timeline.thinned(POINTS).to_json()}
+    found = predict(made.run, resident=made.resident, device=gpu_name, warmup=0)
+    return {**record_metrics(found), "timeline": found.timeline.thinned(POINTS).to_json()}
 
 
-def timelines(step: str, file=FILE) -> list[Record]:
-    """One Record per published figure of `step`, with its predicted bytes, FLOPs and timeline; stores new ones."""
-    stored = predictions.Predictions(file, predicted_timeline)
-    chosen = [row for row in predictions.rows() if row["step"] == step]
-    records = []
-    for row in chosen:
-        stored.of(row)
-        metrics = stored.stored[stored.key(row)]["bytes"]
-        records.append(Record(f"{step}-predicted", row["sizes"], metrics, environment("cpu")))
-        if stored.predicted:
-            stored.save(predictions.rows())
-    return records
+class Timelines(Predictions):
+    """The timelines in `file`."""
+
+    def __init__(self, file: Path = FILE, predicts=predicted_timeline, peaks: Predictions | None = None):
+        super().__init__(file, predicts)
+        self.peaks = peaks or Predictions()
+
+    def key(self, row: dict[str, Any]) -> str:
+        return digest([*group(row), self.peaks.entry(row)])
+
+    def records(self, step: str, methods: Iterable[str]) -> list[Record]:
+        """One Record for each method of `step`, with its metrics; new ones are stored."""
+        published = {row["sizes"]["method"]: row for row in rows() if row["step"] == step}
+        records = []
+        for row in (published[method] for method in methods):
+            records.append(Record(f"{step}-predicted", row["sizes"], self.entry(row), environment("cpu")))
+            if self.predicted:
+                self.save([row for row in rows() if row["step"] == step])
+        return records
