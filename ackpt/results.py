@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -172,7 +173,8 @@ def load_reference(name: str, folder: str | os.PathLike[str] = REFERENCES) -> di
     return data
 
 
-LEFT_OUT = "% not yet measured: "  # a comment of MyST
+DASH = "–"
+NUMBER = re.compile(rf"[-+{DASH}]?[\d,.]* ?%?")
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str, name: str) -> str:
@@ -180,12 +182,12 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
 
     Args:
         rows: dicts, one per row.
-        columns: ``{key: heading}`` in order; columns of numbers are aligned to the right.
+        columns: ``{key: heading}`` in order; columns of numbers, also as text, are aligned to the right.
         caption: one sentence that can be read alone.
         name: the label that pages refer to.
 
-    A value of None is shown as *not yet measured*. A column without any value is left out, and named in a comment below
-    the table. Floats are shown as given, so round them before.
+    A value of None is shown as *not yet measured*. A column without any value shows dashes, which a note
+    below the table explains. Floats are shown as given, so round them before, or give them as text.
 
     Example:
         >>> from ackpt.results import markdown_table
@@ -193,29 +195,19 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
         :::{table} Peaks.
         :name: tab-peaks
         <BLANKLINE>
-        | layers |
-        |---:|
-        | 4 |
+        | layers | peak |
+        |---:|---:|
+        | 4 | – |
         :::
-        % not yet measured: peak
+        *Not yet measured: peak.*
         <BLANKLINE>
     """
     empty = [key for key in columns if all(row.get(key) is None for row in rows)]
-    if len(empty) == len(columns):
-        empty = []
-    left_out = [f"{LEFT_OUT}{columns[key]}" for key in empty]
-    columns = {key: heading for key, heading in columns.items() if key not in empty}
-    numbers = {
-        key: any(row.get(key) is not None for row in rows)
-        and all(isinstance(row.get(key), (int, float, type(None))) for row in rows)
-        for key in columns
-    }
-    lines = [
-        _line(columns.values()),
-        "|" + "|".join("---:" if numbers[key] else ":---" for key in columns) + "|",
-        *(_line(row.get(key) for key in columns) for row in rows),
-    ]
-    return "\n".join([f":::{{table}} {caption}", f":name: {name}", "", *lines, ":::", *left_out, ""])
+    note = [f"*Not yet measured: {'; '.join(columns[key] for key in empty)}.*"] if empty else []
+    cells = [[DASH if key in empty else row.get(key) for key in columns] for row in rows]
+    aligned = ["---:" if all(_is_number(line[place]) for line in cells) else ":---" for place in range(len(columns))]
+    lines = [_line(columns.values()), f"|{'|'.join(aligned)}|", *map(_line, cells)]
+    return "\n".join([f":::{{table}} {caption}", f":name: {name}", "", *lines, ":::", *note, ""])
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
@@ -257,6 +249,10 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
         reason = error.strerror or error
         raise RecordError(f"cannot write {path}: {reason}; name a folder that can be written") from error
     return path
+
+
+def _is_number(value) -> bool:
+    return bool(NUMBER.fullmatch(value)) if isinstance(value, str) else isinstance(value, (int, float, type(None)))
 
 
 def _line(values) -> str:

@@ -15,7 +15,7 @@ from address import ROOT
 from chapter import source_hash
 
 from ackpt.experiments.reports.gpu_records import gpu_columns
-from ackpt.results import LEFT_OUT, Record, load_records, markdown_table
+from ackpt.results import DASH, Record, load_records, markdown_table
 
 RUN = "notebook"  # the experiment of a run's record
 MISSING = "*not yet measured*"
@@ -40,28 +40,25 @@ MISSING_CELLS = {"table": "table", "column": "column", "cells": "rows not yet me
 
 @dataclass(frozen=True)
 class Table:
-    """A file of results/tables: its caption and label, the headings of its columns, and the rows below them.
-
-    ``left_out``: the headings of columns that have no value yet.
-    """
+    """A file of results/tables: its caption and label, the headings of its columns, and the rows below them."""
 
     path: Path
     caption: str
     label: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    left_out: tuple[str, ...] = ()
 
     @property
     def on_gpu(self) -> tuple[str, ...]:
-        """The columns of what is measured on a GPU, those that are left out too."""
-        columns = (*self.columns, *self.left_out)
-        return tuple(columns[place] for place in gpu_columns(f"| {' | '.join(columns)} |"))
+        """The columns of what is measured on a GPU."""
+        return tuple(self.columns[place] for place in gpu_columns(f"| {' | '.join(self.columns)} |"))
 
     def missing(self) -> dict[str, int]:
         """How many cells of each column were not measured; only columns that have such."""
-        counts = {name: sum(MISSING in row[place] for row in self.rows) for place, name in enumerate(self.columns)}
-        counts |= dict.fromkeys(self.left_out, len(self.rows))
+        counts = {
+            name: sum(MISSING in row[place] or (name in self.on_gpu and row[place] == DASH) for row in self.rows)
+            for place, name in enumerate(self.columns)
+        }
         return {name: count for name, count in counts.items() if count}
 
 
@@ -76,8 +73,7 @@ def read_table(path: Path) -> Table:
     ]
     if label is None or len(lines) < 2 or any(len(line) != len(lines[0]) for line in lines):
         raise ValueError(f"{path} is no table of ackpt.results.markdown_table: write it with that")
-    left_out = tuple(line.removeprefix(LEFT_OUT) for line in text.splitlines() if line.startswith(LEFT_OUT))
-    return Table(path, label[1], label[2], lines[0], tuple(lines[2:]), left_out)
+    return Table(path, label[1], label[2], lines[0], tuple(lines[2:]))
 
 
 def tables(root: Path = ROOT) -> list[Table]:
@@ -114,8 +110,8 @@ def on_gpu(table: Table, root: Path = ROOT) -> str | None:
     """Where the table's figures of a GPU come from; None if it has no column for them."""
     if not table.on_gpu:
         return None
-    places = [table.columns.index(name) for name in table.on_gpu if name in table.columns]
-    if not any(row[place] and MISSING not in row[place] for row in table.rows for place in places):
+    missing = table.missing()
+    if all(missing.get(name) == len(table.rows) for name in table.on_gpu):
         return MISSING
     folder = root / "results" / "gpu"
     wanted = gpu_experiments(chapter_of(table, root))

@@ -29,8 +29,8 @@ def breakdown(graph, planned: Plan) -> Timeline:
     return Timeline(live, {**categories, **planned.timeline.categories}, planned.timeline.boundary)
 
 
-def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
-    """A Figure of the live memory of one step in several orders, side by side.
+def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | dict[str, int]):
+    """A Figure of the live memory of one step in several orders, side by side; `resident_bytes` of all, or of each.
 
     In every step the peak is marked, and a dashed line shows where backward begins.
     """
@@ -41,15 +41,16 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "allocations and frees of one step, in order", "live memory (MiB)")
         pitch = round(1.12 * max(len(step.live) for step in steps.values()))
-        highest = (resident_bytes + max(step.peak_bytes for step in steps.values())) / plots.MIB
+        below = resident_bytes if isinstance(resident_bytes, dict) else dict.fromkeys(steps, resident_bytes)
+        highest = max(below[name] + step.peak_bytes for name, step in steps.items()) / plots.MIB
         axes.set_xlim(0, pitch * len(steps))
         axes.set_ylim(0, highest * 1.15)
         dashed = {"color": plots.TEXT, "linewidth": 1, "linestyle": (0, (4, 3))}
         handles = {}
-        for index, step in enumerate(steps.values()):
+        for index, (name, step) in enumerate(steps.items()):
             start, width = pitch * index, pitch * len(steps)
-            handles |= plots.stack(axes, start, step, resident_bytes)
-            peak, at = (resident_bytes + step.peak_bytes) / plots.MIB, start + step.peak_index
+            handles |= plots.stack(axes, start, step, below[name])
+            peak, at = (below[name] + step.peak_bytes) / plots.MIB, start + step.peak_index
             label = LABEL * width
             fits = "left" if at + label <= start + pitch else "right" if at - label >= start else "center"
             plots._mark_peak(axes, at, peak, fits)

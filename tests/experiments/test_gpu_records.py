@@ -49,7 +49,7 @@ def test_rows_are_those_that_were_asked_for_and_none_was_measured_is_none(tmp_pa
     assert (plain["peak"], plain["reserved"], plain["memory"]) == (100.0, 200.0, None)
     assert (checkpoint["peak"], checkpoint["memory"]) == (25.0, -75.0)
     assert auto.pop("method") == "auto" and set(auto.values()) == {None} and auto.keys() | {"method"} == plain.keys()
-    assert "*not yet measured*" in markdown_table([{"peak": auto["peak"]}], {"peak": "peak"}, "A table.", "tab-a")
+    assert "| – |" in markdown_table([{"peak": auto["peak"]}], {"peak": "peak"}, "A table.", "tab-a")
     assert [row["peak"] for row in gpu_rows("synthetic", ("plain",), tmp_path)] == [None]
     assert gpu_rows("lm", ("plain",), tmp_path / "none")[0]["peak"] is None
     with pytest.raises(RecordError, match="two records of lm plain"):
@@ -90,6 +90,6 @@ def test_numbers_without_a_record_are_found(tmp_path):
 
 def test_every_number_of_a_gpu_in_the_books_tables_is_in_a_record():
     tables = {path.name: path.read_text(encoding="utf-8") for path in sorted(TABLES.glob("*.md"))}
-    with_gpu = {table.path.name for table in status.tables() if table.on_gpu}  # also the columns that are left out
+    with_gpu = {table.path.name for table in status.tables() if table.on_gpu}
     assert with_gpu >= {"03_published.md", "04_published.md", "05_published.md", "10_published.md"}
     assert {name: found for name, table in tables.items() if (found := unrecorded(table, RECORDS))} == {}

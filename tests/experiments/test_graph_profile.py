@@ -47,6 +47,8 @@ def test_orders_plot_marks_every_peak():
     (axes,) = orders_plot(steps, "a finding", 2**20).axes
     assert [text.get_text() for text in axes.texts] == ["peak 2.00 MiB", "peak 3.00 MiB"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["late", "early"]
+    (axes,) = orders_plot(steps, "a finding", {"late": 2**20, "early": 2**21}).axes
+    assert [text.get_text() for text in axes.texts] == ["peak 2.00 MiB", "peak 4.00 MiB"]
 
 
 def test_random_fates_are_a_plan_and_follow_the_seed():

@@ -5,45 +5,53 @@ import io
 import pytest
 from PIL import Image
 
-from ackpt.experiments.reports.figures import stacked_plot
-from ackpt.experiments.reports.training import published_rows, timelines_plot
-from ackpt.metering.timeline import build_timeline
+from ackpt.experiments.reports.figures import losses_plot, stacked_plot
+from ackpt.experiments.reports.training import PUBLISHED, published_rows
 from ackpt.plots import MIB, png
 from ackpt.results import Record, environment
 
 SIZES = {"batch_size": 1, "dim": 64, "ff_dim": 256, "layers": 3}
 
 
-def record(method, seq_len=128, peak=5 * MIB, saved=3, **changed):
-    actions = [("alloc", key, MIB) for key in range(saved)] + [("backward",)] + [("free", key) for key in range(saved)]
-    timeline = build_timeline(actions, before={77: ("gradients", MIB)}, after={77: "gradients"})
-    metrics = {"peak_bytes": peak, "resident_bytes": 2 * MIB, "timeline": timeline.to_json()}
-    return Record("demo", {**SIZES, "seq_len": seq_len, "method": method, **changed}, metrics, environment())
+def record(method, seq_len=128, peak=5 * MIB, **changed):
+    config = {**SIZES, "seq_len": seq_len, "method": method, **changed}
+    return Record("demo", config, {"peak_bytes": peak}, environment())
 
 
-def reference(*rows):
-    return {"rows": [dict(zip(("seq_len", "method", "peak"), row)) for row in rows]}
+def reference():
+    rows = [
+        {"seq_len": 128, "method": method, "peak": peak, "seconds": seconds}
+        for method, peak, seconds in (("baseline", 1234.5, 10.0), ("checkpoint", 4.25, 12.84))
+    ]
+    return {"rows": rows}
+
+
+CONFIGURED = [
+    {"sizes": {"tokens": 128, "method": "baseline"}, "predicted": 1234 * MIB, "error": -0.0004050},
+    {"sizes": {"tokens": 128, "method": "checkpoint"}, "predicted": 4 * MIB, "error": -0.0588235},
+]
+PREDICTED = [record("chunked-loss"), record("checkpoint", peak=4 * MIB), record("baseline", peak=2000 * MIB)]
 
 
 def test_published_predicted_and_measured_stand_in_columns_of_their_own():
-    printed = reference((128, "baseline", 7.25), (256, "baseline", 9.5))
-    predicted = [record("baseline"), record("baseline", 256, 8 * MIB), record("checkpoint", 256, 4 * MIB)]
-    assert published_rows(printed, predicted, [record("baseline", peak=5 * MIB + 2**19)]) == [
-        {"seq_len": 128, "method": "baseline", "published": 7.25, "predicted": 5.0, "measured": 5.5},
-        {"seq_len": 256, "method": "baseline", "published": 9.5, "predicted": 8.0, "measured": None},
-        {"seq_len": 256, "method": "checkpoint", "published": None, "predicted": 4.0, "measured": None},
-    ]
+    measured = [record("baseline", peak=5 * MIB + 2**19)]
+    first, second = published_rows(reference(), CONFIGURED, PREDICTED, measured, digits=2)
+    assert first.keys() == second.keys() == PUBLISHED.keys()
+    assert [first[name] for name in ("published", "configured", "error")] == ["1,234.50", "1,234.00", "-0.04050"]
+    assert [first[name] for name in ("predicted", "measured", "ratio")] == ["2,000.0", "5.5", "1.00"]
+    assert [second[name] for name in ("published", "configured", "error")] == ["4.25", "4.00", "-5.88235"]
+    assert [second[name] for name in ("predicted", "measured", "seconds", "ratio")] == ["4.0", None, "12.84", "1.28"]
 
 
 @pytest.mark.parametrize("name", ["seq_len", "batch_size", "dim", "ff_dim", "layers", "dtype"])
 def test_a_measurement_of_another_size_or_dtype_is_not_shown(name):
-    (row,) = published_rows(reference(), [record("baseline")], [record("baseline", **{name: 1024})])
+    row, _ = published_rows(reference(), CONFIGURED, PREDICTED, [record("baseline", **{name: 1024})])
     assert row["measured"] is None
 
 
 def plots():
     return {
-        "timelines": timelines_plot([record("baseline"), record("checkpoint", saved=1)], "One hill, one molehill"),
+        "losses": losses_plot({"128 tokens": {"baseline": [2.0, 1.0], "checkpoint": [2.0, 1.5]}}, "They differ"),
         "stacked": stacked_plot(["a", "a+b"], {"parameters": [MIB, MIB], "logits": [3 * MIB, 0]}, "Logits go"),
     }
 
@@ -52,14 +60,11 @@ def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts]
 
 
-def test_every_step_has_its_own_peak_and_boundary_on_one_axis_of_bytes():
-    figure = plots()["timelines"]
-    marks = ["peak 6.00 MiB", "backward begins", "peak 4.00 MiB", "backward begins"]
-    assert texts(figure) == marks
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["baseline", "checkpoint"]
-    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert legend == ["activations", "gradients", "resident"]
-    assert figure.axes[0].get_ylim()[1] > 6
+def test_losses_have_both_curves_and_their_difference():
+    above, below = plots()["losses"].axes
+    assert [list(line.get_ydata()) for line in (*above.lines, *below.lines)] == [[2.0, 1.0], [2.0, 1.5], [0.0, 0.5]]
+    assert [text.get_text() for text in above.get_legend().get_texts()] == ["baseline", "checkpoint"]
+    assert above.get_title() == "128 tokens"
 
 
 def test_stacked_bars_add_up():
@@ -69,7 +74,7 @@ def test_stacked_bars_add_up():
     assert tops == [1, 1, 4, 1]
 
 
-@pytest.mark.parametrize("name", ["timelines", "stacked"])
+@pytest.mark.parametrize("name", ["losses", "stacked"])
 def test_figures_have_a_ground_and_are_the_same_every_time(name):
     first, second = png(plots()[name]), png(plots()[name])
     assert first == second

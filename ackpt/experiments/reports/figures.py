@@ -78,6 +78,38 @@ def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, yla
         return plots._finished(figure, handles, [handle.get_label() for handle in handles])
 
 
+def losses_plot(losses: dict[str, dict[str, list[float]]], title: str):
+    """A Figure with a pair of axes for each name: the losses of two methods, and their difference below.
+
+    Args:
+        losses: ``{name: {method: the loss of every step}}``, each with the same two methods.
+        title: the finding.
+    """
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "", "")
+        axes.remove()
+        figure.set_size_inches(8.4, 3.9)
+        grid = figure.subplots(2, len(losses), sharex=True, sharey="row", height_ratios=[3, 1], squeeze=False)
+        for (name, methods), (above, below) in zip(losses.items(), grid.T, strict=True):
+            (first, values), (second, others) = methods.items()
+            steps = range(1, len(values) + 1)
+            above.plot(steps, values, color=plots.SERIES[0], linewidth=2.6, alpha=0.55, label=first)
+            above.plot(steps, others, color=plots.SERIES[1], linewidth=1.1, linestyle=plots.DASHES, label=second)
+            differences = [other - value for value, other in zip(values, others, strict=True)]
+            below.plot(steps, differences, color=plots.TEXT, linewidth=1.4)
+            above.set_title(name, fontsize=9, color=plots.TEXT)
+            below.set_xlabel("step", color=plots.TEXT, fontsize=9)
+            for each in (above, below):
+                plots._style(each)
+            if not any(differences):
+                below.set_ylim(-1e-6, 1e-6)
+        grid[0, 0].set_ylabel("loss (nats)", color=plots.TEXT, fontsize=9)
+        grid[1, 0].set_ylabel("difference", color=plots.TEXT, fontsize=9)
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        grid[0, -1].legend(handles, labels, frameon=False, labelcolor=plots.TEXT, fontsize=8.5)
+        return plots._finished(figure, [], [])
+
+
 def schedule_plot(actions, steps: int, title: str):
     """A Figure of a schedule of `revolve.schedule`: states from bottom to top, actions from left to right.
 

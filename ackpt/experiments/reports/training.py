@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from ackpt.metering.timeline import Timeline
-
-from .tables import MIB, PERCENT, is_predicted, mib, origin, percent_change, table
+from .tables import MIB, PERCENT, is_predicted, origin, percent_change, table
 
 FORMS = {"last loss": "{:.4f}"}
+PUBLISHED = {
+    "seq_len": "tokens",
+    "method": "method",
+    "published": "published, MiB",
+    "configured": "predicted, MiB",
+    "error": "error, %",
+    "predicted": "ours, predicted, MiB",
+    "measured": "ours, measured, MiB",
+    "seconds": "published, s",
+    "ratio": "published, ratio",
+}
 SIZES = ("seq_len", "method", "batch_size", "dim", "ff_dim", "layers", "dtype")
 
 
@@ -52,64 +61,47 @@ def rows(records) -> list[dict]:
     return all_rows
 
 
-def published_rows(reference, predicted, measured=()) -> list[dict]:
-    """One row per predicted record, with the published and the measured peak of the same length and method.
+def published_rows(reference, configured, predicted, measured=(), digits: int = 1) -> list[dict]:
+    """One row per published figure: its prediction, our model's, and our measurement.
 
     Args:
-        reference: from ``results.load_reference``; its figures are not converted.
-        predicted, measured: records; two belong together if their sizes, dtype and method are equal.
+        reference: from ``results.load_reference``; its sizes are in MiB.
+        configured: rows of `Predictions` for the published configuration.
+        predicted, measured: records of our model; two belong together if their sizes, dtype and method are equal.
+        digits: after the decimal point of a published size.
 
     Returns:
-        Rows with the keys seq_len, method, published (as printed), predicted and measured (MiB); a missing figure is
-        None.
+        Rows with the keys of `PUBLISHED`, sizes in MiB as text; a missing figure is None. ``ratio``: published seconds
+        relative to the baseline's.
     """
+    ours = {(record.config["seq_len"], record.config["method"]): record for record in predicted}
+    theirs = {(row["sizes"]["tokens"], row["sizes"]["method"]): row for row in configured}
+    printed = {(row["seq_len"], row["method"]): row for row in reference["rows"]}
+    rows = []
+    for (tokens, method), row in printed.items():
+        record, found = ours[tokens, method], theirs[tokens, method]
+        rows.append(
+            {
+                "seq_len": f"{tokens:,}",
+                "method": method,
+                "published": f"{row['peak']:,.{digits}f}",
+                "configured": f"{found['predicted'] / MIB:,.{digits}f}",
+                "error": f"{100 * found['error']:+.5f}",
+                "predicted": f"{record.metrics['peak_bytes'] / MIB:,.1f}",
+                "measured": measured_peak(record, measured),
+                "seconds": f"{row['seconds']:.2f}",
+                "ratio": f"{row['seconds'] / printed[tokens, 'baseline']['seconds']:.2f}",
+            }
+        )
+    return rows
 
-    def sizes(record):
-        return tuple(record.config.get(name) for name in SIZES)
 
-    printed = {(row["seq_len"], row["method"]): row["peak"] for row in reference["rows"]}
-    peaks = {sizes(record): mib(record.metrics["peak_bytes"]) for record in measured}
-    return [
-        {
-            "seq_len": record.config["seq_len"],
-            "method": record.config["method"],
-            "published": printed.get((record.config["seq_len"], record.config["method"])),
-            "predicted": mib(record.metrics["peak_bytes"]),
-            "measured": peaks.get(sizes(record)),
-        }
-        for record in predicted
-    ]
-
-
-def timelines_plot(records, title: str):
-    """A Figure with the steps of several records side by side: live memory by category after every event.
-
-    Args:
-        records: of one experiment, with their timelines.
-        title: the finding.
-
-    Returns:
-        A Figure; in every step the peak is marked, and a line shows where backward begins.
-    """
-    from ackpt import plots
-
-    with plots.style.context("default"):
-        steps = [Timeline.from_json(record.metrics["timeline"]) for record in records]
-        width = max(len(step.live) for step in steps)
-        pitch = round(1.12 * width)
-        highest = max(record.metrics["resident_bytes"] + step.peak_bytes for record, step in zip(records, steps)) / MIB
-        figure, axes = plots._axes(title, "allocations and frees of one step, in order", "live memory (MiB)")
-        axes.set_xlim(0, pitch * len(steps) - (pitch - width))
-        axes.set_ylim(0, highest * 1.2)
-        handles = {}
-        for index, (record, step) in enumerate(zip(records, steps)):
-            resident = record.metrics["resident_bytes"]
-            handles |= plots.draw_step(axes, step, resident, pitch * len(steps), start=pitch * index)
-        centres = [pitch * index + len(step.live) / 2 for index, step in enumerate(steps)]
-        axes.set_xticks(centres, [record.config["method"] for record in records])
-        axes.tick_params(axis="x", length=0)
-        shown = plots.as_stacked(handles)
-        return plots._finished(figure, [*shown.values()], [*shown])
+def measured_peak(record, measured) -> str | None:
+    """The peak of the measured record with the sizes, dtype and method of another, in MiB."""
+    for other in measured:
+        if all(other.config.get(name) == record.config.get(name) for name in SIZES):
+            return f"{other.metrics['peak_bytes'] / MIB:,.1f}"
+    return None
 
 
 def text_table(records) -> str:
