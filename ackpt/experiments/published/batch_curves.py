@@ -21,8 +21,8 @@ from .predictions import Predictions, version_of
 
 FILE = REFERENCES.parent / "predictions" / "batch-curves.json"
 _CODE = ("costs", "planning/simulator.py", "planning/schedule.py", "experiments/published/batch_curves.py")
-_CODE += ("policies/chains/selective.py", "policies/mu_two.py", "policies/search/intermediates.py")
-METHODS = {"without": ("none", None), "per-block": ("selective", None), "mu-two": ("mu-two", 0.5)}
+_CODE += ("policies/chains/selective.py", "policies/mu_two.py", "policies/search")
+POLICIES = {"without": "none", "per-block": "selective", "mu-two": "mu-two", "auto": "auto"}
 _SIZES = {"dim": 512, "ff_dim": 2048, "layers": 6, "head_dim": 64, "vocab_size": 30_000}
 MODELS: dict[str, dict[str, Any]] = {
     "resnet152": {"image_size": 224},
@@ -32,15 +32,16 @@ BATCHES = {"resnet152": (4, 8, 16, 32, 64), "lm": (2, 4, 8, 16, 32, 64, 128, 256
 
 
 def predicted_methods(model: str, sizes: dict[str, int], gpu_name: str) -> dict[str, dict[str, float]]:
-    """``peak_bytes`` and ``seconds`` of forward and backward in fp32 by method; nothing is swapped.
+    """``peak_bytes`` and ``seconds`` of forward and backward in fp32, by the names in `POLICIES`; nothing is swapped.
 
-    An infeasible budget, as of small batches whose gradients have most bytes, is replaced by the smallest feasible one.
+    Policies that need a budget get the peak of per-block checkpointing, or the smallest that is feasible for them.
     """
     request = StepRequest(model, sizes["batch"], **MODELS[model])
     graph = captured(training_step(request), PlanConfig(request, optimizer="none", device=gpu_name), device(gpu_name))
     profile = replace(ackpt.profile(graph, device(gpu_name)), swap_seconds=None)
-    found = {}
-    for name, (policy, budget) in METHODS.items():
+    found: dict[str, dict[str, float]] = {}
+    for name, policy in POLICIES.items():
+        budget = found["per-block"]["peak_bytes"] if policy in ("mu-two", "auto") else None
         try:
             plan = ackpt.plan(graph, budget, policy, profile=profile)
         except BudgetError as error:
