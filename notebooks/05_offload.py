@@ -687,16 +687,16 @@ ratios = load_reference(time_ratios.REFERENCE)["rows"]
 times = [time_ratios.compared(row, time_ratios.Times()) for row in ratios if row["url"].endswith("/offload.json")]
 gpu = gpu_records("offload", total_tokens=offload.GPU.total_tokens)
 rows = offload_report.published_rows(reference, peaks, times, predicted, gpu)
-columns = {"method": "method", "peak": "published, MiB", "peak_change": "of the baseline, %"}
-columns |= {"classic_change": "of classic, %", "predicted": "predicted, MiB", "error": "error, %"}
+columns = {"method": "method", "peak": "published, MiB", "peak_change": "vs baseline, %"}
+columns |= {"classic_change": "vs classic, %", "predicted": "predicted, MiB", "error": "error, %"}
 columns |= {"ours": "our model, predicted, MiB", "gpu_peak": "ours on a GPU, MiB"}
 caption = (
     "Peaks of the offload experiment: published by others for a T4, predicted from shapes for the published "
     "configuration, and for our model. The source prints MiB as MB."
 )
 path = write_text_atomic("results/tables/05_published.md", markdown_table(rows, columns, caption, "tab-offload-peaks"))
-columns = {"method": "method", "ms": "published, ms", "ms_change": "of the baseline, %"}
-columns |= {"predicted_change": "predicted, %", "gpu_ms": "ours on a GPU, ms"}
+columns = {"method": "method", "ms": "published, ms", "ms_change": "vs baseline, %"}
+columns |= {"predicted_change": "predicted vs baseline, %", "gpu_ms": "ours on a GPU, ms"}
 caption = "Times of the same steps, published and predicted with the T4's rates relative to the baseline."
 path = write_text_atomic("results/tables/05_times.md", markdown_table(rows, columns, caption, "tab-offload-times"))
 
@@ -704,9 +704,8 @@ path = write_text_atomic("results/tables/05_times.md", markdown_table(rows, colu
 # ```{include} ../../results/tables/05_published.md
 # ```
 #
-# Our model needs less: its norms are fused, its projections are one product, and its attention saves no matrices. The
-# published source also plots the memory of one step in each mode, from samples at the ends of blocks. We predict the same
-# step:
+# Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer. The
+# source also plots the memory of one step in each checkpointed mode. The same step, predicted:
 
 # %% tags=["hide-input"] alt="Two memory timelines of a step of 12 blocks, one above the other. Classic checkpointing: the forward is a ramp of inputs, and backward is a sawtooth that rises with each block. With offload the forward is flat, and the sawtooth rises half as steeply to a peak about 500 MiB lower."
 shown = ("ckpt_classic", "ckpt_sync_offload")
@@ -715,15 +714,18 @@ path = plots.save(figure, "results/figures/05_t4.png")
 figure
 
 # %% [markdown]
-# *First step of the published experiment, predicted from shapes. `ckpt_async_offload` allocates the same tensors as
-# `ckpt_sync_offload`.* The sawtooth of backward rises by one block's gradients, 24 MiB. Classic rises by twice as much:
-# each input stays in an attribute of its autograd node, and gets a gradient as large as itself. That the peak falls by
-# 18 % and not only by $(n - 1 - h) \, S$ is due to this, too.
+# *First step of the published experiment, predicted from shapes at the published size: classic with its ramp of kept
+# inputs, and sync offload. Async offload allocates the same tensors.*
+#
+# The steps in the table follow a warm-up, so they also have optimizer states and tensors of the last step. The sawtooth of
+# backward rises by one block's gradients, 24 MiB. Classic's rises twice as fast: each input stays in an attribute of its
+# autograd node, and gets a gradient as large as itself. So offload lowers this peak by about $2 \, (n - 1) \, S$.
 #
 # ```{include} ../../results/tables/05_times.md
 # ```
 #
-# What can you expect of a T4? Not these times: we divide the FLOPs of the baseline by the published time.
+# What can you expect of a T4? A faster step, and a higher relative cost of checkpointing. We divide the FLOPs of the
+# baseline by its published time:
 
 # %%
 (baseline,) = Timelines().records("reference-offload", ["baseline"])
@@ -738,14 +740,15 @@ print(f"gradients of slices: {slices:.2f} s; copying all inputs once: {1e3 * cop
 
 # %% [markdown]
 # Half of the step is one detail. The attention loop slices queries, keys and values of each of the 48 sequences out of
-# one tensor. The backward of a slice writes a gradient as large as the *whole* tensor, which is then added to the sum of
-# the others: four times its bytes for each of 144 slices per block. `split` has the same result, and its backward is one
-# concatenation. Checkpointing recomputes the forward, not this backward. So its 12 % would be about 24 % of a step
-# without this detail, and nearly a third where products take all the time.
+# one tensor. The backward of a slice writes a gradient as large as the *whole* tensor, and adding it to the sum of the
+# others reads twice and writes once more: four times its bytes, for each of 144 slices per block. `torch.split` has the
+# same result, and its backward is one concatenation. Checkpointing recomputes the forward, but does not repeat this part
+# of backward. Without it, the published 398 ms of recomputation would be 24 % of the step. By FLOPs they are a third.
 #
 # The other two modes show the rules of this chapter. `ckpt_sync_offload` copies into pageable memory and waits, which
-# adds 204 ms to classic. `ckpt_async_offload` has pinned buffers and a stream, and adds 17 ms. That is about the time of
-# one copy of all inputs: its copies *out* overlap, and its copies back run in the compute stream.
+# adds 204 ms to classic, more than the rate of the link predicts. `ckpt_async_offload` has pinned buffers and a stream,
+# and adds 17 ms. That is the time of one copy of all inputs: its copies *out* overlap, but its copies back run in the
+# compute stream.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 predicted[0].environment

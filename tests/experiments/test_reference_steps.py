@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ackpt.experiments.published import Predictions, reference, rows
+from ackpt.experiments.published import Predictions, batch_curves, reference, rows
 from ackpt.experiments.published.batch_curves import BATCHES, POLICIES, BatchCurves
 from ackpt.experiments.published.reference import Block, InnerBackward, KeptInput, UnfusedRMSNorm
 from ackpt.experiments.published.timelines import Timelines
@@ -119,6 +119,15 @@ def test_timelines_are_predicted_once_and_follow_the_stored_peaks(tmp_path):
     assert len(made) == 2
 
 
+def test_plans_of_the_curves_have_the_peak_of_per_block_checkpointing(monkeypatch):
+    sizes = {"dim": 32, "ff_dim": 64, "layers": 3, "head_dim": 16, "vocab_size": 32}
+    monkeypatch.setitem(batch_curves.MODELS, "lm", {"seq_len": 64, "fields": sizes})
+    found = batch_curves.predicted_methods("lm", {"batch": 8}, "h100-80g")
+    assert [*found] == ["without", "per-block", "mu-two", "auto"]
+    assert found["auto"]["peak_bytes"] <= found["per-block"]["peak_bytes"] < found["without"]["peak_bytes"]
+    assert found["without"]["seconds"] < found["auto"]["seconds"] <= found["per-block"]["seconds"]
+
+
 def test_the_stored_curves_are_lines():
     """If they are not stored: run ``nox -s reproduce -- --only 08``."""
     for model, batches in BatchCurves(predicts=not_stored).curves("h100-80g").items():
@@ -128,4 +137,7 @@ def test_the_stored_curves_are_lines():
         assert (high - middle) / (middle - low) == pytest.approx(2, rel=0.03)
         for methods in batches.values():
             assert methods["without"]["seconds"] <= methods["auto"]["seconds"] <= methods["per-block"]["seconds"]
-            assert max(methods["auto"]["peak_bytes"], methods["mu-two"]["peak_bytes"]) <= methods["per-block"]["peak_bytes"]
+            assert (
+                max(methods["auto"]["peak_bytes"], methods["mu-two"]["peak_bytes"])
+                <= methods["per-block"]["peak_bytes"]
+            )

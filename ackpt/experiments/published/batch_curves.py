@@ -17,10 +17,10 @@ from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, captured
 from ackpt.workloads.step_request import StepRequest
 
-from .predictions import Predictions, version_of
+from .predictions import Predictions, digest, version_of
 
 FILE = REFERENCES.parent / "predictions" / "batch-curves.json"
-_CODE = ("costs", "planning/simulator.py", "planning/schedule.py", "experiments/published/batch_curves.py")
+_CODE = ("costs", "planning/simulator.py", "planning/schedule.py")
 _CODE += ("policies/chains/selective.py", "policies/mu_two.py", "policies/search")
 POLICIES = {"without": "none", "per-block": "selective", "mu-two": "mu-two", "auto": "auto"}
 _SIZES = {"dim": 512, "ff_dim": 2048, "layers": 6, "head_dim": 64, "vocab_size": 30_000}
@@ -47,6 +47,7 @@ def predicted_methods(model: str, sizes: dict[str, int], gpu_name: str) -> dict[
         except BudgetError as error:
             plan = ackpt.plan(graph, error.least_bytes, policy, profile=profile)
         seconds = simulate(graph, profile, plan.schedule).seconds
+        assert seconds is not None
         found[name] = {"peak_bytes": plan.peak_bytes, "seconds": float(f"{seconds:.9g}")}
     return found
 
@@ -56,7 +57,8 @@ class BatchCurves(Predictions):
 
     def __init__(self, file=FILE, predicts=predicted_methods):
         super().__init__(file, predicts)
-        self._code = lambda _: version_of(_CODE)
+        code = version_of(_CODE)
+        self._code = lambda model: digest([code, MODELS[model], POLICIES])
 
     def curves(self, gpu_name: str) -> dict[str, dict[int, dict[str, dict[str, float]]]]:
         """``{model: {batch: {method: {"peak_bytes": ..., "seconds": ...}}}}``; new ones are stored."""
@@ -67,7 +69,8 @@ class BatchCurves(Predictions):
         ]
         found: dict[str, dict[int, dict[str, dict[str, float]]]] = {model: {} for model in BATCHES}
         for row in rows:
-            found[row["step"]][row["sizes"]["batch"]] = self.entry(row)
+            entry = self.entry(row)
+            found[row["step"]][row["sizes"]["batch"]] = {name: entry[name] for name in POLICIES}
             if self.predicted:
                 self.save(rows)
         return found

@@ -199,7 +199,7 @@ def curves_plot(curves: dict[str, dict], published: dict[str, dict[int, float]],
                     values = [methods[method][key] / unit for methods in batches.values()]
                     axes.plot([*batches], values, color=color, marker=marker, markersize=4, linewidth=1.4, label=method)
                 axes.set_ylabel(f"{name}\n{label}", color=plots.TEXT, fontsize=9)
-                axes.set_ylim(bottom=0)
+                axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
         for (name, points), marker in zip(published.items(), "x+"):
             looks = {"linestyle": "none", "marker": marker, "markersize": 8, "color": plots.TEXT}
             grid[0, 0].plot([*points], [*points.values()], label=f"published, {name}", **looks)
