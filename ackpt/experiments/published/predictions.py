@@ -29,7 +29,8 @@ REFERENCE = "published-peaks"
 FILE = REFERENCES.parent / "predictions" / "published.json"
 PACKAGE = Path(ackpt.__file__).parent
 _ALWAYS = ("metering", *(f"experiments/published/{name}.py" for name in ("step", "training", "prediction")))
-_ALSO: dict[str, tuple[str, ...]] = dict.fromkeys(("resnet50-sum", "reference-resnet"), ("models",))  # the code that these steps call
+# The code that these steps call.
+_ALSO: dict[str, tuple[str, ...]] = dict.fromkeys(("resnet50-sum", "reference-resnet"), ("models",))
 
 
 def rows() -> list[dict[str, Any]]:
