@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ackpt.experiments.published import Predictions, batch_curves, reference, rows
-from ackpt.experiments.published.batch_curves import BATCHES, POLICIES, BatchCurves
+from ackpt.experiments import batch_curves
+from ackpt.experiments.batch_curves import BATCHES, POLICIES, BatchCurves
+from ackpt.experiments.published import Predictions, reference, rows
 from ackpt.experiments.published.reference import Block, InnerBackward, KeptInput, UnfusedRMSNorm
 from ackpt.experiments.published.timelines import Timelines
 from ackpt.metering.timeline import Timeline

@@ -17,7 +17,7 @@ from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, captured
 from ackpt.workloads.step_request import StepRequest
 
-from .predictions import Predictions, digest, version_of
+from .published.predictions import Predictions, digest, version_of
 
 FILE = REFERENCES.parent / "predictions" / "batch-curves.json"
 _CODE = ("costs", "planning/simulator.py", "planning/schedule.py")
