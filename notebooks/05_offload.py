@@ -689,10 +689,10 @@ gpu = gpu_records("offload", total_tokens=offload.GPU.total_tokens)
 rows = offload_report.published_rows(reference, peaks, times, predicted, gpu)
 columns = {"method": "method", "peak": "published, MiB", "peak_change": "vs baseline, %"}
 columns |= {"classic_change": "vs classic, %", "predicted": "predicted, MiB", "error": "error, %"}
-columns |= {"ours": "our model, predicted, MiB", "gpu_peak": "ours on a GPU, MiB"}
+columns |= {"ours": "ours, MiB", "gpu_peak": "on a GPU, MiB"}
 caption = (
     "Peaks of the offload experiment: published by others for a T4, predicted from shapes for the published "
-    "configuration, and for our model. The source prints MiB as MB."
+    "configuration, and predicted for our model (ours). The source prints MiB as MB."
 )
 path = write_text_atomic("results/tables/05_published.md", markdown_table(rows, columns, caption, "tab-offload-peaks"))
 columns = {"method": "method", "ms": "published, ms", "ms_change": "vs baseline, %"}

@@ -423,8 +423,8 @@ caption = (
 )
 path = write_text_atomic("results/tables/08_published.md", markdown_table(rows, columns, caption, "tab-published"))
 columns = {"batch": "batch", "without peak": "baseline, MiB", "per-block peak": "per-block, MiB"}
-columns |= {"per-block time": "per-block, time, %", "mu-two peak": "mu-TWO, MiB", "mu-two time": "mu-TWO, time, %"}
-columns |= {"auto time": "auto, time, %", "gpu": "baseline on a GPU, MiB"}
+columns |= {"per-block time": "time, %", "mu-two peak": "mu-TWO, MiB", "mu-two time": "time, %"}
+columns |= {"auto peak": "auto, MiB", "auto time": "time, %", "gpu": "on a GPU, MiB"}
 caption = (
     "Our ResNet-152 with per-block checkpointing, and with plans by mu-TWO and by `auto` within the same peak. Predicted "
     "from shapes and an H100's data sheet: forward and backward in fp32, no copies to the host."
@@ -454,8 +454,8 @@ path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, col
 # ```{include} ../../results/tables/08_resnet.md
 # ```
 #
-# Per-block checkpointing lowers the peak by 39 % (batch 4) to 62 % (batch 64), for 30 % more time. This agrees with the
-# claims. mu-TWO adds 10 % to 13 % of time for the same peak.
+# Per-block checkpointing lowers the peak by 39 % (batch 4) to 62 % (batch 64), for 30 % more time: about what is
+# claimed. mu-TWO adds 10 % to 13 % of time for the same peak.
 
 # %% tags=["hide-input"] alt="Four panels: peak and time of a step against the batch size, for a ResNet-152 and for a Transformer, each with lines for four methods. All are nearly straight. In memory, the three methods that recompute have the same line, with about a third of the baseline's slope for the ResNet and two thirds for the Transformer. In time, per-block checkpointing is the steepest line for the ResNet, and mu-TWO for the Transformer. The published points without the pipeline are on the baseline's line; those with it are between the lines, and the last one is on the lower line."
 marks = {
