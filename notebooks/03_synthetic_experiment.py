@@ -11,7 +11,7 @@
 # - Derive the peak of both methods: a slope in bytes per token above a fixed floor.
 # - Find the sequence length above which the boundaries, not the gradients, determine the checkpointed peak.
 # - Count the cost in floating-point operations, and measure it in time.
-# - Predict the peaks at the published sizes from shapes alone.
+# - Predict the published peaks from shapes alone, and say what each of them contains.
 #
 # ## Notation
 #
@@ -38,10 +38,14 @@ import ackpt
 from ackpt import plots
 from ackpt.experiments import synthetic
 from ackpt.experiments.graph_profile import orders_plot
+from ackpt.experiments.published import Predictions, reference
+from ackpt.experiments.published import rows as published_figures
+from ackpt.experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
 from ackpt.experiments.reports import training as report
 from ackpt.experiments.reports.gpu_records import gpu_records
 from ackpt.experiments.steps.predicted import predict_experiment
 from ackpt.models import Transformer, TransformerConfig
+from ackpt.models.transformer import Block
 from ackpt.results import environment, load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
@@ -313,33 +317,60 @@ for method in methods:
     assert predicted.peak_bytes == runs[method, T].peak_bytes
 
 # %% [markdown]
-# In the same way we predict the published sizes with the dtypes of a GPU run: weights in fp32, matrix products in bf16. A
-# prediction cannot see memory that a kernel allocates internally.
+# ## The published table
+#
+# The published model has other layers, another norm and another optimizer than ours. `ackpt.experiments.published` has
+# a step with these properties, with weights in fp32 and matrix products in bf16, so we can predict both models. The
+# longest sequence:
+
+# %%
+profiles = {}
+for method in methods:
+    with FakeTensorMode():
+        theirs = reference.reference_synthetic(tokens=16384, method=method)
+    profiles[method] = ackpt.predict(theirs.run, resident=theirs.resident, device="h100-80g")
+    print(f"{method:10} {profiles[method].peak_bytes / 2**20:,.4f} MiB")
+
+# %% tags=["hide-input"] alt="Live memory of a published step at 16,384 tokens, side by side. Baseline: activations rise in a ramp to 14,065 MiB at the loss, just before backward begins, and fall while gradients accumulate. Checkpoint: boundaries rise slowly in the forward, then twelve teeth of about equal height follow in backward, with the peak of 3,727 MiB in the last one. Both end with a short rise in the optimizer."
+below = {method: run.peak_bytes - run.timeline.peak_bytes for method, run in profiles.items()}
+figure = orders_plot({method: run.timeline.thinned(1000) for method, run in profiles.items()}, "", below)
+path = plots.save(figure, "results/figures/03_published_profiles.png")
+figure
+
+# %% [markdown]
+# *The published profiles at 16,384 tokens, predicted from shapes. The baseline's peak is in the loss, the checkpointed
+# one in the block that backward recomputes last. The last rise is the optimizer's temporary. Activations that the
+# published checkpoint recomputes count as temporaries.*
 
 # %% tags=["hide-input"]
-published = replace(synthetic.GPU, seq_lens=(2048, 8192, 16384))
+published = synthetic.GPU
 predictions = [record for group in predict_experiment(published, SOURCE) for record in group]
 for record in predictions:
     path = record.save(f"results/cpu/03_{report.file_name(record)}")
-reference = load_reference("synthetic")
-rows = report.published_rows(reference, predictions, gpu_records("synthetic"))
-for row in rows:
-    row["published"] = round(row["published"], 1)
-columns = {"seq_len": "tokens", "method": "method", "published": "published by others, MB"}
-columns |= {"predicted": "ours, predicted, MiB", "measured": "ours, measured, MiB"}
+figures = load_reference("synthetic")
+stored = Predictions()
+configured = [stored.of(row) for row in published_figures() if row["step"] == "reference-synthetic"]
+rows = report.published_rows(figures, configured, predictions, gpu_records("synthetic"), digits=4)
 caption = (
-    "Peaks at the published sizes: as published by others, and for our model. Predictions are from shapes alone: "
-    "nothing was run."
+    "Peaks of the synthetic experiment: as published, predicted for the published model, and predicted for ours. "
+    "Predictions are from shapes alone."
 )
-table = markdown_table(rows, columns, caption, "tab-synthetic-published")
+table = markdown_table(rows, report.PUBLISHED, caption, "tab-synthetic-published")
 path = write_text_atomic("results/tables/03_published.md", table)
+caption = "Published seconds of 14 steps of the synthetic experiment, and the ratio of checkpoint to baseline."
+table = markdown_table(report.published_times(figures), report.TIMES, caption, "tab-synthetic-times")
+path = write_text_atomic("results/tables/03_times.md", table)
+print(f"largest error: {max(abs(row['predicted'] - row['bytes']) for row in configured)} bytes")
 
 # %% [markdown]
 # ```{include} ../../results/tables/03_published.md
 # ```
 #
-# The published peaks differ from ours in the slope of the baseline and in the floor of the checkpointed peak. The
-# appendix looks for the causes.
+# The source prints MB and divides by $1024^2$, so we write MiB. Our model needs less in every row; the appendix lists
+# the causes. {doc}`13_predictions` predicts the ratios of times and says what the seconds include:
+#
+# ```{include} ../../results/tables/03_times.md
+# ```
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -413,44 +444,86 @@ for method in methods:
 #   $4 d$ bytes, for each further layer. Both were measured to the byte.
 # - Per-block checkpointing costs at most a third more FLOPs, and less for longer sequences. The losses are equal to the
 #   last bit.
-# - Shapes alone give the peak, even for models and GPUs that are not available. The prediction is exact except for
-#   memory that kernels allocate internally.
+# - Shapes alone give the peak, even for models and GPUs that are not available. The ten published peaks are predicted
+#   to within two blocks of the allocator, 1024 bytes.
 
 # %% [markdown]
-# ## Appendix: why ours and theirs differ
+# ## Appendix: what the published peaks contain
 #
-# The formulas help to find what the published peaks contain. We take their MB to be $2^{20}$ bytes, because from 2048
-# to 4096 tokens the published checkpointed peak then grows by exactly $8 d$ bytes per token.
+# From shapes, we compute what a block saves per token, and replace one property of ours after the other:
 #
-# **The slope of the baseline.** In bf16 our block saves the inputs of the two norms of width $d$ in 4 bytes per
-# element, all other activations in 2, and its scales and sums in 4, together $24 d + 4 f + 12 h + 8$ bytes per token:
+# - The published blocks read and write bf16, because a linear layer under autocast comes first.
+# - Queries, keys and values have separate projections. A copy stacks them for the attention kernel and replaces our
+#   joint projection, so the sum stays the same.
+# - The norm of torch 2.8 is not fused. Each of four norms saves its input and a product in fp32, $8 d$, not $2 d$.
+#
+# Once per step, the published model needs more for:
+#
+# - the last loss, which the loop's variable keeps during the next forward. `mse_loss` gives it a storage as large as
+#   its input;
+# - AdamW, which by default (`foreach`) allocates a temporary as large as all parameters;
+# - the linear layers around the blocks and the biases, 16 bytes per parameter;
+# - two workspaces of cuBLAS, which the prediction of ours leaves out.
 
 # %% tags=["hide-input"]
-theirs = {(r["method"], r["seq_len"]): r["peak"] * 2**20 for r in reference["rows"]}
-D, H = published.dim, published.model().heads
-print(f"8 d: {(theirs['checkpoint', 4096] - theirs['checkpoint', 2048]) / 2048 / D:.4f} d")
-print(f"by hand    {24 * D + 4 * published.ff_dim + 12 * H + 8:8,} bytes per token and block")
-for name, peak in {"published": theirs, "predicted": ours}.items():
-    print(f"{name:10} {(peak['baseline', 16384] - peak['baseline', 2048]) / 14336 / L:8,.0f} bytes per token and block")
+D, FF, H = published.dim, published.ff_dim, published.model().heads
+make_ours = partial(Block, published.model())
+make_theirs = partial(reference.Block, D, FF, published.head_dim, reference.PackedFlashAttention.apply)
+
+
+def call_ours(block, x, offsets):
+    return block(x, offsets, len(x))
+
+
+blocks = {
+    "our block": saved_per_token(make_ours, D, torch.float32, call_ours),
+    "blocks read and write bf16, not fp32": saved_per_token(make_ours, D, torch.bfloat16, call_ours),
+    "separate projections and a stacked copy": saved_per_token(
+        lambda: with_fused_norms(make_theirs()), D, torch.bfloat16
+    ),
+    "unfused norms": saved_per_token(make_theirs, D, torch.bfloat16),
+}
+A_theirs = blocks["unfused norms"]
+P_theirs = sum(parameter.numel() for parameter in theirs.resident[0].parameters())
+P_ours = L * (4 * D**2 + 2 * D * FF + 2 * D + 2 * (D // H)) + D
+changes = [size - before for before, size in zip((0, *blocks.values()), blocks.values())]
+rows = [{"cause": cause, "block": f"{change:+,}" if change else "0"} for cause, change in zip(blocks, changes)]
+rows[0]["block"] = f"{changes[0]:,}"
+rows += [{"cause": "sum: the published block", "block": f"{A_theirs:,}"}]
+rows += [{"cause": "the loss of the last step", "token": f"{4 * D:+,}"}]
+once = {
+    "the temporary of AdamW": 4 * P_theirs,
+    "more parameters": 16 * (P_theirs - P_ours),
+    "workspaces of cuBLAS": WORKSPACES,
+}
+rows += [{"cause": cause, "once": f"{size / 2**20:+,.1f}"} for cause, size in once.items()]
+columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
+rows = [{name: row.get(name, "") for name in columns} for row in rows]
+caption = "Why the published peaks of the synthetic experiment are higher than our model's, from shapes."
+path = write_text_atomic("results/tables/03_causes.md", markdown_table(rows, columns, caption, "tab-synthetic-causes"))
 
 # %% [markdown]
-# (The predicted slope also contains the input and the temporaries at the peak.) The published model saves about half as
-# much again. The difference is about five fp32 copies of the block's input. A sequence of separate fp32 operations,
-# such as an unfused norm, saves such copies, and a fused kernel does not. The published peaks do not show which
-# operations save them.
+# ```{include} ../../results/tables/03_causes.md
+# ```
 #
-# **The floor of the checkpointed peak.** $16 P$ bytes are the weights, gradients and Adam states:
+# With $P$ and $A$ of the published model, its peaks follow by hand. The baseline's is in the loss: weights, Adam states
+# and bf16 copies of the weights ($14 P$), the workspaces, the blocks, and $26 d$ bytes per token for the input and the
+# output in both dtypes, the last layer's input, the loss, a temporary of its size and the last step's loss. The
+# checkpointed peak of short sequences is in the optimizer: $20 P$, the input and the loss ($8 d$). Above 4096 tokens it
+# is in the recomputed first block, with a slope of $A + 24 d$.
 
-# %% tags=["hide-input"]
-P_published = L * (4 * D**2 + 2 * D * published.ff_dim + 2 * D + 2 * (D // H)) + D
-slope = (theirs["checkpoint", 4096] - theirs["checkpoint", 2048]) / 2048
-print(f"published, extrapolated to 0 tokens: {(theirs['checkpoint', 2048] - 2048 * slope) / 2**20:,.0f} MiB")
-print(f"16 P: {16 * P_published / 2**20:,.0f} MiB, 20 P: {20 * P_published / 2**20:,.0f} MiB")
+# %%
+theirs = {(r["method"], r["seq_len"]): r["peak"] * 2**20 for r in figures["rows"]}
+for T in published.seq_lens:
+    by_hand = 14 * P_theirs + WORKSPACES + T * (L * A_theirs + 26 * D)
+    print(f"baseline   {T:6,} tokens: published - by hand = {theirs['baseline', T] - by_hand:7,.0f} bytes")
+for T in (2048, 4096):
+    print(f"checkpoint {T:6,} tokens: {theirs['checkpoint', T] - (20 * P_theirs + WORKSPACES + 8 * D * T):7,.0f} bytes")
+slope = (theirs["checkpoint", 16384] - theirs["checkpoint", 12288]) / 4096
+print(f"slope of checkpoint above 12,288 tokens: {slope:,.0f}; A + 24 d = {A_theirs + 24 * D:,}")
 
 # %% [markdown]
-# The published floor is nearly $5 P$ bytes higher. Torch's default AdamW on a GPU would explain $4 P$ of them: it updates
-# all parameters together (*foreach*) and allocates a temporary as large as the model. Our fused kernel allocates none.
-# For short sequences, the published peak would then be in the optimizer's step, where it hardly depends on the length.
+# The rest of the baseline: autocast does not copy the weights of norms, and the allocator rounds up.
 #
 # The numbers of this page were measured here:
 
@@ -461,5 +534,5 @@ environment("cpu", SOURCE)
 # ## Sources
 #
 # - {cite:t}`chen2016`: checkpointing every block.
-# - The published peaks and times are from a reference experiment without a paper. The files in `results/reference/`
-#   say what is known about it.
+# - The published peaks and times are from the public repository `sashaboriskin/activation_checkpointing`, which ran on
+#   torch 2.8 and flash-attn 2.8.3.

@@ -11,7 +11,8 @@
 # - Derive the memory of the vocabulary head, tokens times vocabulary times copies, and measure it.
 # - Compute the loss in chunks, so that only one chunk's logits are live at a time, without additional FLOPs.
 # - Derive the peak of all four methods, to the byte.
-# - Predict the peaks at the published sizes. The goal is at most 5200 MB; the published baseline needs 15977 MB.
+# - Predict the published peaks, and ours at the same sizes. The goal is at most 5200 MB at 8192 tokens, where the
+#   published baseline needs 15,977 MiB.
 #
 # ## Notation
 #
@@ -36,8 +37,11 @@ import ackpt
 from ackpt import plots
 from ackpt.data import packed_batches, token_stream
 from ackpt.experiments import lm
+from ackpt.experiments.published import Predictions, reference
+from ackpt.experiments.published import rows as published_figures
+from ackpt.experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
 from ackpt.experiments.reports import training as report
-from ackpt.experiments.reports.figures import stacked_plot
+from ackpt.experiments.reports.figures import losses_plot, stacked_plot
 from ackpt.experiments.reports.gpu_records import gpu_records
 from ackpt.experiments.steps.predicted import predict_experiment
 from ackpt.models import LanguageModel, TransformerConfig
@@ -140,6 +144,29 @@ print(f"checkpoint+chunked-loss equal to chunked-loss: {chunked == both}")
 print(f"chunked-loss within 0.00001 of baseline: {max(abs(a - b) for a, b in zip(base, chunked)) < 1e-5}")
 
 # %% [markdown]
+# The published experiment shows the losses at three lengths. We draw the same curves for a smaller model, with the
+# experiment behind `ackpt lm`:
+
+# %%
+small = replace(lm.CPU, seq_lens=(128, 256, 512), steps=120, methods=methods[:2], dim=64, ff_dim=256, head_dim=16)
+small = replace(small, vocab_size=2048, tokenizer_vocab=2048)
+curves = {}
+for records in lm.run_lm(small, timed_rounds=0):
+    name = f"{records[0].config['seq_len']} tokens"
+    curves[name] = {record.config["method"]: record.metrics["losses"] for record in records}
+    differences = {a - b for a, b in zip(*curves[name].values())}
+    print(f"{name}: {len(curves[name]['baseline'])} steps, differences {differences}")
+
+# %% tags=["hide-input"] alt="Loss over 120 steps at 128, 256 and 512 tokens, in three pairs of axes. In each, the loss falls from 7.6 to between 6 and 6.5, and the dashed curve with checkpointing lies on the baseline's. Below, the difference is a straight line at zero."
+figure = losses_plot(curves, "")
+path = plots.save(figure, "results/figures/04_losses.png")
+figure
+
+# %% [markdown]
+# *Loss without and with checkpointing. Their difference is exactly zero at every step.*
+#
+# {doc}`13_predictions` shows why the published losses are not those of a language model.
+#
 # ## What the head costs
 #
 # The head computes $V$ logits from the $d$ elements of each token. No other tensor in the model is as wide: GPT-2's
@@ -343,36 +370,61 @@ for method, ratio in times.ratios.items():
 # the parameters:
 
 # %%
-published = replace(lm.GPU, seq_lens=(2048, 8192))
+published = lm.GPU
 D, FF, W = published.dim, published.ff_dim, published.vocab_size
 H, layers = published.model().heads, published.layers
 N = layers * (4 * D**2 + 2 * D * FF + 2 * D + 2 * (D // H)) + D + 2 * W * D
 print(f"{N:,} parameters; weights, gradients and Adam states {16 * N:,} bytes")
 
 # %% [markdown]
-# As in {doc}`03_synthetic_experiment`, the peaks are predicted from shapes alone. Shapes do not show the copy that
-# `logsumexp` allocates internally, so if the peak is in the chunked head, the prediction is up to $4 r V$ bytes too
-# low.
+# As in {doc}`03_synthetic_experiment`, the peaks of both models are predicted from shapes. Shapes do not show the copy
+# that `logsumexp` allocates internally, so if our peak is in the chunked head, the prediction is up to $4 r V$ bytes
+# too low.
 
 # %% tags=["hide-input"]
 predicted = [record for group in predict_experiment(published, SOURCE) for record in group]
 for record in predicted:
     path = record.save(f"results/cpu/04_{report.file_name(record)}")
-reference = load_reference("lm")
-rows = report.published_rows(reference, predicted, gpu_records("lm", dtype="bfloat16"))
-for row in rows:
-    row["published"] = row["published"] or "–"
-columns = {"seq_len": "tokens", "method": "method", "published": "published by others, MB"}
-columns |= {"predicted": "ours, predicted, MiB", "measured": "ours, measured, MiB"}
+figures = load_reference("lm")
+stored = Predictions()
+configured = [stored.of(row) for row in published_figures() if row["step"] == "reference-language-model"]
+measured = gpu_records("lm", dtype="bfloat16")
 caption = (
-    "Peaks of the language model at the published sizes: as printed by others, and for our model. Predictions are from "
-    "shapes alone: nothing was run."
+    "Peaks of the language model: as published, predicted for the published model, and predicted for ours. Predictions "
+    "are from shapes alone."
 )
-table = markdown_table(rows, columns, caption, "tab-lm-published")
+rows = report.published_rows(figures, configured, predicted, measured)
+table = markdown_table(rows, report.PUBLISHED, caption, "tab-lm-published")
 path = write_text_atomic("results/tables/04_published.md", table)
+caption = "Published seconds of 499 steps of the language model, and the ratio of checkpoint to baseline."
+table = markdown_table(report.published_times(figures), report.TIMES, caption, "tab-lm-times")
+path = write_text_atomic("results/tables/04_times.md", table)
+rows = [
+    {
+        "seq_len": f"{record.config['seq_len']:,}",
+        "method": record.config["method"],
+        "predicted": f"{record.metrics['peak_bytes'] / 2**20:,.1f}",
+        "measured": report.measured_peak(record, measured),
+    }
+    for record in predicted
+    if "chunked-loss" in record.config["method"]
+]
+columns = {name: report.PUBLISHED[name] for name in rows[0]}
+caption = "Our model with the loss in 8 chunks at the published sizes, predicted from shapes alone."
+path = write_text_atomic("results/tables/04_chunked.md", markdown_table(rows, columns, caption, "tab-lm-chunked"))
 
 # %% [markdown]
 # ```{include} ../../results/tables/04_published.md
+# ```
+#
+# {doc}`13_predictions` predicts the ratios of times:
+#
+# ```{include} ../../results/tables/04_times.md
+# ```
+#
+# Nothing was published for a loss in chunks:
+#
+# ```{include} ../../results/tables/04_chunked.md
 # ```
 #
 # **The goal** was a peak of at most 5200 MB at 8192 tokens. We add the copy that the prediction may miss:
@@ -468,26 +520,59 @@ print(f"measured {runs['checkpoint+chunked-loss'].peak_bytes - tied:,}; 12 V d +
 #   need about a quarter of the published baseline, and most of that is weights, gradients and Adam states.
 
 # %% [markdown]
-# ## Appendix: the published slopes
+# ## Appendix: what the published peaks contain
 #
-# As in {doc}`03_synthetic_experiment`, a slope is the memory of one more token. The blocks, or their boundaries, and 10
-# bytes per logit explain our predictions, but not the published peaks:
-
+# As in {doc}`03_synthetic_experiment`, we compute the causes from shapes. Here the blocks of both models read and write
+# fp32.
+#
+# - Separate projections: autocast converts their common input three times.
+# - The unfused norms save products in fp32. The final norm is applied after every block.
+# - A logit needs 14 bytes in the loss: bf16, kept by the loop's variable (2), the log-probabilities and two gradients
+#   in fp32 (4 each).
+# - Gradients are never set to zero, so they are live in the loss.
+# - Embedding and head share one weight, which saves 12 bytes per element.
 
 # %% tags=["hide-input"]
-def slope(peak, method):
-    return (peak[method, 8192] - peak[method, 2048]) / 6144
-
-
-theirs = {(row["method"], row["seq_len"]): row["peak"] * 2**20 for row in reference["rows"]}
-for m, blocks in {"baseline": layers * block_bytes, "checkpoint": layers * 4 * D}.items():
-    print(f"{m:10} by hand {blocks + 10 * W:,}, predicted {slope(ours, m):,.0f}, published {slope(theirs, m):,.0f}")
-print(f"published: {(slope(theirs, 'checkpoint') - layers * 4 * D) / W:.2f} bytes per logit")
+make_theirs = partial(reference.Block, D, FF, published.head_dim, reference.PackedFlashAttention.apply)
+norm = saved_per_token(partial(reference.UnfusedRMSNorm, D), D, torch.float32, lambda norm, x, offsets: norm(x))
+separate = saved_per_token(lambda: with_fused_norms(make_theirs()), D, torch.float32)
+unfused = saved_per_token(make_theirs, D, torch.float32)
+P_theirs = reference.parameters_of_language_model()
+A_theirs = unfused + norm
+rows = [
+    {"cause": "our block", "block": f"{block_bytes:,}"},
+    {"cause": "separate projections", "block": f"{separate - block_bytes:+,}"},
+    {"cause": "unfused norms", "block": f"{unfused - separate:+,}"},
+    {"cause": "the final norm after every block", "block": f"{norm:+,}"},
+    {"cause": "sum: the published block", "block": f"{A_theirs:,}"},
+    {"cause": "logits, 14 bytes instead of 10", "token": f"{4 * W:+,}"},
+    {"cause": "gradients are never set to zero", "once": f"{4 * P_theirs / 2**20:+,.1f}"},
+    {"cause": "one weight for embedding and head", "once": f"{-12 * W * D / 2**20:+,.1f}"},
+    {"cause": "workspaces of cuBLAS", "once": f"{WORKSPACES / 2**20:+,.1f}"},
+]
+columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
+rows = [{name: row.get(name, "") for name in columns} for row in rows]
+caption = "Why the published baseline of the language model has a higher peak than ours, from shapes."
+path = write_text_atomic("results/tables/04_causes.md", markdown_table(rows, columns, caption, "tab-lm-causes"))
 
 # %% [markdown]
-# The last line subtracts our boundaries from the published slope of `checkpoint` and divides the rest by the size of
-# the vocabulary. Sixteen bytes per logit correspond to four copies in fp32. At 8192 tokens, they are most of the
-# published memory with checkpointed blocks.
+# ```{include} ../../results/tables/04_causes.md
+# ```
+#
+# All six published peaks are in the backward of the loss: weights, gradients and Adam states ($16 P$), the workspaces,
+# bf16 copies of all weights (with checkpointing, of the head), the blocks and norms, the logits, the head's input in
+# bf16 and the ids.
+
+# %%
+saved_by_block = {"baseline": A_theirs, "checkpoint": 4 * D + norm}
+copies = {"baseline": 2 * P_theirs, "checkpoint": 2 * W * D}
+for row in figures["rows"]:
+    m, per_token = row["method"], layers * saved_by_block[row["method"]] + 14 * W + 2 * D + 16
+    by_hand = 16 * P_theirs + WORKSPACES + copies[m] + row["seq_len"] * per_token
+    print(f"{m:10} {row['seq_len']:5,} tokens: published / by hand - 1 = {row['peak'] * 2**20 / by_hand - 1:+.5%}")
+
+# %% [markdown]
+# The rest are remainders of blocks that the allocator does not split, which the prediction models.
 #
 # The numbers of this page were measured here:
 
@@ -497,5 +582,6 @@ environment("cpu", SOURCE)
 # %% [markdown]
 # ## Sources
 #
+# - The published peaks and times are from the public repository `sashaboriskin/activation_checkpointing`.
 # - {cite:t}`merity2016`: wikitext-103, the text of the published runs.
 # - {cite:t}`sennrich2016`: byte-pair encoding, which the tokenizer uses.

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from ackpt.experiments.reports.figures import losses_plot, stacked_plot
-from ackpt.experiments.reports.training import PUBLISHED, published_rows
+from ackpt.experiments.reports.training import PUBLISHED, TIMES, published_rows, published_times
 from ackpt.plots import MIB, png
 from ackpt.results import Record, environment
 
@@ -38,9 +38,14 @@ def test_published_predicted_and_measured_stand_in_columns_of_their_own():
     first, second = published_rows(reference(), CONFIGURED, PREDICTED, measured, digits=2)
     assert first.keys() == second.keys() == PUBLISHED.keys()
     assert [first[name] for name in ("published", "configured", "error")] == ["1,234.50", "1,234.00", "-0.04050"]
-    assert [first[name] for name in ("predicted", "measured", "ratio")] == ["2,000.0", "5.5", "1.00"]
+    assert [first[name] for name in ("predicted", "measured")] == ["2,000.0", "5.5"]
     assert [second[name] for name in ("published", "configured", "error")] == ["4.25", "4.00", "-5.88235"]
-    assert [second[name] for name in ("predicted", "measured", "seconds", "ratio")] == ["4.0", None, "12.84", "1.28"]
+    assert [second[name] for name in ("predicted", "measured")] == ["4.0", None]
+
+
+def test_published_times_have_their_ratio():
+    (row,) = published_times(reference())
+    assert row == dict(zip(TIMES, ("128", "10.00", "12.84", "1.28"), strict=True))
 
 
 @pytest.mark.parametrize("name", ["seq_len", "batch_size", "dim", "ff_dim", "layers", "dtype"])

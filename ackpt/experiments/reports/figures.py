@@ -88,7 +88,6 @@ def losses_plot(losses: dict[str, dict[str, list[float]]], title: str):
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "", "")
         axes.remove()
-        figure.set_size_inches(8.4, 3.9)
         grid = figure.subplots(2, len(losses), sharex=True, sharey="row", height_ratios=[3, 1], squeeze=False)
         for (name, methods), (above, below) in zip(losses.items(), grid.T, strict=True):
             (first, values), (second, others) = methods.items()
