@@ -51,9 +51,9 @@ from ackpt import plots
 from ackpt.costs.devices import device
 from ackpt.experiments import offload
 from ackpt.experiments.pitfalls import copies as pitfalls
+from ackpt.experiments.predicted_curves import Timelines
 from ackpt.experiments.published import Predictions, time_ratios
 from ackpt.experiments.published import rows as published_peaks
-from ackpt.experiments.published.timelines import Timelines
 from ackpt.experiments.reports import offload as offload_report
 from ackpt.experiments.reports.gpu_records import gpu_records
 from ackpt.metering.meter import measure

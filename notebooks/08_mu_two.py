@@ -42,7 +42,7 @@ import ackpt
 from ackpt import models, plots
 from ackpt.costs.devices import device
 from ackpt.experiments import graph_profile, mu_two
-from ackpt.experiments.batch_curves import BatchCurves
+from ackpt.experiments.predicted_curves import BatchCurves
 from ackpt.experiments.published import Predictions
 from ackpt.experiments.published import rows as published_peaks
 from ackpt.experiments.reports import batch_size as batch_report

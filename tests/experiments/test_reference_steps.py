@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ackpt.experiments import batch_curves
-from ackpt.experiments.batch_curves import BATCHES, POLICIES, BatchCurves
+from ackpt.experiments import predicted_curves
+from ackpt.experiments.predicted_curves import BATCHES, POLICIES, BatchCurves, Timelines
 from ackpt.experiments.published import Predictions, reference, rows
 from ackpt.experiments.published.reference import Block, InnerBackward, KeptInput, UnfusedRMSNorm
-from ackpt.experiments.published.timelines import Timelines
 from ackpt.metering.timeline import Timeline
 
 
@@ -122,8 +121,8 @@ def test_timelines_are_predicted_once_and_follow_the_stored_peaks(tmp_path):
 
 def test_plans_of_the_curves_have_the_peak_of_per_block_checkpointing(monkeypatch):
     sizes = {"dim": 32, "ff_dim": 64, "layers": 3, "head_dim": 16, "vocab_size": 32}
-    monkeypatch.setitem(batch_curves.MODELS, "lm", {"seq_len": 64, "fields": sizes})
-    found = batch_curves.predicted_methods("lm", {"batch": 8}, "h100-80g")
+    monkeypatch.setitem(predicted_curves.MODELS, "lm", {"seq_len": 64, "fields": sizes})
+    found = predicted_curves.predicted_methods("lm", {"batch": 8}, "h100-80g")
     assert [*found] == ["without", "per-block", "mu-two", "auto"]
     assert found["auto"]["peak_bytes"] <= found["per-block"]["peak_bytes"] < found["without"]["peak_bytes"]
     assert found["without"]["seconds"] < found["auto"]["seconds"] <= found["per-block"]["seconds"]

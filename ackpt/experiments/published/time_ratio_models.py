@@ -1,5 +1,4 @@
-"""Models of published times that are not in transformers: a layer of Megatron-LM, DenseNet for small images, and the
-reference experiments' models."""
+"""Models of published times that are not in transformers: Megatron-LM's, DenseNet, and the reference experiments'."""
 
 from __future__ import annotations
 

@@ -1,25 +1,69 @@
-"""Peak and time of a step against the batch size, by method: predicted from shapes and a data sheet, and stored.
+"""Curves of the reference experiments, predicted from shapes and stored: memory over a step, peak and time by batch.
 
-The models are those of a published mu-TWO pipeline: a ResNet-152, and a Transformer with the sizes of its course.
+Both take minutes. A timeline is predicted again if the step, its sizes, the GPU or the bytes that `Predictions` stores
+for them change; a point of `BatchCurves`, if its model, the GPU or the code that plans changes.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.costs.devices import device
 from ackpt.errors import BudgetError
+from ackpt.metering.prediction import predict
 from ackpt.planning.simulator import simulate
-from ackpt.results import REFERENCES
+from ackpt.results import REFERENCES, Record, environment
 from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, captured
 from ackpt.workloads.step_request import StepRequest
 
-from .published.predictions import Predictions, digest, version_of
+from .published import STEPS, Predictions, rows
+from .published.predictions import digest, group, version_of
+from .steps.settings import record_metrics
 
-FILE = REFERENCES.parent / "predictions" / "batch-curves.json"
+FOLDER = REFERENCES.parent / "predictions"
+POINTS = 300
+
+
+def predicted_timeline(step: str, sizes: dict[str, Any], gpu_name: str) -> dict[str, Any]:
+    """The metrics of a Record: bytes, FLOPs and the timeline of the first step, thinned to about `POINTS` events."""
+    with mock.patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=""), FakeTensorMode():
+        made = STEPS[step](**sizes)
+    found = predict(made.run, resident=made.resident, device=gpu_name, warmup=0)
+    return {**record_metrics(found), "timeline": found.timeline.thinned(POINTS).to_json()}
+
+
+class Timelines(Predictions):
+    """The timelines in `file`, of steps of the published configurations."""
+
+    def __init__(
+        self, file: Path = FOLDER / "timelines.json", predicts=predicted_timeline, peaks: Predictions | None = None
+    ):
+        super().__init__(file, predicts)
+        self.peaks = peaks or Predictions()
+
+    def key(self, row: dict[str, Any]) -> str:
+        return digest([*group(row), self.peaks.entry(row)])
+
+    def records(self, step: str, methods: Iterable[str]) -> list[Record]:
+        """One Record for each method of `step`, with its metrics; new ones are stored."""
+        published = {row["sizes"]["method"]: row for row in rows() if row["step"] == step}
+        records = []
+        for row in (published[method] for method in methods):
+            records.append(Record(f"{step}-predicted", row["sizes"], self.entry(row), environment("cpu")))
+            if self.predicted:
+                self.save([row for row in rows() if row["step"] == step])
+        return records
+
+
 _CODE = ("costs", "planning/simulator.py", "planning/schedule.py")
 _CODE += ("policies/chains/selective.py", "policies/mu_two.py", "policies/search")
 POLICIES = {"without": "none", "per-block": "selective", "mu-two": "mu-two", "auto": "auto"}
@@ -53,9 +97,12 @@ def predicted_methods(model: str, sizes: dict[str, int], gpu_name: str) -> dict[
 
 
 class BatchCurves(Predictions):
-    """The predictions in `FILE`, under keys that depend on model, batch, GPU and the code that plans."""
+    """Peak and time of a step against the batch size, in `file`.
 
-    def __init__(self, file=FILE, predicts=predicted_methods):
+    The models are those of a published mu-TWO pipeline: a ResNet-152, and a Transformer with the sizes of its course.
+    """
+
+    def __init__(self, file: Path = FOLDER / "batch-curves.json", predicts=predicted_methods):
         super().__init__(file, predicts)
         code = version_of(_CODE)
         self._code = lambda model: digest([code, MODELS[model], POLICIES])
