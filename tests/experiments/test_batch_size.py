@@ -18,7 +18,7 @@ from ackpt.experiments.reports import batch_size as report
 from ackpt.experiments.steps.gradients import GradientsDiffer, require_equal
 from ackpt.experiments.steps.largest_batch import Largest, extrapolated, largest_on_cpu, search
 from ackpt.experiments.steps.named_steps import Method, RunStep, method
-from ackpt.results import Record, load_reference
+from ackpt.results import DASH, Record, load_reference
 from ackpt.workloads.named_models import training_step
 
 FIELDS = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
@@ -241,3 +241,37 @@ def test_bad_options_are_one_line(capsys, monkeypatch, options, words):
         status = error.code
     out, err = capsys.readouterr()
     assert status == 2 and words in err and err.count("\n") == 1 and out == ""
+
+
+@pytest.fixture(scope="module")
+def curves():
+    """Lines through 100 MiB: 10 MiB and 1 ms per image without, half of the memory and 1.5 ms with."""
+    lines = {"without": (10, 1.0), "mu-two": (5, 1.5)}
+    return {
+        batch: {
+            name: {"peak_bytes": (100 + batch * mib) * 2**20, "seconds": batch * ms / 1e3}
+            for name, (mib, ms) in lines.items()
+        }
+        for batch in (4, 8, 16, 32, 64)
+    }
+
+
+def test_published_rows_have_all_published_figures_and_predictions(curves):
+    reference = load_reference("mu-two-resnet")
+    peaks = [{"sizes": {"batch": batch}, "predicted": 2**30, "error": -0.0263} for batch in curves]
+    first, second, *_, last = report.published_rows(reference, peaks, curves)
+    assert (first["without"], first["with"], first["saved"]) == ("1,449.6", "1,128.0", "-22.2")
+    assert (first["without_ms"], first["with_ms"], first["time"]) == ("102.3", "138.9", "+35.8")
+    assert (first["predicted"], first["error"]) == ("1,024.0", "-2.63")
+    assert (second["time"], last["saved"], last["larger"]) == ("-19.8", "-62.4", DASH)
+    assert first["larger"] == f"{(8 + 8 * (1449.6 - 1420) / (2148 - 1420)) / 4:.1f}"
+    assert (first["without peak"], first["mu-two peak"], first["mu-two time"]) == ("140.0", "120.0", "+50.0")
+    assert {first["gpu"], last["gpu"]} == {None}
+
+
+def test_curves_have_two_axes_for_each_model_and_a_line_for_each_method(curves):
+    figure = report.curves_plot({"a": curves, "b": curves}, {"with": {4: 120.0}}, "Lines")
+    peak, time, *_ = figure.axes
+    assert len(figure.axes) == 4 and len(peak.lines) == 3 and len(time.lines) == 2
+    assert list(peak.lines[1].get_ydata()) == [100 + 5 * batch for batch in curves]
+    assert [text.get_text() for text in peak.get_legend().get_texts()] == ["without", "mu-two", "published, with"]

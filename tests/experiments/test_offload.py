@@ -22,7 +22,7 @@ from ackpt.experiments.reports import offload as report
 from ackpt.experiments.steps.offload_methods import METHODS, OURS, _transformers, cannot_run, make_method
 from ackpt.models.transformer import Transformer
 from ackpt.plots import png
-from ackpt.results import Record, load_reference
+from ackpt.results import DASH, Record, load_reference
 
 TINY = OffloadConfig(
     total_tokens=96, batch_size=4, layers=5, dim=32, ff_dim=64, head_dim=16, steps=2, min_bytes=1024, methods=METHODS
@@ -194,6 +194,26 @@ def test_rows_hold_differences_and_the_published_figures(records):
     assert (rows["ckpt_classic"]["published_ms"], rows["ckpt_classic"]["published_peak"]) == (3745.56, 2759.07)
     assert rows["offload_async"]["published_ms"] is None and rows["save_on_cpu"]["store"] is None
     assert rows["trl"]["not_run"] == "needs a CUDA GPU" and rows["trl"]["peak"] is None
+
+
+def test_published_rows_have_all_published_figures_and_predictions(records):
+    reference = load_reference("offload")
+    peaks = [
+        {"sizes": {"method": row["method"]}, "predicted": 2259.5 * 2**20, "error": -0.00123}
+        for row in reference["rows"]
+    ]
+    times = [{"figures": [3745.56, 3347.69], "predicted": 1.25}]
+    rows = report.published_rows(reference, peaks, times, records)
+    assert [row["method"] for row in rows] == ["baseline", "ckpt_classic", *CKPT_OFFLOAD]
+    baseline, classic, sync, _ = rows
+    assert (baseline["ms"], baseline["peak"], baseline["ms_change"]) == ("3,347.69", "10,895.44", DASH)
+    assert (classic["ms_change"], classic["peak_change"], classic["classic_change"]) == ("+11.88", "-74.68", DASH)
+    assert (sync["classic_change"], sync["predicted"], sync["error"]) == ("-18.15", "2,259.50", "-0.123")
+    assert (classic["predicted_change"], sync["predicted_change"]) == ("+25.00", DASH)
+    assert {(row["gpu_peak"], row["gpu_ms"]) for row in rows} == {(None, None)}
+    (measured,) = (record.metrics["peak_bytes"] for record in records if record.config["method"] == "baseline")
+    assert baseline["ours"] == f"{measured / 2**20:,.1f}"
+    assert report.published_rows(reference, peaks, times, records, records)[0]["gpu_peak"] == float(baseline["ours"])
 
 
 def test_the_table_names_what_was_not_run_and_what_was_checked(records):

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ackpt.experiments import predicted_curves
+from ackpt.experiments.predicted_curves import BATCHES, POLICIES, BatchCurves, Timelines
 from ackpt.experiments.published import Predictions, reference, rows
 from ackpt.experiments.published.reference import Block, InnerBackward, KeptInput, UnfusedRMSNorm
+from ackpt.metering.timeline import Timeline
 
 
 def predicted(step):
@@ -81,3 +84,60 @@ def test_checkpointed_blocks_have_the_gradients_of_the_block(short_sequences, ch
         KeptInput.apply(block, x, offsets, checkpoint).sum().backward()
     found = [x.grad, *(parameter.grad for parameter in block.parameters())]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def not_stored(*inputs):
+    raise AssertionError(f"{inputs} must be predicted again: see the docstring")
+
+
+def test_the_stored_timelines_show_the_inputs_that_classic_keeps():
+    """If they are not stored: run ``nox -s reproduce -- --only 05``."""
+    stored = Timelines(predicts=not_stored, peaks=Predictions(predicts=not_stored))
+    methods = ("baseline", "ckpt_classic", "ckpt_sync_offload")
+    _, classic, sync = records = stored.records("reference-offload", methods)
+    assert [record.config["method"] for record in records] == [*methods]
+    steps = [Timeline.from_json(record.metrics["timeline"]) for record in (classic, sync)]
+    saved = [step.at(step.boundary)["activations"] for step in steps]
+    assert saved[0] - saved[1] == reference.LAYERS * reference.TOKENS * reference.WIDTH * 2
+    assert steps[0].peak_bytes > steps[1].peak_bytes
+
+
+def test_timelines_are_predicted_once_and_follow_the_stored_peaks(tmp_path):
+    made = []
+
+    def predicts(*inputs):
+        made.append(inputs)
+        return {"peak_bytes": 1}
+
+    def records(peak):
+        peaks = Predictions(tmp_path / "none.json", lambda *_: {"allocated": peak})
+        return Timelines(tmp_path / "timelines.json", predicts, peaks).records("reference-offload", ["baseline"])
+
+    assert records(1)[0].metrics == records(1)[0].metrics == {"peak_bytes": 1}
+    assert made == [("reference-offload", {"method": "baseline"}, "t4")]
+    records(2)
+    assert len(made) == 2
+
+
+def test_plans_of_the_curves_have_the_peak_of_per_block_checkpointing(monkeypatch):
+    sizes = {"dim": 32, "ff_dim": 64, "layers": 3, "head_dim": 16, "vocab_size": 32}
+    monkeypatch.setitem(predicted_curves.MODELS, "lm", {"seq_len": 64, "fields": sizes})
+    found = predicted_curves.predicted_methods("lm", {"batch": 8}, "h100-80g")
+    assert [*found] == ["without", "per-block", "mu-two", "auto"]
+    assert found["auto"]["peak_bytes"] <= found["per-block"]["peak_bytes"] < found["without"]["peak_bytes"]
+    assert found["without"]["seconds"] < found["auto"]["seconds"] <= found["per-block"]["seconds"]
+
+
+def test_the_stored_curves_are_lines():
+    """If they are not stored: run ``nox -s reproduce -- --only 08``."""
+    for model, batches in BatchCurves(predicts=not_stored).curves("h100-80g").items():
+        assert tuple(batches) == BATCHES[model] and all([*methods] == [*POLICIES] for methods in batches.values())
+        large = BATCHES[model][-3:]
+        low, middle, high = (batches[batch]["without"]["peak_bytes"] for batch in large)
+        assert (high - middle) / (middle - low) == pytest.approx(2, rel=0.03)
+        for methods in batches.values():
+            assert methods["without"]["seconds"] <= methods["auto"]["seconds"] <= methods["per-block"]["seconds"]
+            assert (
+                max(methods["auto"]["peak_bytes"], methods["mu-two"]["peak_bytes"])
+                <= methods["per-block"]["peak_bytes"]
+            )

@@ -29,7 +29,8 @@ REFERENCE = "published-peaks"
 FILE = REFERENCES.parent / "predictions" / "published.json"
 PACKAGE = Path(ackpt.__file__).parent
 _ALWAYS = ("metering", *(f"experiments/published/{name}.py" for name in ("step", "training", "prediction")))
-_ALSO = dict.fromkeys(("resnet50-sum", "reference-resnet"), ("models",))  # the code that these steps call
+# The code that these steps call.
+_ALSO: dict[str, tuple[str, ...]] = dict.fromkeys(("resnet50-sum", "reference-resnet"), ("models",))
 
 
 def rows() -> list[dict[str, Any]]:
@@ -89,7 +90,7 @@ class Predictions:
         3072
     """
 
-    def __init__(self, file: Path = FILE, predicts: Callable[..., dict[str, int]] = predicted_bytes):
+    def __init__(self, file: Path = FILE, predicts: Callable[..., dict[str, Any]] = predicted_bytes):
         self.file, self.predicts, self.predicted = file, predicts, 0
         self.stored: dict[str, dict[str, Any]] = self._read() if file.is_file() else {}
         self._code = functools.cache(code_version)
@@ -104,17 +105,18 @@ class Predictions:
         """Changes with the row's step, sizes and GPU, and with the code that predicts them."""
         return digest([*group(row), self._code(row["step"])])
 
-    def of(self, row: dict[str, Any], anew: bool = False) -> dict[str, Any]:
-        """The row with ``predicted`` bytes and relative ``error``.
-
-        They are predicted now if the file has no prediction for its inputs, or if `anew`.
-        """
+    def entry(self, row: dict[str, Any], anew: bool = False) -> dict[str, Any]:
+        """What `predicts` returns for the row: now if the file has no prediction for its inputs, or if `anew`."""
         key = self.key(row)
         if anew or key not in self.stored:
             self.stored[key] = {"step": row["step"], "bytes": self.predicts(*group(row))}
             self.predicted += 1
             gc.collect()
-        size = self.stored[key]["bytes"][row["metric"]]
+        return self.stored[key]["bytes"]
+
+    def of(self, row: dict[str, Any], anew: bool = False) -> dict[str, Any]:
+        """The row with ``predicted`` bytes and relative ``error``, from its `entry`."""
+        size = self.entry(row, anew)[row["metric"]]
         if row["metric"] == "NVML" and "context" in row:
             size += row["context"] - gpu(row["gpu"] or ANY).context_bytes
         return {**row, "predicted": size, "error": size / row["bytes"] - 1}

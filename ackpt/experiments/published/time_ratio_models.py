@@ -1,4 +1,4 @@
-"""Models of published times: a layer of Megatron-LM, DenseNet for small images, and the reference experiments'."""
+"""Models of published times that are not in transformers: Megatron-LM's, DenseNet, and the reference experiments'."""
 
 from __future__ import annotations
 

@@ -6,8 +6,21 @@ from ackpt.budget import from_text, readable
 from ackpt.experiments.batch_size import EXPERIMENT, LARGEST
 from ackpt.experiments.steps.named_steps import PLAIN, needs_limit
 from ackpt.metering.meter import memory_format
+from ackpt.results import DASH
 
-from .tables import PERCENT, is_predicted, machine, mib, milliseconds, not_run, percent_change, published, table
+from .tables import (
+    MIB,
+    PERCENT,
+    is_predicted,
+    machine,
+    mib,
+    milliseconds,
+    not_run,
+    percent_change,
+    published,
+    signed,
+    table,
+)
 
 COLUMNS = {
     "batch_size": "batch",
@@ -101,6 +114,100 @@ def largest_rows(records) -> list[dict]:
         }
         for record in answers
     ]
+
+
+def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
+    """One row per published batch size: the figures without and with the pipeline, predictions, and ours.
+
+    Args:
+        reference: from ``results.load_reference("mu-two-resnet")``.
+        predicted: rows of `Predictions.of` for the column "without".
+        curves: ``{batch: {method: {"peak_bytes": ..., "seconds": ...}}}`` of our model, as `BatchCurves` gives them.
+        measured: records of a GPU.
+
+    Returns:
+        Rows with the keys batch; without, with, ``saved``, ``without_ms``, ``with_ms``, ``time`` and ``larger`` as
+        published, or computed from it; ``predicted`` and ``error`` of "without"; ``ours`` and the ``time`` of each
+        method of the curves, such as ``mu-two time``; ``gpu``. MiB, ms and percent, as text. ``larger``: which batch
+        fits with the pipeline into the memory of the row without it, interpolated, relative to the row's batch.
+    """
+    without, with_it = (
+        {row["batch_size"]: row for row in reference["rows"] if row["method"] == method}
+        for method in ("without", "with")
+    )
+    peaks = {row["sizes"]["batch"]: row for row in predicted}
+    on_gpu = {row["batch_size"]: row["peak"] for row in rows(measured) if row["method"] == PLAIN}
+    shown = []
+    for batch, row in without.items():
+        other, ours = with_it[batch], curves[batch]
+        shown.append(
+            {
+                "batch": batch,
+                "without": f"{row['peak']:,.1f}",
+                "predicted": f"{peaks[batch]['predicted'] / MIB:,.1f}",
+                "error": signed(100 * peaks[batch]["error"]),
+                "with": f"{other['peak']:,.1f}",
+                "saved": signed(100 * (other["peak"] / row["peak"] - 1), 1),
+                "without_ms": f"{row['milliseconds']:.1f}",
+                "with_ms": f"{other['milliseconds']:.1f}",
+                "time": signed(100 * (other["milliseconds"] / row["milliseconds"] - 1), 1),
+                "larger": _larger(row, with_it),
+                **{f"{name} peak": f"{each['peak_bytes'] / MIB:,.1f}" for name, each in ours.items()},
+                **{
+                    f"{name} time": signed(100 * (each["seconds"] / ours["without"]["seconds"] - 1), 1)
+                    for name, each in ours.items()
+                },
+                "gpu": on_gpu.get(batch),
+            }
+        )
+    return shown
+
+
+def _larger(row: dict, with_it: dict[int, dict]) -> str:
+    """The batch that fits with the pipeline into the row's peak, at most the largest published one, over the row's."""
+    batches = list(with_it)
+    if row["batch_size"] == batches[-1]:
+        return DASH
+    pairs = list(zip(batches, batches[1:]))
+    low, high = next((pair for pair in pairs if row["peak"] <= with_it[pair[1]]["peak"]), pairs[-1])
+    slope = (with_it[high]["peak"] - with_it[low]["peak"]) / (high - low)
+    fitting = min(batches[-1], low + (row["peak"] - with_it[low]["peak"]) / slope)
+    return f"{fitting / row['batch_size']:.1f}"
+
+
+def curves_plot(curves: dict[str, dict], published: dict[str, dict[int, float]], title: str):
+    """A Figure with two axes for each model, peak and time against the batch size, and a line for each method.
+
+    Args:
+        curves: ``{model: {batch: {method: {"peak_bytes": ..., "seconds": ...}}}}``.
+        published: ``{name: {batch: MiB}}``, drawn as marks over the peaks of the first model.
+        title: the finding.
+    """
+    from ackpt import plots
+
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "", "")
+        axes.remove()
+        figure.set_size_inches(7.6, 2.7 * len(curves))
+        grid = figure.subplots(len(curves), 2, squeeze=False)
+        for number, (name, batches) in enumerate(curves.items()):
+            for axes, key, unit, label in zip(
+                grid[number], ("peak_bytes", "seconds"), (MIB, 1e-3), ("peak (MiB)", "step (ms)"), strict=True
+            ):
+                plots._style(axes)
+                for method, color, marker in zip(next(iter(batches.values())), plots.SERIES, plots.MARKERS):
+                    values = [methods[method][key] / unit for methods in batches.values()]
+                    axes.plot([*batches], values, color=color, marker=marker, markersize=4, linewidth=1.4, label=method)
+                axes.set_ylabel(f"{name}\n{label}", color=plots.TEXT, fontsize=9)
+                axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+        for (name, points), marker in zip(published.items(), "x+"):
+            looks = {"linestyle": "none", "marker": marker, "markersize": 8, "color": plots.TEXT}
+            grid[0, 0].plot([*points], [*points.values()], label=f"published, {name}", **looks)
+        for axes in grid[-1]:
+            axes.set_xlabel("batch size", color=plots.TEXT, fontsize=9)
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        grid[0, 0].legend(handles, labels, frameon=False, labelcolor=plots.TEXT, fontsize=8)
+        return plots._finished(figure, [], [])
 
 
 def text_table(records) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ackpt.experiments.steps.named_steps import PER_BLOCK, PLAIN
-from ackpt.results import load_reference
+from ackpt.results import DASH, load_reference
 
 from .batch_size import compared, gradients_note, how, named
-from .tables import PERCENT, is_predicted, machine, mib, not_run, percent_change, published, ran, table
+from .tables import PERCENT, is_predicted, machine, mib, not_run, percent_change, published, ran, signed, table
 
 PARTS = ("parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 COLUMNS = {
@@ -61,9 +61,9 @@ def published_rows(predicted, measured=()) -> list[dict]:
         measured: records of any size; those of the same size are shown in the rows of their methods.
 
     Returns:
-        Rows with the keys method, ``published`` and ``published_memory`` (as printed, and compared with plain),
-        ``published_time``, ``peak`` and ``vs_plain`` (predicted), ``flops``, ``measured`` and ``measured_time``; MiB
-        and percent. A figure that was not published is "", one that was not measured None.
+        Rows with the keys method, ``published``, ``published_memory`` (compared with plain), ``minutes`` and
+        ``published_time``; ``peak`` and ``vs_plain`` (predicted), ``flops``, ``measured`` and ``measured_time``; MiB,
+        minutes and percent, as text. A figure that was not published is a dash, one that was not measured None.
     """
     printed = {row["method"]: row for row in load_reference("bert")["rows"]}
     theirs = {PLAIN: printed["without"], PER_BLOCK: printed["with"]}
@@ -74,12 +74,13 @@ def published_rows(predicted, measured=()) -> list[dict]:
         compared_rows.append(
             {
                 "method": row["method"],
-                "published": other["average_memory"] if other else "",
+                "published": f"{other['average_memory']:,}" if other else DASH,
                 "published_memory": _against(other, printed["without"], "average_memory"),
+                "minutes": f"{other['seconds'] / 60:.1f}" if other else DASH,
                 "published_time": _against(other, printed["without"], "seconds"),
-                "peak": row["peak"],
-                "vs_plain": "" if row["vs_plain"] is None else row["vs_plain"],
-                "flops": "" if row["flops"] is None else row["flops"],
+                "peak": f"{row['peak']:,.1f}",
+                "vs_plain": signed(row["vs_plain"], 1),
+                "flops": signed(row["flops"], 1),
                 "measured": on_gpu.get("peak"),
                 "measured_time": on_gpu.get("time"),
             }
@@ -92,8 +93,8 @@ def _size(record) -> tuple:
     return tuple(str(config[name]) for name in ("method", "fields", "batch_size", "seq_len", "device", "dtype"))
 
 
-def _against(row, reference, name: str):
-    return percent_change(row[name], reference[name]) if row and row is not reference else ""
+def _against(row, reference, name: str) -> str:
+    return signed(percent_change(row[name], reference[name]) if row and row is not reference else None, 1)
 
 
 def text_table(records) -> str:

@@ -19,6 +19,7 @@ from .tables import (
     percent_change,
     published,
     ran,
+    signed,
     spread,
     table,
 )
@@ -76,6 +77,47 @@ def _row(record, by_method, printed) -> dict:
         if metrics["seconds_hidden_share"] is not None:
             row["hidden"] = round(100 * metrics["seconds_hidden_share"], 1)
     return row
+
+
+def published_rows(reference, predicted, times, ours, measured=()) -> list[dict]:
+    """One row per published method: its figures, what is predicted for its configuration and for our model, and ours.
+
+    Args:
+        reference: from ``results.load_reference("offload")``.
+        predicted: rows of `Predictions.of`; times: rows of `time_ratios.compared`.
+        ours: records of `predict_offload`; measured: records of a GPU.
+
+    Returns:
+        Rows with the keys method; ``ms``, ``ms_change``, ``peak``, ``peak_change`` and ``classic_change`` as published;
+        ``predicted``, ``error`` and ``predicted_change`` (of the time) for the published configuration; ``ours``,
+        ``gpu_peak`` and ``gpu_ms``. MiB, ms and percent, as text; a figure that was not measured is None.
+    """
+    peaks = {row["sizes"]["method"]: row for row in predicted}
+    ratios = {row["figures"][0]: row["predicted"] for row in times}
+    model, on_gpu = ({row["method"]: row for row in rows(records)} for records in (ours, measured))
+    classic = next(row["peak"] for row in reference["rows"] if row["method"] == "ckpt_classic")
+    shown = []
+    for row in reference["rows"]:
+        method, ratio = row["method"], ratios.get(row["milliseconds"])
+        offloaded = "offload" in method
+        measured_peak, measured_ms = (on_gpu.get(method, {}).get(key) for key in ("peak", "ms"))
+        shown.append(
+            {
+                "method": method,
+                "ms": f"{row['milliseconds']:,.2f}",
+                "ms_change": signed(row["milliseconds_change"]),
+                "peak": f"{row['peak']:,.2f}",
+                "peak_change": signed(row["peak_change"]),
+                "classic_change": signed(100 * (row["peak"] / classic - 1) if offloaded else None),
+                "predicted": f"{peaks[method]['predicted'] / MIB:,.2f}",
+                "error": signed(100 * peaks[method]["error"], 3),
+                "predicted_change": signed(None if ratio is None else 100 * (ratio - 1)),
+                "ours": f"{model[method]['peak']:,.1f}",
+                "gpu_peak": measured_peak,
+                "gpu_ms": measured_ms,
+            }
+        )
+    return shown
 
 
 def text_table(records) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ackpt.results import RecordError, load_reference
+from ackpt.results import DASH, RecordError, load_reference
 
 MIB = 2**20
 PERCENT = "{:+.1f} %"  # a difference from the baseline
@@ -59,6 +59,11 @@ def aligned(cells, left: int = 0) -> list[str]:
 def percent_change(value, reference) -> float:
     """The difference of `value` from `reference` in percent of it, with one decimal."""
     return round(100 * (value / reference - 1), 1)
+
+
+def signed(value: float | None, digits: int = 2) -> str:
+    """A difference with its sign, as text; a dash if there is none."""
+    return DASH if value is None else f"{value:+.{digits}f}"
 
 
 def mib(size: int | None) -> float | None:
