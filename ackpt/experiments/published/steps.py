@@ -22,6 +22,8 @@ STEPS: dict[str, Callable[..., PublishedStep]] = {
         losses.capped_linear_cross_entropy,
         losses.linear_jensen_shannon,
         losses.cosine_distillation,
+        losses.group_relative_policy,
+        layers.layer_alone,
         layers.softmax,
         layers.relu_squared,
         layers.sparsemax,
