@@ -147,8 +147,8 @@ def _converted(func, x, dtype) -> list[int]:
 def _sorting(x, dim: int) -> list[int]:
     """``sort_cuda_kernel`` in cuda/Sort.cpp and ``launch_stable_sort_kernel`` in cuda/SortStable.cu.
 
-    CUB's radix sort keeps a copy of keys and of values (``dispatch_radix_sort.cuh``), aligned to 256 bytes; its counters
-    are left out.
+    CUB's radix sort keeps a copy of keys and of values (``dispatch_radix_sort.cuh``), aligned to 256 bytes.
+    Its counters are left out.
     """
     if not x.dim() or not x.numel():
         return []

@@ -190,10 +190,6 @@ def group_relative_policy(
 
 
 def _of_retained_graph(loss, *tensors: Tensor) -> PublishedStep:
-    """`drawn`: the gradient of the loss is drawn, as newer benchmark scripts do."""
-    if drawn:
-        return in_mode("full", loss, *tensors)
-
     def run():
         y = loss()
         y.backward(retain_graph=True)
