@@ -31,6 +31,7 @@ PACKAGE = Path(ackpt.__file__).parent
 _ALWAYS = ("metering", *(f"experiments/published/{name}.py" for name in ("step", "training", "prediction")))
 _ALSO = {  # the code that these steps call
     "resnet50-sum": ("models",),
+    "flux2-adapters": ("experiments/published/finetuning.py",),
     **dict.fromkeys(
         ("reference-training", "reference-offload"),
         (

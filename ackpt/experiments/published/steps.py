@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import finetuning, images, language, layers, losses
+from . import adapters, finetuning, images, language, layers, losses
 from .step import PublishedStep
 
 STEPS: dict[str, Callable[..., PublishedStep]] = {
@@ -49,7 +49,9 @@ STEPS: dict[str, Callable[..., PublishedStep]] = {
         language.reference_training,
         language.reference_offload,
         finetuning.lora_causal_lm,
+        finetuning.causal_lm,
         finetuning.bert_classifier,
         finetuning.gpt2_trainer,
+        adapters.flux2_adapters,
     )
 }
