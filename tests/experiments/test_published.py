@@ -177,6 +177,23 @@ def test_a_fine_tuning_step_has_the_published_metrics(attention):
     assert found["allocated, start"] < found["allocated, optimizer"] <= found["allocated"] <= found["reserved"]
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # peft calls it
+def test_a_causal_step_keeps_gradients_and_attends_with_a_mask():
+    sizes = {"layers": 1, "dim": 64, "heads": 4, "kv_heads": 2, "ff": 128, "vocabulary": 256, "tied": True}
+    sizes |= {"batch": 1, "length": 128}
+    full, adapted = (predicted_bytes("causal-lm", {**sizes, **options}, "rtx3090") for options in ({}, {"rank": 4}))
+    eager = predicted_bytes("causal-lm", {**sizes, "attention": "eager"}, "rtx3090")
+    assert eager["allocated, start"] == full["allocated, start"] < adapted["allocated, start"]
+    assert adapted["allocated"] < full["allocated"] < eager["allocated"]
+
+
+def test_tiled_layers_need_less():
+    sizes = {"batch": 1, "length": 1024, "dim": 64, "ff": 256, "activation": "silu", "dtype": "bfloat16"}
+    whole, tiled = (predicted_bytes("gated-mlp", {**sizes, "parts": parts}, "b200") for parts in (1, 4))
+    inner = 1024 * 256 * 2
+    assert tiled["allocated"] < whole["allocated"] - 2 * inner
+
+
 def test_the_looping_adamw_keeps_two_states_and_follows_the_gradients_signs():
     weights = torch.nn.Parameter(torch.ones(3))
     optimizer = LoopAdamW([weights], lr=1e-2)

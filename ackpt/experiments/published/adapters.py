@@ -30,8 +30,9 @@ def flux2_adapters(*, adapter: dict[str, Any] | None) -> PublishedStep:
     import peft
 
     sizes: dict[str, Any] = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24}
-    with torch.device("meta"), unset_fake_temporarily(), default_dtype(torch.bfloat16):
-        model: Any = diffusers.Flux2Transformer2DModel(**sizes, joint_attention_dim=WIDTH, guidance_embeds=False)
+    with torch.device("meta"), unset_fake_temporarily():
+        with default_dtype(torch.bfloat16):
+            model: Any = diffusers.Flux2Transformer2DModel(**sizes, joint_attention_dim=WIDTH, guidance_embeds=False)
         model.enable_gradient_checkpointing()
         if adapter is not None:
             config = peft.get_peft_config({"target_modules": list(TARGETS), **adapter})
