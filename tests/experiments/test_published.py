@@ -58,12 +58,17 @@ def test_rows_predicted_now_equal_the_stored_predictions(step):
 
 
 def test_losses_and_norms_are_exact():
-    """Their figures follow from the sizes of tensors alone."""
+    """Their figures follow from the sizes of tensors alone.
+
+    But for one: a benchmark of 1024 rows begins with the blocks of another one, which the prediction does not know.
+    """
     found = predicted(*EXACT)
     assert {row["step"] for row in found} == set(EXACT)
     (line,) = summary(found, "metric")
-    assert line["metric"] == "allocated" and line["n"] == line["exact"] > 30
-    assert text_table(found).endswith(f"{line['n']} figures, {line['n']} exact, median error 0.000%, largest +0.000%")
+    assert line["metric"] == "allocated" and line["n"] - 1 == line["exact"] > 50
+    assert text_table(found).endswith(
+        f"{line['n']} figures, {line['exact']} exact, median error 0.000%, largest +0.160%"
+    )
 
 
 @dataclass

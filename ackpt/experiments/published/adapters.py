@@ -39,6 +39,7 @@ def flux2_adapters(*, adapter: dict[str, Any] | None) -> PublishedStep:
             model = peft.get_peft_model(model, config)
     allocated(model)
     model.train()
+    allocator: Any = getattr(getattr(model, "base_model", None), "rankallocator", None)
     stepper = torch.optim.AdamW(model.parameters(), lr=1e-4)
     evaluator = torch.empty(EVALUATOR)
     half = {"dtype": torch.bfloat16}
@@ -81,6 +82,10 @@ def flux2_adapters(*, adapter: dict[str, Any] | None) -> PublishedStep:
             last["loss"].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         stepper.step()
+        if (
+            allocator is not None
+        ):  # of AdaLoRA's ranks, whose importance `update_and_allocate` follows from step to step
+            allocator.update_ipt(model.base_model.model)
         last["loss"] = last["loss"].detach()
 
     return PublishedStep(run, (evaluator, prompts, text_places, latents, model, stepper))
