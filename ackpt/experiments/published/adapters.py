@@ -5,6 +5,7 @@ They follow ``image-gen/run.py`` there; its figures are the reserved bytes of tr
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,7 @@ EVALUATOR = 86_580_480  # parameters of DINOv2-base, in float32 on the GPU
 
 def flux2_adapters(*, adapter: dict[str, Any] | None) -> PublishedStep:
     """A step of AdamW on float32 adapters of a bfloat16 FLUX.2-klein with checkpointed blocks; None: on all weights."""
-    import diffusers
+    import diffusers  # pyright: ignore[reportMissingImports]
     import peft
 
     sizes: dict[str, Any] = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24}
@@ -42,8 +43,8 @@ def flux2_adapters(*, adapter: dict[str, Any] | None) -> PublishedStep:
     allocator: Any = getattr(getattr(model, "base_model", None), "rankallocator", None)
     stepper = torch.optim.AdamW(model.parameters(), lr=1e-4)
     evaluator = torch.empty(EVALUATOR)
-    half = {"dtype": torch.bfloat16}
-    prompts, latents = torch.empty(IMAGES, LENGTH, WIDTH, **half), torch.empty(IMAGES, CHANNELS, SIDE, SIDE, **half)
+    half = partial(torch.empty, dtype=torch.bfloat16)
+    prompts, latents = half(IMAGES, LENGTH, WIDTH), half(IMAGES, CHANNELS, SIDE, SIDE)
     text_places = torch.empty(IMAGES, LENGTH, 4, dtype=torch.int64)
     last: dict[str, Tensor] = {}
     # A number that some adapters draw on the CPU, and compare with the probability of dropping the whole layer, 0.
@@ -56,7 +57,7 @@ def flux2_adapters(*, adapter: dict[str, Any] | None) -> PublishedStep:
         last["text_places"] = text_places.index_select(0, chosen)
         last["places"] = torch.empty(BATCH, SIDE * SIDE, 4, dtype=torch.int64)
         last["noise"] = torch.randn_like(last["clean"])
-        last["times"], last["sigmas"] = torch.empty(BATCH), torch.empty(BATCH, 1, 1, 1, **half)
+        last["times"], last["sigmas"] = torch.empty(BATCH), half(BATCH, 1, 1, 1)
         last["noisy"] = (1.0 - last["sigmas"]) * last["clean"] + last["sigmas"] * last["noise"]
         last["packed"] = last["noisy"].reshape(BATCH, CHANNELS, SIDE * SIDE).permute(0, 2, 1)
         stepper.zero_grad(set_to_none=True)
