@@ -56,9 +56,12 @@ _ELEMENTS = {
     aten.binary_cross_entropy_with_logits.default: (4, 1, 2),
     aten.soft_margin_loss_backward.default: (3, 2, 2),
 }
-# Reductions that first convert their input to the dtype of the result (``make_reduction`` in ReduceOps.cpp).
-_REDUCTIONS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
-_SCANS = (aten.cumsum.default, aten.cumprod.default)  # too (``impl_func_cum_ops`` there)
+# Reductions that convert their input to the dtype of the result (``make_reduction_from_out_ty`` in ReduceOpsUtils.h).
+_REDUCTIONS = (
+    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
+    *(aten.prod.default, aten.prod.dim_int, aten.nansum.default),
+)
+_SCANS = (aten.cumsum.default, aten.cumprod.default)  # so, too (``impl_func_cum_ops`` in ReduceOps.cpp)
 SMALL_SORT = 4096  # elements of a slice that one block sorts in place (``should_use_small_sort`` in cuda/Sort.h)
 LARGEST = 1 << 26  # bytes of the arguments and results of an operation that runs
 SCALAR_BYTES = 16  # of the largest element

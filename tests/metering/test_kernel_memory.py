@@ -101,7 +101,7 @@ aten = torch.ops.aten
     ],
 )
 def test_reductions_on_a_gpu_convert_their_input(operation, dtype, options, copied):
-    """``make_reduction`` in ReduceOps.cpp; the published bytes of sparsemax show it."""
+    """``make_reduction_from_out_ty`` in ReduceOpsUtils.h; the published bytes of sparsemax show it."""
     x = torch.empty(6, 5, dtype=dtype, device="meta")
     assert sum(cuda_temporaries(operation, (x, [1]), options)) == 30 * copied
 
