@@ -17,7 +17,7 @@ def add_published(commands) -> None:
         "results/predictions/published.json; those whose step or code changed are made again.",
     )
     add = parser.add_argument
-    add("--all", action="store_true", help="make all predictions again (about 10 minutes)")
+    add("--all", action="store_true", help="make all predictions again (about 40 minutes)")
     add("--step", action="append", default=[], metavar="NAME", help="only figures of this training step; repeatable")
     parser.set_defaults(run=run_published_command)
 

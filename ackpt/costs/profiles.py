@@ -306,8 +306,8 @@ def with_gpu_workspace(graph: JointGraph, costs: Profile) -> Profile:
     Blocks are multiples of 512 bytes. Workspaces of libraries are not included, see `ackpt.metering.kernel_memory`.
     """
     sizes = []
-    for node, args, _ in _calls(graph):
-        sizes.append(sum(rounded(size, BLOCK) for size in cuda_temporaries(node.target, args)))
+    for node, args, kwargs in _calls(graph):
+        sizes.append(sum(rounded(size, BLOCK) for size in cuda_temporaries(node.target, args, kwargs)))
     return replace(costs, workspace_bytes=tuple(sizes), origin={**costs.origin, "workspace_bytes": "analytic"})
 
 

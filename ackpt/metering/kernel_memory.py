@@ -7,7 +7,7 @@ end of the step. Remove that part once ``tests/metering/test_kernel_memory.py`` 
 
 `Workspaces` runs operations on the CPU. For a GPU, `cuda_temporaries` are the tensors that kernels allocate and free
 (sources: torch 2.13), and `MATMULS` use the workspace of cuBLAS (`gpus`). Not included there: workspaces of cuDNN, of
-sorting (embeddings, indexing, top-k), of reductions over several blocks, and of memory-efficient attention.
+sorting indices (embeddings, indexing), of reductions over several blocks, and of memory-efficient attention.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ MATMULS = frozenset(
 # Arguments of which the kernel makes a contiguous copy first, by position.
 _MADE_CONTIGUOUS = {
     aten.native_layer_norm_backward.default: (0, 1),  # layer_norm_backward_cuda in cuda/layer_norm_kernel.cu
-    aten.native_group_norm_backward.default: (0, 1),  # native_group_norm_backward in group_norm.cpp
     aten._log_softmax_backward_data.default: (0, 1),  # host_softmax_backward in cuda/SoftMax.cu
     aten.embedding_dense_backward.default: (0,),  # embedding_dense_backward_cuda in cuda/Embedding.cu
 }
@@ -57,6 +56,13 @@ _ELEMENTS = {
     aten.binary_cross_entropy_with_logits.default: (4, 1, 2),
     aten.soft_margin_loss_backward.default: (3, 2, 2),
 }
+# Reductions that convert their input to the dtype of the result (``make_reduction_from_out_ty`` in ReduceOpsUtils.h).
+_REDUCTIONS = (
+    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
+    *(aten.prod.default, aten.prod.dim_int, aten.nansum.default),
+)
+_SCANS = (aten.cumsum.default, aten.cumprod.default)  # so, too (``impl_func_cum_ops`` in ReduceOps.cpp)
+SMALL_SORT = 4096  # elements of a slice that one block sorts in place (``should_use_small_sort`` in cuda/Sort.h)
 LARGEST = 1 << 26  # bytes of the arguments and results of an operation that runs
 SCALAR_BYTES = 16  # of the largest element
 FLOATS = (torch.float32, torch.float64)  # in half precision, oneDNN computes some of these
@@ -97,8 +103,15 @@ def in_whole_memory(result, x, target, *rest):
     return whole.as_strided((), ()) if is_symbolic else whole.resize_(())
 
 
-def cuda_temporaries(func, args) -> list[int]:
+def cuda_temporaries(func, args, kwargs=None) -> list[int]:
     """Bytes of the blocks that an operation on a GPU allocates in addition to its results, and frees at its end."""
+    if func in _REDUCTIONS or func in _SCANS:
+        return _converted(func, args[0], (kwargs or {}).get("dtype"))
+    if func in (aten.sort.default, aten.sort.stable):
+        dim = (kwargs or {}).get("dim", args[1] if len(args) > 1 else -1)
+        return _sorting(args[0], dim)
+    if func in (aten.native_group_norm.default, aten.native_group_norm_backward.default):
+        return _group_norm(func, args)
     if func is aten._softmax_backward_data.default:  # softmax_backward_cuda_out in cuda/SoftMax.cu: grad * output
         return [_bytes(args[1])]
     if func in _MADE_CONTIGUOUS:
@@ -115,6 +128,62 @@ def cuda_temporaries(func, args) -> list[int]:
         is_reduced = len(args) <= at or args[at] != 0
         return number[is_reduced] * [prod(torch.broadcast_shapes(x.shape, target.shape)) * itemsize]
     return []
+
+
+def cuda_results(func, results) -> dict[int, tuple[torch.dtype, int]]:
+    """Dtype and bytes of results that are larger on a GPU, by position.
+
+    Layer norm keeps its moments in float32 (``layer_norm_cuda`` in cuda/layer_norm_kernel.cu).
+    """
+    if func is not aten.native_layer_norm.default:
+        return {}
+    return {at: (torch.float32, results[at].numel() * 4) for at in (1, 2) if results[at].element_size() < 4}
+
+
+def _converted(func, x, dtype) -> list[int]:
+    """A copy of `x` in the dtype of the result, unless a kernel sums half precision to float32."""
+    dtype = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    in_kernel = func in _REDUCTIONS and x.dtype in (torch.float16, torch.bfloat16) and dtype is torch.float32
+    return [] if dtype is x.dtype or in_kernel else [x.numel() * dtype.itemsize]
+
+
+def _sorting(x, dim: int) -> list[int]:
+    """``sort_cuda_kernel`` in cuda/Sort.cpp and ``launch_stable_sort_kernel`` in cuda/SortStable.cu.
+
+    CUB's radix sort keeps a copy of keys and of values (``dispatch_radix_sort.cuh``), aligned to 256 bytes.
+    Its counters are left out.
+    """
+    if not x.dim() or not x.numel():
+        return []
+    slice_size, keys, indices = x.shape[dim], _bytes(x), x.numel() * 8
+    if slice_size <= SMALL_SORT:
+        return [slice_size * 8]  # of `fillSliceWithIndex`
+    sizes = [] if is_dense(x) and x.stride(dim) == 1 else [keys, keys, indices]
+    slices = x.numel() // slice_size
+    if slices == 1 or slice_size >= 1_000_000:
+        return [*sizes, slice_size * 8, (keys + indices) // slices + 255]
+    if slices < 128:  # sorted as a whole, by keys and then by slices
+        return [*sizes, indices, indices, keys, keys + indices + 255]
+    return [*sizes, indices, keys + indices + 255]
+
+
+def _group_norm(func, args) -> list[int]:
+    """``GroupNormKernelImplInternal`` and ``GroupNormBackwardKernelImplInternal`` in cuda/group_norm_kernel.cu.
+
+    Backward makes contiguous copies of gradient and input first (``native_group_norm_backward`` in group_norm.cpp).
+    """
+    is_forward = func is aten.native_group_norm.default
+    x, weight = args[0], args[1 if is_forward else 4]
+    batch, channels, length, groups = args[3:7] if is_forward else args[5:9]
+    itemsize = max(x.element_size(), 4)
+    by_channel, by_group = batch * channels * itemsize, batch * groups * itemsize
+    if is_forward:
+        sizes = [] if x.element_size() >= 4 else [by_group, by_group]
+        return sizes if weight is None or length == 1 else [*sizes, by_channel, by_channel]
+    sizes = [_bytes(each) for each in args[:2] if not each.is_contiguous()]
+    if length == 1:
+        return [*sizes, by_group, by_group]
+    return [*sizes, by_channel, by_channel, by_group, by_group, *([] if weight is None else [by_channel])]
 
 
 def _blas_takes(matrix) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from .autograd_engine import InPlace, SavedNumbers
 from .gpus import Gpu
-from .kernel_memory import LOSSES, MATMULS, Workspaces, cuda_temporaries, in_whole_memory
+from .kernel_memory import LOSSES, MATMULS, Workspaces, cuda_results, cuda_temporaries, in_whole_memory
 from .resident import rounded, storages_of
 from .timeline import MeterError
 
@@ -85,7 +85,7 @@ class Storages(TorchDispatchMode):
         if self.active:
             existing = {storage._cdata for tensor in inputs for storage in storages_of(tensor)} if func != _LIFT else ()
             taken = self.workspaces.of(func, args, kwargs, result) if self.gpu is None else None
-            sizes = dict(enumerate(taken.results)) if taken else {}
+            sizes = dict(enumerate(taken.results)) if taken else cuda_results(func, result) if self.gpu else {}
             for number, tensor in enumerate(tree_leaves(result)):
                 if isinstance(tensor, torch.Tensor):
                     before = len(self.actions)
@@ -96,7 +96,7 @@ class Storages(TorchDispatchMode):
                 self._temporaries([taken.workspace - self._numbers.saved(func, args)])
                 self._numbers.save(func, args, result)
             elif self.gpu is not None and inputs and not any(map(self._is_real, inputs)):
-                self._kernel(self.gpu, func, args)
+                self._kernel(self.gpu, func, args, kwargs)
         return result
 
     def _temporaries(self, sizes: list[int]) -> None:
@@ -104,9 +104,9 @@ class Storages(TorchDispatchMode):
         self.actions += [("alloc", *block) for block in blocks]
         self.actions += [("free", key) for key, _ in blocks]
 
-    def _kernel(self, on: Gpu, func, args):
+    def _kernel(self, on: Gpu, func, args, kwargs):
         """Record the memory that the kernel of a GPU allocates internally."""
-        self._temporaries(cuda_temporaries(func, args))
+        self._temporaries(cuda_temporaries(func, args, kwargs))
         thread = "main" if torch._C._current_graph_task_id() == -1 else "backward"
         if func in MATMULS and thread not in self._with_workspace:
             self._with_workspace.add(thread)

@@ -58,12 +58,17 @@ def test_rows_predicted_now_equal_the_stored_predictions(step):
 
 
 def test_losses_and_norms_are_exact():
-    """Their figures follow from the sizes of tensors alone."""
+    """Their figures follow from the sizes of tensors alone.
+
+    But for one: a benchmark of 1024 rows begins with the blocks of another one, which the prediction does not know.
+    """
     found = predicted(*EXACT)
     assert {row["step"] for row in found} == set(EXACT)
     (line,) = summary(found, "metric")
-    assert line["metric"] == "allocated" and line["n"] == line["exact"] > 30
-    assert text_table(found).endswith(f"{line['n']} figures, {line['n']} exact, median error 0.000%, largest +0.000%")
+    assert line["metric"] == "allocated" and line["n"] - 1 == line["exact"] > 50
+    assert text_table(found).endswith(
+        f"{line['n']} figures, {line['exact']} exact, median error 0.000%, largest +0.160%"
+    )
 
 
 @dataclass
@@ -176,6 +181,23 @@ def test_a_fine_tuning_step_has_the_published_metrics(attention):
     sizes |= {"batch": 1, "length": 128, "rank": 4, "attention": attention}
     found = predicted_bytes("lora-causal-lm", sizes, "t4")
     assert found["allocated, start"] < found["allocated, optimizer"] <= found["allocated"] <= found["reserved"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # peft calls it
+def test_a_causal_step_keeps_gradients_and_attends_with_a_mask():
+    sizes = {"layers": 1, "dim": 64, "heads": 4, "kv_heads": 2, "ff": 128, "vocabulary": 256, "tied": True}
+    sizes |= {"batch": 1, "length": 128}
+    full, adapted = (predicted_bytes("causal-lm", {**sizes, **options}, "rtx3090") for options in ({}, {"rank": 4}))
+    eager = predicted_bytes("causal-lm", {**sizes, "attention": "eager"}, "rtx3090")
+    assert eager["allocated, start"] == full["allocated, start"] < adapted["allocated, start"]
+    assert adapted["allocated"] < full["allocated"] < eager["allocated"]
+
+
+def test_tiled_layers_need_less():
+    sizes = {"batch": 1, "length": 1024, "dim": 64, "ff": 256, "activation": "silu", "dtype": "bfloat16"}
+    whole, tiled = (predicted_bytes("gated-mlp", {**sizes, "parts": parts}, "b200") for parts in (1, 4))
+    inner = 1024 * 256 * 2
+    assert tiled["allocated"] < whole["allocated"] - 2 * inner
 
 
 def test_the_looping_adamw_keeps_two_states_and_follows_the_gradients_signs():

@@ -84,6 +84,67 @@ def test_losses_allocate_on_a_gpu_what_the_same_code_allocates_on_the_cpu(name, 
     assert scalars <= 16 and taken.workspace - scalars == sum(cuda_temporaries(operation, args))
 
 
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "options", "copied"),
+    [
+        (aten.sum.dim_IntList, torch.bool, {}, 8),
+        (aten.sum.default, torch.int32, {}, 8),
+        (aten.sum.default, torch.int64, {}, 0),
+        (aten.sum.dim_IntList, torch.bfloat16, {}, 0),
+        (aten.sum.dim_IntList, torch.bfloat16, {"dtype": torch.float32}, 0),
+        (aten.mean.dim, torch.float32, {"dtype": torch.float64}, 8),
+        (aten.cumsum.default, torch.bool, {}, 8),
+        (aten.cumsum.default, torch.float16, {"dtype": torch.float32}, 4),
+    ],
+)
+def test_reductions_on_a_gpu_convert_their_input(operation, dtype, options, copied):
+    """``make_reduction_from_out_ty`` in ReduceOpsUtils.h; the published bytes of sparsemax show it."""
+    x = torch.empty(6, 5, dtype=dtype, device="meta")
+    assert sum(cuda_temporaries(operation, (x, [1]), options)) == 30 * copied
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "taken"),
+    [
+        ((300, 4096), -1, [4096 * 8]),  # sorted in place, one block for each slice
+        ((200, 5000), 1, [8_000_000, 4_000_000 + 8_000_000 + 255]),
+        ((100, 5000), 1, [4_000_000, 4_000_000, 2_000_000, 6_000_000 + 255]),
+        ((5000,), 0, [40_000, 60_000 + 255]),
+        ((5000, 200), 0, [4_000_000, 4_000_000, 8_000_000, 8_000_000, 4_000_000 + 8_000_000 + 255]),
+        ((0, 5000), 1, []),
+    ],
+)
+def test_sorting_on_a_gpu_takes_copies_of_keys_and_indices(shape, dim, taken):
+    """``sort_cuda_kernel`` in cuda/Sort.cpp, in float32: 4 bytes of a key and 8 of its index."""
+    x = torch.empty(shape, device="meta")
+    assert cuda_temporaries(aten.sort.default, (x, dim)) == taken
+    assert cuda_temporaries(aten.sort.stable, (x,), {"stable": True, "dim": dim}) == taken
+
+
+@pytest.mark.parametrize(("dtype", "moments"), [(torch.float32, 0), (torch.bfloat16, 2 * 3 * 2)])
+def test_group_norm_on_a_gpu_takes_factors_in_float32(dtype, moments):
+    """For 3 images of 8 channels in 2 groups, by channel and by group (cuda/group_norm_kernel.cu)."""
+    x, weight = torch.empty(3, 8, 10, dtype=dtype, device="meta"), torch.empty(8, dtype=dtype, device="meta")
+    sizes = 3, 8, 10, 2
+    forward = cuda_temporaries(aten.native_group_norm.default, (x, weight, weight, *sizes, 1e-5))
+    assert sum(forward) == 4 * (48 + moments)
+    statistics = torch.empty(3, 2, dtype=dtype, device="meta")
+    backward = aten.native_group_norm_backward.default
+    taken = cuda_temporaries(backward, (x, x, statistics, statistics, weight, *sizes, [True] * 3))
+    assert taken == [24 * 4, 24 * 4, 6 * 4, 6 * 4, 24 * 4]
+
+
+def test_layer_norm_on_a_gpu_keeps_its_moments_in_float32():
+    with FakeTensorMode():
+        norm, x = nn.LayerNorm(8, dtype=torch.bfloat16), torch.empty(4096, 8, dtype=torch.bfloat16)
+    found = predict(lambda: norm(x).sum().backward(), resident=(norm, x), device="cuda", round_to=1, warmup=0)
+    scalars = 2 * 2  # the sum, and the gradient of 1 that backward begins with
+    assert found.timeline.live[found.timeline.boundary] == 2 * 4096 * 4 + scalars
+
+
 OPERATIONS = {
     "sort": lambda y: torch.sort(y, -1)[0],
     "topk": lambda y: torch.topk(y, 3, -1)[0],

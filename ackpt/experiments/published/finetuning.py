@@ -33,29 +33,8 @@ def lora_causal_lm(
     **fields: Any,
 ) -> PublishedStep:
     """AdamW on fp32 LoRA adapters of a frozen fp16 model, with every layer checkpointed by transformers."""
-    import peft
-    import transformers
-
-    config_class: Any = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[family]
-    config = config_class(
-        num_hidden_layers=layers,
-        hidden_size=dim,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=ff,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=max(length, 2048),
-        attn_implementation=attention,
-        use_cache=False,
-        **fields,
-    )
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets)
-    with torch.device("meta"), unset_fake_temporarily():  # peft moves parameters, which fake tensors do not support
-        base: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
-        model: Any = peft.get_peft_model(base, adapters)
-    allocated(model)
+    sizes = {"layers": layers, "dim": dim, "heads": heads, "kv_heads": kv_heads, "ff": ff, "vocabulary": vocabulary}
+    base, model = _decoder(family, torch.float16, rank, 2 * rank, length, tied, attention, **sizes, **fields)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     model.train()
@@ -75,6 +54,96 @@ def lora_causal_lm(
     # The base model is loaded before the adapters exist, in the order of its modules.
     frozen = [parameter for parameter in base.parameters() if not parameter.requires_grad]
     return PublishedStep(run, (*frozen, model, optimizer), setup)
+
+
+def causal_lm(
+    *,
+    batch: int,
+    length: int,
+    tied: bool,
+    family: str = "llama",
+    rank: int | None = None,
+    mixed: bool = False,
+    checkpointed: bool = False,
+    attention: str = "sdpa",
+    **sizes: Any,
+) -> PublishedStep:
+    """AdamW on all weights or on LoRA adapters, in bfloat16, or in float32 with autocast; gradients are not freed.
+
+    Attention that is not written out gets a mask, which transformers 4.57 makes even for one sequence without padding
+    (``find_packed_sequence_indices`` in masking_utils.py never returns None).
+    """
+    kind = torch.float32 if mixed else torch.bfloat16
+    base, model = _decoder(family, kind, rank, rank, length, tied, attention, **sizes)
+    model.train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5, foreach=True)
+    tokens: list[Tensor] = []
+
+    def setup():
+        tokens.append(torch.randint(sizes["vocabulary"], (batch, length)))
+
+    def mask() -> Tensor | None:
+        return torch.ones(batch, 1, length, length, dtype=torch.bool) if attention == "sdpa" else None
+
+    def run():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
+            out = model(input_ids=tokens[0], labels=tokens[0], attention_mask=mask(), use_cache=False)
+            loss = out.loss
+        loss.backward()
+        del out, loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    frozen = [parameter for parameter in base.parameters() if not parameter.requires_grad]
+    return PublishedStep(run, (*frozen, model, optimizer), setup)
+
+
+def _decoder(
+    family: str,
+    dtype: torch.dtype,
+    rank: int | None,
+    alpha: int | None,
+    length: int,
+    tied: bool,
+    attention: str,
+    *,
+    layers: int,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    ff: int,
+    vocabulary: int,
+    **fields: Any,
+) -> tuple[Any, Any]:
+    """A model of transformers, and the same with LoRA adapters on its attention unless `rank` is None."""
+    import peft
+    import transformers
+
+    config_class: Any = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[family]
+    config = config_class(
+        num_hidden_layers=layers,
+        hidden_size=dim,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=ff,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=max(length, 2048),
+        attn_implementation=attention,
+        use_cache=False,
+        **fields,
+    )
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    with torch.device("meta"), unset_fake_temporarily():  # peft moves parameters, which fake tensors do not support
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        base = model
+        if rank is not None:
+            adapters = peft.LoraConfig(r=rank, lora_alpha=alpha or rank, lora_dropout=0.0, target_modules=targets)
+            model = peft.get_peft_model(base, adapters)
+    allocated(model)
+    return base, model
 
 
 def bert_classifier(

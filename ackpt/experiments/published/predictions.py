@@ -29,8 +29,10 @@ REFERENCE = "published-peaks"
 FILE = REFERENCES.parent / "predictions" / "published.json"
 PACKAGE = Path(ackpt.__file__).parent
 _ALWAYS = ("metering", *(f"experiments/published/{name}.py" for name in ("step", "training", "prediction")))
-# The code that these steps call.
-_ALSO: dict[str, tuple[str, ...]] = dict.fromkeys(("resnet50-sum", "reference-resnet"), ("models",))
+_ALSO: dict[str, tuple[str, ...]] = {  # the code that these steps call
+    **dict.fromkeys(("resnet50-sum", "reference-resnet"), ("models",)),
+    "flux2-adapters": ("experiments/published/finetuning.py",),
+}
 
 
 def rows() -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import finetuning, images, language, layers, losses, reference
+from . import adapters, finetuning, images, language, layers, losses, reference
 from .step import PublishedStep
 
 STEPS: dict[str, Callable[..., PublishedStep]] = {
@@ -22,6 +22,8 @@ STEPS: dict[str, Callable[..., PublishedStep]] = {
         losses.capped_linear_cross_entropy,
         losses.linear_jensen_shannon,
         losses.cosine_distillation,
+        losses.group_relative_policy,
+        layers.layer_alone,
         layers.softmax,
         layers.relu_squared,
         layers.sparsemax,
@@ -49,7 +51,9 @@ STEPS: dict[str, Callable[..., PublishedStep]] = {
         reference.reference_offload,
         reference.reference_resnet,
         finetuning.lora_causal_lm,
+        finetuning.causal_lm,
         finetuning.bert_classifier,
         finetuning.gpt2_trainer,
+        adapters.flux2_adapters,
     )
 }
