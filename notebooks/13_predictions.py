@@ -270,9 +270,10 @@ for row in compared:
 # the batch does not change, the prediction is within one percent.
 #
 # **The reference experiments.** Predicted for the published models, all ratios are within 12 %, those of the language
-# model and of the offload experiment within 5 %. The T4's steps ran at a seventh of its rate for products in float16,
-# but at 86 % of the roofline: unfused norms and attention in a loop over 48 sequences are limited by bandwidth, not by
-# arithmetic. The synthetic steps ran far below the roofline of an H100, the GPU whose workspaces fit their bytes. Their
+# model and of the offload experiment within 5 %. The T4's steps ran at a nineteenth of its rate for products in float16,
+# but at 86 % of the roofline: half of the time goes to gradients of slices, each as large as the whole packed tensor
+# ({doc}`05_offload`), which bandwidth limits, not arithmetic. The synthetic steps ran far below the roofline of an H100,
+# the GPU whose workspaces fit their bytes. Their
 # shortest lengths have the largest errors: the time of 14 steps includes what the profiler records and exports, see the
 # next section.
 #
