@@ -148,10 +148,11 @@ figure
 # ## Are the stored predictions current?
 #
 # Stored predictions could be out of date. We predict the smallest figure of every step again, and require the stored
-# bytes. Six steps of whole Transformers are left out: they take ten seconds or more each.
+# bytes. Eight steps of whole Transformers are left out: they take ten seconds or more each.
 
 # %%
 slow = {"vit-large", "gpt", "course-transformer", "bert-classifier", "reference-offload", "reference-language-model"}
+slow |= {"flux2-adapters", "causal-lm"}
 smallest = {row["step"]: row for row in sorted(rows(), key=lambda row: -row["bytes"]) if row["step"] not in slow}
 stored = Predictions()
 again = Predictions()
@@ -200,14 +201,10 @@ print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**2
 # temporaries than today's. Its only step with SGD, which has no temporaries, also has the smallest error. We cannot say
 # how much of the other errors is due to free blocks, since the repository states reserved bytes only.
 #
-# **Kernels and libraries allocate memory of their own.** cuDNN chooses fast convolutions with large workspaces for
-# VGG-16. The backward of group normalization has five temporaries (`GroupNormBackwardKernelImplInternal` in torch's
-# `group_norm_kernel.cu`). Sorting more than 4096 elements on a GPU needs scratch memory. The predictor does not know
-# them: `ackpt/metering/kernel_memory.py` lists what it leaves out.
-#
-# **A fake tensor takes a different path from a real one.** The backward of a sort writes into a tensor of zeros in place,
-# unless that is a tensor subclass, as fake tensors are (`value_selecting_reduction_backward` in torch's
-# `FunctionsManual.cpp`). In that case it allocates a second tensor. So the prediction for sparsemax is too *high*.
+# **Libraries allocate memory of their own.** cuDNN chooses fast convolutions with large workspaces for VGG-16, and for a
+# ResNet in small batches. Its sources are not public, so the predictor does not know these workspaces. What torch's own
+# kernels allocate (sorts, group norm, reductions that convert their input) follows from their sources, which
+# `ackpt/metering/kernel_memory.py` cites; it also lists what is left out.
 #
 # **The memory depends on values.** A router sends tokens to experts. We assume that every expert gets the same number of
 # tokens, which is true only on average.
@@ -273,9 +270,8 @@ for row in compared:
 # model and of the offload experiment within 5 %. The T4's steps ran at a nineteenth of its rate for products in float16,
 # but at 86 % of the roofline: half of the time goes to gradients of slices, each as large as the whole packed tensor
 # ({doc}`05_offload`), which bandwidth limits, not arithmetic. The synthetic steps ran far below the roofline of an H100,
-# the GPU whose workspaces fit their bytes. Their
-# shortest lengths have the largest errors: the time of 14 steps includes what the profiler records and exports, see the
-# next section.
+# the GPU whose workspaces fit their bytes. Their shortest lengths have the largest errors: the time of 14 steps includes
+# what the profiler records and exports, see the next section.
 #
 # ## What the published numbers measured
 #
