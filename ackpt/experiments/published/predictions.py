@@ -127,7 +127,7 @@ class Predictions:
         """Write the predictions of these rows as far as they exist, and drop all others."""
         keys = {self.key(row) for row in chosen} & set(self.stored)
         entries = ",\n".join(f'    "{key}": {json.dumps(self.stored[key], sort_keys=True)}' for key in sorted(keys))
-        libraries = json.dumps({name: _version(name) for name in ("torch", "transformers", "peft")})
+        libraries = json.dumps({name: _version(name) for name in ("torch", "transformers", "peft", "diffusers")})
         text = f'{{\n  "libraries": {libraries},\n  "predictions": {{\n{entries}\n  }}\n}}\n'
         return write_text_atomic(self.file, text)
 
