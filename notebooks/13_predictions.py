@@ -286,8 +286,8 @@ experiments = {
     "reference-offload": "offload on a T4",
     "reference-resnet": "ResNet-152, without checkpointing",
 }
-for step, name in experiments.items():
-    chosen = [row for row in found if row["step"] == step]
+for kind, name in experiments.items():
+    chosen = [row for row in found if row["step"] == kind]
     largest = max(chosen, key=lambda row: abs(row["error"]))
     missing = largest["bytes"] - largest["predicted"]
     print(f"{name:34} {len(chosen):2} peaks, largest error {largest['error']:+.4%}, {missing / 2**20:.4f} MiB missing")
@@ -323,9 +323,9 @@ tokens, offsets, order = torch.randint(256, (64,)), torch.tensor([0, 64]), torch
 changed = tokens.clone()
 changed[40] += 1
 with torch.no_grad():
-    logits, later, permuted = (model(x, offsets, False) for x in (tokens, changed % 256, tokens[order]))
-print(f"token 40 changes the prediction for token 21: {not torch.equal(logits[20], later[20])}")
-print(f"the order of the tokens changes nothing: {torch.allclose(permuted, logits[order])}")
+    first, later, permuted = (model(x, offsets, False) for x in (tokens, changed % 256, tokens[order]))
+print(f"token 40 changes the prediction for token 21: {not torch.equal(first[20], later[20])}")
+print(f"the order of the tokens changes nothing: {torch.allclose(permuted, first[order])}")
 
 # %% [markdown]
 # So its losses say little about how well text can be predicted, and should not be compared with those of a language
