@@ -320,8 +320,8 @@ for method in methods:
 # ## The published table
 #
 # The published model has other layers, another norm and another optimizer than ours. `ackpt.experiments.published` has
-# a step with these properties, with weights in fp32 and matrix products in bf16, so we can predict both models. The
-# longest sequence:
+# a step with these properties, with weights in fp32 and matrix products in bf16, so we can predict both models. We
+# begin with the longest sequence:
 
 # %%
 profiles = {}
@@ -450,7 +450,7 @@ for method in methods:
 # %% [markdown]
 # ## Appendix: what the published peaks contain
 #
-# From shapes, we compute what a block saves per token, and replace one property of ours after the other:
+# From shapes, we compute the bytes that a block saves per token, and change one property of our block at a time:
 #
 # - The published blocks read and write bf16, because a linear layer under autocast comes first.
 # - Queries, keys and values have separate projections. A copy stacks them for the attention kernel and replaces our
@@ -463,7 +463,7 @@ for method in methods:
 #   its input;
 # - AdamW, which by default (`foreach`) allocates a temporary as large as all parameters;
 # - the linear layers around the blocks and the biases, 16 bytes per parameter;
-# - two workspaces of cuBLAS, which the prediction of ours leaves out.
+# - two workspaces of cuBLAS, which the prediction for our model leaves out.
 
 # %% tags=["hide-input"]
 D, FF, H = published.dim, published.ff_dim, published.model().heads
@@ -523,7 +523,7 @@ slope = (theirs["checkpoint", 16384] - theirs["checkpoint", 12288]) / 4096
 print(f"slope of checkpoint above 12,288 tokens: {slope:,.0f}; A + 24 d = {A_theirs + 24 * D:,}")
 
 # %% [markdown]
-# The rest of the baseline: autocast does not copy the weights of norms, and the allocator rounds up.
+# The remaining difference of the baseline: autocast does not copy the weights of norms, and the allocator rounds up.
 #
 # The numbers of this page were measured here:
 

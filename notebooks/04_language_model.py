@@ -145,7 +145,7 @@ print(f"chunked-loss within 0.00001 of baseline: {max(abs(a - b) for a, b in zip
 
 # %% [markdown]
 # The published experiment shows the losses at three lengths. We draw the same curves for a smaller model, with the
-# experiment behind `ackpt lm`:
+# experiment of `ackpt lm`:
 
 # %%
 small = replace(lm.CPU, seq_lens=(128, 256, 512), steps=120, methods=methods[:2], dim=64, ff_dim=256, head_dim=16)
@@ -367,7 +367,7 @@ for method, ratio in times.ratios.items():
 # ## The published sizes
 #
 # The published model has GPT-2's vocabulary and 12 blocks of width 1024. Our chunked loss again has 8 chunks. We count
-# the parameters:
+# the parameters of our model:
 
 # %%
 published = lm.GPU
@@ -422,7 +422,7 @@ path = write_text_atomic("results/tables/04_chunked.md", markdown_table(rows, co
 # ```{include} ../../results/tables/04_times.md
 # ```
 #
-# Nothing was published for a loss in chunks:
+# No figures were published for a chunked loss. We predict ours:
 #
 # ```{include} ../../results/tables/04_chunked.md
 # ```
@@ -572,7 +572,7 @@ for row in figures["rows"]:
     print(f"{m:10} {row['seq_len']:5,} tokens: published / by hand - 1 = {row['peak'] * 2**20 / by_hand - 1:+.5%}")
 
 # %% [markdown]
-# The rest are remainders of blocks that the allocator does not split, which the prediction models.
+# The differences are remainders of blocks that the allocator does not split. The prediction models some of them.
 #
 # The numbers of this page were measured here:
 

@@ -714,11 +714,11 @@ path = plots.save(figure, "results/figures/05_t4.png")
 figure
 
 # %% [markdown]
-# *First step of the published experiment, predicted from shapes at the published size: classic with its ramp of kept
+# *First step of the published experiment, predicted from shapes at the published size: classic with its ramp of saved
 # inputs, and sync offload. Async offload allocates the same tensors.*
 #
-# The steps in the table follow a warm-up, so they also have optimizer states and tensors of the last step. The sawtooth of
-# backward rises by one block's gradients, 24 MiB. Classic's rises twice as fast: each input stays in an attribute of its
+# The steps in the table follow a warm-up, so they include optimizer states and the last step's tensors. The sawtooth of
+# backward rises by one block's gradients, 24 MiB. Classic rises twice as fast: each input stays in an attribute of its
 # autograd node, and gets a gradient as large as itself. So offload lowers this peak by about $2 \, (n - 1) \, S$.
 #
 # ```{include} ../../results/tables/05_times.md
@@ -739,11 +739,11 @@ print(f"{flops / 1e12:.1f} TFLOP in {published_seconds:.2f} s: {share:.1%} of th
 print(f"gradients of slices: {slices:.2f} s; copying all inputs once: {1e3 * copies:.0f} ms")
 
 # %% [markdown]
-# Half of the step is one detail. The attention loop slices queries, keys and values of each of the 48 sequences out of
+# Half of the time goes to slices. The attention loop slices queries, keys and values of each of the 48 sequences out of
 # one tensor. The backward of a slice writes a gradient as large as the *whole* tensor, and adding it to the sum of the
 # others reads twice and writes once more: four times its bytes, for each of 144 slices per block. `torch.split` has the
 # same result, and its backward is one concatenation. Checkpointing recomputes the forward, but does not repeat this part
-# of backward. Without it, the published 398 ms of recomputation would be 24 % of the step. By FLOPs they are a third.
+# of backward. Without it, the published 398 ms of recomputation would be 24 % of the step. By FLOPs it is a third.
 #
 # The other two modes show the rules of this chapter. `ckpt_sync_offload` copies into pageable memory and waits, which
 # adds 204 ms to classic, more than the rate of the link predicts. `ckpt_async_offload` has pinned buffers and a stream,

@@ -436,16 +436,16 @@ path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, col
 # ```
 #
 # - **Largest batch.** The table supports a factor of about 2, the lower end of the claim for the ResNet. (The last row
-#   limits the one for 32 images.)
+#   limits the factor for 32 images.)
 # - **Peak.** No row is in the claimed range of -45 % to -60 %.
 # - **Time.** For batches of 8 and more, the step with recomputation is reported as *faster*, although it computes
 #   everything that the baseline computes, and more.
 #
 # The source explains the times: its columns do not measure the same thing ({doc}`13_predictions`). *Without* agrees within
 # 3 % with a forward and a backward while a second model is resident; workspaces of convolutions are missing. In the
-# script next to the report, however, the measured function runs forwards only, and *with* has even whole MiB, as only
-# reserved memory has. What ran was not mu-TWO: its rewriter fell back to `torch.utils.checkpoint` on bottleneck blocks.
-# So the speed-up has no cause in checkpointing. The last version of the script measures a backward in both columns, and
+# report's script, however, the measured function runs only forwards, and *with* has even numbers of MiB, as only
+# reserved memory has. It did not run mu-TWO: its rewriter fell back to `torch.utils.checkpoint` on bottleneck blocks.
+# Checkpointing does not explain the speed-up. The last version of the script measures a backward in both columns, and
 # its table is plausible: for batches of 8 to 64, 28 % to 35 % less memory for 1 % to 23 % more time.
 #
 # What would such a table show? We predict per-block checkpointing of the same network, and plans with its peak as their
@@ -454,7 +454,7 @@ path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, col
 # ```{include} ../../results/tables/08_resnet.md
 # ```
 #
-# Per-block checkpointing lowers the peak by 39 % (batch 4) to 62 % (batch 64), for 30 % more time: about what is
+# Per-block checkpointing lowers the peak by 39 % (batch 4) to 62 % (batch 64), for 30 % more time, about as
 # claimed. mu-TWO adds 10 % to 13 % of time for the same peak.
 
 # %% tags=["hide-input"] alt="Four panels: peak and time of a step against the batch size, for a ResNet-152 and for a Transformer, each with lines for four methods. All are nearly straight. In memory, the three methods that recompute have the same line, with about a third of the baseline's slope for the ResNet and two thirds for the Transformer. In time, per-block checkpointing is the steepest line for the ResNet, and mu-TWO for the Transformer. The published points without the pipeline are on the baseline's line; those with it are between the lines, and the last one is on the lower line."
@@ -473,9 +473,9 @@ figure
 # second model.*
 #
 # Peaks are linear in the batch. The published column *with* is not: its last row is close to all blocks being
-# checkpointed (4,406 MiB next to a second model), the others are higher. On the Transformer, mu-TWO's greedy choices cost
-# more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free its logits of 30,000 words: 35 % of the
-# peak is saved at most, as in the last version of the source.
+# checkpointed (4,406 MiB next to a second model); others are higher. On the Transformer, mu-TWO's greedy choices cost
+# more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of 30,000 words: at most
+# 35 % of the peak is saved, as in the last version of the source.
 #
 # :::{admonition} Takeaway
 # :class: tip

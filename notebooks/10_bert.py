@@ -12,7 +12,7 @@
 # - Derive what a block of BERT saves, and find which of these activations a plan saves at each budget.
 # - Find the smallest feasible budget, and save a plan.
 # - Train on batches of several lengths within one budget.
-# - Predict BERT-large at the published size, and compare with the published figures.
+# - Predict BERT-large for 8 sequences of 512 tokens, and compare with the published figures.
 #
 # ## Notation
 #
@@ -429,7 +429,7 @@ figure
 # %% [markdown]
 # ## BERT-large
 #
-# Now we predict the published size, 8 sequences of 512 tokens, from shapes alone: nothing below was run. On the *CPU*
+# Now we predict BERT-large for 8 sequences of 512 tokens, from shapes alone: nothing below was run. On the *CPU*
 # no kernel fuses attention with dropout, so the attention matrices are materialized, as above. On a *GPU*, in bf16, a
 # fused kernel saves neither weights nor dropout masks (Dao et al. 2022,
 # [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)). Its backward recomputes both from $q$, $k$ and one sum per row:

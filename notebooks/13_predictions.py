@@ -267,7 +267,7 @@ for row in compared:
 # the batch does not change, the prediction is within one percent.
 #
 # **The reference experiments.** Predicted for the published models, all ratios are within 12 %, those of the language
-# model and of the offload experiment within 5 %. The T4's steps ran at a nineteenth of its rate for products in float16,
+# model and of the offload experiment within 5 %. The T4 ran at a nineteenth of its rate for products in float16,
 # but at 86 % of the roofline: half of the time goes to gradients of slices, each as large as the whole packed tensor
 # ({doc}`05_offload`), which bandwidth limits, not arithmetic. The synthetic steps ran far below the roofline of an H100,
 # the GPU whose workspaces fit their bytes. Their shortest lengths have the largest errors: the time of 14 steps includes
@@ -293,15 +293,15 @@ for kind, name in experiments.items():
     print(f"{name:34} {len(chosen):2} peaks, largest error {largest['error']:+.4%}, {missing / 2**20:.4f} MiB missing")
 
 # %% [markdown]
-# What is missing has a name. In the synthetic experiment, it is two of the allocator's blocks of 512 bytes. The peaks of
+# Each cause is known. In the synthetic experiment, it is two of the allocator's blocks of 512 bytes. The peaks of
 # the language model are off by up to 1.5 MiB: a block that is cut from a larger one keeps a remainder of up to 1 MiB, and
 # the remainders depend on all earlier steps. The ResNet's convolutions have workspaces, which weigh most in small batches.
-# One thing was concluded from the figures, not read: neither repository names the GPU of the first two experiments. Its
+# We infer one thing from the figures: the repository does not name the GPU of the first two experiments. The
 # two cuBLAS workspaces have 32 MiB each, as on a Hopper GPU; on other GPUs the predictions would be 48 MiB lower.
 #
 # **The losses of the language model are not those of a language model.** Its attention is not causal: it calls flash-attn
-# without `causal=True`, so a token's block sees the token that it has to predict. And it has no positions. What a token
-# sees is the *set* of all tokens of its sequence, without their order. The model of the experiment at a small size shows
+# without `causal=True`, so a token's block sees the token that it has to predict. And it has no positions. Each token
+# sees the *set* of all tokens of its sequence, without their order. The model of the experiment at a small size shows
 # both:
 
 # %%
@@ -332,7 +332,7 @@ print(f"the order of the tokens changes nothing: {torch.allclose(permuted, first
 # model. The two curves still show what they should: checkpointing does not change them.
 #
 # **The gradients of the language model are never set to zero.** They add up over 499 steps, so each step follows the sum
-# of all gradients so far, a momentum that never decays. And they are resident: the forward, too, runs beside them.
+# of all gradients so far, a momentum that never decays. They are also resident: they occupy memory in the forward.
 
 # %%
 batches = list(packed_batches(token_stream("embedded", 256), 256, batch_size=1, steps=120))
@@ -360,12 +360,12 @@ weights = reference.parameters_of_language_model()
 print(f"resident in the published run: {4 * weights / 2**20:.0f} MiB of gradients")
 
 # %% [markdown]
-# **Their own variables are part of the peak.** The loop's variable `loss` keeps the graph of the last step alive until
+# **The loop's variables are part of the peak.** The variable `loss` keeps the graph of the last step alive until
 # the next forward has ended. Backward frees the saved tensors, but not the result of `mse_loss`, which has a storage as
 # large as the input: 4096 bytes per token. The offload experiment keeps the blocks' inputs in attributes of the autograd
 # nodes in the same way, so they also live until the next forward has ended.
 #
-# **A ResNet "without" and "with" checkpointing is two different measurements.** At the commit of the report, the measured
+# **The ResNet's columns "without" and "with" are different measurements.** At the commit of the report, the measured
 # function runs *forwards only*. A forward does not recompute anything, so checkpointing cannot make it slower, or faster:
 
 # %%
@@ -391,7 +391,7 @@ print("all peaks are even whole MiB:", even)
 
 # %% [markdown]
 # The column "without" agrees with a forward *and* a backward while a second model is resident, as our predictions above
-# show. The column "with" has even whole MiB only. Allocated bytes are multiples of 512 bytes; *reserved* bytes of large
+# show. The column "with" has even numbers only. Allocated bytes are multiples of 512 bytes; *reserved* bytes of large
 # blocks are multiples of 2 MiB. So the two columns probably come from different versions of the script, which explains
 # why checkpointing seems to make the step 20 % to 26 % faster.
 #
@@ -406,11 +406,11 @@ live = ackpt.predict(lambda: mlp(x).sum().backward(), resident=(mlp, x)).timelin
 print(f"mean / peak of the bytes that a step of eight layers allocates: {sum(live) / len(live) / max(live):.2f}")
 
 # %% [markdown]
-# (`nvidia-smi` shows reserved bytes, which hardly fall within a run. Its mean is then too low by the part of the run
-# before the first step.)
+# (`nvidia-smi` shows reserved bytes, which hardly fall within a run. Then only the time before the first step
+# lowers their mean.)
 #
 # **Times include a profiler.** The synthetic experiment times 14 steps under `torch.profiler` with stacks, shapes and
-# memory, with the export of the trace. The profiler's work per kernel does not depend on the sequence's length, and the
+# memory, including the trace's export. The profiler's work per kernel does not depend on the sequence's length, and the
 # checkpointed step launches more kernels:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
