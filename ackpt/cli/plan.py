@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ackpt.costs.devices import DEVICES, device
-from ackpt.errors import did_you_mean
 from ackpt.workloads.optimizers import OPTIMIZERS, UNSHARDED
 
 from .options import UsageError, add_set, field, writable
@@ -211,17 +210,15 @@ def run_plan_command(arguments, command: str) -> int:
 
 def _check_names(arguments) -> None:
     """Refuse a wrong device, model or configuration before the imports that planning needs, which take seconds."""
-    from ackpt.workloads.transformers_models import TRANSFORMERS, dtype_of_file
+    from ackpt.workloads.step_request import TRANSFORMERS, no_configuration, unknown_model
+    from ackpt.workloads.transformers_models import dtype_of_file
 
     for name in filter(None, (arguments.device_profile or "").split(",")):
         device(name)
     name = arguments.model.removeprefix(TRANSFORMERS)
     if name == arguments.model:
         if name not in (known := MODELS.split(", ")):
-            raise UsageError(
-                f"unknown model {name!r}{did_you_mean(name, known)}: choose from {MODELS}, or {TRANSFORMERS}"
-                "<configuration class of transformers, or path of a config.json>"
-            )
+            raise unknown_model(name, known)
         return
     dtype_of_file(arguments.model)  # raises for a file that is no configuration
     package = importlib.util.find_spec("transformers")
@@ -231,11 +228,7 @@ def _check_names(arguments) -> None:
     classes = {each for file in files for each in re.findall(r"^class (\w+)\(", file.read_text("utf-8"), re.MULTILINE)}
     if name not in classes:
         close = "".join(f" (did you mean {each!r}?)" for each in get_close_matches(name, classes, 1))
-        raise UsageError(
-            f"transformers has no configuration class {name!r}{close}, and there is no such file: write hf:GPT2Config, "
-            "hf:LlamaConfig or hf:path/to/config.json. Nothing is downloaded: save the config.json of a model on the "
-            "Hub first"
-        )
+        raise no_configuration("transformers", name, close)
 
 
 def configuration(arguments, **changes):

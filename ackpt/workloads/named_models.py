@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ackpt.errors import did_you_mean
 from ackpt.models import (
     BertForMaskedLM,
     LanguageModel,
@@ -26,7 +25,7 @@ from ackpt.models import (
 )
 from ackpt.models.unet import TIME_IDS
 
-from .step_request import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions
+from .step_request import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions, unknown_model
 from .transformers_models import transformers_step
 
 
@@ -43,11 +42,7 @@ def training_step(request: StepRequest, device="meta") -> TrainingStep:
             if request.model.startswith(TRANSFORMERS):
                 return transformers_step(request)
             if request.model not in BUILT_IN:
-                raise ValueError(
-                    f"unknown model {request.model!r}{did_you_mean(request.model, BUILT_IN)}: choose from "
-                    f"{', '.join(BUILT_IN)}, or {TRANSFORMERS}<configuration class of transformers, or path of a "
-                    "config.json>"
-                )
+                raise unknown_model(request.model, BUILT_IN)
             _, make, inputs = BUILT_IN[request.model]
             model = make(_changed(_published(request.model), request))
             return TrainingStep(model, inputs(model, request))

@@ -93,6 +93,23 @@ class TrainingStep:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
+def unknown_model(name: str, known) -> ValueError:
+    """The error for a `name` that is not among the `known` built-in models."""
+    return ValueError(
+        f"unknown model {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}, or {TRANSFORMERS}"
+        "<configuration class of transformers, or path of a config.json>"
+    )
+
+
+def no_configuration(library: str, name: str, hint: str = "") -> ValueError:
+    """The error for a `name` that is neither a configuration class of the `library` nor a file."""
+    return ValueError(
+        f"{library} has no configuration class {name!r}{hint}, and there is no such file: write hf:GPT2Config, "
+        "hf:LlamaConfig or hf:path/to/config.json. Nothing is downloaded: save the config.json of a model on the Hub "
+        "first"
+    )
+
+
 def require_known(fields, names, model: str) -> None:
     """ValueError for the first of `fields` that is not in `names`, with close matches."""
     for name in fields:

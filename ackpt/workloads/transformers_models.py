@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from .step_request import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions
+from .step_request import (
+    TRANSFORMERS,
+    StepRequest,
+    TrainingStep,
+    ids,
+    no_configuration,
+    require_known,
+    require_positions,
+)
 
 
 @dataclass(frozen=True)
@@ -97,11 +105,7 @@ def _config(transformers, request: StepRequest):
             and issubclass(config_class, transformers.PretrainedConfig)
             and config_class.model_type
         ):
-            raise ValueError(
-                f"transformers {transformers.__version__} has no configuration class {name!r}, and there is no such "
-                "file: write hf:GPT2Config, hf:LlamaConfig or hf:path/to/config.json. Nothing is downloaded: save the "
-                "config.json of a model on the Hub first"
-            )
+            raise no_configuration(f"transformers {transformers.__version__}", name)
     config = _made(name, lambda: config_class.from_dict(given))
     settable = {key for key, value in inspect.getmembers(config_class) if isinstance(value, property) and value.fset}
     known = {*config.to_dict(), *config_class.attribute_map, *settable, "attn_implementation"}
