@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .costs.calibration import calibrate
     from .explaining.explanation import explain
     from .explaining.print_saved import print_saved
+    from .files import RecordError
     from .graph import PlanError, ScheduleError, profile, trace
     from .metering.prediction import predict
     from .offloading.pays import offload_pays
     from .planner import plan
     from .planning.plan import Plan
-    from .results import RecordError
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ __all__ = [
 _LATER = {
     "Plan": ("ackpt.graph", "Plan"),
     "PlanError": ("ackpt.graph", "PlanError"),
-    "RecordError": ("ackpt.results", "RecordError"),
+    "RecordError": ("ackpt.files", "RecordError"),
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
     "apply_budget": ("ackpt.applied", "apply_budget"),
     "calibrate": ("ackpt.costs.calibration", "calibrate"),

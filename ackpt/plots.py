@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ackpt.metering.timeline import CATEGORIES, Timeline
 
-from .results import write_bytes_atomic
+from .files import write_bytes_atomic
 
 try:
     from matplotlib import style

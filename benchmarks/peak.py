@@ -16,9 +16,9 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.experiments.lm import LMConfig, task
-from ackpt.experiments.steps.training import adamw, configure, one_step
 from ackpt.models.transformer import Block
+from experiments.lm import LMConfig, task
+from experiments.steps.training import adamw, configure, one_step
 
 KIB = 1024
 

@@ -36,7 +36,7 @@ import ackpt
 from ackpt import plots
 from ackpt.metering.meter import memory_format
 from ackpt.models import PUBLISHED, Block, Transformer, TransformerConfig
-from ackpt.results import Record, environment, markdown_table, write_text_atomic
+from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)
@@ -153,8 +153,8 @@ print(f"predicted {4 * T * A:,}  measured {counted:,}")
 ackpt.print_saved(block, x, sequences, 256)
 
 # %% tags=["hide-input"]
-from ackpt.experiments.reports import schematics
-from ackpt.experiments.widgets.block_stack import block_stack
+from experiments.reports import schematics
+from experiments.widgets.block_stack import block_stack
 
 schematics.publish(block_stack(), "01_stack")
 
@@ -225,7 +225,7 @@ for name, size in measured.categories.items():
 print(f"{'peak':12} {memory_format(measured.peak_bytes):>10}")
 
 # %% tags=["hide-input"]
-from ackpt.experiments.widgets.chain_steps import chain_steps
+from experiments.widgets.chain_steps import chain_steps
 
 schematics.publish(chain_steps(["baseline"]), "01_chain")
 

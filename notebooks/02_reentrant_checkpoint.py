@@ -39,10 +39,10 @@ import functools
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ackpt import plots
-from ackpt.experiments.pitfalls.checkpoints import verdicts
 from ackpt.metering.meter import compare_seconds, measure, memory_format
 from ackpt.models import Block, Transformer, TransformerConfig
-from ackpt.results import Record, environment, markdown_table, write_text_atomic
+from experiments.pitfalls.checkpoints import verdicts
+from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
 
@@ -108,8 +108,8 @@ torch.equal(*gradients)
 # The gradients are bit-identical. What has changed is autograd's graph, the chain of nodes from the loss back to $x$:
 
 # %% tags=["hide-input"] alt="Three rows of boxes, the nodes of autograd's graph for four sines and a sum, with arrows from the loss to the leaf. Without a region, each of four sine nodes has a tensor below it: the first the input x, the others saved activations. With a region, after the forward, one wide node replaces the four and saves x alone. In its backward, a graph of four sine nodes exists again, with x and three recomputed activations."
-from ackpt.experiments.reports import schematics
-from ackpt.experiments.widgets.autograd_graphs import autograd_graphs
+from experiments.reports import schematics
+from experiments.widgets.autograd_graphs import autograd_graphs
 
 figure = schematics.autograd_figure(autograd_graphs())
 path = plots.save(figure, "results/figures/02_autograd.png")
@@ -148,7 +148,7 @@ ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / baseli
 # :::
 
 # %% tags=["hide-input"]
-from ackpt.experiments.widgets.chain_steps import chain_steps
+from experiments.widgets.chain_steps import chain_steps
 
 schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 

@@ -36,17 +36,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt import plots
-from ackpt.experiments import synthetic
-from ackpt.experiments.graph_profile import orders_plot
-from ackpt.experiments.published import Predictions, reference
-from ackpt.experiments.published import rows as published_figures
-from ackpt.experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
-from ackpt.experiments.reports import training as report
-from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.experiments.steps.predicted import predict_experiment
 from ackpt.models import Transformer, TransformerConfig
 from ackpt.models.transformer import Block
-from ackpt.results import environment, load_reference, markdown_table, write_text_atomic
+from experiments import synthetic
+from experiments.graph_profile import orders_plot
+from experiments.published import Predictions, reference
+from experiments.published import rows as published_figures
+from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
+from experiments.reports import training as report
+from experiments.reports.gpu_records import gpu_records
+from experiments.results import environment, load_reference, markdown_table, write_text_atomic
+from experiments.steps.predicted import predict_experiment
 
 torch.set_num_threads(2)
 SOURCE = "notebooks/03_synthetic_experiment.py"
@@ -319,7 +319,7 @@ for method in methods:
 # %% [markdown]
 # ## The published table
 #
-# The published model has other layers, another norm and another optimizer than ours. `ackpt.experiments.published` has
+# The published model has other layers, another norm and another optimizer than ours. `experiments.published` has
 # a step with these properties, with weights in fp32 and matrix products in bf16, so we can predict both models. We
 # begin with the longest sequence:
 

@@ -35,17 +35,17 @@ import torch.nn.functional as F
 
 import ackpt
 from ackpt import plots
-from ackpt.data import packed_batches, token_stream
-from ackpt.experiments import lm
-from ackpt.experiments.published import Predictions, reference
-from ackpt.experiments.published import rows as published_figures
-from ackpt.experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
-from ackpt.experiments.reports import training as report
-from ackpt.experiments.reports.figures import losses_plot, stacked_plot
-from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.experiments.steps.predicted import predict_experiment
 from ackpt.models import LanguageModel, TransformerConfig
-from ackpt.results import environment, load_reference, markdown_table, write_text_atomic
+from experiments import lm
+from experiments.data import packed_batches, token_stream
+from experiments.published import Predictions, reference
+from experiments.published import rows as published_figures
+from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
+from experiments.reports import training as report
+from experiments.reports.figures import losses_plot, stacked_plot
+from experiments.reports.gpu_records import gpu_records
+from experiments.results import environment, load_reference, markdown_table, write_text_atomic
+from experiments.steps.predicted import predict_experiment
 
 torch.set_num_threads(2)
 SOURCE = "notebooks/04_language_model.py"

@@ -49,17 +49,17 @@ import time
 
 from ackpt import plots
 from ackpt.costs.devices import device
-from ackpt.experiments import offload
-from ackpt.experiments.pitfalls import copies as pitfalls
-from ackpt.experiments.predicted_curves import Timelines
-from ackpt.experiments.published import Predictions, time_ratios
-from ackpt.experiments.published import rows as published_peaks
-from ackpt.experiments.reports import offload as offload_report
-from ackpt.experiments.reports.gpu_records import gpu_records
 from ackpt.metering.meter import measure
 from ackpt.models import Block, TransformerConfig
 from ackpt.offloading import transport
-from ackpt.results import Record, environment, load_reference, markdown_table, write_text_atomic
+from experiments import offload
+from experiments.pitfalls import copies as pitfalls
+from experiments.predicted_curves import Timelines
+from experiments.published import Predictions, time_ratios
+from experiments.published import rows as published_peaks
+from experiments.reports import offload as offload_report
+from experiments.reports.gpu_records import gpu_records
+from experiments.results import Record, environment, load_reference, markdown_table, write_text_atomic
 
 SOURCE = "notebooks/05_offload.py"
 
@@ -140,8 +140,8 @@ compute.submit(order.append, "computing after the copy", after=[copied]).wait()
 order
 
 # %% tags=["hide-input"]
-from ackpt.experiments.reports import schematics
-from ackpt.experiments.widgets.offload_lanes import offload_lanes
+from experiments.reports import schematics
+from experiments.widgets.offload_lanes import offload_lanes
 
 schematics.publish(offload_lanes(), "05_lanes")
 

@@ -42,9 +42,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ackpt
 from ackpt import models, plots
-from ackpt.experiments import graph_profile
 from ackpt.graph import PlannedStep, lower, rewrite, scheduled, simulate
-from ackpt.results import environment, markdown_table, write_text_atomic
+from experiments import graph_profile
+from experiments.results import environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)

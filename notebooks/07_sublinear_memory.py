@@ -40,20 +40,20 @@ from torch.utils.checkpoint import checkpoint
 import ackpt
 from ackpt import models, plots
 from ackpt.checkpointing.sequential import segment_lengths
-from ackpt.experiments import graph_profile, sublinear
-from ackpt.experiments.reports import figures
 from ackpt.graph import PlannedStep
 from ackpt.policies import chen, revolve, rotor
 from ackpt.policies.chains.blocks import fine_chain
-from ackpt.results import Record, environment, markdown_table, write_text_atomic
+from experiments import graph_profile, sublinear
+from experiments.reports import figures
+from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)
 MIB = 2**20
 
 # %% tags=["hide-input"]
-from ackpt.experiments.reports import schematics
-from ackpt.experiments.widgets.chain_steps import chain_steps
+from experiments.reports import schematics
+from experiments.widgets.chain_steps import chain_steps
 
 schematics.publish(chain_steps(), "07_chain")
 

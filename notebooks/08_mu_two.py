@@ -41,19 +41,19 @@ from torch.utils.checkpoint import checkpoint
 import ackpt
 from ackpt import models, plots
 from ackpt.costs.devices import device
-from ackpt.experiments import graph_profile, mu_two
-from ackpt.experiments.predicted_curves import BatchCurves
-from ackpt.experiments.published import Predictions
-from ackpt.experiments.published import rows as published_peaks
-from ackpt.experiments.reports import batch_size as batch_report
-from ackpt.experiments.reports.figures import ratio_plot
-from ackpt.experiments.reports.gpu_records import gpu_records
 from ackpt.graph import simulate
 from ackpt.planning.schedule import everything
 from ackpt.policies.mu_two import schedules_of, states
 from ackpt.policies.search.intermediates import Link, drop
 from ackpt.policies.search.recompute_costs import costs
-from ackpt.results import environment, load_reference, markdown_table, write_text_atomic
+from experiments import graph_profile, mu_two
+from experiments.predicted_curves import BatchCurves
+from experiments.published import Predictions
+from experiments.published import rows as published_peaks
+from experiments.reports import batch_size as batch_report
+from experiments.reports.figures import ratio_plot
+from experiments.reports.gpu_records import gpu_records
+from experiments.results import environment, load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)

@@ -39,14 +39,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ackpt
 from ackpt import models, plots
-from ackpt.experiments import graph_profile, optimum, sublinear
-from ackpt.experiments.frontier import PLANNED, FrontierConfig, run_frontier
-from ackpt.experiments.reports import frontier as frontier_report
-from ackpt.experiments.reports import frontier_methods, frontier_times
-from ackpt.experiments.steps.frontier_models import workload
-from ackpt.experiments.widgets import explorer
 from ackpt.policies import ilp
-from ackpt.results import Record, markdown_table, write_text_atomic
+from experiments import graph_profile, optimum, sublinear
+from experiments.frontier import PLANNED, FrontierConfig, run_frontier
+from experiments.reports import frontier as frontier_report
+from experiments.reports import frontier_methods, frontier_times
+from experiments.results import Record, markdown_table, write_text_atomic
+from experiments.steps.frontier_models import workload
+from experiments.widgets import explorer
 
 # torch.compile imports modules that use deprecated torch functions.
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")

@@ -42,12 +42,12 @@ from torch.utils.checkpoint import checkpoint
 
 import ackpt
 from ackpt import models, plots
-from ackpt.experiments import bert
-from ackpt.experiments.graph_profile import orders_plot
-from ackpt.experiments.reports import bert as bert_report
-from ackpt.experiments.reports.figures import curves_plot
-from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.results import environment, load_reference, markdown_table, write_text_atomic
+from experiments import bert
+from experiments.graph_profile import orders_plot
+from experiments.reports import bert as bert_report
+from experiments.reports.figures import curves_plot
+from experiments.reports.gpu_records import gpu_records
+from experiments.results import environment, load_reference, markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 torch.set_num_threads(2)

@@ -31,18 +31,18 @@ from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ackpt import plots
-from ackpt.experiments import sharded_llama
-from ackpt.experiments.graph_profile import orders_plot
-from ackpt.experiments.reports import schematics
-from ackpt.experiments.reports.figures import stacked_plot
-from ackpt.experiments.sharded_check import check
-from ackpt.experiments.widgets.gather_lanes import gather_lanes
-from ackpt.results import markdown_table, write_text_atomic
 from ackpt.sharded.blocks import CAPTURED
 from ackpt.sharded.planner import ShardedModel
 from ackpt.sharded.sharding import GroupBytes, Sharding
 from ackpt.workloads.planned_shapes import PlanConfig
 from ackpt.workloads.step_request import StepRequest
+from experiments import sharded_llama
+from experiments.graph_profile import orders_plot
+from experiments.reports import schematics
+from experiments.reports.figures import stacked_plot
+from experiments.results import markdown_table, write_text_atomic
+from experiments.sharded_check import check
+from experiments.widgets.gather_lanes import gather_lanes
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show

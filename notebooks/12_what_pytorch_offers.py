@@ -45,8 +45,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ackpt
 from ackpt import plots
-from ackpt.experiments.graph_profile import orders_plot
-from ackpt.results import Record, environment, markdown_table, write_text_atomic
+from experiments.graph_profile import orders_plot
+from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show

@@ -41,11 +41,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt import plots
-from ackpt.data import packed_batches, token_stream
-from ackpt.experiments.calculator.sample import difference, rows_of
-from ackpt.experiments.calculator.settings import Setting, by_formula, by_plan
-from ackpt.experiments.published import Predictions, all_predicted, excluded, reference, report, rows, time_ratios
-from ackpt.results import load_reference, markdown_table, write_text_atomic
+from experiments.calculator.sample import difference, rows_of
+from experiments.calculator.settings import Setting, by_formula, by_plan
+from experiments.data import packed_batches, token_stream
+from experiments.published import Predictions, all_predicted, excluded, reference, report, rows, time_ratios
+from experiments.results import load_reference, markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls transformers by its old names
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
@@ -85,7 +85,7 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 #
 # The file `results/reference/published-peaks.json` lists published figures: their source, the GPU, the sizes of the
 # step, the metric and the bytes. We did not copy anyone's code: we wrote each step from its description, in
-# `ackpt/experiments/published/`. No constant of the predictor comes from these rows. Where a prediction is wrong, this
+# `experiments/published/`. No constant of the predictor comes from these rows. Where a prediction is wrong, this
 # chapter says so. Some first comparisons showed that *our version* of a step was wrong: it left out what the
 # script runs before the step, or held other intermediate tensors than the original function. We corrected these steps
 # after reading the scripts.
@@ -277,7 +277,7 @@ for row in compared:
 #
 # The book regenerates the tables of five small public projects. Their ideas hold, and they taught us much. But a table
 # does not state everything that its numbers depend on, so we read the sources. With their models, written from that
-# reading (`ackpt/experiments/published/reference.py`), the predictions are:
+# reading (`experiments/published/reference.py`), the predictions are:
 
 # %%
 experiments = {

@@ -14,7 +14,7 @@ from torch import nn
 import ackpt
 from ackpt.graph import simulate
 from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
-from ackpt.running.captured_step import CapturedStep
+from experiments.steps.captured_step import CapturedStep
 
 WORDS, LENGTH = 20, 24
 BUDGETS = (0.95, 0.8, 0.6, 0.4, 0.2)

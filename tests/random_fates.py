@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import ackpt
-from ackpt.experiments.graph_profile import random_fates
 from ackpt.graph import PlannedStep
+from experiments.graph_profile import random_fates
 
 
 def planned(model, policy: str, *args, differentiate="loss", **kwargs):

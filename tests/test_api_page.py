@@ -9,12 +9,13 @@ import pytest
 from public_names import look_up, public_names
 
 import ackpt
-from ackpt import data, graph, models, results
+from ackpt import graph, models
 from ackpt.metering import meter
+from experiments import data, results
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (ackpt, graph, models, meter, results, data)
-CHAPTERS = ("ackpt.experiments", "ackpt.sharded", "ackpt.workloads")  # the study, and the code of the command line
+CHAPTERS = ("experiments", "ackpt.sharded", "ackpt.workloads")  # the study, and the code of the command line
 
 
 @cache

@@ -9,8 +9,9 @@ import pytest
 from address import colab_address, repository_address
 
 import ackpt
-from ackpt import data, errors, graph
+from ackpt import errors, graph
 from ackpt.metering import flops
+from experiments import data
 
 ROOT = Path(__file__).parent.parent
 BOOK = ROOT / "book"

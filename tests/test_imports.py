@@ -83,8 +83,8 @@ import sys, torch
 before = set(sys.modules)
 import ackpt
 first = set(sys.modules) - before
-assert not first & {"matplotlib", "IPython", "ackpt.colab", "ackpt.experiments", "ackpt.graph"}, first
-import ackpt.data
+assert not first & {"matplotlib", "IPython", "ackpt.colab", "experiments", "ackpt.graph"}, first
+import experiments.data
 assert not {"datasets", "tokenizers"} & set(sys.modules)
 assert callable(ackpt.trace) and "ackpt.graph" in sys.modules
 import ackpt.compiled

@@ -7,8 +7,8 @@ import pytest
 import torch
 from forked import output_of
 
-from ackpt.experiments.reports.frontier_times import at_the_peak_of_blocks
-from ackpt.results import Record
+from experiments.reports.frontier_times import at_the_peak_of_blocks
+from experiments.results import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 BETWEEN = "=" * 10  # printed between the outputs of two examples

@@ -10,7 +10,7 @@ import pytest
 import status
 from chapter import source_hash
 
-from ackpt.results import Record, environment, markdown_table
+from experiments.results import Record, environment, markdown_table
 
 ROOT = Path(__file__).parent.parent
 INCLUDED = re.compile(r"\{include\} \S*results/tables/(\S+\.md)")
@@ -106,5 +106,5 @@ def test_a_table_without_a_notebook_or_another_form_is_an_error(book):
     with pytest.raises(ValueError, match="03_three.md is named by 0 notebooks"):
         status.table_rows(book)
     (book / "results/tables/03_three.md").write_text("| a | b |\n|---|---|\n| 1 |\n")
-    with pytest.raises(ValueError, match="no table of ackpt.results.markdown_table"):
+    with pytest.raises(ValueError, match="no table of experiments.results.markdown_table"):
         status.table_rows(book)

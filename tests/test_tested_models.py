@@ -10,7 +10,7 @@ from pathlib import Path
 import tested_models
 import tested_models_page as page
 
-from ackpt.results import Record
+from experiments.results import Record
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,10 +14,10 @@ import json
 import time
 from pathlib import Path
 
-from ackpt.experiments.calculator import grid, sample
-from ackpt.experiments.calculator.presets import PRESETS
-from ackpt.provenance import environment
-from ackpt.results import write_text_atomic
+from experiments.calculator import grid, sample
+from experiments.calculator.presets import PRESETS
+from experiments.provenance import environment
+from experiments.results import write_text_atomic
 
 FOLDER = Path("results/calculator")
 SETTINGS = 60

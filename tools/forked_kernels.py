@@ -15,7 +15,7 @@ import time
 
 from jupyter_client.provisioning import local_provisioner
 
-_IMPORTS = "ipykernel.kernelapp", "transformers", "seaborn", "ackpt.experiments.frontier"
+_IMPORTS = "ipykernel.kernelapp", "transformers", "seaborn", "experiments.frontier"
 
 
 class ForkedKernel:

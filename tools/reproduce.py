@@ -85,7 +85,7 @@ def write_for_colab(source: Path, stage: Path) -> None:
 
 def record_run(source: Path, stage: Path, seconds: float) -> None:
     """Record how long a notebook took, and where: the book's status page says so."""
-    from ackpt.results import Record, environment  # here, as torch reads FIXED when it is imported
+    from experiments.results import Record, environment  # here, as torch reads FIXED when it is imported
 
     config = {"source": f"notebooks/{source.name}", "sha256": source_hash(source)}
     run = Record("notebook", config, {"seconds": seconds}, environment("cpu", "nox -s reproduce"))

@@ -14,8 +14,8 @@ from pathlib import Path
 from address import ROOT
 from chapter import source_hash
 
-from ackpt.experiments.reports.gpu_records import gpu_columns
-from ackpt.results import DASH, Record, load_records, markdown_table
+from experiments.reports.gpu_records import gpu_columns
+from experiments.results import DASH, Record, load_records, markdown_table
 
 RUN = "notebook"  # the experiment of a run's record
 MISSING = "*not yet measured*"
@@ -63,7 +63,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Raises ValueError for a file that is not one that `ackpt.results.markdown_table` wrote."""
+    """Raises ValueError for a file that is not one that `experiments.results.markdown_table` wrote."""
     text = path.read_text(encoding="utf-8")
     label = re.match(r":::\{table\} (.*)\n:name: (\S+)\n", text)
     lines = [
@@ -72,7 +72,7 @@ def read_table(path: Path) -> Table:
         if line[:1] == "|"
     ]
     if label is None or len(lines) < 2 or any(len(line) != len(lines[0]) for line in lines):
-        raise ValueError(f"{path} is no table of ackpt.results.markdown_table: write it with that")
+        raise ValueError(f"{path} is no table of experiments.results.markdown_table: write it with that")
     return Table(path, label[1], label[2], lines[0], tuple(lines[2:]))
 
 

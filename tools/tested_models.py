@@ -34,7 +34,7 @@ import torch  # noqa: E402
 from tested_libraries import LIBRARIES  # noqa: E402
 from tested_models_run import NotBuilt, record  # noqa: E402
 
-from ackpt.results import Record, environment  # noqa: E402
+from experiments.results import Record, environment  # noqa: E402
 
 FILE = ROOT / "results" / "models" / "tested_models.json"
 EXPERIMENT = "tested-models"

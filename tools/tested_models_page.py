@@ -12,7 +12,7 @@ from typing import Any
 from address import ROOT
 
 from ackpt.budget import readable
-from ackpt.results import Record, markdown_table
+from experiments.results import Record, markdown_table
 
 FILE = ROOT / "results" / "models" / "tested_models.json"
 WAYS = {"regions": "regions", "plan": "plan"}

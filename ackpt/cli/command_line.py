@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _errors():
     from ackpt.data import DataError
-    from ackpt.results import RecordError
+    from ackpt.files import RecordError
 
     return (ValueError, OSError, DataError, RecordError, *_broken_promises())
 

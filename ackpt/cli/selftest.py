@@ -26,7 +26,7 @@ def add_selftest(commands) -> None:
 
 
 def run_selftest_command(arguments, command: str) -> int:
-    from ackpt.experiments.selftest import SelftestConfig, failed, run_selftest, text_table
+    from ackpt.cli.selftest_checks import SelftestConfig, failed, run_selftest, text_table
 
     from .options import writable
 

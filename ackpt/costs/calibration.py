@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from ackpt.files import read_json, write_text_atomic
 from ackpt.metering.run_alone import in_own_thread
 from ackpt.progress import stage
 from ackpt.provenance import environment
-from ackpt.results import read_json, write_text_atomic
 
 from .devices import Device, with_all_dtypes
 from .example_operations import BYTES, LAUNCH, OPERATIONS, Example

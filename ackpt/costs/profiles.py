@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 
 from ackpt.capture.joint_graph import JointGraph
+from ackpt.files import read_json, write_text_atomic
 from ackpt.metering.cuda_meter import BLOCK
 from ackpt.metering.kernel_memory import cuda_temporaries
 from ackpt.metering.resident import rounded
 from ackpt.metering.timeline import MeterError
-from ackpt.results import read_json, write_text_atomic
 
 from . import calibration, devices
 from .operation_costs import dtype, elements, flops, traffic

@@ -96,7 +96,7 @@ class Explanation:
         Raises:
             RecordError: if it cannot be written there.
         """
-        from ackpt.results import write_text_atomic
+        from ackpt.files import write_text_atomic
 
         from .page import page
 
@@ -113,7 +113,7 @@ class Explanation:
         """
         import pickle
 
-        from ackpt.results import write_bytes_atomic
+        from ackpt.files import write_bytes_atomic
 
         from .snapshot import snapshot
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.places import common, operation, pattern, short_source
+from ackpt.files import read_json, write_text_atomic
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
-from ackpt.results import read_json, write_text_atomic
 
 from .schedule import Schedule
 from .schedule_json import digest, from_json, to_json

@@ -11,7 +11,7 @@ from ackpt.costs import calibration
 from ackpt.costs.calibration import CalibrationError, load, this_cpu
 from ackpt.costs.example_operations import BYTES, LAUNCH, OPERATIONS
 from ackpt.costs.profiles import profile
-from ackpt.results import RecordError
+from experiments.results import RecordError
 
 
 @pytest.fixture

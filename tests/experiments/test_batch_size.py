@@ -7,19 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from experiments.cli.command_line import main
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ackpt.budget import readable
-from ackpt.cli.command_line import main
-from ackpt.experiments import batch_size as experiment
-from ackpt.experiments.batch_size import SIZES, BatchSizeConfig, configuration, predicted, run_batch_size
-from ackpt.experiments.reports import batch_size as report
-from ackpt.experiments.steps.gradients import GradientsDiffer, require_equal
-from ackpt.experiments.steps.largest_batch import Largest, extrapolated, largest_on_cpu, search
-from ackpt.experiments.steps.named_steps import Method, RunStep, method
-from ackpt.results import DASH, Record, load_reference
 from ackpt.workloads.named_models import training_step
+from experiments import batch_size as experiment
+from experiments.batch_size import SIZES, BatchSizeConfig, configuration, predicted, run_batch_size
+from experiments.reports import batch_size as report
+from experiments.results import DASH, Record, load_reference
+from experiments.steps.gradients import GradientsDiffer, require_equal
+from experiments.steps.largest_batch import Largest, extrapolated, largest_on_cpu, search
+from experiments.steps.named_steps import Method, RunStep, method
 
 FIELDS = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
 TINY = BatchSizeConfig(
@@ -97,7 +97,7 @@ def test_a_measured_figure_is_never_compared_with_a_predicted_one(records):
 
 
 def test_what_does_not_fit_the_machine_is_predicted_and_says_so(records, monkeypatch):
-    monkeypatch.setattr("ackpt.experiments.steps.step_shapes.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("experiments.steps.step_shapes.free_bytes", lambda device: 1000)
     config = replace(TINY, batches=(4,), methods=("plain", "auto@0.7"))
     (group, _) = run_batch_size(config)
     measured = steps(records)
@@ -158,8 +158,8 @@ def test_where_measured_peaks_are_over_the_limit_few_batches_are_run(monkeypatch
         return 1000 + 120 * setting.batch_size
 
     predicted = Largest(40, 1000 + 100 * 40, None)
-    monkeypatch.setattr("ackpt.experiments.steps.largest_batch.largest_predicted", lambda *arguments: predicted)
-    monkeypatch.setattr("ackpt.experiments.steps.largest_batch._peak_on_cpu", measured)
+    monkeypatch.setattr("experiments.steps.largest_batch.largest_predicted", lambda *arguments: predicted)
+    monkeypatch.setattr("experiments.steps.largest_batch._peak_on_cpu", measured)
     shapes = lambda batch: SimpleNamespace(setting=TINY.setting(batch), least_bytes=lambda _: 1000 + 100 * batch)  # noqa: E731
     found = largest_on_cpu(Method("plain"), 5000, shapes, (4, 8))
     assert found == Largest(33, 4300, 1000 + 120 * 33)

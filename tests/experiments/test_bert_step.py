@@ -1,14 +1,14 @@
 """The BERT experiment: plans keep their budgets and gradients on a small BERT; BERT-large is predicted from shapes."""
 
 import pytest
+from experiments.cli.command_line import main
 
-from ackpt.cli.command_line import main
-from ackpt.experiments import bert
-from ackpt.experiments.bert import CPU, GPU, BertStepConfig, configuration, run_bert
-from ackpt.experiments.reports import bert as bert_report
-from ackpt.experiments.steps.named_steps import Method
-from ackpt.experiments.steps.step_shapes import Shapes
-from ackpt.results import DASH, Record
+from experiments import bert
+from experiments.bert import CPU, GPU, BertStepConfig, configuration, run_bert
+from experiments.reports import bert as bert_report
+from experiments.results import DASH, Record
+from experiments.steps.named_steps import Method
+from experiments.steps.step_shapes import Shapes
 
 FIELDS = {"dim": 32, "ff_dim": 64, "layers": 2, "heads": 2, "vocab_size": 100}
 TINY = BertStepConfig(8, 16, FIELDS, "cpu", "float32", methods=("plain", "per-block", "auto@0.5"))

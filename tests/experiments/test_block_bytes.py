@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ackpt.experiments.published import reference
-from ackpt.experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
+from experiments.published import reference
+from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
 
 WIDTH, FF, HEADS = 64, 128, 2
 

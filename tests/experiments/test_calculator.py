@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ackpt.costs.devices import DEVICES
-from ackpt.experiments.calculator import choices, settings
-from ackpt.experiments.calculator import grid as grids
-from ackpt.experiments.calculator.measured import Measured
-from ackpt.experiments.calculator.polynomials import NotExact, Point, Points, terms
-from ackpt.experiments.calculator.presets import PRESETS, Preset
-from ackpt.experiments.calculator.sample import difference, drawn, rows_of
-from ackpt.experiments.calculator.settings import Setting, by_formula, by_plan
+from experiments.calculator import choices, settings
+from experiments.calculator import grid as grids
+from experiments.calculator.measured import Measured
+from experiments.calculator.polynomials import NotExact, Point, Points, terms
+from experiments.calculator.presets import PRESETS, Preset
+from experiments.calculator.sample import difference, drawn, rows_of
+from experiments.calculator.settings import Setting, by_formula, by_plan
 
 FOLDER = Path(__file__).parent.parent.parent / "results" / "calculator"
 POINTS = Points(Point(4, 1), Point(12, 4), Point(2, 2))

@@ -10,9 +10,9 @@ import pytest
 
 import ackpt
 from ackpt.errors import BudgetError
-from ackpt.experiments.frontier import FrontierConfig, run_frontier
-from ackpt.experiments.steps.frontier_models import workload
-from ackpt.experiments.widgets import explorer
+from experiments.frontier import FrontierConfig, run_frontier
+from experiments.steps.frontier_models import workload
+from experiments.widgets import explorer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"layers": 1, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}

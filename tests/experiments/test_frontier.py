@@ -8,14 +8,14 @@ import io
 import json
 
 import pytest
+from experiments.cli.command_line import main
 from PIL import Image
 
-from ackpt.cli.command_line import main
-from ackpt.experiments.frontier import FrontierConfig, run_frontier
-from ackpt.experiments.reports import frontier as report
-from ackpt.experiments.steps.frontier_models import RESNET50, TRANSFORMER, UNET, checked_sizes, workload
 from ackpt.plots import png
-from ackpt.results import Record
+from experiments.frontier import FrontierConfig, run_frontier
+from experiments.reports import frontier as report
+from experiments.results import Record
+from experiments.steps.frontier_models import RESNET50, TRANSFORMER, UNET, checked_sizes, workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}
@@ -145,7 +145,7 @@ def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkey
         found.update(config=config, rounds=rounds)
         return changed
 
-    monkeypatch.setattr("ackpt.experiments.frontier.run_frontier", canned)
+    monkeypatch.setattr("experiments.frontier.run_frontier", canned)
     arguments = ["--model", "resnet50", "--width", "4", "--policy", "auto", "--peer", "--times", "2", "--json"]
     assert main(["frontier", *arguments, "--out", str(tmp_path / "new")]) == 1
     out, err = capsys.readouterr()

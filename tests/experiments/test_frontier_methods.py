@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ackpt.experiments.reports import frontier_methods as methods
-from ackpt.results import Record, environment
+from experiments.reports import frontier_methods as methods
+from experiments.results import Record, environment
 
 
 def point(policy, peak, again):

@@ -8,13 +8,13 @@ import sys
 import pytest
 from torch._dynamo.backends.common import aot_autograd
 
-from ackpt.experiments.frontier import FrontierConfig, run_frontier
-from ackpt.experiments.reports import frontier as report
-from ackpt.experiments.reports import frontier_times as times
 from ackpt.integrations import dynamo
 from ackpt.plots import png
-from ackpt.results import Record, environment
 from ackpt.running.compiled_schedule import run_boxed
+from experiments.frontier import FrontierConfig, run_frontier
+from experiments.reports import frontier as report
+from experiments.reports import frontier_times as times
+from experiments.results import Record, environment
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 UNET = {"batch_size": 2, "image_size": 16, "width": 4, "num_classes": 3}

@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from experiments.cli.command_line import main
 
-from ackpt import provenance
-from ackpt.cli.command_line import main
-from ackpt.experiments.steps import largest_batch
-from ackpt.experiments.steps.gradients import GradientsDiffer, require_equal
-from ackpt.experiments.steps.named_steps import PER_BLOCK, Method, Setting, method
-from ackpt.experiments.steps.predicted import predict_experiment
-from ackpt.experiments.steps.step_shapes import Shapes
-from ackpt.experiments.synthetic import SyntheticConfig
+from experiments import provenance
+from experiments.steps import largest_batch
+from experiments.steps.gradients import GradientsDiffer, require_equal
+from experiments.steps.named_steps import PER_BLOCK, Method, Setting, method
+from experiments.steps.predicted import predict_experiment
+from experiments.steps.step_shapes import Shapes
+from experiments.synthetic import SyntheticConfig
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
 
@@ -42,7 +42,7 @@ def test_a_copy_without_git_has_the_commit_that_it_is_told(monkeypatch):
 @pytest.mark.parametrize("commit, message", [(None, "give --commit SHA"), ("1" * 40 + "-dirty", "commit them")])
 def test_a_record_of_a_gpu_must_be_able_to_name_its_commit(commit, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("ackpt.results.environment", lambda: {"commit": commit})
+    monkeypatch.setattr("experiments.results.environment", lambda: {"commit": commit})
     assert main(["gpu-suite", "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
 

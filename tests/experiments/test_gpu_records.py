@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import status
 
-from ackpt.experiments.reports.gpu_records import (
+from experiments.reports.gpu_records import (
     gpu_cells,
     gpu_columns,
     gpu_records,
@@ -15,7 +15,7 @@ from ackpt.experiments.reports.gpu_records import (
     not_of_this_repository,
     unrecorded,
 )
-from ackpt.results import Record, RecordError, environment, markdown_table
+from experiments.results import Record, RecordError, environment, markdown_table
 
 ROOT = Path(__file__).parents[2]
 RECORDS, TABLES = ROOT / "results" / "gpu", ROOT / "results" / "tables"

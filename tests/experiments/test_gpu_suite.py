@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from ackpt import provenance
-from ackpt.experiments.reports.gpu_suite import text_outcome, text_table
-from ackpt.experiments.suite import gpu_suite
-from ackpt.experiments.suite.gpu_suite import (
+from experiments import provenance
+from experiments.reports.gpu_suite import text_outcome, text_table
+from experiments.results import Record, RecordError, environment, load_records
+from experiments.suite import gpu_suite
+from experiments.suite.gpu_suite import (
     CUT_OFF,
     DONE,
     FAILED,
@@ -26,7 +27,6 @@ from ackpt.experiments.suite.gpu_suite import (
     records_of,
     run_suite,
 )
-from ackpt.results import Record, RecordError, environment, load_records
 
 COMMIT = environment()["commit"]
 
@@ -153,9 +153,9 @@ def test_a_job_that_takes_too_long_is_cut_off_and_its_next_estimate_is_longer(tm
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
-from ackpt import provenance
+from experiments import provenance
 from test_gpu_suite import a_record, job
-from ackpt.experiments.suite.gpu_suite import run_suite
+from experiments.suite.gpu_suite import run_suite
 
 def dies(config, command, failures):
     yield [a_record(config, "plain")]

@@ -4,13 +4,13 @@ import dataclasses
 import json
 
 import pytest
+from experiments.cli.command_line import main
 
-from ackpt.cli.command_line import main
-from ackpt.experiments.reports.gpu_suite import rows
-from ackpt.experiments.steps.failures import Failures
-from ackpt.experiments.suite.gpu_suite import read_state, records_of
-from ackpt.experiments.suite.gpu_suite_jobs import EXPERIMENTS, cpu_jobs, gpu_jobs, jobs
-from ackpt.provenance import environment
+from experiments.provenance import environment
+from experiments.reports.gpu_suite import rows
+from experiments.steps.failures import Failures
+from experiments.suite.gpu_suite import read_state, records_of
+from experiments.suite.gpu_suite_jobs import EXPERIMENTS, cpu_jobs, gpu_jobs, jobs
 
 COMMIT = environment()["commit"]
 
@@ -77,7 +77,7 @@ def test_peaks_for_a_gpu_are_predicted_without_one():
 
 
 def test_a_job_of_one_method_that_fails_keeps_the_others(monkeypatch):
-    from ackpt.experiments import batch_size
+    from experiments import batch_size
 
     def refuse(name, *rest):
         if name == "per-block":
@@ -122,7 +122,7 @@ def test_a_file_as_folder_and_a_gpu_that_is_not_there_are_refused(tmp_path, caps
 def test_predict_lists_the_jobs_and_a_failure(tmp_path, capsys, monkeypatch):
     found = [dataclasses.replace(job, predict=lambda config: {"plain": 2**20}) for job in gpu_jobs()[:2]]
     found[1] = dataclasses.replace(found[1], predict=lambda config: 1 / 0)
-    monkeypatch.setattr("ackpt.experiments.suite.gpu_suite_jobs.jobs", lambda *_: found)
+    monkeypatch.setattr("experiments.suite.gpu_suite_jobs.jobs", lambda *_: found)
     assert main(["gpu-suite", "--predict"]) == 1
     out = capsys.readouterr()
     assert "offload-T12000: about 1.5 minutes\n  plain                           1.0 MiB\nlm-L8192" in out.out

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import ackpt
-from ackpt.experiments.graph_profile import breakdown, compare, orders_plot, random_fates
 from ackpt.metering.timeline import Timeline
 from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
+from experiments.graph_profile import breakdown, compare, orders_plot, random_fates
 
 TOKENS = torch.arange(12) % 7
 OFFSETS = torch.tensor([0, 12], dtype=torch.int32)

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.experiments.mu_two import along_paths, choices, intermediates_of, name_of, printed_overhead
-from ackpt.experiments.reports.figures import ratio_plot
 from ackpt.graph import simulate
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.policies.mu_two import evictions
 from ackpt.policies.search.recompute_costs import costs
+from experiments.mu_two import along_paths, choices, intermediates_of, name_of, printed_overhead
+from experiments.reports.figures import ratio_plot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

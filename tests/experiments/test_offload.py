@@ -8,7 +8,9 @@ import torch
 from PIL import Image
 
 import ackpt.offloading.transport
-from ackpt.experiments.offload import (
+from ackpt.models.transformer import Transformer
+from ackpt.plots import png
+from experiments.offload import (
     CPU,
     GPU,
     GradientsDiffer,
@@ -18,11 +20,9 @@ from ackpt.experiments.offload import (
     predict_offload,
     run_offload,
 )
-from ackpt.experiments.reports import offload as report
-from ackpt.experiments.steps.offload_methods import METHODS, OURS, _transformers, cannot_run, make_method
-from ackpt.models.transformer import Transformer
-from ackpt.plots import png
-from ackpt.results import DASH, Record, load_reference
+from experiments.reports import offload as report
+from experiments.results import DASH, Record, load_reference
+from experiments.steps.offload_methods import METHODS, OURS, _transformers, cannot_run, make_method
 
 TINY = OffloadConfig(
     total_tokens=96, batch_size=4, layers=5, dim=32, ff_dim=64, head_dim=16, steps=2, min_bytes=1024, methods=METHODS
@@ -106,7 +106,7 @@ def test_gradients_that_are_not_finite_are_refused(monkeypatch):
         x, cu_seqlens = make_batch(config, step)
         return x.index_fill(0, torch.tensor(3), float("nan")), cu_seqlens
 
-    monkeypatch.setattr("ackpt.experiments.offload.make_batch", poisoned)
+    monkeypatch.setattr("experiments.offload.make_batch", poisoned)
     with pytest.raises(GradientsDiffer, match="not finite"):
         run_offload(dataclasses.replace(TINY, methods=("baseline",)), timed_rounds=0)
 

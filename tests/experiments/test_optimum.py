@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import ackpt
-from ackpt.experiments import optimum, sublinear
-from ackpt.experiments.steps.frontier_models import checked_sizes, workload
 from ackpt.policies import auto
 from ackpt.policies.search.frontier import frontier, pareto
 from ackpt.policies.search.recompute_costs import costs as costs_of
 from ackpt.policies.search.refinement import refined
+from experiments import optimum, sublinear
+from experiments.steps.frontier_models import checked_sizes, workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,8 +5,8 @@ from functools import partial
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ackpt
-from ackpt.experiments.pitfalls import copies
-from ackpt.experiments.pitfalls.checkpoints import STEPS, plain, verdicts
+from experiments.pitfalls import copies
+from experiments.pitfalls.checkpoints import STEPS, plain, verdicts
 
 RAISES = {
     "create_graph=True",

@@ -2,7 +2,7 @@
 
 import torch
 
-from ackpt.experiments.steps.profiling import summary, traced
+from experiments.steps.profiling import summary, traced
 
 
 def event(cat, begin, end, name=""):

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from experiments.cli.command_line import main
 
-from ackpt.cli import main
-from ackpt.experiments.published import STEPS, Predictions, all_predicted, excluded, predicted_bytes, predictions, rows
-from ackpt.experiments.published.report import METRICS, badge, reasons, summary, summary_table, text_table, worst
-from ackpt.experiments.published.training import LoopAdamW
-from ackpt.results import RecordError, load_reference
+from experiments.published import STEPS, Predictions, all_predicted, excluded, predicted_bytes, predictions, rows
+from experiments.published.report import METRICS, badge, reasons, summary, summary_table, text_table, worst
+from experiments.published.training import LoopAdamW
+from experiments.results import RecordError, load_reference
 
 PHASES = ("start", "forward", "optimizer")
 EXACT = ("cross-entropy", "kl-divergence", "jensen-shannon", "total-variation", "layer-norm", "llama-rms-norm")

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ackpt.experiments import predicted_curves
-from ackpt.experiments.predicted_curves import BATCHES, POLICIES, BatchCurves, Timelines
-from ackpt.experiments.published import Predictions, reference, rows
-from ackpt.experiments.published.reference import Block, InnerBackward, KeptInput, UnfusedRMSNorm
 from ackpt.metering.timeline import Timeline
+from experiments import predicted_curves
+from experiments.predicted_curves import BATCHES, POLICIES, BatchCurves, Timelines
+from experiments.published import Predictions, reference, rows
+from experiments.published.reference import Block, InnerBackward, KeptInput, UnfusedRMSNorm
 
 
 def predicted(step):

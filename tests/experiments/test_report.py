@@ -5,10 +5,10 @@ import io
 import pytest
 from PIL import Image
 
-from ackpt.experiments.reports.figures import losses_plot, stacked_plot
-from ackpt.experiments.reports.training import PUBLISHED, TIMES, published_rows, published_times
 from ackpt.plots import MIB, png
-from ackpt.results import Record, environment
+from experiments.reports.figures import losses_plot, stacked_plot
+from experiments.reports.training import PUBLISHED, TIMES, published_rows, published_times
+from experiments.results import Record, environment
 
 SIZES = {"batch_size": 1, "dim": 64, "ff_dim": 256, "layers": 3}
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from ackpt import plots
-from ackpt.experiments.reports import schematics
-from ackpt.experiments.widgets.autograd_graphs import OPERATIONS, autograd_graphs
-from ackpt.experiments.widgets.block_stack import CONFIG, TOKENS, block_stack
-from ackpt.experiments.widgets.chain_steps import DIM, LAYERS, ROWS, VARIANTS, chain_steps
-from ackpt.experiments.widgets.gather_lanes import BLOCKS, gather_lanes
-from ackpt.experiments.widgets.offload_lanes import BUCKETS, offload_lanes
 from ackpt.models import TransformerConfig
+from experiments.reports import schematics
+from experiments.widgets.autograd_graphs import OPERATIONS, autograd_graphs
+from experiments.widgets.block_stack import CONFIG, TOKENS, block_stack
+from experiments.widgets.chain_steps import DIM, LAYERS, ROWS, VARIANTS, chain_steps
+from experiments.widgets.gather_lanes import BLOCKS, gather_lanes
+from experiments.widgets.offload_lanes import BUCKETS, offload_lanes
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")

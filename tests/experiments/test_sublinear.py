@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import ackpt
-from ackpt.experiments.reports.figures import curves_plot, schedule_plot
-from ackpt.experiments.sublinear import lowest, measured, pyramid, run, within
 from ackpt.graph import PlannedStep
 from ackpt.policies import revolve
+from experiments.reports.figures import curves_plot, schedule_plot
+from experiments.sublinear import lowest, measured, pyramid, run, within
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from ackpt.experiments.published import time_ratios
-from ackpt.experiments.published.time_ratios import METHODS, Times, compared, table
-from ackpt.results import RecordError, load_reference
+from experiments.published import time_ratios
+from experiments.published.time_ratios import METHODS, Times, compared, table
+from experiments.results import RecordError, load_reference
 
 LAYER = {"width": 64, "heads": 4, "batch": 2, "length": 32, "ranks": 2}
 ROW = {"step": "megatron-layer", "gpu": "a100-80g", "unit": "ms", "method": "checkpointing", "against": "baseline"}

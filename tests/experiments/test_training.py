@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from ackpt.experiments.lm import LMConfig, run_lm
-from ackpt.experiments.reports import training as report
-from ackpt.experiments.steps import training
-from ackpt.experiments.steps.failures import Failures
-from ackpt.experiments.steps.predicted import predict_experiment
-from ackpt.experiments.steps.training import COMPARED, LossesDiffer, check_losses
-from ackpt.experiments.synthetic import SyntheticConfig, run_synthetic
+from experiments.lm import LMConfig, run_lm
+from experiments.reports import training as report
+from experiments.steps import training
+from experiments.steps.failures import Failures
+from experiments.steps.predicted import predict_experiment
+from experiments.steps.training import COMPARED, LossesDiffer, check_losses
+from experiments.synthetic import SyntheticConfig, run_synthetic
 
 TINY = {"dim": 32, "ff_dim": 64, "layers": 3, "head_dim": 16, "seq_lens": (48,), "steps": 3}
 SYNTHETIC = SyntheticConfig(**TINY)
@@ -149,7 +149,7 @@ def test_predicted_peak_is_the_measured_one_but_for_attention_scratch(lm_records
 
 def test_published_sizes_are_predicted_within_the_goal():
     """Parameters, gradients and Adam states alone are about 3900 MiB; the goal for the whole step is 5200."""
-    from ackpt.experiments.lm import GPU
+    from experiments.lm import GPU
 
     config = dataclasses.replace(GPU, seq_lens=(8192,), methods=("checkpoint+chunked-loss",))
     ((record,),) = predict_experiment(config)

@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ackpt import data
 from ackpt.models import PUBLISHED, Block, LanguageModel, RMSNorm, Transformer, TransformerConfig, attention
+from experiments import data
 
 TINY = TransformerConfig(dim=32, ff_dim=64, layers=2, head_dim=16, vocab_size=50)
 

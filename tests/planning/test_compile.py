@@ -12,7 +12,7 @@ from small_models import MODELS, build, loss_of
 
 import ackpt
 from ackpt.costs.workspace import disagreements
-from ackpt.running.captured_step import CapturedStep
+from experiments.steps.captured_step import CapturedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from conftest import assert_equal
 from torch import nn
 
 import ackpt
-from ackpt.running.captured_step import CapturedStep
+from experiments.steps.captured_step import CapturedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = 20

@@ -10,8 +10,6 @@ from conftest import assert_equal
 from torch import nn
 
 import ackpt
-from ackpt.experiments import bert as bert_step
-from ackpt.experiments.steps.step_shapes import Shapes
 from ackpt.graph import profile
 from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.planning.schedule import everything
@@ -21,6 +19,8 @@ from ackpt.policies.chains.blocks import coarse_chain
 from ackpt.policies.chains.substitutes import smaller, substituted
 from ackpt.policies.search.frontier import pareto
 from ackpt.policies.search.recompute_costs import costs
+from experiments import bert as bert_step
+from experiments.steps.step_shapes import Shapes
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 3, "heads": 4, "vocab_size": 24}
 

@@ -8,7 +8,6 @@ import ackpt
 from ackpt.budget import from_text
 from ackpt.capture.optimizer_state import optimizer_bytes
 from ackpt.errors import BudgetError
-from ackpt.experiments.sharded_check import check
 from ackpt.planning.schedule import scheduled
 from ackpt.sharded.blocks import CAPTURED, Choice, deep
 from ackpt.sharded.planner import ShardedModel
@@ -17,6 +16,7 @@ from ackpt.sharded.step import ShardingError, peak_bytes, step_windows, timeline
 from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig
 from ackpt.workloads.step_request import StepRequest
+from experiments.sharded_check import check
 
 DEEP = 5
 

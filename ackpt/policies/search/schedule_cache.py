@@ -24,10 +24,10 @@ import ackpt
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.errors import warn
+from ackpt.files import RecordError, write_bytes_atomic
 from ackpt.planning.schedule import Schedule
 from ackpt.planning.schedule_json import Steps, digest, from_json, to_json
 from ackpt.progress import stage
-from ackpt.results import RecordError, write_bytes_atomic
 
 from .frontier import frontier
 

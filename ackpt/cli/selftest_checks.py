@@ -1,0 +1,211 @@
+"""The experiment ``selftest``: the promises of the package, checked on this machine in at most two minutes.
+
+A Transformer runs steps without checkpointing, in regions, in regions with offloaded inputs, and planned at half the
+peak. Gradients must be bit-equal, peaks must match the predictions, and the plan must keep its budget. Times are
+compared with the planner's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ackpt
+from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
+from ackpt.costs.devices import DEVICES, rates_of
+from ackpt.metering.meter import compare_seconds, memory_format
+from ackpt.metering.prediction import predict
+from experiments.results import Record, environment
+from experiments.steps.frontier_models import Workload, workload
+from experiments.steps.frontier_runs import Runs
+from experiments.steps.step_shapes import kernels_of_a_gpu
+
+EXPERIMENT = "selftest"
+BUDGET = 0.5
+SIZES = {
+    "cpu": {"batch_size": 2, "seq_len": 256, "layers": 4, "dim": 256, "heads": 4, "ff_dim": 1024, "vocab_size": 512},
+    "cuda": {"batch_size": 4, "seq_len": 1024, "layers": 8, "dim": 512, "heads": 8, "ff_dim": 2048, "vocab_size": 4096},
+}
+# Some workspaces of a GPU's libraries are unknown; on a CPU, peaks are equal to the byte.
+TOLERANCE = {"cpu": 0.0, "cuda": 0.02}
+RESERVED, RESERVED_TOLERANCE = "reserved_peak_bytes", 0.1  # segments have 2 or 20 MiB
+
+
+@dataclass(frozen=True)
+class SelftestConfig:
+    """`device` is ``"cpu"`` or ``"cuda"``; `rounds` of interleaved steps are timed."""
+
+    device: str = "cpu"
+    rounds: int = 5
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.device not in SIZES:
+            raise ValueError(f"unknown device {self.device!r}: choose cpu or cuda")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("torch sees no CUDA GPU here: use --device cpu, or install a CUDA build of torch")
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to run the step: `on` prepares the model and yields the call; `shapes_only`: it runs on fake tensors."""
+
+    on: Callable[[Workload], Any]
+    shapes_only: bool = True
+    offload: Any = None
+
+
+def run_selftest(config: SelftestConfig, command: str = "") -> Record:
+    """Run all checks; returns one Record with the ``methods`` and their ``checks``, each ``passed`` or not.
+
+    Per method: ``predicted_peak_bytes`` and ``measured_peak_bytes`` (dynamic, on a GPU the allocator's),
+    ``gradients_difference`` (0.0: bit-equal) and ``seconds_ratio`` to the model's own step; if it is known, also
+    ``predicted_ratio``, and for offload ``seconds_hidden_share`` of the copies.
+    """
+    work = workload("transformer", SIZES[config.device], config.seed, config.device)
+    graph = ackpt.trace(work.model, *work.args)
+    plans = {"none": ackpt.plan(graph, policy="none"), "regions": ackpt.plan(graph, policy="full")}
+    step = ackpt.compile(work.model, *work.args, budget=BUDGET)
+    methods = _methods(step)
+    runs = Runs(work, config.seed, 0)
+    runs.first(plans["none"])
+    measured: dict[str, dict[str, Any]] = {}
+    for name, method in methods.items():
+        with method.on(work) as call:
+            measured[name] = runs.of(call)
+            if method.offload is not None:
+                measured[name] |= _copies(method, partial(work.step, call, config.seed), config.device)
+        if method.shapes_only:
+            measured[name] |= _predicted(config, method)
+        else:
+            measured[name]["predicted_peak_bytes"] = step.plan.dynamic_peak_bytes
+    for name, ratio in _times(work, methods, config).items():
+        measured[name]["seconds_ratio"] = ratio
+    measured["regions"]["predicted_ratio"] = 1 + plans["regions"].cost
+    measured["plan"] |= {"predicted_ratio": 1 + step.plan.cost, "limit_bytes": step.plan.limit_bytes}
+    checks = _checks(measured, TOLERANCE[config.device])
+    where = environment(config.device, command)
+    settings = {**asdict(config), "sizes": SIZES[config.device], "budget": BUDGET, "threads": where["threads"]}
+    return Record(EXPERIMENT, settings, {"methods": measured, "checks": checks}, where)
+
+
+def failed(record: Record) -> list[str]:
+    """The checks that did not pass, each as one line."""
+    return [f"{check['check']}: {check['found']}" for check in record.metrics["checks"] if not check["passed"]]
+
+
+def text_table(record: Record) -> str:
+    """The methods and the checks in lines for a terminal."""
+    where = record.environment
+    lines = [
+        f"{where['device_name']}, torch {where['torch']}, {where['threads']} threads",
+        "",
+        f"{'method':<18} {'predicted peak':>15} {'measured peak':>15} {'time, expected':>15} {'measured':>9}",
+    ]
+    for name, row in record.metrics["methods"].items():
+        expected = f"x {row['predicted_ratio']:.2f}" if "predicted_ratio" in row else ""
+        peaks = [memory_format(row[key]) for key in ("predicted_peak_bytes", "measured_peak_bytes")]
+        ratio = f"x {row['seconds_ratio']['median']:.2f}"
+        lines.append(f"{name:<18} {peaks[0]:>15} {peaks[1]:>15} {expected:>15} {ratio:>9}")
+    overlap = record.metrics["methods"]["regions, offload"]["seconds_hidden_share"]
+    if overlap is not None:
+        lines += ["", f"{100 * overlap:.0f} % of the time of copies to host memory and back overlaps with compute"]
+    lines.append("")
+    for check in record.metrics["checks"]:
+        lines.append(f"{'passed' if check['passed'] else 'FAILED'}  {check['check']}: {check['found']}")
+    return "\n".join(lines)
+
+
+def _methods(step) -> dict[str, Method]:
+    offload = ackpt.offload_saved_tensors("async", min_bytes=0)
+
+    @contextlib.contextmanager
+    def regions(work: Workload, **options) -> Iterator[Any]:
+        apply_activation_checkpointing(work.model, check_fn=lambda module: module in work.blocks, **options)
+        try:
+            yield work.model
+        finally:
+            remove_activation_checkpointing(work.model)
+
+    return {
+        "baseline": Method(lambda work: contextlib.nullcontext(work.model)),
+        "regions": Method(regions),
+        "regions, offload": Method(partial(regions, offload=offload), offload=offload),
+        "plan": Method(lambda work: contextlib.nullcontext(step), shapes_only=False),
+    }
+
+
+def _predicted(config: SelftestConfig, method: Method) -> dict[str, int]:
+    """The dynamic peak of the step in bytes, and on a GPU the reserved bytes, from shapes alone."""
+    with FakeTensorMode():
+        work = workload("transformer", SIZES[config.device], config.seed)
+        with method.on(work) as call, _kernels(config.device):
+            resident = (work.model, *work.args)
+            step = partial(work.step, call, config.seed)
+            found = predict(step, resident=resident, device=_device_name(config.device), warmup=0)
+    reserved = {f"predicted_{name}": found.allocator[name] for name in (RESERVED,) if name in found.allocator}
+    return {"predicted_peak_bytes": found.dynamic_peak_bytes, **reserved}
+
+
+def _device_name(device: str) -> str:
+    """The name of this machine's GPU among those with known rates, if it has one."""
+    known = rates_of(torch.cuda.get_device_properties(0)) if device == "cuda" else None
+    return known.name if known is not None and known.name in DEVICES else device
+
+
+def _kernels(device: str):
+    return kernels_of_a_gpu() if device == "cuda" else contextlib.nullcontext()
+
+
+def _copies(method: Method, step, device: str) -> dict[str, Any]:
+    """The fraction of the copies' time that overlaps with compute, in one more step."""
+    method.offload.engine.reset_stats()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    stats = method.offload.engine.stats()
+    copying, stalled = stats["seconds_copying"], stats["seconds_stalled"]
+    return {"seconds_hidden_share": max(0.0, 1 - stalled / copying) if copying else None}
+
+
+def _times(work: Workload, methods: dict[str, Method], config: SelftestConfig) -> dict[str, Any]:
+    def run(method: Method) -> None:
+        with method.on(work) as call:
+            work.step(call, config.seed)
+
+    steps = {name: partial(run, method) for name, method in methods.items()}
+    return compare_seconds(steps, config.rounds, device=config.device).to_json()["seconds_ratio"]
+
+
+def _checks(measured: dict[str, dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
+    checks = []
+
+    def check(title: str, passed: bool, found: str) -> None:
+        checks.append({"check": title, "passed": passed, "found": found})
+
+    for name, row in measured.items():
+        if name != "baseline":
+            worst = max(row["gradients_difference"], row["buffers_difference"])
+            found = "bit-equal to the baseline's" if not worst else f"they differ by {worst:.2g} of the largest"
+            check(f"gradients of {name}", worst == 0.0, found)
+        predicted, real = row["predicted_peak_bytes"], row["measured_peak_bytes"]
+        error = real / predicted - 1
+        passed = abs(error) <= tolerance if tolerance else predicted == real
+        check(f"peak of {name}", passed, f"{real:,} bytes measured, {predicted:,} predicted ({error:+.2%})")
+        if RESERVED in row and f"predicted_{RESERVED}" in row:
+            real, predicted = row[RESERVED], row[f"predicted_{RESERVED}"]
+            passed = abs(real / predicted - 1) <= RESERVED_TOLERANCE
+            found = f"{real:,} bytes measured, {predicted:,} predicted ({real / predicted - 1:+.2%})"
+            check(f"reserved bytes of {name}", passed, found)
+    plan = measured["plan"]
+    within = plan["measured_peak_bytes"] <= plan["limit_bytes"]
+    check("budget of plan", within, f"{plan['measured_peak_bytes']:,} of {plan['limit_bytes']:,} bytes")
+    return checks

@@ -1,0 +1,126 @@
+"""The live bytes of a step's graph by category, and a comparison with measured bytes."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import torch
+
+from ackpt.costs.profiles import profile as profiled
+from ackpt.metering.meter import measure
+from ackpt.metering.timeline import Timeline
+from ackpt.planner import plan
+from ackpt.planning.plan import RECOMPUTED, Plan
+from ackpt.planning.simulator import simulate
+from experiments.steps.captured_step import CapturedStep
+
+LABEL = 0.21  # width of a label of a peak, relative to the axis
+_BELOW = {"parameters": "parameter", "buffers": "buffer", "inputs": "input", "optimizer": "optimizer state"}
+
+
+def breakdown(graph, planned: Plan) -> Timeline:
+    """All live bytes of a planned step, event by event: the resident ones by category, below the dynamic ones."""
+    sizes = graph.bytes()
+    events = len(planned.timeline.live)
+    categories = {name: (sizes[kind],) * events for name, kind in _BELOW.items() if sizes[kind]}
+    live = tuple(planned.resident_bytes + size for size in planned.timeline.live)
+    return Timeline(live, {**categories, **planned.timeline.categories}, planned.timeline.boundary)
+
+
+def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | dict[str, int]):
+    """A Figure of the live memory of one step in several orders, side by side; `resident_bytes` of all, or of each.
+
+    In every step the peak is marked, and a dashed line shows where backward begins.
+    """
+    from matplotlib.lines import Line2D
+
+    from ackpt import plots
+
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "allocations and frees of one step, in order", "live memory (MiB)")
+        pitch = round(1.12 * max(len(step.live) for step in steps.values()))
+        below = resident_bytes if isinstance(resident_bytes, dict) else dict.fromkeys(steps, resident_bytes)
+        highest = max(below[name] + step.peak_bytes for name, step in steps.items()) / plots.MIB
+        axes.set_xlim(0, pitch * len(steps))
+        axes.set_ylim(0, highest * 1.15)
+        dashed = {"color": plots.TEXT, "linewidth": 1, "linestyle": (0, (4, 3))}
+        handles = {}
+        for index, (name, step) in enumerate(steps.items()):
+            start, width = pitch * index, pitch * len(steps)
+            handles |= plots.stack(axes, start, step, below[name])
+            peak, at = (below[name] + step.peak_bytes) / plots.MIB, start + step.peak_index
+            label = LABEL * width
+            fits = "left" if at + label <= start + pitch else "right" if at - label >= start else "center"
+            plots._mark_peak(axes, at, peak, fits)
+            axes.axvline(start + (step.boundary or 0), **dashed)
+        axes.set_xticks([pitch * index + len(step.live) / 2 for index, step in enumerate(steps.values())], [*steps])
+        axes.tick_params(axis="x", length=0)
+        shown = {"backward begins": Line2D([], [], **dashed), **plots.as_stacked(handles)}
+        return plots._finished(figure, [*shown.values()], [*shown])
+
+
+def random_fates(graph, seed: int) -> dict[str, str]:
+    """Fates for the policy manual: for every operation that may be recomputed, a random choice decides."""
+    analysis, coin, fates = graph.analysis, random.Random(seed), {}
+    for producer in sorted({graph.storages[storage].producer for storage in analysis.savable}):
+        siblings = sorted(analysis.allocated[producer] & analysis.savable)
+        lies_in = {node for storage in siblings for node in graph.storages[storage].nodes}
+        if not lies_in & analysis.not_recomputable.keys() and coin.random() < 0.5:
+            fates.update({graph.nodes[analysis.base_of[storage]].name: RECOMPUTED for storage in siblings})
+    return fates
+
+
+def compare(
+    model, args, kwargs, policies, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Predict and run a step by every policy; returns whether bytes and gradients agree.
+
+    The plans are made from shapes alone, so they are the same on every machine. For the comparison with the allocator,
+    they are simulated once more with measured workspaces.
+
+    Args:
+        model, args, kwargs: called on the CPU, returning a scalar loss.
+        policies: ``"none"``, ``"full"`` or ``"manual"``, the last with `random_fates` by `seed`.
+        dtype: bfloat16 runs the forward under autocast.
+
+    Returns:
+        For every policy ``peak_bytes``: the dynamic peak without workspaces; ``saved_bytes``; ``recompute_ratio``:
+        FLOPs of recomputation over those of the baseline; ``off_bytes``: simulated minus measured dynamic peak;
+        ``is_equal``: whether all gradients are bit-equal to the baseline's.
+    """
+
+    def autocast():
+        return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+
+    def gradients(module):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        with autocast():
+            loss = module(*args, **kwargs)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    with autocast():
+        captured = CapturedStep(model, *args, **kwargs)
+    graph, costs = captured.graph, profiled(captured.graph)
+    exact = profiled(graph, workspace="measured")
+    baseline = gradients(model)
+    resident = (model, *(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)))
+    found = {}
+    for policy in policies:
+        options: dict[str, Any] = {"fates": random_fates(graph, seed)} if policy == "manual" else {}
+        planned = plan(graph, policy=policy, profile=costs, **options)
+        step = captured.planned(planned)
+        pairs = zip(baseline, gradients(step), strict=True)
+        is_equal = all(torch.equal(a, b) for a, b in pairs)
+        measured = measure(partial(gradients, step), "cpu", resident=resident, repeats=0)
+        found[policy] = {
+            "peak_bytes": planned.dynamic_peak_bytes,
+            "saved_bytes": planned.saved_bytes,
+            "recompute_ratio": planned.recompute_flops / (planned.flops - planned.recompute_flops),
+            "off_bytes": simulate(graph, exact, planned.schedule).peak_bytes - measured.dynamic_peak_bytes,
+            "is_equal": is_equal,
+        }
+    return found

@@ -1,0 +1,102 @@
+"""Records that were made on a GPU, as rows for a page: a figure that was not measured is None, never a guess."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from experiments.results import Record, RecordError, load_records
+
+from .gpu_suite import COLUMNS, rows
+
+FOLDER = Path("results", "gpu")
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def gpu_records(experiment: str, folder=FOLDER, **config) -> list[Record]:
+    """The records of an experiment whose configuration has the given values; [] without any, or without the folder.
+
+    Raises:
+        RecordError: if one of them was not made on a GPU.
+
+    Example:
+        >>> from experiments.reports.gpu_records import gpu_records
+        >>> gpu_records("lm", folder="nowhere", seq_len=8192, dtype="bfloat16")
+        []
+    """
+    records = load_records(folder, experiment) if Path(folder).is_dir() else []
+    for record in records:
+        if record.environment["device"] != "cuda":
+            raise RecordError(f"a record of {experiment} in {folder} was made on {record.environment['device_name']}")
+    return [r for r in records if all(r.config.get(name) == value for name, value in config.items())]
+
+
+def gpu_rows(experiment: str, methods, folder=FOLDER, **config) -> list[dict]:
+    """One row per method, in order, with the keys of `gpu_suite.COLUMNS`; a figure that was not measured is None.
+
+    Args:
+        methods: those of the table, whether they were measured or not.
+        config: values that select the published configuration among others in the folder, as in `gpu_records`.
+
+    Raises:
+        RecordError: as `gpu_records`; also if two records are of the same method.
+    """
+    measured: dict[str, dict] = {}
+    for row in rows(experiment, gpu_records(experiment, folder, **config)):
+        if row["method"] in measured:
+            raise RecordError(f"two records of {experiment} {row['method']} in {folder}: say more of the configuration")
+        measured[row["method"]] = row
+    return [measured.get(method, {**dict.fromkeys(COLUMNS), "method": method}) for method in methods]
+
+
+def not_of_this_repository(folder=FOLDER, root=".") -> list[str]:
+    """The files of records that name no commit of the repository at `root`, each with what it names instead."""
+    wrong = []
+    for path in sorted(Path(folder).glob("*.json")):
+        commit = Record.load(path).environment["commit"]
+        if not (commit and COMMIT.fullmatch(commit) and _is_commit(commit, root)):
+            wrong.append(f"{path.name}: {commit}")
+    return wrong
+
+
+def _is_commit(commit: str, root) -> bool:
+    command = ["git", "-C", str(root), "cat-file", "-e", f"{commit}^{{commit}}"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+_ON_GPU = re.compile("GPU|^ours, measured|^our time")
+
+
+def unrecorded(table: str, folder=FOLDER) -> list[str]:
+    """The numbers in the GPU columns of a Markdown table that no record of the folder holds.
+
+    Args:
+        table: the text of a file in ``results/tables``; the headings of its columns say which are measured on a GPU.
+    """
+    recorded = {abs(round(value, 1)) for row in _all_rows(folder) for value in row.values() if isinstance(value, float)}
+    return [text for text in gpu_cells(table) if float(text.replace(",", "")) not in recorded]
+
+
+def gpu_cells(table: str) -> list[str]:
+    """The numbers in the columns of a Markdown table that were measured on a GPU."""
+    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    columns = gpu_columns(table)
+    cells = (cells[index] for cells in lines[2:] for index in columns if index < len(cells))
+    return [number for cell in cells for number in _NUMBER.findall(cell)]
+
+
+def gpu_columns(table: str) -> list[int]:
+    """The indices of the columns of a Markdown table that were measured on a GPU."""
+    heading = next((line for line in table.splitlines() if line[:1] == "|"), "")
+    return [index for index, cell in enumerate(heading.strip("| ").split("|")) if _ON_GPU.search(cell.strip())]
+
+
+def _all_rows(folder) -> list[dict]:
+    """The rows of every record of the folder, compared with the baseline of its configuration."""
+    groups: dict[str, list[Record]] = {}
+    for record in load_records(folder) if Path(folder).is_dir() else []:
+        shared = {name: value for name, value in record.config.items() if name != "method"}
+        groups.setdefault(f"{record.experiment} {sorted(shared.items())}", []).append(record)
+    return [row for group in groups.values() for row in rows("", group)]

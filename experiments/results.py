@@ -1,0 +1,328 @@
+"""Records of experiments: configuration, metrics and environment of a run, read and written as checked JSON.
+
+Tables and figures are made from records only. Measured times are only in fields whose names start with ``seconds``, so
+that everything else can be compared between two runs byte by byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.provenance import environment
+
+__all__ = [
+    "Record",
+    "RecordError",
+    "environment",
+    "load_records",
+    "load_reference",
+    "markdown_table",
+    "write_bytes_atomic",
+    "write_text_atomic",
+]
+
+SCHEMA = "ackpt.record"
+REFERENCE_SCHEMA = "ackpt.reference"
+VERSION = 1
+REFERENCES = Path(__file__).parent.parent / "results" / "reference"
+
+_RECORD = {"schema": str, "version": int, "experiment": str, "config": dict, "metrics": dict, "environment": dict}
+_ENVIRONMENT = {
+    "device": str,
+    "device_name": str,
+    "torch": str,
+    "python": str,
+    "ackpt": str,
+    "threads": int,
+    "commit": (str, type(None)),
+    "date": str,
+    "command": str,
+}
+_REFERENCE = {
+    "schema": str,
+    "version": int,
+    "name": str,
+    "source": str,
+    "hardware": (str, type(None)),
+    "units": dict,
+    "rows": list,
+}
+
+
+class RecordError(ValueError):
+    """A record or reference file that cannot be read, written or trusted; the message names the file.
+
+    Example:
+        >>> import ackpt
+        >>> from experiments.results import Record, environment
+        >>> try:
+        ...     Record("demo", {}, {"loss": float("nan")}, environment())
+        ... except ackpt.RecordError:
+        ...     print("JSON cannot hold it")
+        JSON cannot hold it
+    """
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of an experiment.
+
+    Args:
+        experiment: its name, such as ``"lm"``.
+        config: what it was asked to do; plain JSON values.
+        metrics: what came out; plain JSON values, sizes in bytes, times in fields named ``seconds...``.
+        environment: where, as `environment()` gives it.
+
+    Raises:
+        RecordError: for a field of another type, values that JSON cannot hold exactly (NaN, infinity, tensors).
+
+    Example:
+        >>> from experiments.results import Record, environment
+        >>> record = Record("demo", {"layers": 2}, {"peak_bytes": 4096}, environment())
+        >>> record.metrics["peak_bytes"]
+        4096
+    """
+
+    experiment: str
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    environment: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _check_record(self.to_json(), "this record")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "experiment": self.experiment,
+            "config": self.config,
+            "metrics": self.metrics,
+            "environment": self.environment,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the record as JSON, keys sorted, in one step; returns the path."""
+        text = json.dumps(self.to_json(), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        return write_text_atomic(path, text + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Record:
+        """Read and check a record; raises RecordError for anything that is not a whole record of this version."""
+        data = _read(path, SCHEMA)
+        _check_record(data, str(path))
+        return cls(data["experiment"], data["config"], data["metrics"], data["environment"])
+
+
+def load_records(folder: str | os.PathLike[str], experiment: str | None = None) -> list[Record]:
+    """All records of a folder in the order of their file names, or those of one experiment.
+
+    Raises RecordError if there is no such folder, or a ``.json`` file in it is no record.
+
+    Example:
+        >>> import tempfile
+        >>> from experiments.results import Record, environment, load_records
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Record("demo", {"layers": 2}, {"peak_bytes": 4096}, environment()).save(f"{folder}/first.json")
+        ...     [record.config for record in load_records(folder, "demo")]
+        [{'layers': 2}]
+    """
+    if not Path(folder).is_dir():
+        raise RecordError(f"there is no folder {folder}: run the experiment first, or name another folder")
+    records = [Record.load(path) for path in sorted(Path(folder).glob("*.json"))]
+    return [record for record in records if experiment in (None, record.experiment)]
+
+
+def load_reference(name: str, folder: str | os.PathLike[str] = REFERENCES) -> dict[str, Any]:
+    """Published figures of others: ``name``, ``source``, ``hardware``, ``units`` and ``rows``, a list of dicts.
+
+    Raises RecordError for an unknown name or a file that does not have this form.
+
+    Example:
+        >>> import json, tempfile
+        >>> from experiments.results import load_reference, write_text_atomic
+        >>> figures = {"schema": "ackpt.reference", "version": 1, "name": "demo", "source": "a paper, table 1"}
+        >>> figures |= {"hardware": None, "units": {"layers": "1", "peak": "MiB"}, "rows": [{"layers": 2, "peak": 8}]}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = write_text_atomic(f"{folder}/demo.json", json.dumps(figures))
+        ...     load_reference("demo", folder)["rows"]
+        [{'layers': 2, 'peak': 8}]
+    """
+    path = Path(folder, f"{name}.json")
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in Path(folder).glob("*.json"))) or "none here"
+        raise RecordError(
+            f"no reference figures named {name!r} in {folder} (known: {names}); they are part of the repository, not "
+            "of the installed package"
+        )
+    data = _read(path, REFERENCE_SCHEMA)
+    _check_fields(data, _REFERENCE, str(path))
+    columns = set(data["units"])
+    for index, row in enumerate(data["rows"]):
+        if not isinstance(row, dict) or not set(row) <= columns:
+            raise RecordError(f"{path}: row {index} is not an object with keys out of {', '.join(sorted(columns))}")
+    return data
+
+
+DASH = "–"
+NUMBER = re.compile(rf"[-+{DASH}]?[\d,.]* ?%?")
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str, name: str) -> str:
+    """A complete MyST table, ready to be included into a page.
+
+    Args:
+        rows: dicts, one per row.
+        columns: ``{key: heading}`` in order; columns of numbers, also as text, are aligned to the right.
+        caption: one sentence that can be read alone.
+        name: the label that pages refer to.
+
+    A value of None is shown as *not yet measured*. A column without any value shows dashes, which a note
+    below the table explains. Floats are shown as given, so round them before, or give them as text.
+
+    Example:
+        >>> from experiments.results import markdown_table
+        >>> print(markdown_table([{"n": 4, "peak": None}], {"n": "layers", "peak": "peak"}, "Peaks.", "tab-peaks"))
+        :::{table} Peaks.
+        :name: tab-peaks
+        <BLANKLINE>
+        | layers | peak |
+        |---:|---:|
+        | 4 | – |
+        :::
+        *Not yet measured: peak.*
+        <BLANKLINE>
+    """
+    empty = [key for key in columns if all(row.get(key) is None for row in rows)]
+    note = [f"*Not yet measured: {'; '.join(columns[key] for key in empty)}.*"] if empty else []
+    cells = [[DASH if key in empty else row.get(key) for key in columns] for row in rows]
+    aligned = ["---:" if all(_is_number(line[place]) for line in cells) else ":---" for place in range(len(columns))]
+    lines = [_line(columns.values()), f"|{'|'.join(aligned)}|", *map(_line, cells)]
+    return "\n".join([f":::{{table}} {caption}", f":name: {name}", "", *lines, ":::", *note, ""])
+
+
+def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
+    """Write a text file in one step, UTF-8 with ``\\n``: readers see the old file or the new one, never a part.
+
+    Folders on the way are made. Raises RecordError where the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from experiments.results import write_text_atomic
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_text_atomic(f"{folder}/tables/peaks.md", "| layers |").read_text()
+        '| layers |'
+    """
+    return write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Write a file in one step, as `write_text_atomic` does.
+
+    Example:
+        >>> import tempfile
+        >>> from experiments.results import write_bytes_atomic
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_bytes_atomic(f"{folder}/numbers.bin", bytes([1, 2])).stat().st_size
+        2
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if path.is_dir():
+            raise RecordError(f"{path} is a folder: name a file in it") from error
+        reason = error.strerror or error
+        raise RecordError(f"cannot write {path}: {reason}; name a folder that can be written") from error
+    return path
+
+
+def _is_number(value) -> bool:
+    return bool(NUMBER.fullmatch(value)) if isinstance(value, str) else isinstance(value, (int, float, type(None)))
+
+
+def _line(values) -> str:
+    cells = ("*not yet measured*" if value is None else str(value).replace("|", "\\|") for value in values)
+    return "| " + " | ".join(cells) + " |"
+
+
+def _read(path, schema: str) -> dict:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path} is not a text file, so it is not a record of ackpt") from error
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RecordError(
+            f"{path} is truncated or not JSON (line {error.lineno}: {error.msg}); delete it and run its experiment "
+            "again"
+        ) from error
+    if not isinstance(data, dict) or data.get("schema") != schema:
+        raise RecordError(f"{path} is not a file of the kind {schema}; it was written by something else")
+    if data.get("version") != VERSION:
+        raise RecordError(
+            f"{path} has version {data.get('version')!r} of {schema}, and this ackpt reads version {VERSION}; run its "
+            "experiment again, or use the ackpt that wrote it"
+        )
+    return data
+
+
+def _check_record(data: dict, where: str) -> None:
+    _check_fields(data, _RECORD, where)
+    if not data["experiment"]:
+        raise RecordError(f"{where}: the field 'experiment' is empty")
+    _check_fields(data["environment"], _ENVIRONMENT, where, "environment.")
+    for part in ("config", "metrics", "environment"):
+        _check_value(data[part], f"{where}: {part}")
+
+
+def _check_fields(data: dict, fields: dict, where: str, prefix: str = "") -> None:
+    for name, kind in fields.items():
+        if name not in data:
+            raise RecordError(f"{where}: the field '{prefix}{name}' is missing")
+        if not isinstance(data[name], kind) or isinstance(data[name], bool):
+            raise RecordError(f"{where}: the field '{prefix}{name}' is a {type(data[name]).__name__}")
+
+
+def _check_value(value, where: str) -> None:
+    """RecordError for a value that JSON would not read back as it was written."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise RecordError(f"{where}: the key {key!r} is a {type(key).__name__}; JSON has text keys only")
+            _check_value(item, f"{where}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_value(item, f"{where}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RecordError(f"{where} is {value}, which JSON cannot hold")
+    elif not isinstance(value, (str, int, float, type(None))):
+        raise RecordError(f"{where} is a {type(value).__name__}; records hold plain values, lists and dicts")
+
+
+def read_json(path, kind: str, error_type: type[Exception]):
+    """The data in a file that `save` of a ``"plan"`` or ``"profile"`` wrote; `error_type` if it is no JSON."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise error_type(
+            f"{path} is not a {kind}: {error}. It may be truncated; {kind} again and save it with "
+            f"{kind.capitalize()}.save"
+        ) from error

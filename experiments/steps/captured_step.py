@@ -1,0 +1,50 @@
+"""`CapturedStep`: a model's step that is captured once and runs by several plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ackpt.capture.aot import capture
+from ackpt.capture.optimizer_state import NO_LOOP, Loop
+from ackpt.capture.outputs import gradient_strides
+from ackpt.capture.tracing import captured_graph
+from ackpt.checkpointing.autocast import Autocast
+from ackpt.planning.plan import Plan
+from ackpt.planning.plan_check import check_applies
+from ackpt.progress import shown
+from ackpt.running.call_facts import call_of
+from ackpt.running.compiled_schedule import compiled_schedule, dropped_places
+from ackpt.running.model_facts import WatchedModel
+from ackpt.running.variant import Variant
+
+
+class CapturedStep:
+    """The step of `model` with these arguments, for comparisons of plans; ``graph`` is its graph.
+
+    A `PlannedStep` captures the model for its plan and for every change; here a plan is compiled only, and the model
+    must stay as it is.
+    """
+
+    def __init__(self, model: nn.Module, *args: Any, loop: Loop = NO_LOOP, **kwargs: Any):
+        self._watched, self._loop, self._autocast = WatchedModel(model), loop, Autocast()
+        with shown(), _disable_current_modes(), capture(model, args, kwargs, outputs="drop") as self._captured:
+            self.graph = captured_graph(self._captured, model, args, kwargs, loop)
+
+    def planned(self, plan: Plan) -> Callable[..., Any]:
+        """The step as a function of the model's arguments, as `plan` says.
+
+        Raises:
+            PlanError: if the plan was made for another graph.
+        """
+        check_applies(self.graph, plan)
+        with self._autocast.restored(), _disable_current_modes():
+            step = compiled_schedule(self._captured, self.graph, plan.schedule)
+        strides, dropped = gradient_strides(self.graph.analysis), dropped_places(self.graph, plan.schedule)
+        variant = Variant(
+            self._captured, lambda inputs: step(inputs, strides), lambda: plan, dropped, self._loop.accumulation
+        )
+        return lambda *args, **kwargs: variant.outputs(call_of(self._watched, args, kwargs))

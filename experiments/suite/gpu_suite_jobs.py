@@ -1,0 +1,181 @@
+"""The jobs of the suite: the published configurations for a GPU, most important first, and the same small for a CPU.
+
+Minutes are estimates for one H200, or for one core of a CPU; they apply until a job of that experiment is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from experiments import batch_size, bert, lm, offload, synthetic
+from experiments.batch_size import BatchSizeConfig
+from experiments.bert import BertStepConfig
+from experiments.frontier import EXPERIMENT as FRONTIER
+from experiments.frontier import FrontierConfig, predict_frontier, run_frontier
+from experiments.lm import LMConfig
+from experiments.offload import OffloadConfig
+from experiments.reports.frontier import broken_promises
+from experiments.steps.offload_methods import OURS
+from experiments.steps.predicted import predict_experiment
+from experiments.steps.training import METHODS
+from experiments.synthetic import SyntheticConfig
+
+from .gpu_suite import WHOLE, Job
+
+EXPERIMENTS = ("synthetic", "lm", "offload", "batch-size", "bert", "frontier")
+STEPS = ("plain", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.33")
+PUBLISHED_PEAK = "mu-two@4392MiB"  # of results/reference/mu-two-resnet.json, at 64 images
+SEARCHED = ("plain", "per-block", "auto")
+BOUNDARIES = (*OURS[:4], "save_on_cpu", "offload_wrapper")  # the other methods offload all activations
+OFFLOADS = ("baseline", "ckpt_classic", "ckpt_async_offload", "save_on_cpu")
+TRANSFORMER = {"layers": 12, "dim": 1024, "heads": 16, "ff_dim": 4096, "vocab_size": 8192, "batch_size": 8}
+
+
+def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
+    """The jobs of ``"gpu"`` or ``"cpu"`` that belong to the experiments named, most important first.
+
+    Raises:
+        ValueError: for a name that is not in `EXPERIMENTS`, and for an empty list.
+    """
+    if not only:
+        raise ValueError(f"give at least one experiment: {', '.join(EXPERIMENTS)}")
+    for name in only:
+        if name not in EXPERIMENTS:
+            raise ValueError(f"unknown experiment {name!r}: choose from {', '.join(EXPERIMENTS)}")
+    return [job for job in (gpu_jobs() if tier == "gpu" else cpu_jobs()) if job.experiment in only]
+
+
+def gpu_jobs() -> list[Job]:
+    shares = {"budgets": (0.6, 0.4, 0.3, 0.25), "settings": (1.0, 0.5, 0.0)}
+    front = {**shares, "policies": ("auto", "full", "chen-sqrt", "revolve", "rotor", "min-cut"), "device": "cuda"}
+    inductor = {**front, "policies": ("auto",), "compiler": "inductor"}
+    deterministic = replace(lm.GPU, seq_lens=(2048,), steps=100, dtype="float32")
+    return [
+        _offload(offload.GPU, 1.5),
+        _lm(replace(lm.GPU, seq_lens=(8192,)), 4.0),
+        _synthetic(replace(synthetic.GPU, seq_lens=(16384,), methods=synthetic.KNOWN), 1.5),
+        _bert(replace(bert.GPU, methods=(*bert.METHODS, "auto@per-block")), 2.0),
+        _steps(batch_size.configuration("gpu", "resnet50", batches=(64,), methods=STEPS), 2.0),
+        _frontier(FrontierConfig("transformer", TRANSFORMER, **front, dtype="bfloat16"), 5.0),
+        *(
+            _synthetic(replace(synthetic.GPU, seq_lens=(length,), methods=synthetic.KNOWN), 1.0)
+            for length in (8192, 2048, 4096, 12288)
+        ),
+        _lm(replace(lm.GPU, seq_lens=(2048,)), 2.0),
+        _lm(replace(lm.GPU, seq_lens=(4096,)), 2.5),
+        replace(_lm(deterministic, 1.5, "-float32-deterministic"), deterministic=True),
+        _offload(replace(offload.GPU, total_tokens=48_000, methods=BOUNDARIES), 1.5),
+        _offload(replace(offload.GPU, total_tokens=96_000, methods=BOUNDARIES), 2.0),
+        _steps(batch_size.configuration("gpu", "resnet152", batches=(64,), methods=(*STEPS, PUBLISHED_PEAK)), 4.5),
+        *(
+            _steps(batch_size.configuration("gpu", "resnet152", batches=(images,), methods=STEPS[:2]), 0.5)
+            for images in (4, 8, 16, 32)
+        ),
+        _steps(batch_size.configuration("gpu", "transformer", batches=(32,), methods=STEPS), 2.0),
+        _largest(batch_size.configuration("gpu", "resnet50", batches=(16, 64), methods=SEARCHED), 3.0),
+        _largest(batch_size.configuration("gpu", "bert-large", batches=(4, 16), methods=SEARCHED), 4.0),
+        _largest(batch_size.configuration("gpu", "transformer", batches=(8, 32), methods=SEARCHED), 3.0),
+        _largest(batch_size.configuration("gpu", "resnet152", batches=(16, 64), methods=SEARCHED), 6.0),
+        _frontier(FrontierConfig("resnet50", {"batch_size": 32, "image_size": 224}, **front), 6.0),
+        _frontier(FrontierConfig("transformer", TRANSFORMER, **inductor, dtype="bfloat16"), 6.0),
+    ]
+
+
+def cpu_jobs() -> list[Job]:
+    sizes: dict[str, Any] = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
+    text = LMConfig((24,), 2, 3, **sizes, vocab_size=300, tokenizer_vocab=300, loss_chunks=4)
+    twice = replace(text, methods=METHODS[:2])
+    small: dict[str, Any] = {"total_tokens": 256, "batch_size": 4, "steps": 1, "min_bytes": 1024, "methods": OFFLOADS}
+    bert_fields = {"dim": 32, "ff_dim": 64, "layers": 2, "heads": 2, "vocab_size": 96}
+    packed = {"seq_len": 16, "fields": sizes}
+    front = {"layers": 2, "dim": 32, "heads": 2, "ff_dim": 64, "vocab_size": 64, "seq_len": 32}
+    shares = {"policies": ("full",), "budgets": (0.9,), "peers": ("checkpoint", "selective")}
+    return [
+        _offload(OffloadConfig(**sizes, **small), 0.1, "cpu"),
+        _lm(text, 0.1, tier="cpu"),
+        _synthetic(SyntheticConfig((48,), 1, 3, **sizes, methods=synthetic.KNOWN), 0.1, tier="cpu"),
+        _bert(BertStepConfig(2, 24, bert_fields, "cpu", "float32", methods=("plain", "per-block")), 0.1, "cpu"),
+        _steps(BatchSizeConfig("transformer", (4,), **packed, methods=("plain", "per-block", "full")), 0.1, "cpu"),
+        _frontier(FrontierConfig("transformer", front, **shares), 0.2, "cpu"),
+        replace(_lm(twice, 0.1, "-float32-deterministic", "cpu"), deterministic=True),
+        _largest(BatchSizeConfig("transformer", (1, 4), **packed, methods=("plain",)), 0.1, "cpu"),
+    ]
+
+
+ROUNDS = {"cpu": 1, "gpu": 10}
+
+
+def _synthetic(config: SyntheticConfig, minutes: float, tier: str = "gpu") -> Job:
+    def run(config, command, failures):
+        return synthetic.run_synthetic(config, command, ROUNDS[tier], failures=failures)
+
+    return Job(f"synthetic-L{config.seq_lens[0]}", "synthetic", config, minutes, run, _predict_training)
+
+
+def _lm(config: LMConfig, minutes: float, suffix: str = "", tier: str = "gpu") -> Job:
+    def run(config, command, failures):
+        return lm.run_lm(config, command, ROUNDS[tier], failures=failures)
+
+    return Job(f"lm-L{config.seq_lens[0]}{suffix}", "lm", config, minutes, run, _predict_training)
+
+
+def _predict_training(config) -> dict[str, int]:
+    return _peaks(record for group in predict_experiment(config) for record in group)
+
+
+def _offload(config: OffloadConfig, minutes: float, tier: str = "gpu") -> Job:
+    def run(config, command, failures):
+        yield offload.run_offload(config, command, ROUNDS[tier], failures)
+
+    def predict(config):
+        return _peaks(offload.predict_offload(config))
+
+    return Job(f"offload-T{config.total_tokens}", "offload", config, minutes, run, predict)
+
+
+def _bert(config: BertStepConfig, minutes: float, tier: str = "gpu") -> Job:
+    def run(config, command, failures):
+        yield next(bert.run_bert(config, command, ROUNDS[tier], failures=failures))
+
+    def predict(config):
+        return _peaks(bert.predicted(config))
+
+    return Job(f"bert-B{config.batch_size}", "bert", config, minutes, run, predict)
+
+
+def _steps(config: BatchSizeConfig, minutes: float, tier: str = "gpu") -> Job:
+    def run(config, command, failures):
+        return batch_size.compare_steps(config, command, ROUNDS[tier], failures)
+
+    def predict(config):
+        return _peaks(batch_size.predicted(config))
+
+    return Job(f"batch-size-{config.model}-B{config.batches[0]}", "batch-size", config, minutes, run, predict)
+
+
+def _largest(config: BatchSizeConfig, minutes: float, tier: str = "gpu") -> Job:
+    def run(config, command, failures):
+        return batch_size.search_largest(config, command, failures)
+
+    def predict(config):
+        predictions = batch_size.predicted(replace(config, batches=config.batches[-1:], methods=("plain",)))
+        return {f"{name} at {config.batches[-1]}": peak for name, peak in _peaks(predictions).items()}
+
+    return Job(f"largest-batch-{config.model}", "batch-size", config, minutes, run, predict)
+
+
+def _frontier(config: FrontierConfig, minutes: float, tier: str = "gpu") -> Job:
+    def run(config, command, failures):
+        record = run_frontier(config, command, ROUNDS[tier], failures)
+        if config.device == "cpu" and (broken := broken_promises(record)):
+            failures.reasons[WHOLE] = "; ".join(broken)
+        yield [record]
+
+    name = f"{FRONTIER}-{config.model}" + ("" if config.compiler == "eager" else f"-{config.compiler}")
+    return Job(name, FRONTIER, config, minutes, run, predict_frontier)
+
+
+def _peaks(records) -> dict[str, int]:
+    """``{method: peak bytes}`` of the records that have a peak."""
+    return {r.config["method"]: r.metrics["peak_bytes"] for r in records if "peak_bytes" in r.metrics}

@@ -1,0 +1,365 @@
+"""Data: corpora and where they come from, what is said when they cannot be had, tokens, packed batches."""
+
+import http.server
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from experiments import data
+from experiments.data import DataError
+
+ROWS = ["", " = Robert Boulter = \n", "", " Robert Boulter is an English actor . \n", " He was born ö \n"]
+TEXT = "".join(ROWS)
+BOTH_WAYS = r"local copy .* --dataset-path.* --dataset embedded"
+
+
+def write(path, rows=ROWS, column="text"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({column: rows})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    return path
+
+
+def python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(Path(data.__file__).parent.parent), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """Empty caches and no network; gives the two cache folders."""
+    prepared, downloaded = tmp_path / "cache" / "datasets", tmp_path / "cache" / "hub"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", prepared)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(downloaded))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    return prepared, downloaded
+
+
+# ---------------------------------------------------------------- the embedded corpus
+
+
+def test_the_embedded_corpus_is_the_same_in_every_python():
+    """The sha256 that CPython 3.6 to 3.13 give."""
+    text = data.embedded_corpus()
+    assert text.splitlines()[:3] == ["SPACE", "EXCLAMATION MARK", "QUOTATION MARK"]
+    assert len(text) == 354_743
+    assert data.corpus_fingerprint(text) == "03ce3aea0397e841afdbafb4f732c6cb6fdca0bdb370d0a9cdbdbdcae33a3ee3"
+
+
+def test_corpus_and_tokens_are_the_same_in_another_process():
+    code = (
+        "from experiments import data; text = data.embedded_corpus(); "
+        "stream = data.token_stream('embedded', vocab_size=700); "
+        "ids = data.corpus_fingerprint(str(stream.tolist())); "
+        "print(data.corpus_fingerprint(text), len(stream), ids)"
+    )
+    output = python(code, PYTHONHASHSEED=str(1 + (os.environ.get("PYTHONHASHSEED") == "1"))).stdout
+    stream = data.token_stream("embedded", vocab_size=700)
+    ids = data.corpus_fingerprint(str(stream.tolist()))
+    assert output.split() == [data.corpus_fingerprint(data.embedded_corpus()), str(len(stream)), ids]
+
+
+def test_the_fingerprint_is_sha256():
+    assert data.corpus_fingerprint("abc").startswith("ba7816bf8f01cfea")
+    assert data.corpus_fingerprint("ö") != data.corpus_fingerprint("o")
+
+
+# ---------------------------------------------------------------- wikitext, local
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("train-00000-of-00001.parquet", ""),
+        ("train-00000-of-00001.parquet", "train-00000-of-00001.parquet"),
+        ("wikitext-103-raw-v1/train-00000-of-00001.parquet", ""),
+        ("some.arrow", ""),
+        ("train/data-00000-of-00001.arrow", ""),
+        ("wikitext-train.arrow", "wikitext-train.arrow"),
+    ],
+)
+def test_a_local_copy_is_read(tmp_path, no_hub, name, given):
+    write(tmp_path / name)
+    assert data.wikitext_corpus(path=tmp_path / given) == TEXT
+    assert data.wikitext_corpus(path=str(tmp_path / given), limit_chars=30) == TEXT[:30]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_what_datasets_saved_to_disk_is_read(tmp_path, no_hub, splits):
+    saved = datasets.Dataset.from_dict({"text": ROWS})
+    if splits:
+        saved = datasets.DatasetDict({"train": saved, "test": datasets.Dataset.from_dict({"text": ["no"]})})
+    saved.save_to_disk(tmp_path / "copy")
+    assert data.wikitext_corpus(path=tmp_path / "copy") == TEXT
+
+
+def test_splits_shards_and_configurations_are_told_apart(tmp_path, no_hub):
+    for number, row in enumerate(ROWS):
+        write(tmp_path / f"wikitext-103-raw-v1/train-0000{number}-of-00005.parquet", [row])
+    write(tmp_path / "wikitext-103-raw-v1/test-00000-of-00001.parquet", ["test \n"])
+    for other in ("wikitext-103-v1", "wikitext-2-raw-v1"):
+        write(tmp_path / other / "train-00000-of-00001.parquet", ["wrong \n"])
+    assert data.wikitext_corpus(path=tmp_path) == TEXT
+    assert data.wikitext_corpus("test", path=tmp_path) == "test \n"
+    with pytest.raises(DataError, match="no file of the validation split .* other splits"):
+        data.wikitext_corpus("validation", path=tmp_path)
+    with pytest.raises(DataError, match="no parquet or arrow file of wikitext-103-raw-v1"):
+        data.wikitext_corpus(path=tmp_path / "wikitext-2-raw-v1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "datasets/Salesforce___wikitext/wikitext-103-raw-v1/0.0.0/b08601e/wikitext-train-0000{}-of-00002.arrow",
+        "datasets/wikitext/wikitext-103-raw-v1/0.0.0/b08601e/wikitext-train-0000{}-of-00002.arrow",
+        "hub/datasets--Salesforce--wikitext/snapshots/b08/wikitext-103-raw-v1/train-0000{}-of-00002.parquet",
+    ],
+)
+def test_a_cache_is_used_when_it_is_complete(tmp_path, no_hub, name):
+    write(tmp_path / "cache" / name.format(0), ROWS[:2])
+    with pytest.raises(DataError, match=BOTH_WAYS):
+        data.wikitext_corpus()
+    write(tmp_path / "cache" / name.format(1), ROWS[2:])
+    assert data.wikitext_corpus() == TEXT
+
+
+def test_reading_a_local_copy_leaves_nothing_on_disk(tmp_path, no_hub):
+    write(tmp_path / "copy" / "train.parquet")
+    before = sorted(tmp_path.rglob("*"))
+    assert data.wikitext_corpus(path=tmp_path / "copy") == TEXT
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_truncated_file_is_named(tmp_path, no_hub, suffix):
+    whole = write(tmp_path / f"train{suffix}", ROWS * 1000)
+    whole.write_bytes(whole.read_bytes()[:100])
+    with pytest.raises(DataError, match=rf"cannot read wikitext from .*: give a {BOTH_WAYS}"):
+        data.wikitext_corpus(path=tmp_path)
+
+
+def test_foreign_files_are_named(tmp_path, no_hub):
+    with pytest.raises(DataError, match="not a copy of wikitext, it has no column 'text'"):
+        data.wikitext_corpus(path=write(tmp_path / "a" / "train.parquet", column="words").parent)
+    with pytest.raises(DataError, match="column 'text' holds int, not text"):
+        data.wikitext_corpus(path=write(tmp_path / "b" / "train.parquet", rows=[1, 2]).parent)
+    with pytest.raises(DataError, match="no text in the train split"):
+        data.wikitext_corpus(path=write(tmp_path / "c" / "train.parquet", rows=["", ""]).parent)
+    with pytest.raises(DataError, match="not a folder, a parquet file or an arrow file: .*missing"):
+        data.wikitext_corpus(path=tmp_path / "missing")
+    (tmp_path / "d").mkdir()
+    with pytest.raises(DataError, match="no parquet or arrow file"):
+        data.wikitext_corpus(path=tmp_path / "d")
+
+
+# ---------------------------------------------------------------- wikitext, the hub
+
+
+@pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_offline_both_ways_out_are_named_without_retries(tmp_path, environment):
+    environment = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "NO_PROXY": "*", **environment}
+    done = python("from experiments import data; data.token_stream('wikitext')", **environment)
+    error = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert error.startswith("experiments.data.DataError: ")
+    assert "--dataset-path" in error and "--dataset embedded" in error
+    assert "Retry" not in done.stderr
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+def test_any_answer_of_the_hub_is_a_connection(monkeypatch, status):
+    methods = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            methods.append(self.command)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        data._require_hub(datasets.config)
+        thread.join()
+    assert methods == ["HEAD"]
+
+
+def test_the_hub_is_streamed_up_to_the_limit(monkeypatch, no_hub):
+    calls, read = [], []
+
+    def load_dataset(**kwargs):
+        calls.append(kwargs)
+        return ({"text": read.append(row) or row} for row in ROWS)
+
+    monkeypatch.setattr(data, "_require_hub", lambda config: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert data.wikitext_corpus("test", limit_chars=22) == TEXT[:22]
+    assert len(read) == 4
+    call = calls[0]
+    assert Path(call.pop("cache_dir")).parts and call == {
+        "path": "Salesforce/wikitext",
+        "name": "wikitext-103-raw-v1",
+        "split": "test",
+        "streaming": True,
+    }
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone\nnow"), datasets.exceptions.DatasetsError("gone")])
+def test_a_connection_lost_while_streaming_is_named(monkeypatch, no_hub, error):
+    retries = []
+
+    def rows(**kwargs):
+        retries.append(datasets.config.STREAMING_READ_MAX_RETRIES)
+        yield {"text": "a"}
+        raise error
+
+    before = datasets.config.STREAMING_READ_MAX_RETRIES
+    monkeypatch.setattr(data, "_require_hub", lambda config: None)
+    monkeypatch.setattr(datasets, "load_dataset", rows)
+    with pytest.raises(DataError, match=rf"from the Hugging Face hub \(gone\): give a {BOTH_WAYS}"):
+        data.wikitext_corpus()
+    assert retries == [2] and before > 2
+    assert datasets.config.STREAMING_READ_MAX_RETRIES == before
+
+
+@pytest.mark.parametrize(
+    ("package", "call"),
+    [
+        ("datasets", lambda: data.wikitext_corpus()),
+        ("tokenizers", lambda: data.train_tokenizer("text", 300)),
+    ],
+)
+def test_a_missing_package_comes_with_its_pip_line(monkeypatch, package, call):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf'needs the package {package} .*: pip install "ackpt\[lm\]"'):
+        call()
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_the_tokenizer_gives_the_text_back():
+    text = data.embedded_corpus()[:50_000] + "ö ∑ 日本 \t\r\n\n   end"
+    tokenizer = data.train_tokenizer(text, 600)
+    assert tokenizer.get_vocab_size() == 600
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+@pytest.mark.parametrize("vocab_size", [256, 1000, 4096])
+def test_ids_lie_below_the_vocabulary_size(vocab_size):
+    stream = data.token_stream("embedded", vocab_size=vocab_size, limit_chars=100_000)
+    assert stream.dtype == torch.int64 and stream.ndim == 1
+    assert 0 <= int(stream.min()) and int(stream.max()) < vocab_size
+    assert vocab_size > 256 or len(stream) == len(data.embedded_corpus()[:100_000].encode())
+
+
+def test_the_stream_decodes_to_the_corpus():
+    stream = data.token_stream("embedded", vocab_size=512, limit_chars=30_000)
+    text = data.embedded_corpus()[:30_000]
+    assert data.train_tokenizer(text, 512).decode(stream.tolist()) == text
+
+
+def test_a_short_corpus_gives_fewer_ids_than_asked_for():
+    assert data.train_tokenizer("aaaa", 5000).get_vocab_size() < 300
+
+
+def test_a_stream_of_a_local_copy(tmp_path, no_hub):
+    write(tmp_path / "train.parquet")
+    stream = data.token_stream("wikitext", vocab_size=260, path=tmp_path)
+    assert data.train_tokenizer(TEXT, 260).decode(stream.tolist()) == TEXT
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_batches_are_windows_of_the_stream_with_the_next_token_as_target():
+    batches = list(data.packed_batches(torch.arange(1000), seq_len=16, batch_size=3, steps=5, seed=4))
+    assert len(batches) == 5
+    for batch in batches:
+        assert batch.max_seqlen == 16
+        assert batch.cu_seqlens.dtype == torch.int32 and batch.cu_seqlens.tolist() == [0, 16, 32, 48]
+        assert batch.tokens.shape == batch.targets.shape == (48,)
+        assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+        windows = batch.tokens.view(3, 16)
+        assert torch.equal(windows, windows[:, :1] + torch.arange(16))
+        assert torch.equal(batch.targets, batch.tokens + 1)
+    assert not torch.equal(batches[0].tokens, batches[1].tokens)
+
+
+def test_batches_depend_on_their_seed_alone():
+    def tokens(seed):
+        batches = data.packed_batches(torch.arange(500), seq_len=8, batch_size=2, steps=4, seed=seed)
+        return torch.stack([batch.tokens for batch in batches])
+
+    torch.manual_seed(1)
+    random.seed(1)
+    first, state = tokens(7), torch.get_rng_state()
+    torch.manual_seed(2)
+    random.seed(2)
+    assert torch.equal(first, tokens(7)) and not torch.equal(first, tokens(8))
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_every_window_can_be_drawn():
+    batches = data.packed_batches(torch.arange(5), seq_len=3, batch_size=50, steps=1)
+    assert set(next(batches).tokens.view(50, 3)[:, 0].tolist()) == {0, 1}
+
+
+def test_a_batch_moves_between_devices():
+    moved = next(data.packed_batches(torch.arange(9), seq_len=2, batch_size=2, steps=1)).to("meta")
+    assert {x.device.type for x in (moved.tokens, moved.targets, moved.cu_seqlens)} == {"meta"}
+    assert moved.max_seqlen == 2
+
+
+# ---------------------------------------------------------------- bad input
+
+STREAM = torch.arange(10)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: data.token_stream("wiki"), "unknown dataset 'wiki': choose one of embedded, wikitext"),
+        (lambda: data.token_stream("embedded", path="somewhere"), "the embedded corpus takes no path"),
+        (lambda: data.token_stream("embedded", limit_chars=0), "limit_chars must be at least 1, got 0"),
+        (lambda: data.token_stream("embedded", vocab_size=255), "at least 256, one id per byte, got 255"),
+        (lambda: data.wikitext_corpus("training"), "unknown split 'training': choose one of train, val"),
+        (lambda: data.wikitext_corpus(limit_chars=-1), "limit_chars must be at least 1, got -1"),
+        (lambda: data.packed_batches(STREAM, 0, 1, 1), "seq_len must be at least 1, got 0"),
+        (lambda: data.packed_batches(STREAM, 1, -2, 1), "batch_size must be at least 1, got -2"),
+        (lambda: data.packed_batches(STREAM, 1, 1, 0), "steps must be at least 1, got 0"),
+        (lambda: data.packed_batches(STREAM, 10, 1, 1), "it has 10 tokens and a window needs 11"),
+        (lambda: data.packed_batches(STREAM.float(), 2, 1, 1), "stream must be int64 of shape"),
+        (lambda: data.packed_batches(STREAM[None], 2, 1, 1), r"got torch.int64 \[1, 10\]"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
