@@ -40,7 +40,7 @@ FAST = """
     planning/test_plan.py planning/test_rewrite.py planning/test_schedule.py planning/test_simulate.py
     policies/test_chain_table.py policies/test_chen.py policies/test_ilp.py policies/test_policies_compared.py
     policies/test_revolve.py policies/test_rotor.py
-    test_api_page.py test_imports.py test_results.py
+    test_api_page.py test_files.py test_imports.py
 """.split()
 # Folders of `tests/` that are jobs of `nox -s all`. What they leave is one more job; each takes about five minutes.
 PARTS = "capture planning experiments models costs", "running policies integrations"

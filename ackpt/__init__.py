@@ -64,7 +64,7 @@ __all__ = [
     "trace",
 ]
 
-# Imported on first use: Part II, which needs torch's compiler stack, and what only experiments need.
+# Imported on first use: Part II, which needs torch's compiler stack.
 _LATER = {
     "Plan": ("ackpt.graph", "Plan"),
     "PlanError": ("ackpt.graph", "PlanError"),
@@ -72,7 +72,6 @@ _LATER = {
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
     "apply_budget": ("ackpt.applied", "apply_budget"),
     "calibrate": ("ackpt.costs.calibration", "calibrate"),
-    "colab": ("ackpt.experiments.colab", None),
     "compile": ("ackpt.compiled", "compile"),
     "explain": ("ackpt.explaining.explanation", "explain"),
     "from_shapes": ("ackpt.capture.shapes", "from_shapes"),
@@ -95,6 +94,8 @@ def __getattr__(name: str):
         path, attribute = _LATER[name]
         module = importlib.import_module(path)
         return module if attribute is None else getattr(module, attribute)
+    if name == "colab":
+        raise AttributeError("ackpt.colab is now experiments.colab, in a clone of the repository")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

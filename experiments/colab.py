@@ -1,6 +1,6 @@
 """The offload experiment in one notebook cell: table, bars and timelines.
 
-``import ackpt; ackpt.colab.run_demo()`` on a free Colab T4 runs the published size, in fp16; that GPU has no flash
+``run_demo()`` on a free Colab T4 runs the published size, in fp16; that GPU has no flash
 attention, so packed sequences go through a memory-efficient kernel. Without a GPU it runs a small size.
 """
 
@@ -28,8 +28,8 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
         ImportError: if matplotlib and seaborn are missing.
 
     Example:
-        >>> import ackpt
-        >>> ackpt.colab.run_demo("tpu")
+        >>> from experiments.colab import run_demo
+        >>> run_demo("tpu")
         Traceback (most recent call last):
         ValueError: unknown device 'tpu': choose cpu or cuda
     """
@@ -50,7 +50,7 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
             raise ValueError(f"unknown field {name!r}: choose from {', '.join(sorted(fields))}")
     overrides = {name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()}
     config = dataclasses.replace(base, **overrides)
-    records = offload.run_offload(config, "ackpt.colab.run_demo()", timed_rounds)
+    records = offload.run_offload(config, "experiments.colab.run_demo()", timed_rounds)
     print(offload_report.text_table(records))
     figures = offload_report.figures(records)
     shell = _shell()

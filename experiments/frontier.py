@@ -28,13 +28,14 @@ from ackpt.planning.schedule import everything, recomputed
 from ackpt.policies import POLICIES, auto
 from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import step_cost
+from ackpt.workloads.comparable_step import Workload
+from ackpt.workloads.cuda_capture import kernels_of_a_gpu
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
-from experiments.steps.frontier_models import Workload, checked_sizes, workload
+from experiments.steps.frontier_models import checked_sizes, workload
 from experiments.steps.frontier_runs import Clock, Runs, promised
 from experiments.steps.inductor_plans import planned_by_inductor
 from experiments.steps.peers import MEMORY_BUDGET, PEERS, peer
-from experiments.steps.step_shapes import kernels_of_a_gpu
 
 EXPERIMENT = "frontier"
 OURS = "auto"

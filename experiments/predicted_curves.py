@@ -64,8 +64,8 @@ class Timelines(Predictions):
         return records
 
 
-_CODE = ("costs", "planning/simulator.py", "planning/schedule.py")
-_CODE += ("policies/chains/selective.py", "policies/mu_two.py", "policies/search")
+_CODE = ("ackpt/costs", "ackpt/planning/simulator.py", "ackpt/planning/schedule.py")
+_CODE += ("ackpt/policies/chains/selective.py", "ackpt/policies/mu_two.py", "ackpt/policies/search")
 POLICIES = {"without": "none", "per-block": "selective", "mu-two": "mu-two", "auto": "auto"}
 _SIZES = {"dim": 512, "ff_dim": 2048, "layers": 6, "head_dim": 64, "vocab_size": 30_000}
 MODELS: dict[str, dict[str, Any]] = {

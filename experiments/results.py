@@ -6,18 +6,18 @@ that everything else can be compared between two runs byte by byte.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.provenance import environment
+from ackpt.files import RecordError, write_bytes_atomic, write_text_atomic
+
+from .provenance import environment
 
 __all__ = [
     "Record",
@@ -56,20 +56,6 @@ _REFERENCE = {
     "units": dict,
     "rows": list,
 }
-
-
-class RecordError(ValueError):
-    """A record or reference file that cannot be read, written or trusted; the message names the file.
-
-    Example:
-        >>> import ackpt
-        >>> from experiments.results import Record, environment
-        >>> try:
-        ...     Record("demo", {}, {"loss": float("nan")}, environment())
-        ... except ackpt.RecordError:
-        ...     print("JSON cannot hold it")
-        JSON cannot hold it
-    """
 
 
 @dataclass(frozen=True)
@@ -210,47 +196,6 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
     return "\n".join([f":::{{table}} {caption}", f":name: {name}", "", *lines, ":::", *note, ""])
 
 
-def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a text file in one step, UTF-8 with ``\\n``: readers see the old file or the new one, never a part.
-
-    Folders on the way are made. Raises RecordError where the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from experiments.results import write_text_atomic
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_text_atomic(f"{folder}/tables/peaks.md", "| layers |").read_text()
-        '| layers |'
-    """
-    return write_bytes_atomic(path, text.encode())
-
-
-def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Write a file in one step, as `write_text_atomic` does.
-
-    Example:
-        >>> import tempfile
-        >>> from experiments.results import write_bytes_atomic
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_bytes_atomic(f"{folder}/numbers.bin", bytes([1, 2])).stat().st_size
-        2
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if path.is_dir():
-            raise RecordError(f"{path} is a folder: name a file in it") from error
-        reason = error.strerror or error
-        raise RecordError(f"cannot write {path}: {reason}; name a folder that can be written") from error
-    return path
-
-
 def _is_number(value) -> bool:
     return bool(NUMBER.fullmatch(value)) if isinstance(value, str) else isinstance(value, (int, float, type(None)))
 
@@ -315,14 +260,3 @@ def _check_value(value, where: str) -> None:
         raise RecordError(f"{where} is {value}, which JSON cannot hold")
     elif not isinstance(value, (str, int, float, type(None))):
         raise RecordError(f"{where} is a {type(value).__name__}; records hold plain values, lists and dicts")
-
-
-def read_json(path, kind: str, error_type: type[Exception]):
-    """The data in a file that `save` of a ``"plan"`` or ``"profile"`` wrote; `error_type` if it is no JSON."""
-    try:
-        return json.loads(Path(path).read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise error_type(
-            f"{path} is not a {kind}: {error}. It may be truncated; {kind} again and save it with "
-            f"{kind.capitalize()}.save"
-        ) from error

@@ -67,7 +67,7 @@ print(f"{len(stream):,} tokens; the first batch reads {batches[0].tokens[:4].tol
 print(f"and predicts {batches[0].targets[:4].tolist()}...")
 
 # %% [markdown]
-# `ackpt lm --dataset wikitext` runs the same experiment on wikitext-103 from the Hugging Face hub.
+# `python -m experiments lm --dataset wikitext` runs the same experiment on wikitext-103 from the Hugging Face hub.
 #
 # ## Four methods
 #
@@ -145,7 +145,7 @@ print(f"chunked-loss within 0.00001 of baseline: {max(abs(a - b) for a, b in zip
 
 # %% [markdown]
 # The published experiment shows the losses at three lengths. We draw the same curves for a smaller model, with the
-# experiment of `ackpt lm`:
+# experiment of `python -m experiments lm`:
 
 # %%
 small = replace(lm.CPU, seq_lens=(128, 256, 512), steps=120, methods=methods[:2], dim=64, ff_dim=256, head_dim=16)

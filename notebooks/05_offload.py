@@ -672,9 +672,9 @@ own_peaks
 # ## Appendix: the published experiment on a T4
 #
 # A published experiment trains 12 Transformer blocks in fp16 on a T4, with 12,000 tokens in 48 sequences: the baseline,
-# per-block checkpointing (`ckpt_classic`), and per-block checkpointing with the inputs offloaded. We wrote its model and
-# step from its source ({doc}`13_predictions`), and predict its peaks from shapes alone, next to those of our model.
-# `ackpt offload` runs our experiment in a terminal, and also measures the offload of other tools.
+# per-block checkpointing (`ckpt_classic`), and per-block checkpointing with the inputs offloaded. We wrote its model
+# and step from its source ({doc}`13_predictions`), and predict its peaks from shapes alone, next to those of our model.
+# `python -m experiments offload` runs our experiment in a terminal, and also measures the offload of other tools.
 
 # %% tags=["hide-input"]
 reference = load_reference("offload")

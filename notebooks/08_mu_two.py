@@ -393,10 +393,10 @@ planned_size, plan = train(largest["mu-two"], budget=limit)
 assert max(size, planned_size) <= limit
 print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time")
 
-# %% [markdown]
-# Both steps keep the limit. As memory grows, the factor approaches the ratio of the slopes. With little memory $m_0$
-# dominates, and no method gains much. (The added time is planned with calibrated rates. `ackpt batch-size --model resnet50
-# --batches 4,8,16 --methods plain,per-block,mu-two` compares other models.)
+# %% [markdown] Both steps keep the limit. As memory grows, the factor approaches the ratio of the slopes. With little
+# memory $m_0$ dominates, and no method gains much. (The added time is planned with calibrated rates.
+# `python -m experiments batch-size --model resnet50 --batches 4,8,16 --methods plain,per-block,mu-two` compares other
+# models.)
 #
 # ## The published table
 #

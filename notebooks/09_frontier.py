@@ -300,7 +300,7 @@ for name, call in TOOLS.items():
 #
 # We run these tools and seven policies, each policy at three budgets, where they are feasible, and at its smallest
 # feasible one. Every step starts from the same parameters and the same batch. Bytes are measured by the allocator, and
-# FLOPs are counted during execution. In a terminal, `ackpt frontier` does the same.
+# FLOPs are counted during execution. In a terminal, `python -m experiments frontier` does the same.
 
 # %% tags=["hide-input"]
 config = FrontierConfig(
@@ -376,7 +376,7 @@ for row in metrics["peers"]:
 # baseline's step and as a ratio to it. The model is a BERT with dropout. `auto` plans it twice. With *counted* costs it
 # minimizes the cost used so far. With *rates*, the default of `ackpt.compile`, it minimizes seconds at the calibrated
 # rates of this CPU, where drawing a dropout mask is expensive. This takes minutes, so the page reads the record of the
-# command `ackpt frontier`, which names the machine. The last line below is the noise:
+# command `python -m experiments frontier`, which names the machine. The last line below is the noise:
 
 # %% tags=["hide-input"]
 def record_of(name: str) -> Record:
@@ -384,7 +384,8 @@ def record_of(name: str) -> Record:
     found = Record.load(f"results/frontiers/frontier-{name}.json")
     where = found.environment
     print(f"{where['date']}, {where['device_name']}, {where['threads']} threads, torch {where['torch']}:")
-    print("   ", where["command"].replace(" --setting", " \\\n        --setting"))
+    command = where["command"].replace("ackpt frontier", "python -m experiments frontier")  # its name today
+    print("   ", command.replace(" --setting", " \\\n        --setting"))
     if found.config["compiler"] == "eager":
         print(f"    the baseline, timed against itself: {frontier_times.added_time(found.metrics['eager']):+.1%}")
     assert frontier_report.broken_promises(found) == []

@@ -94,9 +94,9 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 # the reference experiments $2^{20}$ bytes. To predict an NVML figure, we add the size of the CUDA context to
 # the reserved bytes. The documentation of transformers states this size; otherwise we take it from a table of the package.
 #
-# Predicting all rows takes minutes, so predictions are stored, each under a key that depends on the step, its sizes, the
-# GPU and the code that predicts it. A row whose key changed is predicted again. `ackpt published` does the same in a
-# terminal and prints every figure; with `--all`, it predicts everything again.
+# Predicting all rows takes minutes, so predictions are stored, each under a key that depends on the step, its sizes,
+# the GPU and the code that predicts it. A row whose key changed is predicted again. `python -m experiments published`
+# does the same in a terminal and prints every figure; with `--all`, it predicts everything again.
 
 # %%
 found = all_predicted()

@@ -46,12 +46,12 @@ print(text_table(record))
 # important one first:
 #
 # ```bash
-# ackpt gpu-suite --out results/gpu --minutes 30
+# python -m experiments gpu-suite --out results/gpu --minutes 30
 # nox -s reproduce
 # ```
 #
 # It writes a record after each run, with the machine, the versions, the date and the commit, and stops at the time
 # limit. The next call continues where the last one ended. `nox -s reproduce` adds the columns. To run a single
-# experiment, use `ackpt synthetic`, `ackpt lm`, `ackpt offload`, `ackpt batch-size`, `ackpt bert` or `ackpt frontier`
-# with `--out results/gpu`; `--help` lists their options. On Colab, `ackpt.colab.run_demo()` runs the offload experiment
-# in one cell and shows its table and figures. {doc}`../status` says which tables have no such records yet.
+# experiment, use `python -m experiments` with `synthetic`, `lm`, `offload`, `batch-size`, `bert` or `frontier` and
+# `--out results/gpu`; `--help` lists their options. On Colab, `run_demo()` of `experiments.colab` runs the offload
+# experiment in one cell and shows its table and figures. {doc}`../status` says which tables have no such records yet.

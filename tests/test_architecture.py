@@ -18,7 +18,7 @@ def test_the_examples_print_what_the_page_says(tmp_path):
     assert printed_by("".join(blocks("python", PAGE)), tmp_path) == "".join(blocks("text", PAGE))
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(ackpt/[\w/]+\.py)`", PAGE))))
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:ackpt|experiments)/[\w/]+\.py)`", PAGE))))
 def test_every_file_that_the_page_names_exists(path):
     assert (Path(__file__).parent.parent / path).exists()
 

@@ -28,7 +28,7 @@ def error_classes(*modules):
 
 
 def is_ours(cls):
-    return cls.__module__.split(".")[0] == "ackpt"
+    return cls.__module__.split(".")[0] in ("ackpt", "experiments")
 
 
 @cache
@@ -43,7 +43,7 @@ def quoted() -> tuple[str, ...]:
 def texts() -> dict[str, list[str]]:
     """All texts of the code, a gap for whatever is filled in, by the function that is called with them ("": any)."""
     found: dict[str, list[str]] = {"": []}
-    for path in sorted((ROOT / "ackpt").rglob("*.py")):
+    for path in sorted([*ROOT.glob("ackpt/**/*.py"), *ROOT.glob("experiments/**/*.py")]):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:

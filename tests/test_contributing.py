@@ -10,7 +10,7 @@ from ackpt import policies
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MODULE, TEST = blocks("python", TEXT)
-PATHS = sorted(set(re.findall(r"`((?:ackpt|tests|tools|results|book|notebooks)/[\w/.]+)`", TEXT)))
+PATHS = sorted(set(re.findall(r"`((?:ackpt|experiments|tests|tools|results|book|notebooks)/[\w/.]+)`", TEXT)))
 
 
 def test_the_policy_of_the_page_keeps_budgets(tmp_path, monkeypatch):

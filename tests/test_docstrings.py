@@ -10,14 +10,14 @@ import pytest
 import torch
 from public_names import look_up, public_names
 
-import ackpt
 from ackpt.costs import calibration
 
-PACKAGE = Path(ackpt.__file__).parent
+ROOT = Path(__file__).parent.parent
 DOCUMENTED = [name for name in public_names() if callable(look_up(name))]
 MODULES = sorted(
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-    for path in PACKAGE.rglob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for package in ("ackpt", "experiments")
+    for path in (ROOT / package).rglob("*.py")
     if ">>> " in path.read_text(encoding="utf-8")
 )
 

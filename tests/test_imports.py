@@ -7,23 +7,25 @@ import subprocess
 import sys
 
 import pytest
-from imports import cycles, graph, modules, package_of
+from imports import EXPERIMENTS, cycles, graph, modules, package_of, written
 
 import ackpt
 
 IMPORTS = graph()
 # Every package imports only what stands before it; modules of the first level count as packages.
 ORDER = (
-    "errors autograd_state progress budget provenance results models data offloading metering plots checkpointing "
+    "errors autograd_state progress budget machine files models offloading metering plots checkpointing "
     "capture costs planning running policies planner dynamic_plans saved_plan regions compiled applied graph "
-    "integrations workloads sharded explaining experiments cli"
+    "integrations workloads sharded explaining cli"
 ).split()
 PART_ONE = {"offloading", "metering", "checkpointing"}
+EVERYTHING = {**modules(), **modules(EXPERIMENTS)}
 MOST_LINES = 600  # of one file
 
 
 def test_files_have_no_cycle():
     assert cycles(IMPORTS) == []
+    assert cycles(graph(EXPERIMENTS)) == []
 
 
 def test_packages_import_only_what_stands_before_them():
@@ -50,9 +52,12 @@ def test_part_one_never_imports_part_two():
     assert not reached & set(part_two)
 
 
-def test_only_the_command_line_imports_experiments():
-    importers = {package_of(name) for name, targets in IMPORTS.items() if any(".experiments" in t for t in targets)}
-    assert importers <= {"experiments", "cli"}
+def test_the_package_never_imports_the_study():
+    """Nor what a checkout has besides; in functions, for type checkers and by name included."""
+    outside = {"experiments", "tests", "tools", "notebooks"}
+    against = {name: found for name, path in modules().items() if (found := {*written(path)} & outside)}
+    assert against == {}
+    assert "experiments" in written(modules(EXPERIMENTS)["experiments.cli.command_line"])  # the test can fail
 
 
 def test_no_file_is_too_long():
@@ -60,7 +65,7 @@ def test_no_file_is_too_long():
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
-@pytest.mark.parametrize("name", [name for name, path in modules().items() if path.name == "__init__.py"])
+@pytest.mark.parametrize("name", [name for name, path in EVERYTHING.items() if path.name == "__init__.py"])
 def test_no_function_has_the_path_of_a_module(name):
     package = importlib.import_module(name)
     submodules = {module.name for module in pkgutil.iter_modules(package.__path__)}
@@ -68,14 +73,14 @@ def test_no_function_has_the_path_of_a_module(name):
     assert not submodules & exported
 
 
-@pytest.mark.parametrize("name", sorted(set(modules()) - {"ackpt.__main__"}))
+@pytest.mark.parametrize("name", sorted(set(EVERYTHING) - {"ackpt.__main__", "experiments.__main__"}))
 def test_a_module_says_what_it_is_for(name):
     first_line = (importlib.import_module(name).__doc__ or "").split("\n")[0]
     assert first_line.endswith((".", ":")) and len(first_line) > 15
 
 
 def test_the_lazy_names_exist():
-    assert all(hasattr(ackpt, name) for name in [*ackpt.__all__, "graph", "policies", "colab"])
+    assert all(hasattr(ackpt, name) for name in [*ackpt.__all__, "graph", "policies"])
 
 
 IMPORTED = """
@@ -83,14 +88,13 @@ import sys, torch
 before = set(sys.modules)
 import ackpt
 first = set(sys.modules) - before
-assert not first & {"matplotlib", "IPython", "ackpt.colab", "experiments", "ackpt.graph"}, first
+assert not first & {"matplotlib", "IPython", "ackpt.graph"}, first
 import experiments.data
 assert not {"datasets", "tokenizers"} & set(sys.modules)
 assert callable(ackpt.trace) and "ackpt.graph" in sys.modules
 import ackpt.compiled
 loaded = set(sys.modules) - before
 assert "ackpt.progress" in loaded and not any(name.split(".")[0] == "tqdm" for name in loaded), loaded
-assert callable(ackpt.colab.run_demo)
 """
 
 

@@ -30,7 +30,8 @@ if "google.colab" in sys.modules and not os.path.exists("noxfile.py"):
     %cd -q ackpt
     %pip install -q ".[lm,plots,plan]"
 elif os.path.exists("../_toc.yml"):  # opened where it is committed: work from the top of the checkout
-    os.chdir("../..")"""
+    os.chdir("../..")
+sys.path.insert(0, os.getcwd())  # the chapters import `experiments`, a folder of the checkout"""
 
 
 class NotebookError(ValueError):

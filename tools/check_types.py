@@ -56,7 +56,7 @@ def incomplete(symbols: list[dict], names: list[str]) -> list[str]:
 
 def main() -> int:
     """Command line: `python tools/check_types.py`."""
-    names = public_names()
+    names = [name for name in public_names() if name.startswith("ackpt.")]
     found = incomplete(verified(), names)
     print("\n".join(found) or f"{len(names)} public names are typed completely")
     return 1 if found else 0

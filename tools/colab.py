@@ -36,8 +36,9 @@ INLINE = re.compile(
     re.DOTALL,
 )
 INSTALL_NOTE = """\
-**Setting up Colab.** The next cell clones [the repository]({address}) and installs `ackpt` from it with pip. pip also
-installs those of these packages that are missing: {packages}.
+**Setting up Colab.** The next cell clones [the repository]({address}) and installs `ackpt` from it with pip. The
+clone also holds `experiments`, which the chapters import and which is not installed. pip also installs those of these
+packages that are missing: {packages}.
 
 `ackpt` requires {torch}. How long the cell takes depends on the downloads. If Colab's own torch is recent enough, pip
 keeps it, and the downloads are small. Otherwise pip replaces it with the newest release, a download of gigabytes that

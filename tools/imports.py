@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ackpt"
+EXPERIMENTS = PACKAGE.with_name("experiments")
 
 
-def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
+    """Every module of a package by its dotted name."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
         found[".".join(parts).removesuffix(".__init__")] = path
     return found
 
@@ -34,6 +36,19 @@ def imports(name: str, path: Path, known) -> set[str]:
     return {each for each in found if each in known and each != name}
 
 
+def written(path: Path) -> set[str]:
+    """The top-level packages that a file imports anywhere, for type checkers too, and those that strings name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value.partition(".")[0]} if re.fullmatch(r"\w+(\.\w+)+", node.value) else set()
+    return found
+
+
 def _executed(tree) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -42,9 +57,9 @@ def _executed(tree) -> Iterator[ast.AST]:
         yield from _executed(node)
 
 
-def graph() -> dict[str, set[str]]:
-    """Module -> the modules that it imports."""
-    known = modules()
+def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """Module -> the modules of the same package that it imports."""
+    known = modules(package)
     return {name: imports(name, path, known) for name, path in known.items()}
 
 

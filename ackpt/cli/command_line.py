@@ -1,7 +1,7 @@
-"""The command line: ``ackpt synthetic | lm | ... | plan | published | gpu-suite | doctor``, also ``python -m ackpt``.
+"""The command line: ``ackpt plan | selftest | doctor``, also ``python -m ackpt``.
 
-Invalid input ends in one line on standard error and exit status 2; a broken promise (losses or gradients that
-differ, an offload that failed) in status 1.
+Invalid input ends in one line on standard error and exit status 2; a broken promise (gradients that differ, an offload
+that failed) in status 1.
 """
 
 from __future__ import annotations
@@ -9,70 +9,67 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ackpt.errors import did_you_mean
+from ackpt.errors import CheckpointError, OffloadError, did_you_mean
 
-from .batch_size import add_batch_size
-from .bert import add_bert
 from .doctor import add_doctor
-from .frontier import add_frontier
-from .gpu_suite import add_gpu_suite
-from .offload import add_offload
 from .plan import add_plan
-from .published import add_published
 from .selftest import add_selftest
-from .synthetic_lm import add_lm, add_synthetic
 
 #: The table of commands, in the order of ``ackpt --help``: each adds its options and sets the function that runs it.
-COMMANDS = (
-    add_synthetic,
-    add_lm,
-    add_offload,
-    add_frontier,
-    add_batch_size,
-    add_bert,
-    add_plan,
-    add_published,
-    add_gpu_suite,
-    add_selftest,
-    add_doctor,
-)
+COMMANDS = (add_plan, add_selftest, add_doctor)
+#: Commands of the study, which is in a checkout and not in the package.
+MOVED = ("synthetic", "lm", "offload", "frontier", "batch-size", "bert", "published", "gpu-suite")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(argv)
+    if argv and argv[0] in MOVED:
+        now = f"python -m experiments {argv[0]}"
+        print(
+            f"ackpt {argv[0]}: it is not part of the package: run `{now}` in a clone of the repository", file=sys.stderr
+        )
+        return 2
+    return run(parser_of("ackpt", "Activation checkpointing in PyTorch: plans and checks.", COMMANDS), argv)
+
+
+def run(
+    parser: argparse.ArgumentParser, argv: list[str], more_errors: Callable[[], tuple[tuple, tuple]] = lambda: ((), ())
+) -> int:
+    """Run the command in `argv`; returns its exit status, or that of its error.
+
+    `more_errors` gives types of errors besides the package's own: those of invalid input, and of broken promises.
+    """
+    arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments, "ackpt " + shlex.join(argv))
+        return arguments.run(arguments, f"{parser.prog} {shlex.join(argv)}")
     except BrokenPipeError:
         return 1
     except KeyboardInterrupt:
-        print("ackpt: interrupted", file=sys.stderr)
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
-    except _errors() as error:
-        print(f"ackpt {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
-        return _status(error)
+    except Exception as error:
+        invalid, broken = more_errors()
+        is_broken = isinstance(error, (CheckpointError, OffloadError, *broken))
+        if not is_broken and not isinstance(error, (ValueError, OSError, *invalid)):
+            raise
+        print(f"{parser.prog} {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if is_broken else 2
 
 
-def _errors():
-    from ackpt.data import DataError
-    from ackpt.files import RecordError
+def parser_of(program: str, description: str, commands: Iterable[Callable]) -> argparse.ArgumentParser:
+    """The parser of a program with these commands, whose errors are one line each."""
+    import ackpt
 
-    return (ValueError, OSError, DataError, RecordError, *_broken_promises())
-
-
-def _broken_promises():
-    from ackpt.errors import CheckpointError, OffloadError
-    from ackpt.experiments.steps.gradients import GradientsDiffer
-    from ackpt.experiments.steps.training import LossesDiffer
-
-    return (LossesDiffer, GradientsDiffer, CheckpointError, OffloadError)
-
-
-def _status(error) -> int:
-    return 1 if isinstance(error, _broken_promises()) else 2
+    parser = _Parser(prog=program, description=description)
+    parser.add_argument("--version", action="version", version=f"ackpt {ackpt.__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
+    for add_command in commands:
+        add_command(subparsers)
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):
@@ -92,21 +89,10 @@ class _Parser(argparse.ArgumentParser):
         choices: Any = action.choices
         if isinstance(action, argparse._SubParsersAction) and value not in choices:
             owners = [name for name, each in choices.items() if f"--{value}" in each._option_string_actions]
-            hint = f" (did you mean ackpt {owners[0]} --{value}?)" if owners else did_you_mean(value, choices)
+            hint = f" (did you mean {self.prog} {owners[0]} --{value}?)" if owners else did_you_mean(value, choices)
             raise argparse.ArgumentError(action, f"unknown command {value!r}{hint}: choose from {', '.join(choices)}")
         super()._check_value(action, value)
 
     def error(self, message):
         """Exits with one line instead of the full usage."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    import ackpt
-
-    parser = _Parser(prog="ackpt", description="Activation checkpointing in PyTorch: experiments and checks.")
-    parser.add_argument("--version", action="version", version=f"ackpt {ackpt.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
-    for add_command in COMMANDS:
-        add_command(commands)
-    return parser

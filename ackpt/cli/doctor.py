@@ -49,7 +49,6 @@ def examine() -> dict:
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.is_available(),
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
-        "tiers": ["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"],
         "packages": [
             {
                 "name": name,
@@ -81,10 +80,8 @@ def text(findings: dict) -> str:
     for gpu in findings["gpus"]:
         attention = "varlen attention" if gpu["varlen_attention"] else "attention per sequence"
         lines.append(f"GPU {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, {attention}")
-    if findings["cuda"]:
-        lines.append("tiers: --tier cpu, --tier gpu")
-    else:
-        lines.append("no CUDA GPU: --tier cpu runs; --tier gpu --predict gives the published sizes' peaks from shapes")
+    if not findings["cuda"]:
+        lines.append("no CUDA GPU: ackpt plan gives peaks and plans for GPUs, from shapes")
     for package in findings["packages"]:
         state = "ok" if package["installed"] else f"missing: {package['install']}"
         lines.append(f"{package['name']:<12} {package['for']:<32} {state}")

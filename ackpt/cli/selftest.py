@@ -26,17 +26,19 @@ def add_selftest(commands) -> None:
 
 
 def run_selftest_command(arguments, command: str) -> int:
-    from ackpt.cli.selftest_checks import SelftestConfig, failed, run_selftest, text_table
+    from ackpt.files import write_text_atomic
 
     from .options import writable
+    from .selftest_checks import SelftestConfig, failed, run_selftest, text_table
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     config = SelftestConfig(device, arguments.rounds)
     folder = writable(arguments.out, "--out")
     record = run_selftest(config, command)
+    text = json.dumps(record.to_json(), indent=1, sort_keys=True)
     if folder is not None:
-        record.save(folder / f"selftest-{device}.json")
-    print(json.dumps(record.to_json(), indent=1, sort_keys=True) if arguments.json else text_table(record))
+        write_text_atomic(folder / f"selftest-{device}.json", text + "\n")
+    print(text if arguments.json else text_table(record))
     broken = failed(record)
     for line in broken:
         print(f"ackpt selftest: {line}", file=sys.stderr)

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from ackpt.files import read_json, write_text_atomic
+from ackpt.machine import machine
 from ackpt.metering.run_alone import in_own_thread
 from ackpt.progress import stage
-from ackpt.provenance import environment
 
 from .devices import Device, with_all_dtypes
 from .example_operations import BYTES, LAUNCH, OPERATIONS, Example
@@ -128,7 +128,7 @@ def measured() -> dict[str, Any]:
     """Plain data: the rates of this CPU, measured now, the machine and the day."""
     stage("calibrating this CPU, once")
     rates = in_own_thread(_measure)
-    return {**_SCHEMA, "machine": _machine(), "date": environment()["date"], **rates}
+    return {**_SCHEMA, "machine": _machine(), "date": machine()["date"], **rates}
 
 
 def _measure() -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _fastest(call: Callable[[], Any]) -> float:
 
 
 def _machine() -> dict[str, Any]:
-    where = environment()
+    where = machine()
     return {"processor": where["device_name"], "threads": where["threads"], "torch": where["torch"]}
 
 

@@ -1,4 +1,4 @@
-"""Models: the models that the experiments train, written so that every byte of a step can be accounted for."""
+"""Models: those that ``ackpt plan`` knows by name, written so that every byte of a step can be accounted for."""
 
 from .bert import Bert, BertBlock, BertConfig, BertForMaskedLM, bert_base, bert_large
 from .resnet import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet18, resnet50, resnet152

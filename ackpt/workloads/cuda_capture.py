@@ -9,11 +9,17 @@ float32 statistics of norms in half precision (2 bytes a row here, 4 on a GPU).
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
+from ackpt.metering.autograd_engine import around_backward
 from ackpt.metering.cuda_choices import CudaChoices
+from ackpt.metering.gpus import gpu
 
+AS_ON = "h200"  # the GPU whose choice of kernels a prediction for CUDA follows
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -28,6 +34,14 @@ class CapturedCudaChoices(CudaChoices):
                 kwargs = {name: _widened(argument) for name, argument in kwargs.items()}
             return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def kernels_of_a_gpu():
+    """Inside, an eager step takes the operations that a captured step of a GPU has, also in recomputation."""
+    choices = partial(CapturedCudaChoices, gpu(AS_ON).capability)
+    with choices(), around_backward(choices):
+        yield
 
 
 def _widened(argument):

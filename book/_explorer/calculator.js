@@ -1,4 +1,4 @@
-// Evaluates the formulas of the page's data for what the reader chooses; see ackpt/experiments/calculator/settings.py.
+// Evaluates the formulas of the page's data for what the reader chooses; see experiments/calculator/settings.py.
 const GIB = 2 ** 30;
 const gib = (bytes) => bytes < GIB / 10 ? mib(bytes) : `${(bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1)} GiB`;
 const sum = (row) => Object.values(row).reduce((total, bytes) => total + bytes, 0);

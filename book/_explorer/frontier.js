@@ -1,4 +1,4 @@
-// Draws what the data of the page say for the budget that the reader chooses; see ackpt/experiments/widgets/explorer.py.
+// Draws what the data of the page say for the budget that the reader chooses; see experiments/widgets/explorer.py.
 const drawTimeline = (svg, data, plan, limit) => {
   const most = Math.max(...data.plans.map((one) => Object.values(one.live)[0].length));
   const highest = data.plain.peak_bytes * 1.06;

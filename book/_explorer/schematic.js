@@ -1,4 +1,4 @@
-// Draws the animated schematics, frame by frame; see ackpt/experiments/widgets/ (chain_steps, block_stack, offload_lanes).
+// Draws the animated schematics, frame by frame; see experiments/widgets/ (chain_steps, block_stack, offload_lanes).
 // Each is drawn at the width of the page, so that text keeps its size. It rests on a frame that tells most, and plays
 // when it comes into view, unless the reader prefers less motion.
 const canvas = (parent) => {

@@ -65,7 +65,7 @@ def name_list_items(app: Sphinx, page: str, template: str, context: dict, doctre
 
 def link_back(app: Sphinx, page: str, template: str, context: dict, doctree: Element | None) -> None:
     """Lead from a source page to where a thing is described; viewcode takes one module's name for all in a file."""
-    if not page.startswith("_modules/ackpt"):
+    if not page.startswith(("_modules/ackpt", "_modules/experiments")):
         return
     anchors = {name: anchor for name, _, _, _, anchor, _ in app.env.get_domain("py").get_objects()}
     module = page.split("/")[1:]

@@ -1,4 +1,4 @@
-"""The command ``ackpt batch-size``: its options. The experiment has its table in `reports.batch_size`."""
+"""The command ``batch-size``: its options. The experiment has its table in `reports.batch_size`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``ackpt bert``: its options. The experiment has its table in `reports.bert`."""
+"""The command ``bert``: its options. The experiment has its table in `reports.bert`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``ackpt frontier``: its options. The experiment has its table in `reports.frontier`."""
+"""The command ``frontier``: its options. The experiment has its table in `reports.frontier`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def run_frontier_command(arguments, command: str) -> int:
     print(json.dumps(record.to_json(), indent=1, sort_keys=True) if arguments.json else report.text_table(record))
     broken = report.broken_promises(record)
     for line in broken:
-        print(f"ackpt frontier: {line}", file=sys.stderr)
+        print(f"python -m experiments frontier: {line}", file=sys.stderr)
     return 1 if broken else 0
 
 

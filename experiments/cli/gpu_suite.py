@@ -1,4 +1,4 @@
-"""The command ``ackpt gpu-suite``: its options, and the call of the suite."""
+"""The command ``gpu-suite``: its options, and the call of the suite."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def _predict(jobs, folder) -> int:
             for method, peak in predicted_peaks(job, folder, commit).items():
                 print(f"  {method:24} {peak / 2**20:10.1f} MiB")
     for name, reason in failures.reasons.items():
-        print(f"ackpt gpu-suite: {name}: {reason}", file=sys.stderr)
+        print(f"python -m experiments gpu-suite: {name}: {reason}", file=sys.stderr)
     return 1 if failures.reasons else 0

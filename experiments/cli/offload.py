@@ -1,4 +1,4 @@
-"""The command ``ackpt offload``: its options. The experiment has its table in `reports.offload`."""
+"""The command ``offload``: its options. The experiment has its table in `reports.offload`."""
 
 from __future__ import annotations
 

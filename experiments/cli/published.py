@@ -1,4 +1,4 @@
-"""The command ``ackpt published``: published measurements on GPUs against predictions from shapes."""
+"""The command ``published``: published measurements on GPUs against predictions from shapes."""
 
 from __future__ import annotations
 

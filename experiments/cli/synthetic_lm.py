@@ -1,4 +1,4 @@
-"""The commands ``ackpt synthetic`` and ``ackpt lm``: their options, and the calls of the experiments."""
+"""The commands ``synthetic`` and ``lm``: their options, and the calls of the experiments."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import ackpt
 from ackpt.metering.gpus import ANY, gpu
 from experiments.results import REFERENCES, RecordError, load_reference, write_text_atomic
 
@@ -27,10 +26,10 @@ from .steps import STEPS
 
 REFERENCE = "published-peaks"
 FILE = REFERENCES.parent / "predictions" / "published.json"
-PACKAGE = Path(ackpt.__file__).parent
-_ALWAYS = ("metering", *(f"experiments/published/{name}.py" for name in ("step", "training", "prediction")))
+CHECKOUT = REFERENCES.parent.parent
+_ALWAYS = ("ackpt/metering", *(f"experiments/published/{name}.py" for name in ("step", "training", "prediction")))
 _ALSO: dict[str, tuple[str, ...]] = {  # the code that these steps call
-    **dict.fromkeys(("resnet50-sum", "reference-resnet"), ("models",)),
+    **dict.fromkeys(("resnet50-sum", "reference-resnet"), ("ackpt/models",)),
     "flux2-adapters": ("experiments/published/finetuning.py",),
 }
 
@@ -51,9 +50,9 @@ def code_version(step: str) -> str:
 
 
 def version_of(places: Iterable[str], *more_files: str) -> str:
-    """A hash of the given files and folders of the package, and of `more`, without comments and docstrings."""
-    files = {*more_files, *(str(file) for place in places for file in _files(PACKAGE / place))}
-    return digest([_code(Path(file)) for file in sorted(files)])
+    """A hash of the given files and folders of the checkout, and of `more_files`, as `_code` reads them."""
+    files = {*more_files, *(str(file) for place in places for file in _files(CHECKOUT / place))}
+    return digest(sorted(_code(Path(file)) for file in files))
 
 
 def _files(place: Path) -> Iterable[Path]:
@@ -62,11 +61,13 @@ def _files(place: Path) -> Iterable[Path]:
 
 @functools.cache
 def _code(file: Path) -> str:
-    """The lines of a file without comment lines, empty lines and docstrings."""
+    """The lines of a file without imports, comment lines, empty lines and docstrings: moving a file changes none."""
     text = file.read_text(encoding="utf-8")
     dropped: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or (
+            isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
+        ):
             dropped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = (line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in dropped)
     return "\n".join(line for line in lines if line and not line.startswith("#"))
@@ -101,7 +102,9 @@ class Predictions:
         try:
             return json.loads(self.file.read_text(encoding="utf-8"))["predictions"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RecordError(f"{self.file} cannot be read: delete it and run ackpt published") from error
+            raise RecordError(
+                f"{self.file} cannot be read: delete it and run python -m experiments published"
+            ) from error
 
     def key(self, row: dict[str, Any]) -> str:
         """Changes with the row's step, sizes and GPU, and with the code that predicts them."""

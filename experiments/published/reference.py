@@ -214,12 +214,15 @@ def packed_lengths() -> list[int]:
     return [*lengths[:-1], lengths[-1] + TOKENS - sum(lengths)]
 
 
+LENGTHS = tuple(packed_lengths())  # drawn once: a captured step cannot follow a draw
+
+
 def attend_in_a_loop(qkv: Tensor, offsets: Tensor) -> Tensor:
     """Attention of one sequence after the other, written into one tensor in place."""
     tokens, _, heads, width = qkv.shape
     out = qkv.new_empty(tokens, heads, width)
     start = 0
-    for length in packed_lengths():
+    for length in LENGTHS:
         end = start + length
         query, key, value = (qkv[start:end, part] for part in range(3))
         scores = torch.einsum("lhd,shd->hls", query, key) * width**-0.5

@@ -34,7 +34,13 @@ from .time_ratio_models import dense_net, megatron_layers, reference_model
 
 REFERENCE = "published-ratios"
 FILE = REFERENCES.parent / "predictions" / "time-ratios.json"
-_CODE = ("costs", "planning/simulator.py", "planning/schedule.py", "policies/chains/selective.py", "policies/manual.py")
+_CODE = (
+    "ackpt/costs",
+    "ackpt/planning/simulator.py",
+    "ackpt/planning/schedule.py",
+    "ackpt/policies/chains/selective.py",
+    "ackpt/policies/manual.py",
+)
 _CODE += tuple(f"experiments/published/{name}.py" for name in ("time_ratios", "time_ratio_models", "reference"))
 FEW, MORE = 2, 4  # blocks of the steps that are captured
 ADAM_PASSES = 7  # reads parameters, gradients and two states; writes parameters and states

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import sys
 from functools import partial
 from typing import Literal
 
@@ -15,9 +13,9 @@ from ackpt.metering.cpu_meter import keep_freed_memory
 from ackpt.metering.meter import compare_seconds, count_flops, measure
 from ackpt.metering.resident import Resident
 from ackpt.planning.plan import Plan
+from ackpt.workloads.comparable_step import Workload, difference
 from experiments.steps.captured_step import CapturedStep
 
-from .frontier_models import Workload
 from .peers import by_inductor, fresh_dynamo
 
 Clock = Literal["wall", "processor"]
@@ -165,15 +163,3 @@ def promised(planned: Plan) -> dict:
         "cost": planned.cost,
         "lower_bound": planned.lower_bound,
     }
-
-
-def difference(mine, wanted) -> float:
-    """The largest difference of two lists of tensors, relative to each tensor's largest element; 0.0: to the bit."""
-    worst = 0.0
-    for one, other in zip(mine, wanted, strict=True):
-        other = other.to(one.device)
-        if not torch.equal(one, other):
-            one, other = one.double(), other.double()
-            off = float((one - other).abs().max() / other.abs().max().clamp_min(1e-300))
-            worst = max(worst, off if math.isfinite(off) else sys.float_info.max)
-    return worst

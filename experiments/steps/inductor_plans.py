@@ -10,8 +10,8 @@ from ackpt.errors import BudgetError
 from ackpt.planner import MEASURED
 from ackpt.planning.plan import Plan
 from ackpt.policies.search.recompute_costs import FLOPS_PER_BYTE
+from ackpt.workloads.comparable_step import Workload
 
-from .frontier_models import Workload
 from .frontier_runs import Runs, promised
 from .peers import fresh_dynamo
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,12 +14,10 @@ from ackpt.capture.optimizer_state import with_optimizer
 from ackpt.costs.devices import device as device_rates
 from ackpt.costs.profiles import with_gpu_workspace
 from ackpt.errors import BudgetError
-from ackpt.metering.autograd_engine import around_backward
-from ackpt.metering.gpus import gpu
 from ackpt.metering.prediction import predict
 from ackpt.planning.simulator import simulate
 from ackpt.policies import POLICIES
-from ackpt.workloads.cuda_capture import CapturedCudaChoices
+from ackpt.workloads.cuda_capture import AS_ON, kernels_of_a_gpu
 from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, captured
 
@@ -28,7 +25,6 @@ from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step
 from .settings import block_bytes, free_host_bytes, record_metrics
 from .training import adamw, make_states
 
-AS_ON = "h200"  # the GPU whose choice of kernels a prediction for CUDA follows
 ROOM_SHARE = 0.8  # of free memory that a run may take; the rest is for what allocators add
 
 
@@ -115,14 +111,6 @@ class Shapes:
             profile = ackpt.profile(graph)
             self._found = graph, with_gpu_workspace(graph, profile) if cuda else profile
         return self._found
-
-
-@contextlib.contextmanager
-def kernels_of_a_gpu():
-    """Inside, an eager step takes the operations that a captured step of a GPU has, also in recomputation."""
-    choices = partial(CapturedCudaChoices, gpu(AS_ON).capability)
-    with choices(), around_backward(choices):
-        yield
 
 
 def free_bytes(device: str) -> int | None:

@@ -26,7 +26,7 @@ def test_all_checks_pass_on_this_machine(record):
     ("method", "field", "value", "broken"),
     [
         ("regions", "gradients_difference", 1e-9, "gradients of regions"),
-        ("regions, offload", "buffers_difference", 1e-9, "gradients of regions, offload"),
+        ("regions, offload", "gradients_difference", 1e-9, "gradients of regions, offload"),
         ("plan", "predicted_peak_bytes", 1, "peak of plan"),
         ("plan", "limit_bytes", 1, "budget of plan"),
     ],
@@ -48,7 +48,8 @@ def test_reserved_bytes_are_checked_where_there_is_an_allocator(record, reserved
 def test_the_command_writes_a_record_and_its_status_says_what_failed(record, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ackpt.cli.selftest_checks.run_selftest", lambda config, command: record)
     assert main(["selftest", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "selftest-cpu.json").read_text())["environment"]["torch"]
+    written = json.loads((tmp_path / "selftest-cpu.json").read_text())
+    assert written == record.to_json() and written["environment"]["torch"]
     checks = [{"check": "budget of plan", "passed": False, "found": "2 of 1 bytes"}]
     monkeypatch.setitem(record.metrics, "checks", checks)
     assert main(["selftest", "--device", "cpu"]) == 1

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from experiments.cli.command_line import main
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from ackpt.budget import readable
 from ackpt.workloads.named_models import training_step
 from experiments import batch_size as experiment
 from experiments.batch_size import SIZES, BatchSizeConfig, configuration, predicted, run_batch_size
+from experiments.cli.command_line import main
 from experiments.reports import batch_size as report
 from experiments.results import DASH, Record, load_reference
 from experiments.steps.gradients import GradientsDiffer, require_equal
@@ -30,7 +30,9 @@ SCRATCH = 64 * 1024  # bytes of CPU flash attention, which shapes do not show
 
 @pytest.fixture(scope="module")
 def records():
-    return [record for group in run_batch_size(TINY, "ackpt batch-size", timed_rounds=1) for record in group]
+    return [
+        record for group in run_batch_size(TINY, "python -m experiments batch-size", timed_rounds=1) for record in group
+    ]
 
 
 def steps(records):

@@ -1,10 +1,10 @@
 """The BERT experiment: plans keep their budgets and gradients on a small BERT; BERT-large is predicted from shapes."""
 
 import pytest
-from experiments.cli.command_line import main
 
 from experiments import bert
 from experiments.bert import CPU, GPU, BertStepConfig, configuration, run_bert
+from experiments.cli.command_line import main
 from experiments.reports import bert as bert_report
 from experiments.results import DASH, Record
 from experiments.steps.named_steps import Method
@@ -16,7 +16,7 @@ TINY = BertStepConfig(8, 16, FIELDS, "cpu", "float32", methods=("plain", "per-bl
 
 @pytest.fixture(scope="module")
 def records():
-    return next(run_bert(TINY, "ackpt bert", timed_rounds=1))
+    return next(run_bert(TINY, "python -m experiments bert", timed_rounds=1))
 
 
 def test_the_plan_keeps_half_the_peak_and_the_gradients_with_dropout_on(records):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import ackpt
-from experiments.results import Record
+from experiments.colab import run_demo
+from experiments.results import Record, environment
 
 TINY = {"total_tokens": 64, "batch_size": 2, "layers": 3, "dim": 16, "ff_dim": 32, "head_dim": 8, "steps": 1}
 METHODS = ["baseline", "ckpt_classic", "ckpt_async_offload"]
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_it_prints_the_table_and_returns_the_figures(capsys):
-    figures = ackpt.colab.run_demo(timed_rounds=1, methods=METHODS, min_bytes=0, **TINY)
+    figures = run_demo(timed_rounds=1, methods=METHODS, min_bytes=0, **TINY)
     out, err = capsys.readouterr()
     assert list(figures) == ["peak", "time", "timelines"]
     assert "ckpt_async_offload" in out and "64 tokens in 2 sequences" in out
@@ -25,7 +26,7 @@ def test_in_ipython_it_shows_the_figures(monkeypatch, capsys):
     shown = []
     monkeypatch.setattr("IPython.get_ipython", object)
     monkeypatch.setattr("IPython.display.display", shown.append)
-    assert ackpt.colab.run_demo("cpu", timed_rounds=0, methods=METHODS, **TINY) == {}
+    assert run_demo("cpu", timed_rounds=0, methods=METHODS, **TINY) == {}
     assert [image.data[:4] for image in shown] == [b"\x89PNG"] * 2
     assert "ckpt_classic" in capsys.readouterr().out
 
@@ -38,10 +39,10 @@ def test_on_a_gpu_it_is_the_published_size_in_fp16(monkeypatch):
         asked.append((config.total_tokens, config.dtype, config.device, config.layers))
         return [Record("offload", {"method": "trl", **vars(config), "methods": []}, {"not_run": "no"}, RUN_HERE)]
 
-    RUN_HERE = experiments.results.environment()
+    RUN_HERE = environment()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("experiments.offload.run_offload", run)
-    assert ackpt.colab.run_demo(layers=2) == {}
+    assert run_demo(layers=2) == {}
     assert asked == [(12_000, "float16", "cuda", 2)]
 
 
@@ -56,9 +57,9 @@ def test_on_a_gpu_it_is_the_published_size_in_fp16(monkeypatch):
 )
 def test_bad_arguments_are_refused(arguments, overrides, words):
     with pytest.raises(ValueError, match=words):
-        ackpt.colab.run_demo(*arguments, **overrides)
+        run_demo(*arguments, **overrides)
 
 
-def test_the_package_loads_it_only_when_asked():
-    with pytest.raises(AttributeError, match="no attribute 'collab'"):
-        _ = ackpt.collab
+def test_the_package_says_where_it_is():
+    with pytest.raises(AttributeError, match="ackpt.colab is now experiments.colab"):
+        _ = ackpt.colab

@@ -8,10 +8,10 @@ import io
 import json
 
 import pytest
-from experiments.cli.command_line import main
 from PIL import Image
 
 from ackpt.plots import png
+from experiments.cli.command_line import main
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
 from experiments.results import Record
@@ -26,7 +26,7 @@ TINY = FrontierConfig(
 
 @pytest.fixture(scope="module")
 def record():
-    return run_frontier(TINY, "ackpt frontier", timed_rounds=1)
+    return run_frontier(TINY, "python -m experiments frontier", timed_rounds=1)
 
 
 def points(record, policy):
@@ -175,7 +175,7 @@ def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkey
 def test_bad_input_is_one_line_before_any_work(arguments, message, capsys):
     assert main(["frontier", *arguments]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("ackpt frontier: ") and message in err and err.count("\n") == 1
+    assert out == "" and err.startswith("python -m experiments frontier: ") and message in err and err.count("\n") == 1
 
 
 def test_the_help_names_the_default_sizes(capsys):

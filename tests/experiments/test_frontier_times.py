@@ -26,7 +26,7 @@ def unet():
     config = FrontierConfig(
         "unet", UNET, policies=("auto",), budgets=(0.5,), peers=("checkpoint",), costs=("counted", "rates")
     )
-    return run_frontier(config, "ackpt frontier", timed_rounds=2)
+    return run_frontier(config, "python -m experiments frontier", timed_rounds=2)
 
 
 @pytest.fixture

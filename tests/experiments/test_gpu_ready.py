@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from experiments.cli.command_line import main
 
 from experiments import provenance
+from experiments.cli.command_line import main
 from experiments.steps import largest_batch
 from experiments.steps.gradients import GradientsDiffer, require_equal
 from experiments.steps.named_steps import PER_BLOCK, Method, Setting, method
@@ -15,18 +15,6 @@ from experiments.steps.step_shapes import Shapes
 from experiments.synthetic import SyntheticConfig
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
-
-
-@pytest.mark.parametrize(
-    "text, version",
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03  Tue May", "580.159.03"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build", "580.159.04"),
-        ("nothing of the kind", None),
-    ],
-)
-def test_the_driver_is_read_off_what_the_system_says(text, version):
-    assert provenance._driver_in(text) == version
 
 
 def test_a_copy_without_git_has_the_commit_that_it_is_told(monkeypatch):

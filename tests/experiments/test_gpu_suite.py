@@ -40,7 +40,7 @@ def a_record(config, method, command="", **metrics):
     return Record("fake", {"size": config.size, "method": method}, {"peak_bytes": 100 * config.size, **metrics}, WHERE)
 
 
-WHERE = environment(command="ackpt gpu-suite")
+WHERE = environment(command="python -m experiments gpu-suite")
 
 
 def two_runs(config, command, failures):

@@ -4,8 +4,8 @@ import dataclasses
 import json
 
 import pytest
-from experiments.cli.command_line import main
 
+from experiments.cli.command_line import main
 from experiments.provenance import environment
 from experiments.reports.gpu_suite import rows
 from experiments.steps.failures import Failures
@@ -106,7 +106,7 @@ def test_a_job_of_one_method_that_fails_keeps_the_others(monkeypatch):
 def test_what_does_not_fit_is_one_line_and_status_2(options, message, capsys):
     assert main(["gpu-suite", "--tier", "cpu", *options]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("ackpt gpu-suite: ") and message in error and error.count("\n") == 1
+    assert error.startswith("python -m experiments gpu-suite: ") and message in error and error.count("\n") == 1
 
 
 def test_a_file_as_folder_and_a_gpu_that_is_not_there_are_refused(tmp_path, capsys, monkeypatch):

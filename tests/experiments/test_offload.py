@@ -33,7 +33,7 @@ CKPT_OFFLOAD = ("ckpt_sync_offload", "ckpt_async_offload")
 
 @pytest.fixture(scope="module")
 def records():
-    return run_offload(TINY, "ackpt offload", timed_rounds=2)
+    return run_offload(TINY, "python -m experiments offload", timed_rounds=2)
 
 
 @pytest.fixture(scope="module")

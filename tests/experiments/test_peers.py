@@ -8,8 +8,9 @@ from torch import nn
 from torch._functorch import config
 
 import ackpt
-from experiments.steps.frontier_models import Workload, checked_sizes, workload
-from experiments.steps.frontier_runs import Runs, difference
+from ackpt.workloads.comparable_step import Workload, difference
+from experiments.steps.frontier_models import checked_sizes, workload
+from experiments.steps.frontier_runs import Runs
 from experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, SELECTIVE, peer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from experiments.cli.command_line import main
 
+from experiments.cli.command_line import main
 from experiments.published import STEPS, Predictions, all_predicted, excluded, predicted_bytes, predictions, rows
 from experiments.published.report import METRICS, badge, reasons, summary, summary_table, text_table, worst
 from experiments.published.training import LoopAdamW
@@ -46,7 +46,7 @@ def test_every_step_is_used():
 
 
 def test_all_stored_predictions_are_those_of_this_code():
-    """If this fails after a change of what predicts: run `ackpt published`, and `nox -s reproduce -- --only 13`."""
+    """After a change of what predicts: run `python -m experiments published`, and `nox -s reproduce -- --only 13`."""
     stored = Predictions()
     assert {stored.key(row) for row in rows()} == set(stored.stored)
 
@@ -145,7 +145,9 @@ class TestStoredPredictions:
 
     def test_a_broken_file_is_named(self, tmp_path):
         (tmp_path / "file.json").write_text("{}")
-        with pytest.raises(RecordError, match="file.json cannot be read: delete it and run ackpt published"):
+        with pytest.raises(
+            RecordError, match="file.json cannot be read: delete it and run python -m experiments published"
+        ):
             Predictions(tmp_path / "file.json")
 
 

@@ -58,7 +58,7 @@ def test_the_offload_experiments_sequences_fill_its_tokens():
 
 @pytest.fixture
 def short_sequences(monkeypatch):
-    monkeypatch.setattr(reference, "packed_lengths", lambda: [3, 5])
+    monkeypatch.setattr(reference, "LENGTHS", (3, 5))
 
 
 def test_attention_in_a_loop_attends_within_each_sequence(short_sequences):

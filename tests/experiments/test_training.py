@@ -20,7 +20,7 @@ LM = LMConfig(**{**TINY, "seq_lens": (24,)}, batch_size=2, vocab_size=300, token
 
 @pytest.fixture(scope="module")
 def lm_records():
-    (records,) = run_lm(LM, "ackpt lm", timed_rounds=2)
+    (records,) = run_lm(LM, "python -m experiments lm", timed_rounds=2)
     return {record.config["method"]: record for record in records}
 
 

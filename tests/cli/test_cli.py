@@ -1,0 +1,69 @@
+"""The command line: the commands that it has, those that moved, and bad input as one clear line with exit status 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ackpt.cli.command_line import MOVED, main
+
+
+def test_doctor_says_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "datasets" else object())
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert 'missing: pip install "ackpt[lm]"' in out and "no CUDA GPU: ackpt plan" in out
+    assert main(["doctor", "--json"]) == 0
+    packages = {p["name"]: p["installed"] for p in json.loads(capsys.readouterr().out)["packages"]}
+    assert packages["datasets"] is False and packages["tokenizers"] is True
+
+
+@pytest.mark.parametrize("command", MOVED)
+def test_a_command_that_moved_says_where_it_is(command, capsys):
+    from experiments.cli.command_line import main as study
+
+    assert main([command, "--out", "folder"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"ackpt {command}: ") and f"`python -m experiments {command}`" in err
+    with pytest.raises(SystemExit) as stop:
+        study([command, "--help"])
+    assert stop.value.code == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["plan", "lm", "--batch-size", "many"]])
+def test_unparsable_arguments_are_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and "--help" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "lm", "--budgt", "1"], "ackpt plan: unrecognized arguments: --budgt 1 (did you mean '--budget'?)"),
+        (["--verbose", "doctor"], "ackpt: unrecognized arguments: --verbose"),
+        (["explain", "lm"], "ackpt: argument command: unknown command 'explain' (did you mean ackpt plan --explain?)"),
+        (["plann", "lm"], "ackpt: argument command: unknown command 'plann' (did you mean 'plan'?): choose from plan"),
+        (
+            ["plan", "lm", "--lengths", "8,16"],
+            "ackpt plan: unrecognized arguments: --lengths 8,16: for several sizes write --sweep seq_len=512,1024 or",
+        ),
+    ],
+)
+def test_a_misspelt_option_is_said_by_its_command(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.startswith(words) and err.count("\n") == 1
+    assert f"(see {words.partition(':')[0]} --help)" in err
+
+
+def test_module_and_help_run_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "ackpt", "plan", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "--budget" in done.stdout
