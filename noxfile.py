@@ -35,15 +35,18 @@ PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
     checkpointing offloading metering
-    capture/test_capture.py capture/test_gradients.py capture/test_in_place.py
-    costs/test_profile.py
-    planning/test_plan.py planning/test_rewrite.py planning/test_schedule.py planning/test_simulate.py
-    policies/test_chain_table.py policies/test_chen.py policies/test_ilp.py policies/test_policies_compared.py
-    policies/test_revolve.py policies/test_rotor.py
-    test_api_page.py test_files.py test_imports.py
+    planner/capture/test_capture.py planner/capture/test_gradients.py planner/capture/test_in_place.py
+    planner/costs/test_profile.py planner/policies/test_chain_table.py planner/policies/test_chen.py
+    planner/policies/test_ilp.py planner/policies/test_policies_compared.py planner/policies/test_revolve.py
+    planner/policies/test_rotor.py planner/schedule/test_plan.py planner/schedule/test_rewrite.py
+    planner/schedule/test_schedule.py planner/schedule/test_simulate.py
+    core test_api_page.py test_imports.py
 """.split()
 # Folders of `tests/` that are jobs of `nox -s all`. What they leave is one more job; each takes about five minutes.
-PARTS = "capture planning experiments models costs", "running policies integrations"
+PARTS = (
+    "planner/capture planner/schedule planner/costs experiments models",
+    "planner/step planner/policies planner/backend",
+)
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The second brings axe-core: other versions of it have other rules.
 BROWSER = [

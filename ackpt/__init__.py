@@ -2,30 +2,30 @@
 
 from typing import TYPE_CHECKING
 
-from .autograd_state import is_recomputing
-from .checkpointing.chunked_loss import chunked_cross_entropy
-from .checkpointing.guards import guarantees
-from .checkpointing.reentrant import checkpoint
-from .checkpointing.sequential import checkpoint_sequential
-from .checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
-from .errors import BudgetError, CheckpointError, OffloadError, TraceError
-from .metering.meter import compare_seconds, count_flops, measure
-from .metering.timeline import MeterError
-from .offloading.saved_tensors import offload_saved_tensors
+from ackpt.checkpointing.chunked_loss import chunked_cross_entropy
+from ackpt.checkpointing.guards import guarantees
+from ackpt.checkpointing.reentrant import checkpoint
+from ackpt.checkpointing.sequential import checkpoint_sequential
+from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
+from ackpt.core.autograd_state import is_recomputing
+from ackpt.core.errors import BudgetError, CheckpointError, OffloadError, TraceError
+from ackpt.metering.meter import compare_seconds, count_flops, measure
+from ackpt.metering.timeline import MeterError
+from ackpt.offloading.saved_tensors import offload_saved_tensors
 
 if TYPE_CHECKING:
-    from .applied import apply_budget, remove_budget
-    from .capture.shapes import from_shapes
-    from .compiled import compile
-    from .costs.calibration import calibrate
-    from .explaining.explanation import explain
-    from .explaining.print_saved import print_saved
-    from .files import RecordError
-    from .graph import PlanError, ScheduleError, profile, trace
-    from .metering.prediction import predict
-    from .offloading.pays import offload_pays
-    from .planner import plan
-    from .planning.plan import Plan
+    from ackpt.core.files import RecordError
+    from ackpt.graph import PlanError, ScheduleError, profile, trace
+    from ackpt.metering.prediction import predict
+    from ackpt.offloading.pays import offload_pays
+    from ackpt.planner.applied import apply_budget, remove_budget
+    from ackpt.planner.capture.shapes import from_shapes
+    from ackpt.planner.choose import plan
+    from ackpt.planner.compiled import compile
+    from ackpt.planner.costs.calibration import calibrate
+    from ackpt.planner.explain.explanation import explain
+    from ackpt.planner.explain.print_saved import print_saved
+    from ackpt.planner.schedule.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -68,21 +68,21 @@ __all__ = [
 _LATER = {
     "Plan": ("ackpt.graph", "Plan"),
     "PlanError": ("ackpt.graph", "PlanError"),
-    "RecordError": ("ackpt.files", "RecordError"),
+    "RecordError": ("ackpt.core.files", "RecordError"),
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
-    "apply_budget": ("ackpt.applied", "apply_budget"),
-    "calibrate": ("ackpt.costs.calibration", "calibrate"),
-    "compile": ("ackpt.compiled", "compile"),
-    "explain": ("ackpt.explaining.explanation", "explain"),
-    "from_shapes": ("ackpt.capture.shapes", "from_shapes"),
+    "apply_budget": ("ackpt.planner.applied", "apply_budget"),
+    "calibrate": ("ackpt.planner.costs.calibration", "calibrate"),
+    "compile": ("ackpt.planner.compiled", "compile"),
+    "explain": ("ackpt.planner.explain.explanation", "explain"),
+    "from_shapes": ("ackpt.planner.capture.shapes", "from_shapes"),
     "graph": ("ackpt.graph", None),
     "offload_pays": ("ackpt.offloading.pays", "offload_pays"),
-    "plan": ("ackpt.planner", "plan"),
+    "plan": ("ackpt.planner.choose", "plan"),
     "policies": ("ackpt.policies", None),
     "predict": ("ackpt.metering.prediction", "predict"),
-    "print_saved": ("ackpt.explaining.print_saved", "print_saved"),
+    "print_saved": ("ackpt.planner.explain.print_saved", "print_saved"),
     "profile": ("ackpt.graph", "profile"),
-    "remove_budget": ("ackpt.applied", "remove_budget"),
+    "remove_budget": ("ackpt.planner.applied", "remove_budget"),
     "trace": ("ackpt.graph", "trace"),
 }
 

@@ -3,17 +3,16 @@
 ``import ackpt`` does not load it; ``ackpt.trace`` and ``ackpt.graph`` do when they are first used.
 """
 
-from ackpt.capture.joint_graph import JointGraph, Node, Storage
-from ackpt.capture.tracing import trace
-from ackpt.costs.profiles import Profile, ProfileError, profile
-from ackpt.planning.plan import Activation, Plan, PlanError
-from ackpt.planning.proof import RewriteError
-from ackpt.planning.rewriting import Rewritten, rewrite
-from ackpt.planning.schedule import Schedule, ScheduleError, Step, lower, scheduled
-from ackpt.planning.simulator import Simulation, simulate
-from ackpt.running.planned_step import PlannedStep
-
-from .errors import TraceError
+from ackpt.core.errors import TraceError
+from ackpt.planner.capture.joint_graph import JointGraph, Node, Storage
+from ackpt.planner.capture.tracing import trace
+from ackpt.planner.costs.profiles import Profile, ProfileError, profile
+from ackpt.planner.schedule.plan import Activation, Plan, PlanError
+from ackpt.planner.schedule.proof import RewriteError
+from ackpt.planner.schedule.rewriting import Rewritten, rewrite
+from ackpt.planner.schedule.schedule import Schedule, ScheduleError, Step, lower, scheduled
+from ackpt.planner.schedule.simulator import Simulation, simulate
+from ackpt.planner.step.planned_step import PlannedStep
 
 __all__ = [
     "Activation",

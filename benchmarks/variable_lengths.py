@@ -25,8 +25,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ackpt
-from ackpt.dynamic_plans import DynamicPlans
-from ackpt.running import dynamic_step, variants
+from ackpt.planner.dynamic_plans import DynamicPlans
+from ackpt.planner.step import dynamic_step, variants
 
 
 def main() -> None:

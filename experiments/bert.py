@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ackpt.planning.plan import SAVED, Activation, Plan
+from ackpt.planner.schedule.plan import SAVED, Activation, Plan
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
 from experiments.steps.named_steps import PER_BLOCK, PLAIN, Setting, method, needs_limit

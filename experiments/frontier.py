@@ -20,16 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 import ackpt
-from ackpt.errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
-from ackpt.planner import MEASURED, default_profile, plan
-from ackpt.planning.plan import Plan
-from ackpt.planning.schedule import everything, recomputed
-from ackpt.policies import POLICIES, auto
-from ackpt.policies.search.frontier import frontier
-from ackpt.policies.search.recompute_costs import step_cost
-from ackpt.workloads.comparable_step import Workload
-from ackpt.workloads.cuda_capture import kernels_of_a_gpu
+from ackpt.planner.choose import MEASURED, default_profile, plan
+from ackpt.planner.policies import POLICIES, auto
+from ackpt.planner.policies.search.frontier import frontier
+from ackpt.planner.policies.search.recompute_costs import step_cost
+from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.schedule.schedule import everything, recomputed
+from ackpt.planner.workloads.comparable_step import Workload
+from ackpt.planner.workloads.cuda_capture import kernels_of_a_gpu
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
 from experiments.steps.frontier_models import checked_sizes, workload
@@ -251,7 +251,7 @@ def _bounds(graph, costs, limits: list[int]) -> list[dict]:
     """Lower bounds of the recomputed FLOPs within each limit; [] without scipy."""
     if importlib.util.find_spec("scipy") is None:
         return []
-    from ackpt.policies.search.lower_bound import lower_bound
+    from ackpt.planner.policies.search.lower_bound import lower_bound
 
     flops = [float(value) for value in costs.flops]
     bounds = [(limit, lower_bound(graph, flops, costs.workspace_bytes, limit)) for limit in limits]

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ackpt.costs.profiles import profile as profiled
 from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
-from ackpt.planner import plan
-from ackpt.planning.plan import RECOMPUTED, Plan
-from ackpt.planning.simulator import simulate
+from ackpt.planner.choose import plan
+from ackpt.planner.costs.profiles import profile as profiled
+from ackpt.planner.schedule.plan import RECOMPUTED, Plan
+from ackpt.planner.schedule.simulator import simulate
 from experiments.steps.captured_step import CapturedStep
 
 LABEL = 0.21  # width of a label of a peak, relative to the axis
@@ -36,7 +36,7 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | di
     """
     from matplotlib.lines import Line2D
 
-    from ackpt import plots
+    from ackpt.metering import plots
 
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "allocations and frees of one step, in order", "live memory (MiB)")

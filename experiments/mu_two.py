@@ -1,6 +1,6 @@
 """mu-TWO step by step: the attributes of intermediates, how every choice changes them, and the printed pseudocode.
 
-Purandare et al., mu-TWO, MLSys 2023; the policy is `ackpt.policies.mu_two`. Each function whose name begins
+Purandare et al., mu-TWO, MLSys 2023; the policy is `ackpt.planner.policies.mu_two`. Each function whose name begins
 with ``printed`` reproduces one error of the paper's pseudocode, so that its effect can be measured.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ackpt.capture.joint_graph import JointGraph
-from ackpt.planning.schedule import everything
-from ackpt.planning.simulator import peak_of, step_peaks
-from ackpt.policies.mu_two import State, schedules_of, states
-from ackpt.policies.search.intermediates import Intermediate, intermediates
-from ackpt.policies.search.recompute_costs import costs
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.policies.mu_two import State, schedules_of, states
+from ackpt.planner.policies.search.intermediates import Intermediate, intermediates
+from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.schedule.schedule import everything
+from ackpt.planner.schedule.simulator import peak_of, step_peaks
 
 
 def name_of(graph: JointGraph, intermediate: Intermediate) -> str:

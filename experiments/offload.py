@@ -20,7 +20,7 @@ from ackpt.metering.meter import compare_seconds, measure
 from ackpt.metering.prediction import predict
 from ackpt.models.transformer import Transformer, TransformerConfig
 from ackpt.offloading.saved_tensors import MIN_BYTES
-from ackpt.workloads.step_request import autocast
+from ackpt.planner.workloads.step_request import autocast
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
 from experiments.steps.gradients import TOLERANCE, GradientsDiffer, require_equal

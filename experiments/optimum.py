@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ackpt.errors import BudgetError
-from ackpt.planner import plan
-from ackpt.planning.schedule import everything
-from ackpt.planning.simulator import peak_of
-from ackpt.policies import auto, full, ilp_graph, mu_two, rotor_chain
-from ackpt.policies.chains.blocks import coarse_chain
-from ackpt.policies.chains.cut_points import long_skips
-from ackpt.policies.chains.substitutes import substituted
-from ackpt.policies.search.frontier import Point, frontier, pareto
-from ackpt.policies.search.recompute_costs import costs, step_cost
-from ackpt.policies.search.refinement import refined
+from ackpt.core.errors import BudgetError
+from ackpt.planner.choose import plan
+from ackpt.planner.policies import auto, full, ilp_graph, mu_two, rotor_chain
+from ackpt.planner.policies.chains.blocks import coarse_chain
+from ackpt.planner.policies.chains.cut_points import long_skips
+from ackpt.planner.policies.chains.substitutes import substituted
+from ackpt.planner.policies.search.frontier import Point, frontier, pareto
+from ackpt.planner.policies.search.recompute_costs import costs, step_cost
+from ackpt.planner.policies.search.refinement import refined
+from ackpt.planner.schedule.schedule import everything
+from ackpt.planner.schedule.simulator import peak_of
 
 
 class MLPBlock(nn.Module):

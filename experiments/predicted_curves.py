@@ -16,13 +16,13 @@ from unittest import mock
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.costs.devices import device
-from ackpt.errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
-from ackpt.planning.simulator import simulate
-from ackpt.workloads.named_models import training_step
-from ackpt.workloads.planned_shapes import PlanConfig, captured
-from ackpt.workloads.step_request import StepRequest
+from ackpt.planner.costs.devices import device
+from ackpt.planner.schedule.simulator import simulate
+from ackpt.planner.workloads.named_models import training_step
+from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
+from ackpt.planner.workloads.step_request import StepRequest
 from experiments.results import REFERENCES, Record, environment
 
 from .published import STEPS, Predictions, rows
@@ -64,8 +64,8 @@ class Timelines(Predictions):
         return records
 
 
-_CODE = ("ackpt/costs", "ackpt/planning/simulator.py", "ackpt/planning/schedule.py")
-_CODE += ("ackpt/policies/chains/selective.py", "ackpt/policies/mu_two.py", "ackpt/policies/search")
+_CODE = ("ackpt/planner/costs", "ackpt/planner/schedule/simulator.py", "ackpt/planner/schedule/schedule.py")
+_CODE += tuple(f"ackpt/planner/policies/{name}" for name in ("chains/selective.py", "mu_two.py", "search"))
 POLICIES = {"without": "none", "per-block": "selective", "mu-two": "mu-two", "auto": "auto"}
 _SIZES = {"dim": 512, "ff_dim": 2048, "layers": 6, "head_dim": 64, "vocab_size": 30_000}
 MODELS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The environment of a record: what `ackpt.machine` says, the commit and the command."""
+"""The environment of a record: what `ackpt.core.machine` says, the commit and the command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ackpt.machine import machine
+from ackpt.core.machine import machine
 
 
 def environment(device: torch.device | str = "cpu", command: str = "") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ackpt.files import RecordError, write_bytes_atomic, write_text_atomic
+from ackpt.core.files import RecordError, write_bytes_atomic, write_text_atomic
 
 from .provenance import environment
 

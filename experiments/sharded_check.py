@@ -1,7 +1,7 @@
 """The experiment ``sharded_check``: a step that FSDP2 runs in processes over gloo, measured and predicted.
 
-The prediction is that of `ackpt.sharded.planner`, with the copies that gloo makes. Some threads free their copies
-late, so the measured peak is the lowest one of several steps.
+The prediction is that of `ackpt.planner.sharding.planner`, with the copies that gloo makes. Some threads free their
+copies late, so the measured peak is the lowest one of several steps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import distributed, multiprocessing
 
 import ackpt
-from ackpt.sharded.planner import ShardedModel
-from ackpt.sharded.sharding import Sharding, groups_of
-from ackpt.workloads.named_models import training_step
-from ackpt.workloads.planned_shapes import PlanConfig
-from ackpt.workloads.step_request import TRANSFORMERS, StepRequest
+from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharding import Sharding, groups_of
+from ackpt.planner.workloads.named_models import training_step
+from ackpt.planner.workloads.planned_shapes import PlanConfig
+from ackpt.planner.workloads.step_request import TRANSFORMERS, StepRequest
 from experiments.steps.named_steps import tensors, with_data
 
 LIMIT = datetime.timedelta(seconds=120)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from ackpt.errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.timeline import Timeline
-from ackpt.sharded.planner import ShardedModel, ShardedPlan
-from ackpt.sharded.sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Sharding
-from ackpt.workloads.planned_shapes import PlanConfig
-from ackpt.workloads.step_request import StepRequest
+from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan
+from ackpt.planner.sharding.sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Sharding
+from ackpt.planner.workloads.planned_shapes import PlanConfig
+from ackpt.planner.workloads.step_request import StepRequest
 
 GIB = 2**30
 TOKENS = 8192

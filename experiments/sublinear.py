@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ackpt.costs.profiles import profile as profiled
-from ackpt.errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.meter import Measurement, measure
-from ackpt.planner import plan
-from ackpt.planning.plan import Plan
-from ackpt.policies import revolve_chain
-from ackpt.running.planned_step import PlannedStep
+from ackpt.planner.choose import plan
+from ackpt.planner.costs.profiles import profile as profiled
+from ackpt.planner.policies import revolve_chain
+from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.step.planned_step import PlannedStep
 
 
 class Block(nn.Module):

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 import ackpt
-from ackpt import plots
+from ackpt.metering import plots
 from ackpt.metering.meter import memory_format
 from ackpt.models import PUBLISHED, Block, Transformer, TransformerConfig
 from experiments.results import Record, environment, markdown_table, write_text_atomic

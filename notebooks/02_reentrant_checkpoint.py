@@ -38,7 +38,7 @@ import functools
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ackpt import plots
+from ackpt.metering import plots
 from ackpt.metering.meter import compare_seconds, measure, memory_format
 from ackpt.models import Block, Transformer, TransformerConfig
 from experiments.pitfalls.checkpoints import verdicts

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt import plots
+from ackpt.metering import plots
 from ackpt.models import Transformer, TransformerConfig
 from ackpt.models.transformer import Block
 from experiments import synthetic

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 
 import ackpt
-from ackpt import plots
+from ackpt.metering import plots
 from ackpt.models import LanguageModel, TransformerConfig
 from experiments import lm
 from experiments.data import packed_batches, token_stream

@@ -47,11 +47,11 @@ import math
 import threading
 import time
 
-from ackpt import plots
-from ackpt.costs.devices import device
+from ackpt.metering import plots
 from ackpt.metering.meter import measure
 from ackpt.models import Block, TransformerConfig
 from ackpt.offloading import transport
+from ackpt.planner.costs.devices import device
 from experiments import offload
 from experiments.pitfalls import copies as pitfalls
 from experiments.predicted_curves import Timelines

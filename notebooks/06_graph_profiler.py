@@ -41,8 +41,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import ackpt
-from ackpt import models, plots
+from ackpt import models
 from ackpt.graph import PlannedStep, lower, rewrite, scheduled, simulate
+from ackpt.metering import plots
 from experiments import graph_profile
 from experiments.results import environment, markdown_table, write_text_atomic
 

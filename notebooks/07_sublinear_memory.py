@@ -38,11 +38,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ackpt
-from ackpt import models, plots
+from ackpt import models
 from ackpt.checkpointing.sequential import segment_lengths
 from ackpt.graph import PlannedStep
+from ackpt.metering import plots
+from ackpt.planner.policies.chains.blocks import fine_chain
 from ackpt.policies import chen, revolve, rotor
-from ackpt.policies.chains.blocks import fine_chain
 from experiments import graph_profile, sublinear
 from experiments.reports import figures
 from experiments.results import Record, environment, markdown_table, write_text_atomic

@@ -39,13 +39,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import ackpt
-from ackpt import models, plots
-from ackpt.costs.devices import device
+from ackpt import models
 from ackpt.graph import simulate
-from ackpt.planning.schedule import everything
-from ackpt.policies.mu_two import schedules_of, states
-from ackpt.policies.search.intermediates import Link, drop
-from ackpt.policies.search.recompute_costs import costs
+from ackpt.metering import plots
+from ackpt.planner.costs.devices import device
+from ackpt.planner.policies.mu_two import schedules_of, states
+from ackpt.planner.policies.search.intermediates import Link, drop
+from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.schedule.schedule import everything
 from experiments import graph_profile, mu_two
 from experiments.predicted_curves import BatchCurves
 from experiments.published import Predictions

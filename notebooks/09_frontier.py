@@ -38,7 +38,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ackpt
-from ackpt import models, plots
+from ackpt import models
+from ackpt.metering import plots
 from ackpt.policies import ilp
 from experiments import graph_profile, optimum, sublinear
 from experiments.frontier import PLANNED, FrontierConfig, run_frontier

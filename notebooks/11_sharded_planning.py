@@ -30,12 +30,12 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ackpt import plots
-from ackpt.sharded.blocks import CAPTURED
-from ackpt.sharded.planner import ShardedModel
-from ackpt.sharded.sharding import GroupBytes, Sharding
-from ackpt.workloads.planned_shapes import PlanConfig
-from ackpt.workloads.step_request import StepRequest
+from ackpt.metering import plots
+from ackpt.planner.sharding.blocks import CAPTURED
+from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharding import GroupBytes, Sharding
+from ackpt.planner.workloads.planned_shapes import PlanConfig
+from ackpt.planner.workloads.step_request import StepRequest
 from experiments import sharded_llama
 from experiments.graph_profile import orders_plot
 from experiments.reports import schematics

@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ackpt
-from ackpt import plots
+from ackpt.metering import plots
 from experiments.graph_profile import orders_plot
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 

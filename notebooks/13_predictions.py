@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt import plots
+from ackpt.metering import plots
 from experiments.calculator.sample import difference, rows_of
 from experiments.calculator.settings import Setting, by_formula, by_plan
 from experiments.data import packed_batches, token_stream

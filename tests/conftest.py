@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.capture.joint_graph import JointGraph
-from ackpt.capture.patches import fake_cache
-from ackpt.workloads import planned_shapes
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.patches import fake_cache
+from ackpt.planner.workloads import planned_shapes
 
 # The committed rates of a CPU, for subprocesses too: plans do not depend on the machine that runs the tests.
 os.environ["ACKPT_CALIBRATION"] = str(Path(__file__).parents[1] / "results" / "cpu_calibration.json")

@@ -15,7 +15,7 @@ from experiments import data, results
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (ackpt, graph, models, meter, results, data)
-CHAPTERS = ("ackpt.cli", "ackpt.sharded", "ackpt.workloads")  # the code of the command line
+CHAPTERS = ("ackpt.cli", "ackpt.planner.sharding", "ackpt.planner.workloads")  # the code of the command line
 
 
 @cache

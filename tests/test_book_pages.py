@@ -9,7 +9,7 @@ import pytest
 from address import colab_address, repository_address
 
 import ackpt
-from ackpt import errors, graph
+from ackpt.core import errors, graph
 from ackpt.metering import flops
 from experiments import data
 

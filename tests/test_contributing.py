@@ -6,7 +6,7 @@ import sys
 import pytest
 from test_readme import ROOT, blocks
 
-from ackpt import policies
+from ackpt.planner import policies
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MODULE, TEST = blocks("python", TEXT)
@@ -25,7 +25,7 @@ def test_the_policy_of_the_page_keeps_budgets(tmp_path, monkeypatch):
     for budget in budgets:
         test(budget)
     monkeypatch.delattr(policies, "largest_first")
-    monkeypatch.delitem(sys.modules, "ackpt.policies.largest_first")
+    monkeypatch.delitem(sys.modules, "ackpt.planner.policies.largest_first")
 
 
 def test_the_policy_of_the_page_is_none_of_the_packages():
@@ -34,7 +34,7 @@ def test_the_policy_of_the_page_is_none_of_the_packages():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_file_that_the_page_names_exists(path):
-    made_later = ("ackpt/policies/largest_first.py", "notebooks/NN_topic.py", "results/gpu", "book/_build/html")
+    made_later = ("ackpt/planner/policies/largest_first.py", "notebooks/NN_topic.py", "results/gpu", "book/_build/html")
     assert (ROOT / path).exists() or path in made_later
 
 

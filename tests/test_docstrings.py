@@ -10,7 +10,7 @@ import pytest
 import torch
 from public_names import look_up, public_names
 
-from ackpt.costs import calibration
+from ackpt.planner.costs import calibration
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTED = [name for name in public_names() if callable(look_up(name))]

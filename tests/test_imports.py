@@ -14,9 +14,8 @@ import ackpt
 IMPORTS = graph()
 # Every package imports only what stands before it; modules of the first level count as packages.
 ORDER = (
-    "errors autograd_state progress budget machine files models offloading metering plots checkpointing "
-    "capture costs planning running policies planner dynamic_plans saved_plan regions compiled applied graph "
-    "integrations workloads sharded explaining cli"
+    "core models offloading metering checkpointing capture costs schedule step policies parts planner graph backend "
+    "workloads sharding explain cli"
 ).split()
 PART_ONE = {"offloading", "metering", "checkpointing"}
 EVERYTHING = {**modules(), **modules(EXPERIMENTS)}
@@ -92,9 +91,9 @@ assert not first & {"matplotlib", "IPython", "ackpt.graph"}, first
 import experiments.data
 assert not {"datasets", "tokenizers"} & set(sys.modules)
 assert callable(ackpt.trace) and "ackpt.graph" in sys.modules
-import ackpt.compiled
+import ackpt.planner.compiled
 loaded = set(sys.modules) - before
-assert "ackpt.progress" in loaded and not any(name.split(".")[0] == "tqdm" for name in loaded), loaded
+assert "ackpt.core.progress" in loaded and not any(name.split(".")[0] == "tqdm" for name in loaded), loaded
 """
 
 

@@ -15,7 +15,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from address import BRANCH, ROOT, repository_address
-from imports import PACKAGE, graph, modules, package_of
+from imports import PACKAGE, graph, modules, package_of, room
 
 WIDTH, ROW, BOX, GAP = 400, 62, (112, 38), 12  # of the figure, in its own units
 
@@ -33,16 +33,15 @@ STAGES = (
     Stage("capture", "capture", "trace", "JointGraph"),
     Stage("cost", "costs", "profile", "Profile"),
     Stage("plan", "policies", "schedule", "Schedule"),
-    Stage("check", "planning", "simulate", "Plan"),
-    Stage("run", "planning", "rewrite", "Rewritten"),
+    Stage("check", "schedule", "simulate", "Plan"),
+    Stage("run", "schedule", "rewrite", "Rewritten"),
 )
-MODULES = ("planner", "compiled")  # of the first level, with the packages: the others only help
 
 
 @cache
 def packages() -> dict[str, set[str]]:
-    """Package, or one of `MODULES` -> those that it imports."""
-    drawn = {package_of(name) for name, path in modules().items() if path.name == "__init__.py"} - {""} | {*MODULES}
+    """Package -> the packages that it imports."""
+    drawn = {package_of(name) for name, path in modules().items() if path.name == "__init__.py"} - {""}
     edges: dict[str, set[str]] = {name: set() for name in sorted(drawn)}
     for module, imported in graph().items():
         if (source := package_of(module)) in drawn:
@@ -126,10 +125,9 @@ def figure() -> str:
     for node in edges:
         ((x, y),) = at[node]
         stages = [stage for stage in STAGES if stage.package == node]
-        name = f"{node}.py" if node in MODULES else node
         boxes.append(f'<rect x="{x - BOX[0] / 2:g}" y="{y}" width="{BOX[0]}" height="{BOX[1]}" rx="5"')
         boxes[-1] += f' class="{"stage" if stages else "package"}"/>'
-        boxes.append(f'<text x="{x:g}" y="{y + (16 if stages else 23)}">{name}</text>')
+        boxes.append(f'<text x="{x:g}" y="{y + (16 if stages else 23)}">{node}</text>')
         if stages:
             types = ", ".join(stage.returns for stage in stages)
             boxes.append(f'<text x="{x:g}" y="{y + 31}" class="type">{types}</text>')
@@ -147,10 +145,9 @@ def package_table() -> str:
         for name in row:
             if ">" in name:
                 continue
-            path = PACKAGE / f"{name}.py" if name in MODULES else PACKAGE / name
-            files = [path] if path.is_file() else list(path.rglob("*.py"))
-            source = path if path.is_file() else path / "__init__.py"
-            docstring = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+            path = room(name)
+            files = [file for module, file in modules().items() if package_of(module) == name]
+            docstring = ast.get_docstring(ast.parse((path / "__init__.py").read_text(encoding="utf-8"))) or ""
             first = " ".join(re.split(r"\n\n|(?<=\.)\s", docstring)[0].split()).replace("``", "`")
             lines.append(f"| {link(path)} | {len(files)} | {first} |")
     return "\n".join([":::{table}", ":class: stacked", "", *lines, ":::"])
@@ -161,8 +158,8 @@ def stage_table() -> str:
     lines = ["| stage | package | read first | returns |", "|:---|:---|:---|:---|"]
     for stage in STAGES:
         path, line = definition(stage.function, stage.package)
-        first = link(path, line, f"{path.relative_to(PACKAGE / stage.package)}: {stage.function}")
-        lines.append(f"| {stage.name} | {link(PACKAGE / stage.package)} | {first} | `{stage.returns}` |")
+        first = link(path, line, f"{path.relative_to(room(stage.package))}: {stage.function}")
+        lines.append(f"| {stage.name} | {link(room(stage.package))} | {first} | `{stage.returns}` |")
     return "\n".join([":::{table}", ":class: stacked", "", *lines, ":::"])
 
 
@@ -183,11 +180,11 @@ def definition(name: str, package: str = "") -> tuple:
     Raises:
         ValueError: if not exactly one file of the package defines it.
     """
-    where = "ackpt.policies.full" if package == "policies" else f"ackpt.{package}".rstrip(".")
+    where = PACKAGE / "planner" / "policies" / "full.py" if package == "policies" else room(package)
     definitions = [
         (path, node.lineno)
-        for module, path in modules().items()
-        if f"{module}.".startswith(f"{where}.")
+        for path in modules().values()
+        if path.is_relative_to(where)
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name
     ]

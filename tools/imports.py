@@ -92,5 +92,12 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def package_of(module: str) -> str:
-    """The first level below ``ackpt`` that a module belongs to, such as ``"capture"``; "" for `ackpt` itself."""
-    return module.partition(".")[2].partition(".")[0]
+    """The room that a module belongs to, such as ``"capture"`` in ``ackpt.planner``; "" for `ackpt` itself."""
+    below = module.split(".")[1:]
+    in_planner = below[:1] == ["planner"] and (PACKAGE / "planner" / "".join(below[1:2])).is_dir()
+    return below[1] if in_planner and len(below) > 1 else "".join(below[:1])
+
+
+def room(name: str) -> Path:
+    """The folder of a room, by the name that `package_of` returns."""
+    return PACKAGE / name if (PACKAGE / name).exists() else PACKAGE / "planner" / name

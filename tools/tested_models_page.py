@@ -11,7 +11,7 @@ from typing import Any
 
 from address import ROOT
 
-from ackpt.budget import readable
+from ackpt.core.budget import readable
 from experiments.results import Record, markdown_table
 
 FILE = ROOT / "results" / "models" / "tested_models.json"

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ackpt.errors import CheckpointError
+from ackpt.core.errors import CheckpointError
 
 _REDUCTIONS = ("mean", "sum")
 

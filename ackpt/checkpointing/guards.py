@@ -21,8 +21,8 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ackpt.autograd_state import version
-from ackpt.errors import CheckpointError
+from ackpt.core.autograd_state import version
+from ackpt.core.errors import CheckpointError
 
 from .reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data, is_stand_in
 

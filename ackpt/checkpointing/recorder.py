@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ackpt.autograd_state import phase
-from ackpt.errors import CheckpointError
+from ackpt.core.autograd_state import phase
+from ackpt.core.errors import CheckpointError
 
 from .guards import changed_between, memory
 from .refusals import name_of

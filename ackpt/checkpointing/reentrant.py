@@ -41,8 +41,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ackpt.autograd_state import phase
-from ackpt.errors import CheckpointError
+from ackpt.core.autograd_state import phase
+from ackpt.core.errors import CheckpointError
 from ackpt.offloading.packed_tensors import saved_tensors_of
 from ackpt.offloading.saved_tensors import Offload, resolve
 

@@ -6,8 +6,8 @@ import types
 
 import torch
 
-from ackpt.autograd_state import phase
-from ackpt.errors import CheckpointError
+from ackpt.core.autograd_state import phase
+from ackpt.core.errors import CheckpointError
 
 
 def unreachable(node) -> CheckpointError:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ackpt.autograd_state import phase, recomputation_begins, recomputation_ends
-from ackpt.errors import CheckpointError
+from ackpt.core.autograd_state import phase, recomputation_begins, recomputation_ends
+from ackpt.core.errors import CheckpointError
 
 from . import guards, refusals, rng
 from .autocast import OFF, Autocast, any_enabled

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ackpt.errors import CheckpointError, warn
+from ackpt.core.errors import CheckpointError, warn
 from ackpt.offloading.saved_tensors import Offload, resolve
 
 from .reachable import graph_inputs

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ackpt.errors import CheckpointError, OffloadError, did_you_mean
+from ackpt.core.errors import CheckpointError, OffloadError, did_you_mean
 
 from .doctor import add_doctor
 from .plan import add_plan

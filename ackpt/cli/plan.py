@@ -1,4 +1,4 @@
-"""The command ``ackpt plan``: its options, and the call of `ackpt.workloads.planned_shapes`."""
+"""The command ``ackpt plan``: its options, and the call of `ackpt.planner.workloads.planned_shapes`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ackpt.costs.devices import DEVICES, device
-from ackpt.workloads.optimizers import OPTIMIZERS, UNSHARDED
+from ackpt.planner.costs.devices import DEVICES, device
+from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
 
 from .options import UsageError, add_set, field, writable
 
@@ -161,7 +161,7 @@ def add_plan(commands) -> None:
 
 def run_plan_command(arguments, command: str) -> int:
     _check_names(arguments)
-    from ackpt.workloads.planned_shapes import run_plan
+    from ackpt.planner.workloads.planned_shapes import run_plan
 
     from . import plan_fsdp, plan_sweep, plan_text
 
@@ -210,8 +210,8 @@ def run_plan_command(arguments, command: str) -> int:
 
 def _check_names(arguments) -> None:
     """Refuse a wrong device, model or configuration before the imports that planning needs, which take seconds."""
-    from ackpt.workloads.step_request import TRANSFORMERS, no_configuration, unknown_model
-    from ackpt.workloads.transformers_models import dtype_of_file
+    from ackpt.planner.workloads.step_request import TRANSFORMERS, no_configuration, unknown_model
+    from ackpt.planner.workloads.transformers_models import dtype_of_file
 
     for name in filter(None, (arguments.device_profile or "").split(",")):
         device(name)
@@ -233,10 +233,10 @@ def _check_names(arguments) -> None:
 
 def configuration(arguments, **changes):
     """The configuration that the options ask for, with `changes` of options; ValueError for a wrong one."""
-    from ackpt.workloads.adapters import Lora
-    from ackpt.workloads.planned_shapes import PlanConfig
-    from ackpt.workloads.step_request import DTYPES, StepRequest, dtype_called
-    from ackpt.workloads.transformers_models import dtype_of_file
+    from ackpt.planner.workloads.adapters import Lora
+    from ackpt.planner.workloads.planned_shapes import PlanConfig
+    from ackpt.planner.workloads.step_request import DTYPES, StepRequest, dtype_called
+    from ackpt.planner.workloads.transformers_models import dtype_of_file
 
     arguments = argparse.Namespace(**{**vars(arguments), **changes})
     dtype = dtype_called(arguments.dtype or dtype_of_file(arguments.model) or "float32")
@@ -293,8 +293,8 @@ def _require_alone(reason: str, arguments, *options: str) -> None:
 
 def _shardings(arguments) -> list:
     """One `Sharding` for each number of ranks in --fsdp; [] without it."""
-    from ackpt.sharded.sharding import Sharding
-    from ackpt.workloads.step_request import DTYPES, dtype_called
+    from ackpt.planner.sharding.sharding import Sharding
+    from ackpt.planner.workloads.step_request import DTYPES, dtype_called
 
     names = {"--shard-dtype": arguments.shard_dtype, "--reduce-dtype": arguments.reduce_dtype}
     for option, name in names.items():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from ackpt.errors import BudgetError
+from ackpt.core.errors import BudgetError
+from ackpt.core.progress import about, shown, stage
 from ackpt.metering.meter import memory_format
-from ackpt.progress import about, shown, stage
-from ackpt.sharded.planner import ShardedModel, ShardedPlan
-from ackpt.sharded.sharding import Sharding
-from ackpt.workloads.planned_shapes import PlanConfig
+from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan
+from ackpt.planner.sharding.sharding import Sharding
+from ackpt.planner.workloads.planned_shapes import PlanConfig
 
 from .plan_text import dtype_name, plan_step, refused, sizes_text
 

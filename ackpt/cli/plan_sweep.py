@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ackpt.errors import BudgetError, did_you_mean
+from ackpt.core.errors import BudgetError, did_you_mean
+from ackpt.core.progress import about
 from ackpt.metering.meter import memory_format
-from ackpt.progress import about
-from ackpt.workloads.named_models import training_step
-from ackpt.workloads.planned_shapes import PlanConfig, Planned, run_plan
+from ackpt.planner.workloads.named_models import training_step
+from ackpt.planner.workloads.planned_shapes import PlanConfig, Planned, run_plan
 
 from . import plan_text
 from .options import UsageError

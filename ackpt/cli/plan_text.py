@@ -7,13 +7,13 @@ import dataclasses
 import torch
 
 import ackpt
-from ackpt.budget import readable
-from ackpt.errors import BudgetError
-from ackpt.explaining.explanation import Explanation, explained
+from ackpt.core.budget import readable
+from ackpt.core.errors import BudgetError
 from ackpt.metering.meter import memory_format
-from ackpt.workloads.optimizers import optimizer_kind
-from ackpt.workloads.planned_shapes import FULL, PlanConfig, Planned
-from ackpt.workloads.step_request import TrainingStep
+from ackpt.planner.explain.explanation import Explanation, explained
+from ackpt.planner.workloads.optimizers import optimizer_kind
+from ackpt.planner.workloads.planned_shapes import FULL, PlanConfig, Planned
+from ackpt.planner.workloads.step_request import TrainingStep
 
 LARGEST = 10
 ON_A_GPU = (

@@ -26,7 +26,7 @@ def add_selftest(commands) -> None:
 
 
 def run_selftest_command(arguments, command: str) -> int:
-    from ackpt.files import write_text_atomic
+    from ackpt.core.files import write_text_atomic
 
     from .options import writable
     from .selftest_checks import SelftestConfig, failed, run_selftest, text_table

@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
-from ackpt.costs.devices import DEVICES, rates_of
-from ackpt.machine import machine
+from ackpt.core.machine import machine
 from ackpt.metering.meter import compare_seconds, measure, memory_format
 from ackpt.metering.prediction import predict
-from ackpt.workloads.comparable_step import Workload, difference, transformer
-from ackpt.workloads.cuda_capture import kernels_of_a_gpu
+from ackpt.planner.costs.devices import DEVICES, rates_of
+from ackpt.planner.workloads.comparable_step import Workload, difference, transformer
+from ackpt.planner.workloads.cuda_capture import kernels_of_a_gpu
 
 BUDGET = 0.5
 SIZES = {

@@ -1,6 +1,6 @@
 """What memory on a GPU depends on: compute capability, cuBLAS workspace, CUDA context, settings of the allocator.
 
-Names are those of `ackpt.costs.devices`. ``"cuda"`` is a GPU of compute capability 8.0.
+Names are those of `ackpt.planner.costs.devices`. ``"cuda"`` is a GPU of compute capability 8.0.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ackpt.errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 
 from .timeline import MeterError
 

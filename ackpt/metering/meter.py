@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ackpt.errors import warn
-from ackpt.progress import measuring
+from ackpt.core.errors import warn
+from ackpt.core.progress import measuring
 
 from . import cpu_meter, cuda_meter
 from .flops import UncountedFlops, count_flops

@@ -56,9 +56,10 @@ def predict(
         step_fn: one forward and backward, with or without an optimizer step; called without arguments.
         resident: modules, optimizers and tensors, all created under ``FakeTensorMode`` on its CPU, or on ``"meta"``.
             Prefer the first: on ``"meta"`` torch decomposes some operations, whose predicted bytes are too large.
-        device: the device whose step is predicted: ``"cpu"``, a GPU by its name in ``ackpt.costs.devices``, such as
-            ``"t4"``, or ``"cuda"`` for one of compute capability 8.0. The step then uses the kernels and autocast rules
-            of that GPU; neither a GPU nor a CUDA build of torch is needed (see ``ackpt/metering/cuda_choices.py``).
+        device: the device whose step is predicted: ``"cpu"``, a GPU by its name in
+            ``ackpt.planner.costs.devices``, such as ``"t4"``, or ``"cuda"`` for one of compute capability 8.0. The step
+            then uses the kernels and autocast rules of that GPU; neither a GPU nor a CUDA build of torch is needed (see
+            ``ackpt/metering/cuda_choices.py``).
         warmup: number of steps before the predicted one, so that gradients and optimizer state exist as in the measured
             step.
         round_to: round every block up to multiples of so many bytes, instead of modeling the allocator of a GPU; on the

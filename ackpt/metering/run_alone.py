@@ -1,8 +1,8 @@
 """Run a function or one operation and count the bytes that it allocates, on the CPU or a CUDA device.
 
-`kernel_memory.Workspaces` does this for the operations of a predicted step, and `ackpt.costs.workspace` for those of a
-graph: each distinct operation once, with made-up arguments. `ackpt.costs.operation_runs` uses the values that the graph
-computes.
+`kernel_memory.Workspaces` does this for the operations of a predicted step, and
+`ackpt.planner.costs.workspace` for those of a graph: each distinct operation once, with made-up arguments.
+`ackpt.planner.costs.operation_runs` uses the values that the graph computes.
 """
 
 from __future__ import annotations

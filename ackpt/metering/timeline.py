@@ -1,4 +1,4 @@
-"""``Timeline``: live bytes by category after every allocation and free. `ackpt.plots` draws it.
+"""``Timeline``: live bytes by category after every allocation and free. `ackpt.metering.plots` draws it.
 
 The CPU's allocator, the caching allocator and the prediction from shapes report the same kinds of actions in order:
 allocations, frees, and the start of backward. This module assigns a category to every block, for all three.
@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch.utils.checkpoint
 
-from ackpt import autograd_state
+from ackpt.core import autograd_state
 from ackpt.offloading import counters
 
 #: The categories of live bytes. ``recomputed``: by regions, by plans, and by torch's non-reentrant checkpoint.
@@ -126,7 +126,7 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
     Actions are tuples: ``("alloc", key, bytes)``, ``("free", key)``, ``("mark", key, category)`` for the present block
     with this key, ``("backward",)`` at the start of backward, ``("copy", number, way, bytes)`` when offload submits a
     copy and ``("waited", number)`` when compute waits for it, ``("recompute",)`` and ``("recomputed",)`` around what is
-    recomputed (`ackpt.autograd_state.observers`). `before` maps keys of blocks that exist before the step
+    recomputed (`ackpt.core.autograd_state.observers`). `before` maps keys of blocks that exist before the step
     to ``(category, bytes)``; `after` maps keys of blocks that exist after the step to their category.
 
     A block has one category. Blocks without a mark are activations if they were allocated in the forward and are live

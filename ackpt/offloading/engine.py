@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from ackpt.autograd_state import version
-from ackpt.errors import OffloadError
+from ackpt.core.autograd_state import version
+from ackpt.core.errors import OffloadError
 
 from .counters import Counters, observers
 from .saved_storages import DeviceStore, ForwardState, OffloadedStorage, live, root_of

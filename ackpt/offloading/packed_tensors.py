@@ -13,8 +13,8 @@ import threading
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ackpt.autograd_state import version
-from ackpt.errors import OffloadError
+from ackpt.core.autograd_state import version
+from ackpt.core.errors import OffloadError
 
 from .engine import Engine
 from .saved_storages import ForwardState, OffloadedStorage

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ackpt.autograd_state import version
+from ackpt.core.autograd_state import version
 
 from .store import Buffer, Pool
 from .transport import Transport

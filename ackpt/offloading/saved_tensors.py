@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ackpt.autograd_state import phase
+from ackpt.core.autograd_state import phase
 
 from .engine import Engine
 from .packed_tensors import OffloadedTensor, TensorOnDevice, extent, unpack

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ackpt.errors import OffloadError, warn
+from ackpt.core.errors import OffloadError, warn
 
 PAGE = 4096
 LARGEST_FILE = 1 << 30  # bytes, unless one buffer is larger

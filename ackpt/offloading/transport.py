@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ackpt.errors import OffloadError
+from ackpt.core.errors import OffloadError
 
 from .cpu_streams import Event, Stream
 

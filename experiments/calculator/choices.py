@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ackpt.costs.devices import device
 from ackpt.metering.gpus import Gpu
-from ackpt.sharded.sharding import Sharding
-from ackpt.workloads.adapters import Lora
-from ackpt.workloads.named_models import training_step
-from ackpt.workloads.planned_shapes import PlanConfig
-from ackpt.workloads.step_request import DTYPES, StepRequest, TrainingStep
+from ackpt.planner.costs.devices import device
+from ackpt.planner.sharding.sharding import Sharding
+from ackpt.planner.workloads.adapters import Lora
+from ackpt.planner.workloads.named_models import training_step
+from ackpt.planner.workloads.planned_shapes import PlanConfig
+from ackpt.planner.workloads.step_request import DTYPES, StepRequest, TrainingStep
 
 from .polynomials import UNIT
 from .presets import LORA_RANK, Preset

@@ -9,14 +9,14 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from ackpt.capture.optimizer_state import eight_bit_bytes, optimizer_bytes
-from ackpt.costs.devices import DEVICES, device
 from ackpt.metering.gpus import CAPABILITIES, gpu
 from ackpt.metering.resident import rounded
-from ackpt.sharded.blocks import CAPTURED
-from ackpt.sharded.sharding import GroupBytes, Sharding, groups_of
-from ackpt.workloads.optimizers import EIGHT_BIT, OPTIMIZERS
-from ackpt.workloads.planned_shapes import CUDA_BLOCK
+from ackpt.planner.capture.optimizer_state import eight_bit_bytes, optimizer_bytes
+from ackpt.planner.costs.devices import DEVICES, device
+from ackpt.planner.sharding.blocks import CAPTURED
+from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of
+from ackpt.planner.workloads.optimizers import EIGHT_BIT, OPTIMIZERS
+from ackpt.planner.workloads.planned_shapes import CUDA_BLOCK
 
 from .choices import HALF, KINDS, LORA, MIXED, MODES, SINGLE, kind_of, plan_config, shardings, whole_step
 from .measured import Measured, points_of

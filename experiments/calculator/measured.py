@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ackpt.capture.joint_graph import FORWARD
-from ackpt.planning.live_bytes import CATEGORIES
-from ackpt.planning.schedule import recomputed
-from ackpt.sharded.blocks import CAPTURED, deep
-from ackpt.sharded.sharding import Sharding, groups_of
-from ackpt.sharded.step import CATEGORIES_OF_A_RANK, ROOT, ShardingError, Window
+from ackpt.planner.capture.joint_graph import FORWARD
+from ackpt.planner.schedule.live_bytes import CATEGORIES
+from ackpt.planner.schedule.schedule import recomputed
+from ackpt.planner.sharding.blocks import CAPTURED, deep
+from ackpt.planner.sharding.sharding import Sharding, groups_of
+from ackpt.planner.sharding.step import CATEGORIES_OF_A_RANK, ROOT, ShardingError, Window
 
 from .choices import FIRST_BLOCKS, HALF, KINDS, NONE, PER_BLOCK, SINGLE, plan_config, shardings, whole_step
 from .polynomials import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import ackpt
-from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
-from ackpt.sharded.planner import ShardedModel
-from ackpt.workloads.planned_shapes import PlanConfig, at_peak, run_plan, with_training_loop
+from ackpt.planner.schedule.plan import RECOMPUTED, SAVED, Plan
+from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.workloads.planned_shapes import PlanConfig, at_peak, run_plan, with_training_loop
 
 from .choices import FIRST_BLOCKS, HALF, MIXED, NONE, PER_BLOCK, plan_config, shardings
 from .presets import PRESETS

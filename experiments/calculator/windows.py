@@ -1,8 +1,8 @@
 """The allocations of the root and of each block of a step, without recomputation and with per-block checkpointing.
 
 A window is an uninterrupted run of the root or of one block, in the forward or in the backward. Models of equal blocks
-are captured with a few of them: windows of blocks in the middle repeat, see `ackpt.sharded.blocks`. Sharded steps
-have the windows of `ackpt.sharded`; others have those that follow from the schedules of `ackpt.plan`.
+are captured with a few of them: windows of blocks in the middle repeat, see `ackpt.planner.sharding.blocks`. Sharded
+steps have the windows of `ackpt.planner.sharding`; others have those that follow from the schedules of `ackpt.plan`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import ackpt
-from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-from ackpt.costs.devices import Device, device
-from ackpt.costs.profiles import Profile, with_gpu_workspace
-from ackpt.planning.live_bytes import follow
-from ackpt.planning.schedule import Schedule, everything, lower, recomputed
-from ackpt.sharded.blocks import Blocks
-from ackpt.sharded.sharding import Group, Sharding, groups_of
-from ackpt.sharded.step import ROOT, Window, owners, step_windows
-from ackpt.workloads.named_models import training_step
-from ackpt.workloads.planned_shapes import CUDA_BLOCK, PlanConfig, captured
-from ackpt.workloads.step_request import TrainingStep
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.costs.devices import Device, device
+from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
+from ackpt.planner.schedule.live_bytes import follow
+from ackpt.planner.schedule.schedule import Schedule, everything, lower, recomputed
+from ackpt.planner.sharding.blocks import Blocks
+from ackpt.planner.sharding.sharding import Group, Sharding, groups_of
+from ackpt.planner.sharding.step import ROOT, Window, owners, step_windows
+from ackpt.planner.workloads.named_models import training_step
+from ackpt.planner.workloads.planned_shapes import CUDA_BLOCK, PlanConfig, captured
+from ackpt.planner.workloads.step_request import TrainingStep
 
 
 @dataclass(frozen=True)

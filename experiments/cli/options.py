@@ -88,7 +88,7 @@ def checked_folder(config, arguments) -> Path | None:
     Raises:
         UsageError: naming the option.
     """
-    from ackpt.workloads.step_request import DTYPES
+    from ackpt.planner.workloads.step_request import DTYPES
 
     if config.dtype not in DTYPES:
         raise UsageError(f"unknown dtype {config.dtype!r}: choose from {', '.join(DTYPES)}")

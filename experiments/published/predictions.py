@@ -56,7 +56,7 @@ def version_of(places: Iterable[str], *more_files: str) -> str:
 
 
 def _files(place: Path) -> Iterable[Path]:
-    return [place] if place.suffix else place.rglob("*.py")
+    return [place] if place.suffix else (file for file in place.rglob("*.py") if file.name != "plots.py")
 
 
 @functools.cache

@@ -118,7 +118,7 @@ def errors_plot(rows: list[dict[str, Any]]):
     """The error of every figure by source, with a color for each metric, on an axis that is linear within 0.1 %."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    from ackpt import plots
+    from ackpt.metering import plots
 
     sources = list(dict.fromkeys(row["source"] for row in rows))[::-1]
     with plots.style.context("default"):

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import torch
 
 import ackpt
-from ackpt.capture.joint_graph import JointGraph
-from ackpt.costs.devices import DEVICES, Device
-from ackpt.costs.fusion import fused
-from ackpt.costs.profiles import Profile
 from ackpt.metering.gpus import gpu
-from ackpt.planning.simulator import simulate
-from ackpt.workloads.cuda_capture import CapturedCudaChoices
-from ackpt.workloads.named_models import training_step
-from ackpt.workloads.planned_shapes import PlanConfig, captured
-from ackpt.workloads.step_request import StepRequest, autocast
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.costs.devices import DEVICES, Device
+from ackpt.planner.costs.fusion import fused
+from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.schedule.simulator import simulate
+from ackpt.planner.workloads.cuda_capture import CapturedCudaChoices
+from ackpt.planner.workloads.named_models import training_step
+from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
+from ackpt.planner.workloads.step_request import StepRequest, autocast
 from experiments.results import REFERENCES, RecordError, load_reference, markdown_table, write_text_atomic
 
 from .predictions import digest, version_of
@@ -35,11 +35,11 @@ from .time_ratio_models import dense_net, megatron_layers, reference_model
 REFERENCE = "published-ratios"
 FILE = REFERENCES.parent / "predictions" / "time-ratios.json"
 _CODE = (
-    "ackpt/costs",
-    "ackpt/planning/simulator.py",
-    "ackpt/planning/schedule.py",
-    "ackpt/policies/chains/selective.py",
-    "ackpt/policies/manual.py",
+    "ackpt/planner/costs",
+    "ackpt/planner/schedule/simulator.py",
+    "ackpt/planner/schedule/schedule.py",
+    "ackpt/planner/policies/chains/selective.py",
+    "ackpt/planner/policies/manual.py",
 )
 _CODE += tuple(f"experiments/published/{name}.py" for name in ("time_ratios", "time_ratio_models", "reference"))
 FEW, MORE = 2, 4  # blocks of the steps that are captured

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ackpt.budget import from_text, readable
+from ackpt.core.budget import from_text, readable
 from ackpt.metering.meter import memory_format
 from experiments.batch_size import EXPERIMENT, LARGEST
 from experiments.results import DASH
@@ -183,7 +183,7 @@ def curves_plot(curves: dict[str, dict], published: dict[str, dict[int, float]],
         published: ``{name: {batch: MiB}}``, drawn as marks over the peaks of the first model.
         title: the finding.
     """
-    from ackpt import plots
+    from ackpt.metering import plots
 
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "", "")

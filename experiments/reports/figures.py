@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from ackpt import plots
+from ackpt.metering import plots
 
 from .tables import MIB
 

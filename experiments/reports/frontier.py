@@ -7,7 +7,7 @@ Peaks are fractions of the baseline's dynamic peak, FLOPs of recomputation fract
 
 from __future__ import annotations
 
-from ackpt.budget import readable
+from ackpt.core.budget import readable
 from ackpt.metering.meter import memory_format
 from experiments.frontier import OURS
 from experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, PEERS
@@ -198,7 +198,7 @@ def frontier_plot(record, title: str | None = None):
     from matplotlib.ticker import PercentFormatter
     from seaborn import color_palette
 
-    from ackpt import plots
+    from ackpt.metering import plots
 
     colors = color_palette("colorblind").as_hex()
     policies = sorted({point["policy"]: None for point in measured(record)}, key=lambda name: name != OURS)
@@ -242,7 +242,7 @@ def frontier_plot(record, title: str | None = None):
 
 def _above(axes, record) -> float:
     """The upper end of the axis; lists the policies above it."""
-    from ackpt.plots import TEXT
+    from ackpt.metering.plots import TEXT
 
     flops = record.metrics["baseline"]["flops"]
     shares = {(p["policy"], p["measured_peak_bytes"]): p["recompute_flops"] / flops for p in measured(record)}

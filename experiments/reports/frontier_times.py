@@ -45,7 +45,7 @@ def time_plot(record: Record, title: str | None = None):
     Raises:
         ValueError: if the record has no times.
     """
-    from ackpt import plots
+    from ackpt.metering import plots
 
     with plots.style.context("default"):
         title = _finding(record) if title is None else title
@@ -61,7 +61,7 @@ def times_plot(records: Sequence[Record], highest: float, title: str = ""):
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    from ackpt import plots
+    from ackpt.metering import plots
 
     with plots.style.context("default"):
         lines = -(-len(records) // 2)
@@ -93,7 +93,7 @@ def _draw(axes, record: Record, highest: float | None = None) -> dict:
     from matplotlib.ticker import PercentFormatter
     from seaborn import color_palette
 
-    from ackpt.plots import TEXT
+    from ackpt.metering.plots import TEXT
 
     metrics = record.metrics
     if "seconds_ratio" not in metrics["eager"]:

@@ -166,7 +166,7 @@ def bars_plot(records, what: str, title: str):
     Raises:
         ValueError: for another `what`, and if no record has a figure of it.
     """
-    from ackpt import plots
+    from ackpt.metering import plots
 
     if what not in ("peak", "time"):
         raise ValueError(f"what={what!r} is unknown: choose 'peak' or 'time'")
@@ -212,7 +212,7 @@ def timelines_plot(records, title: str, methods=STACKED):
     Raises:
         ValueError: if none of `methods` was run.
     """
-    from ackpt import plots
+    from ackpt.metering import plots
 
     by_method = {record.config["method"]: record for record in ran(records)}
     shown = [by_method[name] for name in methods if name in by_method]

@@ -12,8 +12,8 @@ from torch._functorch import config as functorch_config
 from ackpt.metering.cpu_meter import keep_freed_memory
 from ackpt.metering.meter import compare_seconds, count_flops, measure
 from ackpt.metering.resident import Resident
-from ackpt.planning.plan import Plan
-from ackpt.workloads.comparable_step import Workload, difference
+from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.workloads.comparable_step import Workload, difference
 from experiments.steps.captured_step import CapturedStep
 
 from .peers import by_inductor, fresh_dynamo

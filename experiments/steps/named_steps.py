@@ -15,13 +15,13 @@ import torch
 
 import ackpt
 from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
-from ackpt.errors import BudgetError, did_you_mean
+from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.metering.meter import measure
 from ackpt.models import BasicBlock, BertBlock, BertForMaskedLM, Block, Bottleneck
-from ackpt.policies import POLICIES
-from ackpt.workloads.named_models import BUILT_IN, training_step
-from ackpt.workloads.planned_shapes import NEEDS_FATES
-from ackpt.workloads.step_request import StepRequest, autocast
+from ackpt.planner.policies import POLICIES
+from ackpt.planner.workloads.named_models import BUILT_IN, training_step
+from ackpt.planner.workloads.planned_shapes import NEEDS_FATES
+from ackpt.planner.workloads.step_request import StepRequest, autocast
 
 from .settings import record_metrics
 from .training import adamw
@@ -80,7 +80,7 @@ def method(name: str, limit_bytes: int | None = None) -> Method:
     Raises:
         ValueError: for any other name.
     """
-    from ackpt.budget import dynamic_limit
+    from ackpt.core.budget import dynamic_limit
 
     if name in (PLAIN, PER_BLOCK):
         return Method(name)

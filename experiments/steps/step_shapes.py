@@ -10,16 +10,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.capture.optimizer_state import with_optimizer
-from ackpt.costs.devices import device as device_rates
-from ackpt.costs.profiles import with_gpu_workspace
-from ackpt.errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
-from ackpt.planning.simulator import simulate
-from ackpt.policies import POLICIES
-from ackpt.workloads.cuda_capture import AS_ON, kernels_of_a_gpu
-from ackpt.workloads.named_models import training_step
-from ackpt.workloads.planned_shapes import PlanConfig, captured
+from ackpt.planner.capture.optimizer_state import with_optimizer
+from ackpt.planner.costs.devices import device as device_rates
+from ackpt.planner.costs.profiles import with_gpu_workspace
+from ackpt.planner.policies import POLICIES
+from ackpt.planner.schedule.simulator import simulate
+from ackpt.planner.workloads.cuda_capture import AS_ON, kernels_of_a_gpu
+from ackpt.planner.workloads.named_models import training_step
+from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
 
 from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
 from .settings import block_bytes, free_host_bytes, record_metrics
@@ -53,7 +53,7 @@ class Shapes:
         if method.policy is None or method.policy in UNBOUNDED:
             return self.predicted(method)["peak_bytes"]
         graph, profile = self._graph()
-        decide = importlib.import_module(f"ackpt.policies.{POLICIES[method.policy]}").schedule
+        decide = importlib.import_module(f"ackpt.planner.policies.{POLICIES[method.policy]}").schedule
         simulated = simulate(graph, profile, decide(graph, profile, 0))
         return simulated.peak_bytes + simulated.resident_bytes
 

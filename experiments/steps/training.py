@@ -21,7 +21,7 @@ import ackpt
 from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
 from ackpt.metering.meter import compare_seconds, measure
 from ackpt.models.transformer import Block
-from ackpt.workloads.step_request import autocast
+from ackpt.planner.workloads.step_request import autocast
 from experiments.results import Record, environment
 
 from .failures import STRICT

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import ackpt
-from ackpt.capture.joint_graph import JointGraph
 from ackpt.models import Block, TransformerConfig
-from ackpt.planning.allocations import Allocation, allocations
-from ackpt.planning.schedule import everything
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.schedule.allocations import Allocation, allocations
+from ackpt.planner.schedule.schedule import everything
 
 from .chain_steps import SCHEMA
 

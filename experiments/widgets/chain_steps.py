@@ -11,11 +11,11 @@ from itertools import groupby
 import torch
 
 import ackpt
-from ackpt.capture.joint_graph import FORWARD, JointGraph
-from ackpt.costs.profiles import Profile
-from ackpt.planning.allocations import RESIDENT, Allocation, allocations
-from ackpt.planning.live_bytes import CATEGORIES, follow
-from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
+from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.schedule.allocations import RESIDENT, Allocation, allocations
+from ackpt.planner.schedule.live_bytes import CATEGORIES, follow
+from ackpt.planner.schedule.plan import RECOMPUTED, SAVED, Plan
 
 SCHEMA = {"schema": "ackpt.schematic", "version": 1}
 _LETTERS = {"saved": "s", "outputs": "s", "recomputed": "r", "temporaries": "t"}

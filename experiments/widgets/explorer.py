@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ackpt.errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.timeline import CATEGORIES, Timeline
-from ackpt.planner import plan
-from ackpt.planning.plan import PACKED, RECOMPUTED, SAVED, Plan
-from ackpt.policies import auto
-from ackpt.policies.search.frontier import frontier
+from ackpt.planner.choose import plan
+from ackpt.planner.policies import auto
+from ackpt.planner.policies.search.frontier import frontier
+from ackpt.planner.schedule.plan import PACKED, RECOMPUTED, SAVED, Plan
 from experiments.reports.frontier import is_correct
 from experiments.results import write_text_atomic
 

@@ -1,6 +1,6 @@
 """The book's still of FSDP2's gathers: which parameters a rank has during forward, recomputation and backward.
 
-The events are those that `ackpt.sharded` predicts for a small Llama with checkpointed blocks.
+The events are those that `ackpt.planner.sharding` predicts for a small Llama with checkpointed blocks.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from itertools import accumulate
 
 import torch
 
-from ackpt.capture.joint_graph import FORWARD
-from ackpt.sharded.planner import ShardedModel
-from ackpt.sharded.sharding import COMMUNICATION, GATHERED, GroupBytes, Sharding
-from ackpt.sharded.step import CATEGORIES_OF_A_RANK, ROOT, Window, timeline
-from ackpt.workloads.planned_shapes import PlanConfig
-from ackpt.workloads.step_request import StepRequest
+from ackpt.planner.capture.joint_graph import FORWARD
+from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharding import COMMUNICATION, GATHERED, GroupBytes, Sharding
+from ackpt.planner.sharding.step import CATEGORIES_OF_A_RANK, ROOT, Window, timeline
+from ackpt.planner.workloads.planned_shapes import PlanConfig
+from ackpt.planner.workloads.step_request import StepRequest
 
 from .chain_steps import SCHEMA
 

@@ -12,14 +12,14 @@ from itertools import accumulate
 import torch
 
 import ackpt
-from ackpt.capture.joint_graph import FORWARD, JointGraph
-from ackpt.costs.profiles import Profile
 from ackpt.models import Transformer, TransformerConfig
-from ackpt.planning.host_copies import timed
-from ackpt.planning.live_bytes import follow
-from ackpt.planning.offload_steps import offloadable, offloaded
-from ackpt.planning.schedule import COMPUTE, OFFLOAD, PREFETCH, WAIT, Schedule, everything, lower
-from ackpt.planning.simulator import simulate
+from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.schedule.host_copies import timed
+from ackpt.planner.schedule.live_bytes import follow
+from ackpt.planner.schedule.offload_steps import offloadable, offloaded
+from ackpt.planner.schedule.schedule import COMPUTE, OFFLOAD, PREFETCH, WAIT, Schedule, everything, lower
+from ackpt.planner.schedule.simulator import simulate
 
 from .chain_steps import SCHEMA
 

@@ -12,18 +12,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.budget import readable
 from ackpt.cli import plan_text as plan_report
 from ackpt.cli.command_line import main
-from ackpt.costs.devices import device
+from ackpt.core.budget import readable
 from ackpt.graph import Plan, PlanError
 from ackpt.metering.autograd_engine import SavedNumbers
 from ackpt.metering.kernel_memory import Workspaces
 from ackpt.metering.run_alone import Allocations
 from ackpt.models import BertConfig, BertForMaskedLM
-from ackpt.workloads.cuda_capture import CapturedCudaChoices
-from ackpt.workloads.planned_shapes import PlanConfig, run_plan
-from ackpt.workloads.step_request import StepRequest, autocast
+from ackpt.planner.costs.devices import device
+from ackpt.planner.workloads.cuda_capture import CapturedCudaChoices
+from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
+from ackpt.planner.workloads.step_request import StepRequest, autocast
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 BERT = ["bert-base", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=1", "heads=2", "vocab_size=100"]
@@ -528,7 +528,7 @@ def test_wrong_names_are_refused_before_slow_imports():
     code = (
         "import sys; from ackpt.cli import main\n"
         "for given in sys.argv[1:]: main(['plan', *given.split()])\n"
-        "print([each for each in ('transformers', 'torch._dynamo', 'ackpt.planner') if each in sys.modules])"
+        "print([each for each in ('transformers', 'torch._dynamo', 'ackpt.planner.choose') if each in sys.modules])"
     )
     given = "lm --device-profile h300", "lmm --seq-len 8", "hf:GPT2Confg --seq-len 8", "hf:no-such.json --seq-len 8"
     done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=120)

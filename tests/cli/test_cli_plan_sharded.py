@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ackpt.cli.command_line import main
-from ackpt.sharded.planner import ShardedModel
-from ackpt.sharded.sharding import Sharding
-from ackpt.workloads.planned_shapes import PlanConfig
-from ackpt.workloads.step_request import StepRequest
+from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharding import Sharding
+from ackpt.planner.workloads.planned_shapes import PlanConfig
+from ackpt.planner.workloads.step_request import StepRequest
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 LM = ["lm", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=2", "head_dim=16", "vocab_size=100"]

@@ -8,8 +8,8 @@ from test_cli_plan import GPT2, planned
 from ackpt.cli import plan_sweep
 from ackpt.cli.command_line import main
 from ackpt.cli.plan_sweep import Sweep
-from ackpt.workloads.planned_shapes import PlanConfig, run_plan
-from ackpt.workloads.step_request import StepRequest
+from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
+from ackpt.planner.workloads.step_request import StepRequest
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 MIB = 2**20

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ackpt.costs.devices import DEVICES
+from ackpt.planner.costs.devices import DEVICES
 from experiments.calculator import choices, settings
 from experiments.calculator import grid as grids
 from experiments.calculator.measured import Measured

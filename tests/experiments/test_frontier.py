@@ -10,7 +10,7 @@ import json
 import pytest
 from PIL import Image
 
-from ackpt.plots import png
+from ackpt.metering.plots import png
 from experiments.cli.command_line import main
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report

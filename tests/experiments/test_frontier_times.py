@@ -8,9 +8,9 @@ import sys
 import pytest
 from torch._dynamo.backends.common import aot_autograd
 
-from ackpt.integrations import dynamo
-from ackpt.plots import png
-from ackpt.running.compiled_schedule import run_boxed
+from ackpt.metering.plots import png
+from ackpt.planner.backend import dynamo
+from ackpt.planner.step.compiled_schedule import run_boxed
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
 from experiments.reports import frontier_times as times

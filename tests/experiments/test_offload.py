@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 import ackpt.offloading.transport
+from ackpt.metering.plots import png
 from ackpt.models.transformer import Transformer
-from ackpt.plots import png
 from experiments.offload import (
     CPU,
     GPU,

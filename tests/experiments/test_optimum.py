@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import ackpt
-from ackpt.policies import auto
-from ackpt.policies.search.frontier import frontier, pareto
-from ackpt.policies.search.recompute_costs import costs as costs_of
-from ackpt.policies.search.refinement import refined
+from ackpt.planner.policies import auto
+from ackpt.planner.policies.search.frontier import frontier, pareto
+from ackpt.planner.policies.search.recompute_costs import costs as costs_of
+from ackpt.planner.policies.search.refinement import refined
 from experiments import optimum, sublinear
 from experiments.steps.frontier_models import checked_sizes, workload
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from ackpt.plots import MIB, png
+from ackpt.metering.plots import MIB, png
 from experiments.reports.figures import losses_plot, stacked_plot
 from experiments.reports.training import PUBLISHED, TIMES, published_rows, published_times
 from experiments.results import Record, environment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ackpt import plots
+from ackpt.metering import plots
 from ackpt.models import TransformerConfig
 from experiments.reports import schematics
 from experiments.widgets.autograd_graphs import OPERATIONS, autograd_graphs

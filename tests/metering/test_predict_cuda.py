@@ -446,8 +446,8 @@ def test_unknown_gpus_are_refused():
 
 
 def test_every_device_with_rates_has_a_compute_capability():
-    from ackpt.costs.devices import DEVICES
     from ackpt.metering.gpus import CAPABILITIES, gpu
+    from ackpt.planner.costs.devices import DEVICES
 
     assert set(DEVICES) == set(CAPABILITIES) - {"cuda"}
     for name, device in DEVICES.items():

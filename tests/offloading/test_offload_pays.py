@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ackpt
-from ackpt.errors import OffloadError
+from ackpt.core.errors import OffloadError
 from ackpt.offloading.pays import OffloadPays, _covers_from, _fit, offload_pays
 
 MS = 1e-3

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from ackpt.errors import OffloadError
+from ackpt.core.errors import OffloadError
 from ackpt.offloading.cpu_streams import Stream
 from ackpt.offloading.store import PAGE, Buffer, Folder, Pool, Slabs, host_memory, no_memory, pinned_memory
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import ackpt
-from ackpt.errors import BudgetError, CheckpointError, OffloadError
+from ackpt.core.errors import BudgetError, CheckpointError, OffloadError
 
 from .model import Spec
 from .training import Run, measured_peak, train

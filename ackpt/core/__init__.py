@@ -1,0 +1,4 @@
+"""What all packages use: errors, budgets, progress, files that are written in one step, the description of the machine.
+
+Read `errors` first.
+"""

@@ -1,0 +1,319 @@
+"""All figures (timelines, bars, lines) and the colors of the categories, for light and dark pages.
+
+The ground is white on both: no gray has a contrast of 4.5 on a white page and on a dark one. The caller passes a title
+that states the finding, or "" where a caption does. Sizes are given in bytes and drawn in MiB.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ackpt.core.files import write_bytes_atomic
+from ackpt.metering.timeline import CATEGORIES, Timeline
+
+try:
+    from matplotlib import style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+    from seaborn import color_palette
+except ImportError as error:
+    raise ImportError(f'figures need matplotlib and seaborn ({error}): pip install "ackpt[plots]"') from error
+
+MIB = 2**20
+DPI = 144
+GROUND = "#ffffff"
+TEXT = "#4d535c"  # its contrast on the ground is above 7
+COLORS = {
+    "resident": "#4a6fc4",
+    "parameters": "#4a6fc4",
+    "buffers": "#8fa8dd",
+    "inputs": "#55b3d9",
+    "optimizer": "#8e5cc4",
+    "gradients": "#d1568f",
+    "activations": "#eb9a2d",
+    "recomputed": "#a8552a",
+    "temporaries": "#2fa58c",
+    "other": "#8b8d98",
+}
+SERIES = tuple(color_palette("colorblind").as_hex()[:6])
+MARKERS = "osD^vP"
+DASHES = (0, (4, 2))
+
+
+class _Figure(Figure):
+    """A Figure that a notebook shows as the bytes that `save` writes."""
+
+    def _repr_png_(self) -> bytes:
+        return png(self)
+
+
+def timeline_plot(timeline: Timeline, title: str, resident_bytes: int = 0) -> Figure:
+    """Live bytes of a step over its allocations and frees, stacked by category.
+
+    Args:
+        timeline: of a Measurement; ``thinned(1000)`` draws the same picture faster.
+        title: the finding.
+        resident_bytes: drawn below everything else, if given.
+
+    Returns:
+        A Figure with the peak marked by its value, and a line where backward begins.
+
+    Example:
+        >>> from ackpt.metering.plots import timeline_plot
+        >>> from ackpt.metering.timeline import Timeline
+        >>> live = (0, 2**20, 2**21, 0)
+        >>> step = Timeline(live, {"activations": live}, boundary=2)
+        >>> figure = timeline_plot(step, "The peak is where backward begins")
+        >>> figure.axes[0].get_ylabel()
+        'live memory (MiB)'
+    """
+    with style.context("default"):
+        figure, axes = _axes(title, "allocations and frees, in order", "live memory (MiB)")
+        axes.set_xlim(0, max(1, len(timeline.live) - 1))
+        axes.set_ylim(0, (resident_bytes + timeline.peak_bytes) / MIB * 1.2 or 1)
+        handles = draw_step(axes, timeline, resident_bytes, len(timeline.live))
+        shown = as_stacked(handles)
+        return _finished(figure, [*shown.values()], [*shown])
+
+
+def as_stacked(handles: Mapping[str, object]) -> dict:
+    """The handles of stacks in the order in which the categories are stacked, from the top to the bottom."""
+    return {name: handles[name] for name in (*reversed(CATEGORIES), "resident") if name in handles}
+
+
+def draw_step(axes, timeline: Timeline, resident_bytes: int, width: int, start: int = 0) -> dict:
+    """Draw a step from the event `start` of an axis that is `width` events wide: its stack, its peak, its backward.
+
+    Returns:
+        ``{category: handle}`` of its stack, from the bottom to the top.
+    """
+    handles = stack(axes, start, timeline, resident_bytes)
+    at = start + timeline.peak_index
+    _mark_peak(axes, at, (resident_bytes + timeline.peak_bytes) / MIB, "right" if at > width / 2 else "left")
+    if timeline.boundary is not None:
+        _mark_backward(axes, start + timeline.boundary, width)
+    return handles
+
+
+def stack(axes, start: int, timeline: Timeline, resident_bytes: int) -> dict:
+    """Draw the live bytes of a step from the event `start` of an axis, in MiB: resident, then category on category.
+
+    Returns:
+        ``{category: handle}``, from the bottom to the top.
+    """
+    events = range(start, start + len(timeline.live))
+    layers = {"resident": (resident_bytes,) * len(events)} if resident_bytes else {}
+    layers |= timeline.categories
+    handles = {}
+    bottom = [0.0] * len(events)
+    for name in ("resident", *CATEGORIES):
+        if name in layers:
+            top = [low + value / MIB for low, value in zip(bottom, layers[name])]
+            # The thin edge keeps a spike of one event visible.
+            handles[name] = axes.fill_between(events, bottom, top, step="post", color=COLORS[name], linewidth=0.4)
+            bottom = top
+    return handles
+
+
+def bar_plot(
+    labels: Sequence[object],
+    series: Mapping[str, Iterable[float | None]],
+    title: str,
+    *,
+    ylabel: str = "peak memory (MiB)",
+    xlabel: str = "",
+    unit: float = MIB,
+) -> Figure:
+    """Groups of bars side by side, each with its value on top.
+
+    Args:
+        labels: one per group.
+        series: ``{name: values}``, in `unit`; None where nothing was measured.
+        title: the finding.
+        unit: what one step of the axis is worth; bytes are drawn in MiB by default.
+
+    Example:
+        >>> from ackpt.metering.plots import bar_plot
+        >>> figure = bar_plot(["plain", "planned"], {"peak": [2**21, 2**20]}, "A plan halves the peak")
+        >>> [float(bar.get_height()) for bar in figure.axes[0].patches]
+        [2.0, 1.0]
+    """
+    with style.context("default"):
+        figure, axes = _axes(title, xlabel, ylabel)
+        width = 0.8 / len(series)
+        crowded = len(labels) * len(series) > 10
+        highest = max((value / unit for values in series.values() for value in values if value is not None), default=1)
+        for number, (name, values) in enumerate(series.items()):
+            shift = (number - (len(series) - 1) / 2) * width
+            positions = [index + shift for index in range(len(labels))]
+            heights = [0 if value is None else value / unit for value in values]
+            axes.bar(positions, heights, width * 0.92, color=SERIES[number % len(SERIES)], label=name)
+            for x, value, height in zip(positions, values, heights):
+                text = "not measured" if value is None else _number(height, highest)
+                upright = crowded or value is None
+                axes.annotate(
+                    text,
+                    (x, height),
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    rotation=90 if upright else 0,
+                    fontsize=8,
+                    color=TEXT,
+                )
+        axes.set_xticks(range(len(labels)), [str(label) for label in labels])
+        axes.tick_params(axis="x", length=0)
+        axes.set_ylim(0, highest * (1.24 if crowded else 1.1))
+        handles, labels = axes.get_legend_handles_labels()
+        return _finished(figure, handles if len(series) > 1 else [], labels)
+
+
+def line_plot(
+    x: Iterable[float],
+    measured: Mapping[str, Sequence[float | None]],
+    predicted: Mapping[str, Sequence[float | None]],
+    title: str,
+    *,
+    xlabel: str,
+    ylabel: str = "peak memory (MiB)",
+    unit: float = MIB,
+) -> Figure:
+    """Measured values as markers, predicted ones as lines of the same colour.
+
+    Args:
+        x: positions, one tick each.
+        measured, predicted: ``{name: values}``, in `unit`; None leaves a point out. Equal names share a colour.
+        title: the finding.
+
+    Example:
+        >>> from ackpt.metering.plots import line_plot
+        >>> measured, predicted = {"peak": [2**20, None]}, {"peak": [2**20, 2**21]}
+        >>> figure = line_plot([1, 2], measured, predicted, "The peak grows with the layers", xlabel="layers")
+        >>> [len(line.get_xdata()) for line in figure.axes[0].lines]
+        [2, 1]
+    """
+    with style.context("default"):
+        figure, axes = _axes(title, xlabel, ylabel)
+        names = list(dict.fromkeys((*predicted, *measured)))
+        handles = []
+        for index, name in enumerate(names):
+            color, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
+            for values, looks in (
+                (predicted.get(name), {"linestyle": DASHES, "linewidth": 1.6, "clip_on": False, "zorder": 3}),
+                (measured.get(name), {"linestyle": "none", "marker": marker, "markersize": 6.5}),
+            ):
+                points = [(a, b / unit) for a, b in zip(x, values or ()) if b is not None]
+                if points:
+                    axes.plot(*zip(*points), color=color, **looks)
+            handle = Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name)
+            if not any(measured.values()):
+                handle.set(marker="", linestyle=DASHES)
+            handles.append(handle)
+        if any(predicted.values()) and any(measured.values()):
+            handles.append(Line2D([], [], color=TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
+            handles.append(Line2D([], [], color=TEXT, linestyle="none", marker="o", markersize=6, label="measured"))
+        axes.xaxis.set_major_locator(FixedLocator(list(x)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(bottom=0)
+        axes.margins(y=0.08)
+        return _finished(figure, handles, [handle.get_label() for handle in handles])
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure as PNG, in one step and with the same bytes every time; returns the path.
+
+    Example:
+        >>> import tempfile
+        >>> from ackpt.metering.plots import bar_plot, save
+        >>> figure = bar_plot(["plain"], {"peak": [2**20]}, "One bar")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(figure, f"{folder}/bar.png").read_bytes()[1:4]
+        b'PNG'
+    """
+    return write_bytes_atomic(path, png(figure))
+
+
+def png(figure: Figure) -> bytes:
+    """The PNG of a figure: fixed resolution, no date and no version inside."""
+    buffer = io.BytesIO()
+    with style.context("default"):
+        figure.savefig(buffer, format="png", dpi=DPI, facecolor=GROUND, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _axes(title: str, xlabel: str, ylabel: str):
+    # No pyplot: it would keep every figure alive and choose a backend for the process.
+    figure = _Figure(figsize=(7.2, 3.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    figure.suptitle(textwrap.fill(title, 74), x=0.01, ha="left", fontsize=11, fontweight="bold", color=TEXT)
+    axes.set_xlabel(xlabel, color=TEXT, fontsize=9)
+    axes.set_ylabel(ylabel, color=TEXT, fontsize=9)
+    _style(axes)
+    return figure, axes
+
+
+def _style(axes) -> None:
+    axes.tick_params(colors=TEXT, labelsize=8)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    axes.grid(axis="y", color=TEXT, alpha=0.25, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name in ("left", "bottom"))
+        spine.set_color(TEXT)
+
+
+def _finished(figure, handles, labels):
+    if handles:
+        looks = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "handlelength": 1.6, "borderaxespad": 0}
+        figure.axes[0].legend(handles, labels, loc="upper left", bbox_to_anchor=(1.02, 1), **looks)
+    # The layout is computed once: computing it again from its own result moves things by fractions of a pixel.
+    figure.set_dpi(DPI)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    return figure
+
+
+def _mark_peak(axes, index: int, peak: float, side: str):
+    """Mark a peak; its label is aligned at the `side` that faces the mark, or with "center" above it."""
+    axes.plot([index], [peak], marker="v", markersize=6, color=TEXT, clip_on=False, zorder=5)
+    axes.annotate(
+        f"peak {_number(peak, peak)} MiB",
+        (index, peak),
+        xytext=({"right": -8, "center": 0, "left": 8}[side], 7),
+        textcoords="offset points",
+        ha=side,
+        fontsize=9,
+        fontweight="bold",
+        color=TEXT,
+        bbox={"facecolor": GROUND, "edgecolor": "none", "pad": 1},
+    )
+
+
+def _mark_backward(axes, boundary: int, events: int):
+    right = boundary > events / 2
+    axes.axvline(boundary, color=TEXT, linewidth=1, linestyle=(0, (4, 3)))
+    axes.annotate(
+        "backward begins",
+        (boundary, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-5 if right else 5, -2),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        va="top",
+        fontsize=8,
+        color=TEXT,
+    )
+
+
+def _number(value: float, highest: float) -> str:
+    """Three digits or more: 0.123, 1.23, 12.3, 1,234."""
+    digits = 0 if highest >= 100 else 1 if highest >= 10 else 2 if highest >= 1 else 3
+    return f"{value:,.{digits}f}"

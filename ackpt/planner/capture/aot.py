@@ -1,0 +1,483 @@
+"""Capture a model's step with AOTAutograd: functional aten operations, forward and backward, in one graph.
+
+Nothing is computed: parameters and inputs are fake tensors, so models of any size can be captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.node import map_arg
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ackpt.core.autograd_state import version
+from ackpt.core.errors import TraceError
+from ackpt.core.progress import stage
+from ackpt.metering.cpu_meter import no_collection
+from ackpt.metering.without_data.packed_sequences import found_packed
+from ackpt.planner.capture.inspection.attributes import arguments_unchanged, every_module, unchanged
+from ackpt.planner.capture.inspection.branches import Branch, Branches, Number
+from ackpt.planner.capture.inspection.calls import described
+from ackpt.planner.capture.inspection.held_tensors import Held
+from ackpt.planner.capture.inspection.kept_tensors import OF_SHAPES, places
+from ackpt.planner.capture.inspection.model_checks import check_call, own_call
+from ackpt.planner.capture.inspection.outside_values import Reads, in_own_context
+from ackpt.planner.capture.inspection.source_lines import Where, explained, saving_hooks_refused
+from ackpt.planner.capture.inspection.tensors import (
+    has_data,
+    is_tensor,
+    off_meta,
+    require_traceable,
+    shape_of,
+    tensor_facts,
+)
+from ackpt.planner.capture.inspection.transformers_caches import flatten_outputs
+from ackpt.planner.capture.patches.eager_settings import like_eager
+from ackpt.planner.capture.patches.fused_attention import fused_attention_refused
+from ackpt.planner.capture.patches.size_arithmetic import SizeEnv, python_arithmetic
+
+from .as_compiled import compiling, warned
+from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
+from .outputs import (
+    check_differentiate,
+    check_outputs,
+    no_gradient,
+    refuse_overlaps,
+    refuse_views_of_changed,
+    without_gradient,
+)
+from .patches import casts
+
+# Held during a capture, which replaces the model's tensors and functions of torch in all threads, and while others read
+# the model's tensors.
+CAPTURING = threading.RLock()
+_HELD = "held by the model's code"  # not a valid attribute name
+
+
+@dataclass
+class Capture:
+    """A captured step, and how a call of the model maps to it.
+
+    ``joint``: torch's joint graph with descriptors. ``given``: indices of the step's input tensors among the leaves of
+    a call's arguments, each tensor once; ``numbers``: those of integers that are dynamic, for each of which an empty
+    tensor of that length is an input; ``held``: input tensors that the model's code references itself. ``spec``:
+    the pytree of the model's outputs; ``constants``: ``{index in it: value}`` for outputs that are not tensors;
+    ``refused``: indices of outputs that were captured without a gradient although the model gives them one;
+    ``branches``: what the model's code decides by the values of integer arguments.
+    ``made_for``: the call in words, from `ackpt.planner.capture.inspection.calls`; ``has_data``: whether no
+    tensor of the call or the model is fake or on the meta device; ``reads``: values outside of its modules that the
+    model's code reads. ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not.
+    ``symbols``: of dynamic dimensions. ``differentiate`` and ``keeps_outputs``: what the caller does with the outputs.
+    """
+
+    joint: Any
+    given: tuple[int, ...]
+    held: tuple[torch.Tensor, ...]
+    spec: TreeSpec
+    constants: dict[int, Any]
+    refused: tuple[int, ...]
+    branches: tuple[Branch, ...]
+    made_for: dict[str, str]
+    has_data: bool
+    reads: Reads
+    reason: str
+    symbols: Symbols | None
+    numbers: frozenset[int]
+    differentiate: str
+    keeps_outputs: bool
+
+    def __post_init__(self):
+        self._held_facts = list(map(tensor_facts, self.held))
+
+    def serves(self, leaves: Sequence[Any]) -> bool:
+        """Whether the model takes the same way in a call with `leaves`, which has the sizes of the capture."""
+        return self._is_current() and self.other_branch(leaves) is None
+
+    def other_branch(self, leaves: Sequence[Any]) -> Branch | None:
+        """The first branch that the model takes otherwise in such a call."""
+        number = _plain if self.symbols is None else self.symbols.number
+        return next((branch for branch in self.branches if not branch.holds(leaves, number)), None)
+
+    @property
+    def gradient_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the outputs that backward begins with."""
+        inputs = self.joint.graph_module.graph.find_nodes(op="placeholder")
+        tangents = [node.meta["val"] for node in inputs if type(node.meta.get("desc")).__name__ == "TangentAOTInput"]
+        return [tuple(tangent.shape) for tangent in tangents]
+
+    def first_change(self) -> str:
+        """The first value or tensor of the model's code that differs from the capture, in words; empty if none does."""
+        label = self.reads.first_change()
+        return label or ("" if self._is_current() else "a tensor that is neither a parameter nor a buffer")
+
+    def _is_current(self) -> bool:
+        return self.reads.are_same() and list(map(tensor_facts, self.held)) == self._held_facts
+
+    def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
+        """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""
+        named = []
+        for path, attribute in self._names:
+            if path == _HELD:
+                named.append(self.held[int(attribute)])
+                continue
+            module = modules[path]
+            tensors = module._parameters if attribute in module._parameters else module._buffers
+            named.append(tensors[attribute])
+        given = (empty_tensor(leaves[at], leaves) if at in self.numbers else leaves[at] for at in self.given)
+        return [*named, *given]
+
+    @cached_property
+    def _names(self) -> list[tuple[str, str]]:
+        """(path of the module, attribute) of every parameter and buffer."""
+        return [name.rpartition(".")[::2] for name in (*self.joint.params_spec, *self.joint.buffers_spec)]
+
+    def outputs(self, tensors) -> Any:
+        """What the model returns, from the tensors that the captured step returns."""
+        left = iter(tensors)
+        leaves = [
+            self.constants[place] if place in self.constants else next(left) for place in range(self.spec.num_leaves)
+        ]
+        for place in self.refused:
+            leaves[place] = no_gradient(leaves[place])
+        return tree_unflatten(leaves, self.spec)
+
+
+def _plain(size, leaves):
+    """A size of a capture without symbols."""
+    return size
+
+
+@dataclass
+class _Call:
+    """The call of `model` that a `_Flat` captures.
+
+    ``values``: leaves with data for `Branches`; none if the call has no data. ``ties``: see `_ties`; ``own``: (dict,
+    name, tensor) of every parameter, buffer and held tensor. ``returned``: after the forward, the fields ``spec``,
+    ``constants``, ``refused`` and ``branches`` of a `Capture`.
+    """
+
+    model: nn.Module
+    leaves: list[Any]
+    values: list[Any]
+    number: Number
+    numbers: frozenset[int]
+    spec: TreeSpec
+    differentiate: str
+    reads: Reads
+    casts_once: bool
+    ties: list[tuple[dict, str, dict, str]]
+    own: list[tuple[dict, str, torch.Tensor]]
+    returned: tuple = ()
+    attributes: list[tuple[torch.Tensor, str, set[str]]] = field(default_factory=list)
+
+    def require_same_attributes(self) -> None:
+        """Raise a TraceError if the model's code, in its forward or a backward, has set an attribute of a parameter."""
+        for tensor, name, before in self.attributes:
+            if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
+                error = TraceError(
+                    f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would "
+                    "not repeat: set an attribute of the module, or register a buffer."
+                )
+                error.reason, error.can_split = str(error), True
+                raise error
+        self.attributes.clear()
+
+
+class _Flat(nn.Module):
+    """`model` as a function of tensors that returns a tuple of tensors; its parameters keep their names."""
+
+    def __init__(self, model, leaves, values, spec, held, about):
+        super().__init__()
+        buffers = nn.Module()
+        for place, tensor in enumerate(held):
+            buffers.register_buffer(str(place), tensor)
+        own = [
+            (named, name, tensor)
+            for module in (*model.modules(), buffers)
+            for named in (module._parameters, module._buffers)
+            for name, tensor in named.items()
+            if tensor is not None
+        ]
+        ties = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
+        casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
+        # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
+        number = _plain if about["symbols"] is None else about["symbols"].number
+        about = (about["numbers"], spec, about["differentiate"], about["reads"])
+        self._ackpt_call = _Call(model, leaves, values, number, *about, casts_once, ties, own)
+        vars(self).update(
+            _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
+        )
+
+    # Torch would make a tied tensor one input for every name, and sum its gradients outside of the graph.
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        return super().named_parameters(prefix, recurse)
+
+    def named_buffers(self, prefix="", recurse=True, remove_duplicate=True):
+        return super().named_buffers(prefix, recurse)
+
+    def forward(self, *tensors):
+        call = self._ackpt_call
+        call.attributes.clear()
+        call.reads.start()
+        leaves = call.leaves
+        traced = dict(zip((id(leaves[index]) for index in given_places(leaves)), tensors))
+        inputs = [traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves]
+        for at in call.numbers:
+            inputs[at] = inputs[at].shape[0]
+        args, kwargs = tree_unflatten(inputs, call.spec)
+        with _tied(call.ties):
+            traced_own = {id(tensor): named[name] for named, name, tensor in call.own}
+            call.attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in call.own]
+            held = Held({**traced, **traced_own}, call.reads)
+            real = (*leaves, *(tensor for _, _, tensor in call.own))
+            versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
+            weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
+            once = casts.once(weights if call.casts_once else ())
+            originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in call.own}
+            same_model = unchanged(
+                call.model, held.is_same, call.reads.may_settle, lambda value: originals.get(id(value), value)
+            )
+            same_arguments = arguments_unchanged([*args, *kwargs.values()])
+            given = [] if not call.values else list(zip(given_places(leaves), tensors))
+            given = {at: tensor for at, tensor in given if at not in call.numbers}
+            branches = Branches(call.values, given, call.number)
+            with same_model, same_arguments, once, held, found_packed(), call.reads.watched(held.is_same):
+                with fused_attention_refused(), saving_hooks_refused(), branches:
+                    outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
+            buffers = [tensor for _, _, tensor in call.own if not tensor.requires_grad]
+            call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
+        if held.found:
+            raise _HoldsTensors(held.found)
+        for value in outputs:
+            if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
+                raise TraceError(
+                    f"the model returns a {type(value).__name__}, which a captured step cannot rebuild. Return tensors "
+                    "in tuples, lists, dicts or registered pytrees (for transformers models: use_cache=False)."
+                )
+        refused = without_gradient(outputs, call.differentiate)
+        refuse_overlaps(outputs, held.traced.values(), refused)
+        refuse_views_of_changed(outputs, versions)
+        constants = {index: value for index, value in enumerate(outputs) if not is_tensor(value)}
+        call.returned = out_spec, constants, refused, tuple(branches.found)
+        return tuple(
+            value.detach() if index in refused else value for index, value in enumerate(outputs) if is_tensor(value)
+        )
+
+
+class _HoldsTensors(Exception):
+    """The model's code references tensors that must become inputs of the capture: (tensor, line) of each, by its id."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+
+def _ties(model, kind: str):
+    """Tied tensors: (dict, name, dict and name of the first reference to the same tensor)."""
+    first: dict[int, tuple[dict, str]] = {}
+    for module in model.modules():
+        named = getattr(module, kind)
+        for name, tensor in named.items():
+            if tensor is None:
+                continue
+            if id(tensor) in first:
+                yield (named, name, *first[id(tensor)])
+            first.setdefault(id(tensor), (named, name))
+
+
+@contextlib.contextmanager
+def _tied(ties):
+    """Inside, every tied name refers to the tensor that torch has put in place of the first one."""
+    were = [named[name] for named, name, _, _ in ties]
+    for named, name, first, first_name in ties:
+        named[name] = first[first_name]
+    try:
+        yield
+    finally:
+        for (named, name, _, _), was in zip(ties, were):
+            named[name] = was
+
+
+def given_places(leaves) -> tuple[int, ...]:
+    """The index of the first occurrence of each tensor among `leaves`."""
+    first: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if is_tensor(leaf):
+            first.setdefault(id(leaf), place)
+    return tuple(first.values())
+
+
+@contextlib.contextmanager
+def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
+    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
+
+    `dynamic`: the dimensions whose sizes become symbols. The caller holds `CAPTURING`.
+    """
+    check_differentiate(differentiate)
+    check_outputs(outputs)
+    stage("capturing the step")
+    leaves, spec = tree_flatten((args, kwargs))
+    if not any(tensor.requires_grad for tensor in (*model.parameters(), *filter(is_tensor, leaves))):
+        raise TraceError(
+            "no parameter of the model requires grad, nor does an argument, so there is no backward to plan"
+        )
+    check_call(model, args, kwargs)
+    require_traceable(model, args, kwargs)
+    about = {
+        "made_for": described(model, args, kwargs, differentiate),
+        "has_data": has_data(model, leaves),
+        "reads": Reads(model, leaves),
+        "reason": "",
+        "symbols": None,
+        "numbers": integers(leaves, dynamic),
+        "differentiate": differentiate,
+        "keeps_outputs": outputs == "keep",
+    }
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=SizeEnv() if dynamic else None)
+    unused = [layout(leaf)[-1] for leaf in leaves if is_sized(leaf)] if dynamic else []
+    own_model, values = model, leaves if about["has_data"] else []
+    model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
+    if dynamic:
+        leaves = symbolic(leaves, dynamic, fake_mode)
+        about["symbols"] = Symbols(dynamic, leaves, about["numbers"], unused)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_collection())
+        stack.enter_context(_use_lazy_graph_module(True))  # their code never runs: 6 % of the time
+        stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
+        if dynamic:
+            stack.enter_context(python_arithmetic())
+        try:
+            captured = _settled(stack, model, leaves, values, spec, about)
+        except TraceError as error:  # many models read tensor values unless they are compiled
+            if about["has_data"]:  # nobody could say how the results of that way differ
+                raise
+            about["reason"] = error.reason or f"the capture of the model as it is fails ({error})"
+            try:
+                with compiling():
+                    captured = _settled(stack, model, leaves, values, spec, about)
+            except TraceError as again:
+                if str(again) == str(error):
+                    raise
+                both = TraceError(
+                    f"{error} Many models do not look at values while torch.compiler.is_compiling() is True, but "
+                    f"capturing this one that way fails, too: {again}"
+                )
+                both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
+                raise both from error
+        if not captured.has_data:
+            captured.reads.undo()  # what the model's code keeps is real, but what it would keep is not
+        if captured.reason:
+            warned(own_model, captured.reason)
+        captured.reads.finish()
+        _drop_weak_references(captured.joint.graph_module)
+        yield captured
+
+
+def _drop_weak_references(graph_module) -> None:
+    """Drop the fake mode's weak references to the model's tensors, which ``torch.utils.swap_tensors`` refuses."""
+    fake_mode = detect_fake_mode([node.meta.get("val") for node in graph_module.graph.nodes])
+    if fake_mode is not None:
+        describer = fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
+
+
+def _settled(stack, model, leaves, values, spec, about) -> Capture:
+    """A capture of the model; the second one if its first call changes a value or fills a cache that its code reads."""
+    reads = about["reads"]
+    try:
+        with contextlib.ExitStack() as first:
+            captured = _captured(first, model, leaves, values, spec, about)
+            if reads.settles():
+                stack.enter_context(first.pop_all())
+                return captured
+            computed = _computed(captured, reads.kept.alive())
+        mode = contextlib.nullcontext() if about["has_data"] else detect_fake_mode([*model.parameters(), *leaves])
+        with reads.settle(mode) as refused:
+            captured = _captured(stack, model, leaves, values, spec, about)
+            inputs = captured.inputs(every_module(model), leaves)
+            if _computed(captured, reads.kept.given) != computed or _writes(captured, inputs, reads.kept.given):
+                raise refused
+        return captured
+    except BaseException:
+        reads.undo()
+        raise
+
+
+def _computed(captured: Capture, kept) -> str:
+    """What a capture computes, comparable; without what it computes of buffers and constants if tensors are `kept`."""
+    if not kept:
+        return captured.joint.graph_module.code
+    nodes = [*captured.joint.graph_module.graph.nodes]
+    needed, of_call, lines = {nodes[-1]}, set(), []
+    for node in reversed(nodes):
+        if node in needed and node.target not in OF_SHAPES:
+            needed.update(node.all_input_nodes)
+    for node in filter(needed.__contains__, nodes):
+        is_input = node.op == "placeholder" and not isinstance(node.meta["desc"], BufferAOTInput)
+        if is_input or (node.target not in OF_SHAPES and not of_call.isdisjoint(node.all_input_nodes)):
+            of_call.add(node)
+            given = map_arg((node.args, node.kwargs), lambda each: "of the call" if each in of_call else "constant")
+            lines.append(f"{node.target}{given}" if node.op == "call_function" else node.op)
+    return "\n".join(lines)
+
+
+def _writes(captured: Capture, inputs, tensors) -> bool:
+    """Whether the captured step, whose inputs are `inputs`, writes to one of `tensors`."""
+    written = {
+        id(tensor) for tensor, how in zip(inputs, captured.joint._aot_state.fw_metadata.input_info) if how.mutates_data
+    }
+    return any(id(tensor) in written for tensor in tensors)
+
+
+def _captured(stack, model, leaves, values, spec, about) -> Capture:
+    """A capture of the model; if its code references tensors itself, a second one with these as inputs."""
+
+    def flat(held):
+        return _Flat(model, leaves, values, spec, held, about)
+
+    is_as_it_is = about["symbols"] is None and not about["reason"]  # otherwise the way of the capture may be the cause
+    with explained(model, is_as_it_is), torch.inference_mode(False), torch.enable_grad():
+        try:
+            return _exported(stack, flat(()), leaves, (), about)
+        except _HoldsTensors as error:
+            held = tuple(tensor for tensor, _ in error.found.values())
+            about["reads"].places = places(error.found)
+        fake_mode = detect_fake_mode([*model.parameters(), *leaves])
+        if fake_mode is not None:
+            with fake_mode:
+                held = tuple(shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
+        try:
+            return _exported(stack, flat(held), leaves, held, about)
+        except _HoldsTensors as error:
+            _, line = next(iter(error.found.values()))
+            raise TraceError(
+                f"every forward creates a tensor{line} from data that a captured step cannot follow, such as a NumPy "
+                "array. Create it once and register it as a buffer, or pass it as an argument."
+            ) from error
+
+
+def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
+    given = given_places(leaves)
+    tensors = tuple(leaves[place] for place in given)
+    call = flat._ackpt_call
+    same_model = unchanged(call.model, lambda was, now: False, call.reads.may_settle)  # by the backward
+    with contextlib.ExitStack() as inner, Where(call.model, call.reads.kept), call.reads.watched_backward(), same_model:
+        joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
+        stack.enter_context(inner.pop_all())
+    call.require_same_attributes()
+    call.own.clear()  # torch keeps the module, but this holds tensors
+    call.reads.kept.add_backward()
+    return Capture(joint, given, held, *call.returned, **about)

@@ -1,0 +1,337 @@
+"""Record the attributes of modules that a capture depends on, and refuse a forward that changes them.
+
+A forward that changes attributes, or draws random numbers from Python or numpy, is refused when it is captured, and its
+changes are undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ackpt.checkpointing.reachable import LONGEST_CONTAINER
+from ackpt.core.errors import TraceError
+
+from .comparable_values import comparable, is_plain_type, plain
+from .source_lines import set_at
+
+# Marks that only fully_shard and accelerate read; the former also leaves them on modules that it does not run itself.
+_MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_accelerate_prepared"
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl", *_MARKS})
+_TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
+
+# What to do about an attribute that changes. Torch's dropout takes no tensor.
+_BUFFER = "hold it in a buffer that changes in place to avoid replanning"
+_DROPOUT = (
+    "to avoid replanning, change it once per epoch, or hold it in a buffer p that changes in place and write "
+    "x * (torch.rand_like(x) >= p) / (1 - p) for the dropout"
+)
+# How to run a model whose code has effects of its own: the end of a sentence that tells how to change the model.
+REGIONS = "or plan with regions=True, which runs the model's own code."
+SEED = 1_795_364_021  # of generators while a forward runs that must not use them
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def every_module(model: nn.Module) -> dict[str, nn.Module]:
+    """`model` and its submodules by path, each once: named_modules(), which takes ten times as long in every step."""
+    modules: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    left: list[tuple[str, nn.Module | None]] = [("", model)]
+    while left:
+        path, module = left.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        modules[path] = module
+        prefix = path and path + "."
+        left += [(prefix + name, submodule) for name, submodule in reversed(module._modules.items())]
+    return modules
+
+
+def attributes(modules) -> tuple:
+    """The attributes of these modules, except parameters, buffers and modules, in a form that a call can compare.
+
+    Hooks are represented by the ids of their handles, which are unique.
+    """
+    entries = []
+    for module in modules:
+        values = vars(module)
+        entries += [(name, comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
+        entries += [(name, *values[name]) for name in HOOKS if values[name]]
+        entries.append(None)
+    return tuple(entries)
+
+
+def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) -> tuple[str, str] | None:
+    """The first attribute that differs between two results of `attributes` for these modules by their paths.
+
+    Returns:
+        What changed and how to avoid it, in words, and the name of the attribute; None if nothing did.
+    """
+    for (path, module), before, after in zip(modules.items(), _by_module(was), _by_module(now)):
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
+                label = f"{name} of {path or 'the model'}"
+                values = [_value_in(each.get(name)) for each in (before, after)]
+                words = "changed" if None in values else f"changed from {values[0]} to {values[1]}"
+                is_dropout = name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
+                return f"{label} {words}; {_DROPOUT if is_dropout else _BUFFER}", label
+    return None
+
+
+def _by_module(facts: tuple) -> list[dict[str, tuple]]:
+    modules: list[dict[str, tuple]] = [{}]
+    for fact in facts:
+        if fact is None:
+            modules.append({})
+        else:
+            modules[-1][fact[0]] = fact[1:]
+    return modules
+
+
+def _value_in(fact) -> str | None:
+    """The plain value of a fact, as text; None if it has none."""
+    if fact is None or len(fact) != 1 or not isinstance(fact[0], tuple) or len(fact[0]) != 2:
+        return None
+    kind, value = fact[0]
+    return str(value) if is_plain_type(kind) else None
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, is_same, settle=None, real=lambda value: value):
+    """Inside, the forward of `model` runs; afterwards its attributes are restored.
+
+    Args:
+        model: all attributes of it and its submodules are compared, and the items of lists and dicts among them; so are
+            those of modules in such lists and dicts, which are no submodules.
+        is_same: whether one tensor may replace another, such as a traced one the model's own.
+        settle: gets a `Change` for each attribute and item that the forward sets; returns whether another capture will
+            show that it sets them only once.
+        real: returns the model's own tensor for a traced one that replaces it, and other values as they are.
+
+    Raises:
+        TraceError: naming the attribute that the forward has changed, or the random numbers that it has drawn.
+    """
+    modules = _with_unregistered(dict(model.named_modules()))
+    before = [
+        (module, name, attribute, container, copied(container))
+        for name, module in modules.items()
+        for attribute, container in _containers(module)
+    ]
+    derived = {id(vars(module)): _derived(module) for module in modules.values()}
+    states = _random_states()
+    drawn, changes = [], []
+    try:
+        yield
+        changes = [
+            changed(container, key, copy, _refusal(module, name, attribute, key, was, now), real)
+            for module, name, attribute, container, copy in before
+            for key, was, now in changed_items(container, copy, is_same)
+            if key not in derived.get(id(container), ())
+        ]
+        drawn = [name for name, state in _random_now().items() if name in states and state != states[name][0]]
+    finally:
+        for *_, container, copy in before:
+            if any(changed_items(container, copy, lambda was, now: False)):
+                restore(container, copy)
+        for _, reset in states.values():
+            reset()
+    if drawn:
+        raise repeated_draws(drawn[0])
+    if changes and not (settle and settle(changes)):
+        raise not_repeated(changes[0].refusal)
+
+
+class Change(NamedTuple):
+    """A change that a forward made: ``key`` identifies what it changed, the functions repeat and revert it."""
+
+    key: tuple[int, Any]
+    refusal: str
+    repeat: Callable[[], Any]
+    revert: Callable[[], Any]
+
+
+def changed(container, key, before, refusal: str, real=lambda value: value) -> Change:
+    """The change of an item of `container`, of which `before` is a copy; for `real` see `unchanged`."""
+
+    def put(values):
+        """Set the item as in `values`; in a list, all items."""
+        if not isinstance(container, dict):
+            return functools.partial(restore, container, list(map(real, values)))
+        if key in values:
+            return functools.partial(container.__setitem__, key, real(values[key]))
+        return functools.partial(container.pop, key, None)
+
+    return Change((id(container), key), refusal, put(copied(container)), put(before))
+
+
+def not_repeated(message: str) -> TraceError:
+    """The error for an effect of the forward that a captured step would not have, but regions have."""
+    error = TraceError(message)
+    error.reason, error.can_split = message.partition(", which a captured step")[0], True
+    return error
+
+
+def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """`modules` and those in lists, tuples and dicts in their attributes, which torch does not know as submodules."""
+    result = dict(modules)
+    seen = {id(module) for module in modules.values()}
+    left = list(modules.items())
+    while left:
+        path, module = left.pop()
+        for name, value in vars(module).items():
+            if name in OF_EVERY_MODULE or not isinstance(value, (list, tuple, dict)) or len(value) > LONGEST_CONTAINER:
+                continue
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(item, nn.Module) and id(item) not in seen:
+                    added = dict(item.named_modules(prefix=f"{path}.{name}[{key!r}]".lstrip(".")))
+                    seen.update(map(id, added.values()))
+                    result |= added
+                    left += added.items()
+    return result
+
+
+def repeated_draws(source: str) -> TraceError:
+    return not_repeated(
+        f"the forward draws random numbers from {source} or seeds it, which a captured step would not repeat. "
+        f"Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, {REGIONS}"
+    )
+
+
+@contextlib.contextmanager
+def arguments_unchanged(arguments):
+    """Inside, a forward runs with `arguments`, whose lists and dicts are copies of the caller's.
+
+    Raises:
+        TraceError: if it changes one of them, which the caller would never see.
+    """
+    before = [(container, copied(container)) for _, container in _nested("", arguments)]
+    yield
+    for container, copy in before:
+        if any(changed_items(container, copy, lambda was, now: False)):
+            raise not_repeated(
+                f"the forward changes a {type(container).__name__} that it received as an argument, which a captured "
+                f"step would not do. Return the collected values as an output of the model, {REGIONS}"
+            )
+
+
+def _containers(module: nn.Module):
+    """The module's own dict, those of its parameters, buffers, submodules and hooks, and what attributes contain."""
+    yield "", vars(module)
+    for name, value in vars(module).items():
+        if name not in OF_EVERY_MODULE:
+            yield from _nested(name, value)
+        elif isinstance(value, dict):
+            yield name, value
+
+
+def _nested(name: str, value):
+    if isinstance(value, (list, dict, deque)):
+        yield name, value
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _nested(name, item)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _nested(name, item)
+
+
+def copied(container):
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def restore(container, copy) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
+
+
+def changed_items(container, copy, is_same):
+    """(key, value before, value now) of every changed item; None means no value."""
+    if isinstance(container, dict):
+        pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
+    else:
+        now = list(container)
+        size = max(len(copy), len(now))
+        pairs = zip(range(size), *(values + [None] * (size - len(values)) for values in (copy, now)))
+    for key, was, now in pairs:
+        if not _same(was, now, is_same):
+            yield key, was, now
+
+
+def _same(was, now, is_same) -> bool:
+    if was is now or (plain(was) is not None and plain(was) == plain(now)) or _is_weak(now):
+        return True
+    if isinstance(was, torch.Tensor):
+        return isinstance(now, torch.Tensor) and is_same(was, now)
+    if isinstance(was, (list, tuple)) and type(was) is type(now) and len(was) == len(now):
+        return all(_same(a, b, is_same) for a, b in zip(was, now))
+    return False
+
+
+def _is_weak(value) -> bool:
+    """Whether it is a weak reference, by which torch's recurrent modules remember the weights that they flattened."""
+    return isinstance(value, weakref.ref)
+
+
+def _derived(module: nn.Module) -> set:
+    """Attributes that torch's own hooks compute before every forward: by spectral_norm, weight_norm and pruning."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils")]
+    return {getattr(hook, name) for hook in hooks for name in ("name", "_tensor_name") if hasattr(hook, name)}
+
+
+def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str:
+    owner = f"of module {name!r}" if name else "of the model"
+    owner += set_at(module, key if attribute in _TENSORS else attribute or key)
+    if attribute in _TENSORS:
+        return (
+            f"the forward replaces {_TENSORS[attribute]} {key!r} {owner}, which a captured step cannot do. Change "
+            "buffers in place, as in self.buffer.copy_(value), and create modules and parameters before the forward, "
+            f"{REGIONS}"
+        )
+    if attribute in OF_EVERY_MODULE:
+        return (
+            f"the forward adds or removes a hook {owner}, which a captured step would not repeat. Register hooks "
+            f"before the forward, {REGIONS}"
+        )
+    if isinstance(now, torch.Tensor):
+        return (
+            f"the forward stores a tensor in attribute {attribute or key!r} {owner}, which a captured step cannot do. "
+            f"Return the tensor from the forward, {REGIONS}"
+        )
+    return (
+        f"the forward changes attribute {attribute or key!r} {owner}, from {was!r} to {now!r}, which a captured step "
+        f"would not repeat. Count in a buffer, in place, or outside of the model, {REGIONS}"
+    )
+
+
+def _random_states() -> dict:
+    """By the generator's name: its state, comparable by ==, and a function that restores what it was before this call.
+
+    The generators are seeded here, so that a forward that seeds them itself leaves another state.
+    """
+    python_state = random.getstate()
+    random.seed(SEED)
+    states = {"Python's module random": (random.getstate(), lambda: random.setstate(python_state))}
+    if numpy := sys.modules.get("numpy"):
+        numpy_state = numpy.random.get_state()
+        with contextlib.suppress(TypeError):  # a bit generator of the user's own, which cannot be seeded
+            numpy.random.seed(SEED)
+        states["numpy.random"] = (_numpy_state(numpy), lambda: numpy.random.set_state(numpy_state))
+    return states
+
+
+def _random_now() -> dict:
+    numpy = sys.modules.get("numpy")
+    return {"Python's module random": random.getstate(), "numpy.random": _numpy_state(numpy) if numpy else ()}
+
+
+def _numpy_state(numpy) -> tuple:
+    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state())

@@ -1,0 +1,184 @@
+"""Refuse models that cannot be captured, such as scripted or compiled modules, and warn of hooks."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from ackpt.core.errors import check_misspelt, did_you_mean, warn
+
+from .attributes import HOOKS
+from .value_walk import is_installed, is_of_model, module_label, said
+
+_INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': 'inductor'}), which plans and compiles"
+_DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
+_GATHERS = "FSDP gathers parameters while a step runs, which cannot be captured."
+
+_LEFT_OUT = (
+    "As a part of a larger model, it can stay outside the plan: ackpt.compile and ackpt.apply_budget plan the rest "
+    "with policy 'auto', 'none' or 'full', unless regions=False."
+)
+
+# kind -> what is wrong with it, and what to do
+_WRAPPERS: dict[type, str] = {
+    OptimizedModule: f"torch.compile has compiled it. Give the original module, its _orig_mod, {_INDUCTOR}.",
+    torch.jit.ScriptModule: "TorchScript cannot be captured. Give the nn.Module it was made from.",
+    DataParallel: f"it runs copies of a module. Give that module itself; for several GPUs use {_DDP}.",
+    DistributedDataParallel: (
+        "a planned step cannot contain it. Call ackpt.apply_budget(model, ...) before DistributedDataParallel(model), "
+        f"or wrap the planned step in it: {_DDP}."
+    ),
+}
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    _WRAPPERS[FullyShardedDataParallel] = (
+        f"{_GATHERS} Remove FSDP, or use ackpt.apply_activation_checkpointing, which works with it."
+    )
+    _WRAPPERS[FSDPModule] = (
+        f"{_GATHERS} Plan first, fully_shard(ackpt.compile(model, ...)), which gathers the whole model, or shard block "
+        "by block and call ackpt.apply_activation_checkpointing before that."
+    )
+
+
+def check_keywords(model, given, keywords, owner: str) -> None:
+    """Refuse keywords for the model that are nearly one of `keywords`, those of `owner`, and not named by its forward.
+
+    Raises:
+        TypeError: naming both.
+    """
+    unnamed = sorted(set(given) - forward_names(model))
+    check_misspelt(unnamed, keywords, f"{owner}, nor a parameter of the model's forward")
+
+
+def check_call(model, args, kwargs, advice: str = "") -> None:
+    """Refuse arguments that the model's forward does not take, unless hooks of the model may change them.
+
+    Args:
+        advice: what to add to an error about a keyword.
+
+    Raises:
+        TypeError: naming the parameter.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (AttributeError, TypeError, ValueError):
+        return
+    if model._forward_pre_hooks:
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = list(signature.parameters)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        unknown = None if takes_all else next((name for name in kwargs if name not in names), None)
+        reason = str(error) if unknown is None else f"got an unexpected keyword argument {unknown!r}"
+        hint = "" if unknown is None else did_you_mean(unknown, names)
+        raise TypeError(
+            f"{type(model).__name__}.forward() {reason}{hint}; its parameters are {', '.join(names)}"
+            f"{'' if unknown is None else advice}"
+        ) from None
+
+
+def forward_names(model) -> set[str]:
+    """Names of the parameters of the model's forward; none where it has no signature, or is no module."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return set()
+    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def positional_names(model, args) -> list[str]:
+    """Names of the parameters of the model's forward that positional arguments fill."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (AttributeError, TypeError, ValueError):
+        return []
+    return list(parameters)[: len(args)]
+
+
+def own_call(model: nn.Module):
+    """What `model` runs when it is called, also if `ackpt.apply_budget` has put a planned step in its place."""
+    return model._call_impl if hasattr(model._compiled_call_impl, "ackpt_own_call") else model
+
+
+def is_opaque(model: nn.Module, path: str) -> bool:
+    """Whether the module at `path`, or one around it inside of `model`, is scripted or compiled."""
+    names = path.split(".")
+    return any(_is_compiled(model.get_submodule(".".join(names[: end + 1]))) for end in range(len(names)))
+
+
+def first_opaque(model) -> str | None:
+    """The first submodule of `model` that is scripted or compiled, in words; None if no submodule is."""
+    if not isinstance(model, nn.Module) or _is_compiled(model):
+        return None
+    found = ((name, module) for name, module in model.named_modules() if name and _is_compiled(module))
+    return next((f"module {name!r} ({type(module).__name__}) is scripted or compiled" for name, module in found), None)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if isinstance(module, (OptimizedModule, torch.jit.ScriptModule)):
+        return True
+    call = module._compiled_call_impl
+    return call is not None and not hasattr(call, "ackpt_own_call")
+
+
+def check_model(model, except_opaque: bool = False) -> None:
+    """Refuse a model that is not a module or cannot be captured.
+
+    Args:
+        except_opaque: whether submodules may be scripted or compiled.
+
+    Raises:
+        TypeError: names the module that is compiled, scripted, parallel, planned already or without shapes, and the
+            way out.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if name and except_opaque and is_opaque(model, name):
+            continue
+        reason = next((reason for kind, reason in _WRAPPERS.items() if isinstance(module, kind)), None)
+        if "_ackpt_planned" in vars(module):
+            reason = "it is already planned. Plan the whole model once, built from modules that are not planned."
+        elif reason is None and hasattr(module._compiled_call_impl, "ackpt_own_call"):
+            reason = "it has a budget of its own. Call ackpt.remove_budget on it, and plan the whole model once."
+        elif reason is None and module._compiled_call_impl is not None:
+            reason = f"its compile() was called. Do not call it, {_INDUCTOR}."
+        elif reason is None and any(is_lazy(p) for p in module.parameters(recurse=False)):
+            reason = "its parameters have no shape yet. Call the model once on a batch to initialize them."
+        if reason is not None:
+            if name and _is_compiled(module):
+                reason = f"{reason} {_LEFT_OUT}"
+            raise TypeError(f"{module_label(name)} ({type(module).__name__}) cannot be planned: {reason}")
+
+
+def warn_of_evaluation(model: nn.Module) -> None:
+    """Warn if a step is planned while no module of `model` is in training mode."""
+    if not any(module.training for module in model.modules()):
+        warn(
+            f"the model is in evaluation mode, as from_pretrained returns it: {type(model).__name__} is planned "
+            "without dropout, and captured again in training mode. Call model.train() before you plan."
+        )
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """Warn of hooks of the user's own on modules, which a planned step does not call.
+
+    Hooks of installed libraries are left out: what they do to tensors is part of the captured step.
+    """
+    for name, module in model.named_modules():
+        for hook in (hook for hooks in HOOKS for hook in getattr(module, hooks).values()):
+            code = getattr(hook, "__code__", None)
+            if code is not None and is_of_model(code.co_filename) and not is_installed(code.co_filename):
+                warn(
+                    f"{module_label(name)} has a hook, {said(code)}. A planned step repeats what the hook does to "
+                    "tensors, but does not call it. If it prints, counts or collects, remove it, or use "
+                    "ackpt.apply_activation_checkpointing, which runs all hooks."
+                )

@@ -1,0 +1,318 @@
+"""Record the plain values that a model's code reads outside its modules, and compare them at every call.
+
+Such a value becomes a constant of the captured step. The capture therefore records which functions run, and finds the
+values by the names in their code. Every call compares them, as it compares the attributes of modules. Not covered are
+chains longer than ``cfg.model.scale``, objects in containers, containers of more than a hundred items, and what
+properties and C extensions return.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from ackpt.checkpointing.reachable import tensors_in
+from ackpt.core.errors import TraceError, warn
+
+from .attributes import REGIONS, Change, not_repeated, repeated_draws
+from .closures_that_ran import Closures
+from .comparable_values import plain
+from .kept_tensors import Kept, NotConstant
+from .value_walk import Value, Walk, closes_over, is_of_model, said
+
+_CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
+# The functions that seed. In regions the forward seeds again for the recomputation, which torch.seed does differently.
+_SEEDING = {"seed": "", "manual_seed": "", "set_rng_state": ", as torch.random.fork_rng does"}
+_ADDING_HOOKS = {"register_hook", "register_prehook", "setup_input_hook", "setup_output_hook"}
+_RANDOM = os.path.abspath(torch.random.__file__)
+_FOLDER = os.path.dirname(_RANDOM) + os.sep
+_WRAPPERS = _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep, contextlib.__file__  # for fork_rng
+
+
+class Reads:
+    """The values outside of a model's modules that its code reads when the model is called with `leaves`."""
+
+    def __init__(self, model: nn.Module, leaves):
+        self._roots = model, [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        self._codes: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
+        self._closures: Closures | None = Closures()  # until `finish`: later forwards run on tensors with data
+        self._values: list[Value] = []
+        self._watching: Any = None
+        self.kept = Kept()
+        self._settles = True
+        self._changed: list[Change] = []
+        self._settled = False
+        self.places: list[Callable[[], bool]] = []  # see `ackpt.planner.capture.inspection.kept_tensors.places`
+        self._has_hooks = False  # whether the forward adds hooks to its tensors or nodes
+        self.has_checkpoints = False  # whether the model calls torch's own
+
+    @contextlib.contextmanager
+    def watched(self, is_same):
+        """Watch the model's forward run inside; on exit, restore the plain values and RNG states that it changed.
+
+        `is_same`: whether one tensor represents another, such as a traced one the model's own.
+
+        Raises:
+            TraceError: if the forward seeds torch's generator, draws from a generator object, or changes a value,
+                which the message names. A change that the capture may still `settle` is not an error.
+        """
+        gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
+        with self._watched(is_same):
+            yield
+
+    @contextlib.contextmanager
+    def _watched(self, is_same=lambda tensor, other: False):
+        walk = self._walk(runs=True)
+        seen: dict[int, types.CodeType] = {}
+        closing: set[int] = set()
+        seeds: list[tuple[str, torch.Tensor]] = []  # saved on demand: an earlier copy would be measured
+        # The garbage collector may call these at any moment; what runs inside them is not the model's.
+        collectors = {id(callback.__code__) for callback in gc.callbacks if hasattr(callback, "__code__")}
+        collecting = 0
+
+        def called(frame, event, function):
+            nonlocal collecting
+            if collectors and event in ("call", "return") and id(frame.f_code) in collectors:
+                collecting += 1 if event == "call" else -1
+            if event == "c_call" and function.__name__ in _ADDING_HOOKS:  # to a node
+                self._has_hooks = True
+            if event != "call" or collecting > 0:
+                return
+            if id(code := frame.f_code) in closing and self._closures is not None:
+                self._closures.add(frame)
+            if id(code) in seen:
+                return
+            if code.co_name in _SEEDING and code.co_filename == _RANDOM:
+                if _is_by_model(frame):
+                    seeds.append((code.co_name, torch.default_generator.get_state()))
+                return  # every call of these counts
+            seen[id(code)] = code  # kept alive, so that its id is not reused
+            self._has_hooks |= code.co_name in _ADDING_HOOKS
+            if is_of_model(code.co_filename) and code.co_name != "<module>":
+                self._codes[id(code)] = code, frame.f_globals
+                walk.enter(code, frame.f_globals)
+                for name in code.co_freevars:
+                    walk.add(frame.f_locals.get(name), f"{name!r} of {said(code)}")
+                if closes_over(code):
+                    closing.add(id(code))
+                    if self._closures is not None:
+                        self._closures.add(frame)
+
+        try:
+            with _on_every_call(called) as self._watching:
+                yield
+        finally:
+            self._watching = None
+            if self._closures is not None:
+                self._closures.ended()
+            self.has_checkpoints |= id(_CHECKPOINT) in seen
+            changed = walk.restored(is_same)
+            drawn = walk.drawn_from()
+            if seeds:
+                torch.set_rng_state(seeds[0][1])
+        if seeds:
+            name, _ = seeds[0]
+            message = (
+                f"the forward calls torch.{name}{_SEEDING[name]}, which a captured step would not repeat. Draw such "
+                "numbers once and store them in a buffer, or pass them as an argument"
+            )
+            raise TraceError(f"{message}.") if name == "seed" else not_repeated(f"{message}, {REGIONS}")
+        if drawn:
+            raise repeated_draws(drawn[0])
+        if changed and not self.may_settle(changed):
+            raise not_repeated(changed[0].refusal)
+
+    def start(self) -> None:
+        """Call this before every forward: it removes what the one before has left."""
+        self.kept.start(lambda: self._changed.clear() if self._settles else None)
+
+    @contextlib.contextmanager
+    def watched_backward(self):
+        """Inside, a backward of the model's own functions is `watched`, and all of it if the forward adds hooks."""
+        grad, function = torch.autograd.grad, torch.autograd.function.BackwardCFunction
+
+        def watched(run):
+            def watching(*args, **kwargs):
+                if self._watching is not None or (run is grad and not self._has_hooks):
+                    return run(*args, **kwargs)
+                with self._watched():
+                    return run(*args, **kwargs)
+
+            return watching
+
+        with mock.patch.object(function, "apply", watched(function.apply)):
+            with mock.patch.object(torch.autograd, "grad", watched(grad)):
+                yield
+
+    def may_settle(self, changed: list[Change]) -> bool:
+        """Note what the first forward has changed.
+
+        Returns:
+            False for a later forward, or if nothing is changed.
+
+        Raises:
+            TraceError: the refusal of the first change, if a later forward changes the same value again.
+        """
+        if self._settles:
+            self._changed += changed
+            return bool(changed)
+        keys = {change.key for change in changed}
+        if again := next((change for change in self._changed if change.key in keys), None):
+            raise not_repeated(again.refusal)
+        return False
+
+    def settles(self) -> bool:
+        """Whether the latest forward changed nothing, and nothing keeps its tensors."""
+        return not self._changed and not self.kept.alive()
+
+    @contextlib.contextmanager
+    def settle(self, mode):
+        """Capture the step again inside, with the values and tensors as the model's first call would have left them.
+
+        Many transformers models record in their configuration which kind of labels they receive, or in an attribute
+        what they have computed; others fill a cache. The new capture must compute the same. Yields the error to raise
+        otherwise. `mode`: a context in which to compute the tensors.
+
+        Raises:
+            TraceError: if a tensor cannot be computed before the step; if the forward changes a value again, or stores
+                a tensor again.
+        """
+        tensors = self.kept.alive()
+        error = not_repeated(self._changed[0].refusal if self._changed else kept_message(*tensors[0]))
+        is_constant = False
+        with contextlib.suppress(NotConstant):
+            self.kept.give_data([tensor for tensor, _ in tensors], mode)
+            is_constant = True
+        del tensors  # the error may outlive them
+        if not is_constant:
+            raise error
+        self._settles, self._settled = False, True
+        for change in self._changed:
+            change.repeat()
+        yield error
+        if again := self.kept.alive():
+            raise not_repeated(kept_message(*again[0]))
+
+    def undo(self) -> None:
+        """Leave everything that the model's code keeps as it was before the capture."""
+        if not self._settles:
+            for change in reversed(self._changed):
+                change.revert()
+        self._changed, self._settles, self._settled = [], True, False
+        self.kept.forget()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the values are as the model's first call would have left them, not as they were before."""
+        return self._settled
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Stop watching inside, while torch's own code runs."""
+        if self._watching is None:
+            yield
+            return
+        hook, called = self._watching
+        hook(None)
+        try:
+            yield
+        finally:
+            hook(called)
+
+    def finish(self) -> None:
+        """Call this once after the capture: it records the values that `are_same` compares with."""
+        if self.has_checkpoints:
+            warn_of_checkpoints()
+        assert self._closures is not None
+        walk = self._walk()
+        walk.close_over(self._closures.functions())
+        self._values = list(walk.values.values())
+        for value in self._values:
+            value.original = value.owner = None
+        self.kept.finish()
+        self._changed.clear()
+        self._closures = None
+        self._codes.clear()
+
+    def are_same(self) -> bool:
+        """Whether all values are the same as at the end of the capture."""
+        return not any(value.is_changed() for value in self._values) and all(is_same() for is_same in self.places)
+
+    def first_change(self) -> str:
+        """The first value that differs from the end of the capture, in words; empty if all are the same."""
+        return next((value.label for value in self._values if value.is_changed()), "")
+
+    def _walk(self, runs: bool = False) -> Walk:
+        walk = Walk(*self._roots, runs)
+        for code, namespace in list(self._codes.values()):
+            walk.enter(code, namespace)
+        return walk
+
+
+def warn_of_checkpoints() -> None:
+    """Warn that the model calls torch's own checkpoint, which its plan ignores."""
+    warn(
+        "The model calls torch.utils.checkpoint itself. The plan alone decides what is recomputed, and a fractional "
+        "budget is relative to the peak without torch's checkpointing, which differs from the model's own peak.",
+    )
+
+
+def in_own_context(call):
+    """``call()``, where what it sets in context variables is gone afterwards.
+
+    Raises:
+        TraceError: naming a context variable that it leaves with another plain value, or with tensors.
+    """
+    before, context = contextvars.copy_context(), contextvars.copy_context()
+    result = context.run(call)
+    for variable, value in context.items():
+        was = before.get(variable)
+        if was is not value and (plain(value) not in (None, plain(was)) or tensors_in([value])):
+            raise not_repeated(
+                f"the forward sets the context variable {variable.name!r}, which a captured step would not do. Set it "
+                f"before the forward, or store what it contains in a buffer, {REGIONS}"
+            )
+    return result
+
+
+def _is_by_model(frame) -> bool:
+    """Whether the model's code made this call, either directly or through torch's wrappers of the function."""
+    while frame is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and is_of_model(frame.f_code.co_filename)
+
+
+def kept_message(tensor: torch.Tensor, made: str) -> str:
+    """The refusal of a tensor that something keeps; `made`: where the model's code made it."""
+    return (
+        f"the model's code stores a tensor that it computes {made}: in a hook, a global or another object, which a "
+        "captured step would not do. Return the tensor as an output of the model, remove the hook by its handle's "
+        f"remove(), {REGIONS}"
+    )
+
+
+@contextlib.contextmanager
+def _on_every_call(called):
+    """Run ``called(frame, event, argument)`` at every call inside; yields ``(hook, called)`` to pause and resume."""
+    previous: Any = sys.getprofile()
+    is_free = previous is None or callable(previous) or hasattr(previous, "enable")
+    hook: Any = sys.setprofile if is_free else sys.settrace
+    was: Any = previous if is_free else sys.gettrace()
+    hook(called)
+    try:
+        yield hook, called
+    finally:
+        hook(was if was is None or callable(was) else None)
+        if was is not None and not callable(was):  # a hook written in C, such as cProfile's
+            was.enable()

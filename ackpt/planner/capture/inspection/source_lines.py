@@ -1,0 +1,342 @@
+"""Find the line and module that an operation comes from, and word the errors of captures that fail there."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.fx.traceback
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+
+from ackpt.checkpointing.recorder import code_location, is_users
+from ackpt.core.errors import CheckpointError, TraceError
+
+from .kept_tensors import Kept
+
+_LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
+_SET_GRADIENT = torch.Tensor.grad.__set__  # pyright: ignore
+_SET_DATA = torch.Tensor.data.__set__  # pyright: ignore
+_CALL = nn.Module._call_impl.__code__
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+_UTILITIES = os.path.join(_TORCH, "nn", "utils") + os.sep
+_LAYERS = os.path.join(_TORCH, "nn") + os.sep, _DISTRIBUTIONS
+_PLANNER = Path(__file__).parents[2]
+_STAGES = tuple(
+    str(folder) + os.sep
+    for folder in (*(_PLANNER / stage for stage in ("capture", "costs", "schedule")), _PLANNER.with_name("metering"))
+)
+_CAPTURE = str(_PLANNER / "capture" / "aot.py")  # calls the model; its callers are not part of the model
+# Where torch checks the arguments of its operations; an operation itself raises in _ops.py or where it is called.
+_CHECKS = tuple(
+    os.path.join(_TORCH, name)
+    for name in (
+        *("__init__.py", "_ops.py", "functional.py", "_meta_registrations.py", "_prims", "_refs", "_decomp", "nn"),
+        os.path.join("_subclasses", "fake_impls.py"),
+    )
+)
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_CLASSES = re.compile("FakeTensor|FunctionalTensor|SymInt|SymFloat|SymBool")
+_OF_CAPTURE = re.compile(f"{_CLASSES.pattern}|subclass|data pointer|storage|meta|symbolic|deepcopy|fake|FX")
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def in_model() -> bool:
+    """Whether the model's code called torch, rather than ackpt code that the model calls."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_STAGES)):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+def set_at(module: nn.Module, name: str) -> str:
+    """The line outside of ``__init__`` where the module's class sets attribute `name`, as " at ..."; "" if unknown."""
+    methods = {key: value for cls in reversed(type(module).__mro__) for key, value in vars(cls).items()}
+    for method, function in methods.items():
+        code = getattr(function, "__code__", None)
+        if method == "__init__" or code is None or not is_users(code.co_filename):
+            continue
+        line = code.co_firstlineno
+        for each in dis.get_instructions(code):
+            line = getattr(each, "line_number", each.starts_line) or line  # starts_line is a bool from Python 3.13 on
+            registers = each.argval == name and "register_buffer" in code.co_names
+            if each.argval == name and (each.opname == "STORE_ATTR" or registers):
+                return f" at {code_location(code.co_filename, line)}"
+    return ""
+
+
+class Where(TorchFunctionMode):
+    """Annotates every operation with the module that calls it and the line in the model's code."""
+
+    def __init__(self, model, kept: Kept):
+        super().__init__()
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._kept = kept
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        module = source = None
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != _CAPTURE and (module is None or source is None):
+            if source is None and is_users(frame.f_code.co_filename):
+                source = code_location(frame.f_code.co_filename, frame.f_lineno)
+            if module is None and frame.f_code is _CALL:
+                module = self._names.get(id(frame.f_locals["self"]))
+            frame = frame.f_back
+        if module is None:  # outside of the model's code
+            if func == _GRADIENT and not args[0].is_leaf:
+                return None  # torch reads .grad of all arguments, which warns for non-leaves
+            return func(*args, **(kwargs or {}))
+        if func == _SET_DATA:
+            raise TraceError(
+                f"the model's code replaces the data of a tensor at {source or f'module {module!r}'}. A plan does not "
+                "see that. Write the new values instead: with torch.no_grad(): tensor.copy_(values)."
+            )
+        if func in (_GRADIENT, _SET_GRADIENT) and args[0].requires_grad and not _is_of_torch(sys._getframe(1)):
+            raise TraceError(
+                f"the model's code reads or sets the gradient of a tensor at {source}. A plan does not see gradients "
+                "of earlier steps. Compute what depends on them outside of the model, and pass it as a tensor argument."
+            )
+        with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
+            result = func(*args, **(kwargs or {}))
+        self._kept.add(result, f"at {source}" if source else f"in module {module!r}")
+        return result
+
+
+def _is_of_torch(frame) -> bool:
+    """Whether torch's own code called torch here, except for what it offers to users, such as ``clip_grad_norm_``."""
+    while frame.f_code.co_filename.startswith(_STAGES):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_TORCH) and not frame.f_code.co_filename.startswith(_UTILITIES)
+
+
+def line() -> str:
+    """The innermost line of the model's code that is running, as " at file:line (code)"."""
+    return _of(traceback.extract_stack())
+
+
+def running_class() -> str:
+    """The class of the innermost module that is running, as ", in GRU"; "" outside of modules."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return "" if frame is None else f", in {type(frame.f_locals['self']).__name__}"
+
+
+def _of(frames) -> str:
+    of_users = [frame for frame in _after_capture(frames) if is_users(frame.filename)]
+    if not of_users:
+        return ""
+    return _said(of_users[-1])
+
+
+def _module_of(error, model) -> str:
+    """The path of the innermost module of `model` in which `error` was raised; "" for the model itself."""
+    names = {id(module): name for name, module in model.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
+    entered = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
+    return entered[-1] if entered else ""
+
+
+def _module_in_message(error, model) -> str:
+    return _called_in_message(_module_of(error, model))
+
+
+def _called_in_message(module: str) -> str:
+    return f"module {module!r}" if module else "the model itself"
+
+
+def _after_capture(frames):
+    """The frames from capture.py's call of the model inwards; all frames if there is no such call."""
+    calls = [index for index, frame in enumerate(frames) if frame.filename == _CAPTURE]
+    return frames[calls[-1] if calls else 0 :]
+
+
+def _said(frame) -> str:
+    # A raise statement would only repeat the message that follows.
+    code = "" if (frame.line or "").startswith("raise ") else f" ({frame.line or ''})"
+    return f" at {code_location(frame.filename, frame.lineno)}{code}"
+
+
+def _in_torch(frames) -> str:
+    """The innermost torch.nn line that the model's code called; empty if that code called the operation itself."""
+    shown = [frame for frame in _after_capture(frames) if is_users(frame.filename) or _is_of_layers(frame)]
+    return f", in torch's own code{_said(shown[-1])}" if shown and _is_of_layers(shown[-1]) else ""
+
+
+def _calls_hook(frame) -> bool:
+    return frame.filename == _CALL.co_filename and "hook(" in (frame.line or "")
+
+
+def _backward_hook(error, model: nn.Module) -> str | None:
+    """The hook in which `error` was raised during backward, in words; None if it was raised somewhere else."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    engine = max((at for at, code in enumerate(codes) if code is _ENGINE), default=None)
+    if engine is None or any(code is _FUNCTION for code in codes[engine:]):  # a backward of the user's own
+        return None
+    for name, module in model.named_modules():
+        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        if any(getattr(hook, "__code__", None) in codes[engine:] for hook in hooks):
+            return f"a backward hook of {_called_in_message(name)}"
+    return "a hook of a tensor, which runs in backward," if any(map(_is_of_user, codes[engine:])) else None
+
+
+def _is_of_user(code) -> bool:
+    return is_users(code.co_filename)
+
+
+def _is_of_layers(frame) -> bool:
+    return frame.filename.startswith(_LAYERS) and frame.name not in ("_call_impl", "_wrapped_call_impl")
+
+
+@contextlib.contextmanager
+def saving_hooks_refused():
+    """Inside, hooks of the model on saved tensors raise an error: a plan would not call them, and they may be lossy."""
+    enter = saved_tensors_hooks.__enter__
+
+    def refuse(self):
+        is_lossless = type(self) is not saved_tensors_hooks and type(self).__module__.startswith("torch.")
+        if not is_lossless and in_model():
+            error = TraceError(
+                f"the model's code changes how autograd saves tensors, by saved_tensors_hooks{line()}. A captured step "
+                "saves what its plan says, and would not call these hooks. Remove them, or plan with regions=True."
+            )
+            error.reason, error.can_split = f"the model uses saved_tensors_hooks{line()}", True
+            raise error
+        return enter(self)
+
+    with mock.patch.object(saved_tensors_hooks, "__enter__", refuse):
+        yield
+
+
+@contextlib.contextmanager
+def explained(model: nn.Module, raises_own: bool):
+    """Raise errors of torch's capture as a TraceError; silence torch's own logging.
+
+    `raises_own`: whether errors of the model's own code, which its own call would raise too, stay as they are.
+    """
+    was, _LOG.disabled = _LOG.disabled, True
+    try:
+        with warnings.catch_warnings():  # torch captures in anomaly mode, which warns of every error
+            warnings.filterwarnings("ignore", "Error detected in")
+            yield
+    except TraceError:
+        raise
+    except Exception as error:  # the model's code may raise anything
+        if raises_own and _is_own(error):
+            raise
+        raise _explained(error, model) from error
+    finally:
+        _LOG.disabled = was
+
+
+def _is_own(error) -> bool:
+    """Whether the model's code raised `error`, or torch's checks of the arguments that it gave, rather than a capture.
+
+    Code of the model that checks the class of a tensor names it.
+    """
+    earlier = error
+    while earlier is not None:
+        if isinstance(earlier, (*_LOOKS_AT_VALUES, NotImplementedError, CheckpointError)):
+            return False
+        earlier = earlier.__context__
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    code, said = last.tb_frame.f_code, str(error)
+    file = code.co_filename
+    if is_users(file) and code.co_code[last.tb_lasti] == _RAISE:
+        return _CLASSES.search(said) is None
+    return (is_users(file) or file == __file__ or file.startswith(_CHECKS)) and _OF_CAPTURE.search(said) is None
+
+
+def _explained(error, model) -> TraceError:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = _of(frames)
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if isinstance(error, _LOOKS_AT_VALUES):
+        inside = _in_torch(frames)
+        if any(map(_calls_hook, frames)):
+            return TraceError(
+                f"a hook of {_module_in_message(error, model)} looks at the values of a tensor{where}. A planned step "
+                "runs the hooks inside the model during its capture only, on tensors without values. Remove this hook "
+                "by the remove() of its handle, or use ackpt.apply_activation_checkpointing, which runs all hooks."
+            )
+        if hook := _backward_hook(error, model):
+            explanation = TraceError(
+                f"{hook} looks at the values of a tensor{where}. A plan of one graph runs hooks during its capture "
+                "only, on tensors without values. Remove this hook by the remove() of its handle, give a budget, with "
+                "which the model is planned in parts that run all hooks, or use ackpt.apply_activation_checkpointing."
+            )
+            explanation.reason = f"{hook} looks at the values of a tensor{where}"
+            explanation.module, explanation.can_split = None, True
+            return explanation
+        checks = " torch.distributions look at their arguments unless validate_args=False."
+        path = _module_of(error, model)
+        module = _called_in_message(path)
+        explanation = TraceError(
+            f"the model cannot be captured as one graph: it looks at the values of a tensor{where}"
+            f"{inside}, in {module}, by {reason}.{checks if _DISTRIBUTIONS in inside else ''} "
+            "Control flow and shapes must not depend on values: move such code out of the model, or use "
+            "ackpt.checkpoint on its blocks."
+        )
+        explanation.reason = f"{module} looks at the values of a tensor{where}{inside}"
+        explanation.module, explanation.can_split = path, True
+        return explanation
+    if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
+        return TraceError(
+            "blocks of the model are already checkpointed in a way that cannot be captured, and the plan decides what "
+            "is recomputed. Remove that checkpointing: call ackpt.remove_activation_checkpointing(model), "
+            "model.gradient_checkpointing_disable() in transformers, or the function without checkpoint()."
+        )
+    if isinstance(error, UnsupportedOperatorException) or "no fake impl" in reason:
+        operation = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", error)))
+        return TraceError(
+            f"the shapes of what {operation[0] if operation else 'an operation'} returns are not known{where}, in "
+            f"{_module_in_message(error, model)}: its package has registered no fake kernel. Register one by "
+            "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
+            "the operation itself."
+        )
+    if "with symbolic sizes/strides" in reason:
+        return TraceError(
+            f"{_module_in_message(error, model)} runs an operation{where} whose kernel takes no dynamic sizes, such as "
+            "that of oneDNN's LSTM: leave these dimensions out of dynamic, and every size has a capture of its own"
+        )
+    if "higher order operator" in reason or "HigherOrderOperator" in reason:
+        called = f"{_module_in_message(error, model)} calls a higher-order operator{where}, such as torch.cond"
+        explanation = TraceError(
+            f"{called}, and a captured step runs operations on tensors only. Write it with such operations, as in "
+            "torch.where, give a budget, with which the model is planned in parts, or use "
+            "ackpt.apply_activation_checkpointing, which runs the model's own code."
+        )
+        explanation.module, explanation.can_split, explanation.reason = _module_of(error, model), True, called
+        return explanation
+    if "backprop through mirrored meta" in reason:
+        return TraceError(
+            f"the model calls backward() in its forward{where}: return the loss, and call backward() on it"
+        )
+    if isinstance(error, LookupError):  # their message is only the missing key
+        reason = f"{type(error).__name__}: {reason}"
+    explanation = TraceError(f"the model fails when it is called like this{where}: {reason}")
+    explanation.module, explanation.can_split = _module_of(error, model), True
+    explanation.reason = f"{_called_in_message(explanation.module)} cannot be captured as it is{where}: {reason}"
+    return explanation

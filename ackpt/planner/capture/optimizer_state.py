@@ -1,0 +1,300 @@
+"""Compute the memory that the optimizer and accumulated gradients add to a step.
+
+The state of an optimizer is resident; its step allocates and frees.
+
+Both are measured by running the step on fake tensors, so that neither the optimizer nor the model changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ackpt.core.errors import TraceError, did_you_mean
+from ackpt.metering.prediction import predict
+from ackpt.metering.resident import rounded
+from ackpt.metering.storages import LATE
+
+from .joint_graph import JointGraph
+
+_CUDA_BLOCK = 512
+_LEAST_8BIT, _BLOCK_8BIT = 4096, 256  # elements
+
+
+class Loop(NamedTuple):
+    """The parts of the training loop around a step that need memory.
+
+    ``optimizer``: of the model's parameters, or the name of one in ``torch.optim``; None to leave it out.
+    ``accumulation``: whether gradients of earlier steps exist. ``clipping``: ``torch.nn.utils.clip_grad_norm_`` runs
+    before the optimizer's step. ``scaling``: a ``torch.amp.GradScaler`` unscales the gradients; ``scales_loss``: and
+    the loop scales the loss that the model returns.
+    """
+
+    optimizer: torch.optim.Optimizer | str | None = None
+    accumulation: bool = False
+    clipping: bool = False
+    scaling: bool = False
+    scales_loss: bool = False
+
+
+NO_LOOP = Loop()
+
+
+def check_optimizer(model: torch.nn.Module, optimizer) -> None:
+    """Raise an error unless `optimizer` is None, the name of an optimizer, or an optimizer of parameters of `model`.
+
+    Raises:
+        TypeError: if it is not a ``torch.optim.Optimizer``.
+        ValueError: if it has none of the parameters of `model`, or if torch has no optimizer of this name.
+    """
+    if optimizer is None:
+        return
+    if isinstance(optimizer, str):
+        _named(optimizer)
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        got = f"got {type(optimizer).__name__}"
+        if isinstance(optimizer, type):
+            got = f"got the class {optimizer.__name__}: create it, as in {optimizer.__name__}(model.parameters())"
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a name such as 'adamw', {got}")
+    parameters = set(map(id, model.parameters()))
+    if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has none of the model's parameters: give an optimizer created from this "
+            "model's parameters(), after any call that replaces them"
+        )
+
+
+def optimizer_bytes(
+    optimizer: torch.optim.Optimizer, on_cpu: bool = True, clipping: bool = False, scaling: bool = False
+) -> tuple[int, int]:
+    """Bytes of the optimizer's state after its first step, and the peak of its step beyond gradients and state.
+
+    Args:
+        optimizer: its parameters may be real, fake or meta.
+        on_cpu: whether the step runs on the CPU. On a GPU blocks are multiples of 512 bytes, counts of steps are in
+            host memory, and torch updates all parameters at once (``foreach``) unless the optimizer says otherwise.
+        clipping, scaling: as in `Loop`; what they allocate counts as part of the optimizer's step.
+
+    Raises:
+        TraceError: if its step needs the values of tensors or more than gradients, as LBFGS does.
+    """
+    stand_in, trained, prediction = _after_a_step(optimizer, on_cpu, clipping, scaling)
+    block = 1 if on_cpu else _CUDA_BLOCK
+    gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
+    return _state_bytes(optimizer, stand_in, prediction, on_cpu), prediction.dynamic_peak_bytes - gradients
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, stand_in, prediction, on_cpu: bool) -> int:
+    """Bytes of the optimizer's state, from what `_after_a_step` returns."""
+    block = 1 if on_cpu else _CUDA_BLOCK
+    # Some optimizers create their state before the first step, also for parameters that are not trained.
+    untrained = [values for parameter, values in optimizer.state.items() if not parameter.requires_grad]
+    counted = [value for value in tree_leaves(untrained) if _counts(value, on_cpu)]
+    untrained_bytes = sum(rounded(tensor.untyped_storage().nbytes(), block) for tensor in counted)
+    state = prediction.categories.get("optimizer", 0) - (0 if on_cpu else _CUDA_BLOCK * _host_counts(stand_in))
+    return state + untrained_bytes
+
+
+def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool = False, scaling: bool = False):
+    """A copy of the optimizer without data after one step, its trained parameters, and the prediction of that step."""
+    stand_in = copy.copy(optimizer)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _no_autocast():
+            stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
+            stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
+            trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
+            device, block = ("cpu", 1) if on_cpu else ("cuda", _CUDA_BLOCK)
+            step = _with_gradients_prepared(stand_in, trained, clipping, scaling)
+            prediction = predict(step, resident=(stand_in, *trained), device=device, round_to=block)
+    except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TraceError(
+            f"the step of {type(optimizer).__name__} cannot be simulated without data: {reason}. Leave it out, and "
+            "give a budget that leaves room for its state."
+        ) from error
+    return stand_in, trained, prediction
+
+
+def _with_gradients_prepared(optimizer, trained, clipping: bool, scaling: bool) -> Callable[[], object]:
+    """The step of `optimizer` after its gradients were unscaled and clipped, in the order that torch documents.
+
+    torch's own scaler runs, so what it allocates is counted: ``inv_scale`` with its two float64 intermediates, and
+    ``found_inf``, which lives until ``update`` (torch/amp/grad_scaler.py:351 and 356).
+    """
+    scaler = torch.amp.GradScaler("cpu", enabled=scaling)
+    if scaling:
+        scaler.scale(torch.empty(()))  # allocates the scale
+
+    def step():
+        _count_as_late(optimizer)
+        if clipping:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def _count_as_late(optimizer) -> None:
+    """Set the step counts to `LATE`, because some optimizers allocate more memory after their first steps."""
+    values = tree_leaves([list(state.values()) for state in optimizer.state.values()])
+    with _disable_current_modes():
+        for value in values:
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not value.is_meta:
+                value.fill_(LATE)
+
+
+def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> int:
+    """Bytes of the optimizer's state if tensors as large as their parameter have 8 bits per element.
+
+    As in bitsandbytes: one float32 scale per 256 elements, and tensors of fewer than 4096 elements as they are.
+
+    Raises:
+        TraceError: as `optimizer_bytes` does.
+
+    Source: Dettmers et al. 2022, 8-bit optimizers via block-wise quantization (arXiv:2110.02861).
+    """
+    stand_in, _, prediction = _after_a_step(optimizer, on_cpu)
+    size = _state_bytes(optimizer, stand_in, prediction, on_cpu)
+    block = 1 if on_cpu else _CUDA_BLOCK
+    for parameter, state in stand_in.state.items():
+        for value in state.values() if isinstance(state, dict) else ():
+            elements = parameter.numel()
+            if isinstance(value, torch.Tensor) and value.numel() == elements >= _LEAST_8BIT:
+                scales = torch.float32.itemsize * -(-elements // _BLOCK_8BIT)
+                size -= rounded(elements * value.element_size(), block)
+                size += rounded(elements, block) + rounded(scales, block)
+    return size
+
+
+def with_optimizer(graph: JointGraph, optimizer: torch.optim.Optimizer) -> JointGraph:
+    """`graph` with the bytes of `optimizer`, which has its model's parameters; raises as `optimizer_bytes` does."""
+    state, step = optimizer_bytes(optimizer, graph.on_cpu)
+    return dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step)
+
+
+def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGraph:
+    """`graph`, of a step of `model`, with the bytes of the loop around it; raises as `optimizer_bytes` does."""
+    if loop == NO_LOOP:
+        return graph
+    state, step, accumulated = loop_bytes(model, loop, graph.gradient_bytes if loop.accumulation else 0, graph.on_cpu)
+    graph = dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step, accumulated_bytes=accumulated)
+    return dataclasses.replace(graph, scaled_loss_bytes=scaled_loss_bytes(loop, graph.on_cpu))
+
+
+def scaled_loss_bytes(loop: Loop, on_cpu: bool) -> int:
+    """Bytes of the loss that the loop scales, a scalar."""
+    return loop.scales_loss * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)
+
+
+def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
+    """The loop that the arguments of `ackpt.compile` describe.
+
+    Raises:
+        TypeError: if `scaler` is no ``torch.amp.GradScaler``.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be the torch.amp.GradScaler that scales the loss, got {type(scaler).__name__}")
+    scales = scaler is not None and scaler.is_enabled()
+    return Loop(optimizer, accumulation, scaling=scales, scales_loss=scales)
+
+
+def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> tuple[int, int, int]:
+    """Bytes of the state of optimizer and scaler, of the optimizer's step, and of accumulated gradients.
+
+    `gradient_bytes`: of the gradients of one step, for a loop that accumulates them. Raises as `optimizer_bytes` does.
+    """
+    optimizer = optimizer_of(model, loop.optimizer)
+    state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu, loop.clipping, loop.scaling)
+    if loop.scales_loss:
+        state += 2 * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)  # the scale and the growth tracker
+    if not loop.accumulation:
+        return state, step, 0
+    # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.
+    return state, max(0, step - gradient_bytes), gradient_bytes
+
+
+def optimizer_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | str | None) -> torch.optim.Optimizer | None:
+    """The optimizer; of a name, that of `torch.optim` with its default options and the parameters that are trained."""
+    if not isinstance(optimizer, str):
+        return optimizer
+    return _named(optimizer)([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+
+def _named(name: str) -> Callable[..., torch.optim.Optimizer]:
+    kinds = {
+        kind.lower(): value
+        for kind, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if name.lower() not in kinds:
+        raise ValueError(
+            f"torch.optim has no optimizer {name!r}{did_you_mean(name, kinds)}: give the optimizer itself, or one of "
+            f"{', '.join(sorted(kinds))}"
+        )
+    return kinds[name.lower()]
+
+
+@contextlib.contextmanager
+def _no_autocast():
+    """Inside, autocast is off: a step planned under autocast has an optimizer that runs outside of it."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def _counts(value, on_cpu: bool) -> bool:
+    return isinstance(value, torch.Tensor) and (on_cpu or value.dim() > 0)
+
+
+def _host_counts(stand_in) -> int:
+    """How many counts of steps were counted as if they were on the GPU, although they are in host memory."""
+    groups = [g for g in stand_in.param_groups if not any(g.get(key) for key in ("fused", "capturable"))]
+    counts = [stand_in.state[p].get("step") for group in groups for p in group["params"] if p in stand_in.state]
+    return sum(isinstance(count, FakeTensor) for count in counts)
+
+
+def _group_without_data(group, on_cpu: bool):
+    copied = {**group, "params": [_without_data(parameter) for parameter in group["params"]]}
+    if not on_cpu and "foreach" in group and not any(group.get(key) for key in ("fused", "differentiable")):
+        copied["foreach"] = True if group["foreach"] is None else group["foreach"]
+    return copied
+
+
+def _states_without_data(optimizer, stand_in):
+    """The states that are there: before torch 2.13 Adagrad's step needs those that its constructor makes."""
+    states = {}
+    for group, stand_ins in zip(optimizer.param_groups, stand_in.param_groups):
+        on_device = any(group.get(key) for key in ("fused", "capturable"))
+        for parameter, fake_parameter in zip(group["params"], stand_ins["params"]):
+            if fake_parameter.grad is not None and parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                states[fake_parameter] = {name: _stands_for(value, on_device) for name, value in state.items()}
+    return states
+
+
+def _stands_for(value, on_device: bool):
+    """A tensor without data for a part of a state; a copy of a count of steps, unless it is read `on_device` only."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if value.dim() or on_device or isinstance(value, FakeTensor) or value.is_meta:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    with unset_fake_temporarily():
+        return value.clone()
+
+
+def _without_data(parameter):
+    value = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+    value = torch.nn.Parameter(value, parameter.requires_grad)
+    value.grad = torch.empty_like(value) if parameter.requires_grad else None
+    return value

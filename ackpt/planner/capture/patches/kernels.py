@@ -1,0 +1,265 @@
+"""Correct the dtypes, strides and storages of fake results where they differ from torch's CPU kernels.
+
+With half-precision values and float32 weights, the CPU's norms return float32 statistics. Batch norm returns strides
+that are contiguous or channels last, and its backward computes no unused gradient. Losses, activations,
+padding and rolling write in an order of their own; some losses leave their scalar in a storage for all elements, and
+`F.fold` its image in one for all columns. Grouped products take every dtype.
+
+Torch: the rules are in ``op_implementations_dict`` (``torch/_subclasses/fake_impls.py``) and ``meta_table``
+(``torch/_decomp``, filled by ``_meta_registrations.py`` and ``_refs``); the kernels are in ``aten/src/ATen/native``.
+Versions: 2.11 to 2.13. Test: ``tests/planner/capture/test_kernels.py`` and ``test_kernel_strides.py``, by operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+from torch import _meta_registrations
+from torch._decomp import meta_table
+from torch._prims_common import is_contiguous_for_memory_format_or_false, suggest_memory_format
+from torch._subclasses import fake_impls
+from torch.utils._pytree import tree_map
+
+from ackpt.metering.kernel_memory import LOSSES, in_whole_memory
+
+from .elementwise_strides import contiguous_elementwise
+from .fake_cache import exact_cache
+from .recurrent import with_own_biases, with_workspace
+
+aten = torch.ops.aten
+LOCK = threading.RLock()  # torch's tables and settings are the process's
+
+
+@contextlib.contextmanager
+def true_results(fake_mode=None):
+    """Inside, operations on tensors without data return the dtypes and storages that the kernels return.
+
+    ``fake_mode``: that of the inputs, if they are fake already.
+    """
+    with LOCK, _rules([_OURS] * 2), contiguous_elementwise(), exact_cache(fake_mode):
+        yield
+
+
+@contextlib.contextmanager
+def _rules(rules):
+    """Inside, torch's tables have these rules for operations, or none where one is None; one dict for each table."""
+    were = [{operation: table.get(operation) for operation in new} for table, new in zip(_TABLES, rules)]
+    _put(rules)
+    try:
+        yield
+    finally:
+        _put(were)
+
+
+def _put(rules) -> None:
+    for table, new in zip(_TABLES, rules):
+        for operation, rule in new.items():
+            table.pop(operation, None)
+            if rule is not None:
+                table[operation] = rule
+
+
+def _corrected(correct, devices=("cpu",)):
+    """A rule for operations on these devices: ``correct(results, *args)`` of the results of torch's own rule."""
+
+    def rule(fake_mode, operation, *args, **kwargs):
+        with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
+            results = operation(*args, **kwargs)
+            return correct(results, *args) if args[0].device.type in devices else results
+
+    return rule
+
+
+def _norm(results, x, *rest):
+    """Statistics have the dtype of the first parameter that there is."""
+    result, mean, rstd, *others = results
+    dtype = next((value.dtype for value in rest if isinstance(value, torch.Tensor)), x.dtype)
+    return result, mean.to(dtype), rstd.to(dtype), *others
+
+
+def _batch_norm(results, x, *rest):
+    result, *others = _norm(results, x, *rest)
+    return _laid_out(result, x, _preferred(x)), *others
+
+
+def _batch_norm_with_new_statistics(results, x, weight, bias, mean, variance, *rest):
+    *others, new_mean, new_variance = _batch_norm(results, x, weight, bias, mean, variance)
+    return *others, new_mean.to(mean.dtype), new_variance.to(variance.dtype)
+
+
+def _laid_out(result, x, memory_format=None):
+    """Several kernels write channels last or contiguously, depending on `x`, which may have any order."""
+    shape = torch.empty_like(x, memory_format=memory_format or suggest_memory_format(x))
+    return result if result.stride() == shape.stride() else torch.empty_like(shape, dtype=result.dtype)
+
+
+def _preferred(x):
+    """The memory format of `x`; contiguous where it is channels last, too, as images of one pixel are."""
+    return torch.contiguous_format if _is_contiguous(x) else suggest_memory_format(x)
+
+
+def _contiguous_first(results, x, *rest):
+    is_both = x.dim() > 3 and _preferred(x) != suggest_memory_format(x)
+    return _contiguous(results) if is_both else results
+
+
+def _in_format_of_input(result, x, *rest):
+    """Resizing writes the memory format of `x`, even if the result is channels last and contiguous at once."""
+    return torch.empty_like(result, memory_format=suggest_memory_format(x))
+
+
+def _prelu(result, x, *rest):
+    """The weight has other strides than `x`, so that the result keeps those of `x`."""
+    return torch.empty_like(torch.mul(x, 1.0), dtype=result.dtype)
+
+
+def _is_contiguous(x) -> bool:
+    return is_contiguous_for_memory_format_or_false(x, memory_format=torch.contiguous_format)
+
+
+def _laid_out_like(argument: int):
+    return lambda result, *args: _laid_out(result, args[argument])
+
+
+def _group_norm(results, x, *rest):
+    result, *others = _norm(results, x, *rest)
+    return _laid_out(result, x), *others
+
+
+def _group_norm_backward(results, gradient, x, *rest):
+    return None if results[0] is None else _laid_out(results[0].to(x.dtype), x), *results[1:]
+
+
+def _batch_norm_backward(results, gradient, x, *rest):
+    """The kernel computes no gradient for an input that needs none."""
+    *_, mask = rest
+    is_alike = suggest_memory_format(gradient) == suggest_memory_format(x)
+    return _laid_out(results[0], x, _preferred(x) if is_alike else None) if mask[0] else None, *results[1:]
+
+
+def _contiguous(results, *args):
+    """These kernels write contiguously, whatever the order of their inputs."""
+
+    def written(result):
+        return None if result is None else torch.empty_like(result, memory_format=torch.contiguous_format)
+
+    return tree_map(written, results)
+
+
+def _binary_cross_entropy(result, x, *rest):
+    return torch.empty_like(x, dtype=result.dtype) if result.dim() else in_whole_memory(result, x, *rest)
+
+
+def _fold(result, x, *rest):
+    """The kernel allocates its result with the size of the columns, which is larger if they overlap."""
+    if not x.numel() > result.numel() > 0:
+        return result
+    return torch.empty(x.numel(), dtype=result.dtype, device=result.device).resize_(result.shape)
+
+
+def _elementwise(result, gradient, *rest):
+    """The order of an elementwise result is that of the first operand which has one: here of the gradient."""
+    x = next(value for value in rest if isinstance(value, torch.Tensor))
+    return torch.empty_like(torch.add(gradient, x), dtype=result.dtype)
+
+
+def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
+    """For one image whose channels are last, the kernels keep the strides of `x`, which are not unique then."""
+    is_known = isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides and x.device.type == "cpu"
+    if not is_known or isinstance(other, torch.Tensor) or x.dim() not in _CHANNELS_LAST or x.shape[0] != 1:
+        return NotImplemented  # torch's rule applies
+    with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
+        result = operation(x, other, *rest, **kwargs)
+    if x.is_contiguous() or x.numel() == 0 or not x.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()]):
+        return result
+    with fake_mode:
+        return result.new_empty_strided(x.shape, x.stride())
+
+
+def _view(fake_mode, operation, x, shape):
+    """Torch's rule gives dimensions of size 1 other strides than the kernel, and with them another memory format."""
+    rule = _TORCHS[0][operation]
+    assert rule is not None
+    result = rule(fake_mode, operation, x, shape)
+    if x._has_symbolic_sizes_strides or result._has_symbolic_sizes_strides or not x.numel():
+        return result
+    if result.dim() not in _CHANNELS_LAST or result.shape[0] != 1:
+        return result
+    with torch._C._DisablePythonDispatcher():  # else the same rule
+        strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(result.shape).stride()
+    if strides == result.stride():
+        return result
+    with fake_mode:
+        kernels = x.as_strided(result.shape, strides, x.storage_offset())
+    # Otherwise torch's strides remain: captures with symbols, which serve other sizes, have the same ones.
+    return result if suggest_memory_format(kernels) == suggest_memory_format(result) else kernels
+
+
+def _grouped_product(fake_mode, operation, a, b, offs=None, bias=None, out_dtype=None):
+    """Torch's rule accepts only bfloat16, but the kernels accept other dtypes as well."""
+    if a.dtype == torch.bfloat16 or a.dtype != b.dtype:
+        return NotImplemented  # torch's rule applies
+    with fake_mode:
+        return _meta_registrations._create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+
+
+def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *rest):
+    """Torch's rule takes no symbols, so the order of the dimensions is that at the example's sizes."""
+
+    def example(sizes):
+        return [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+
+    strided = torch.empty_strided(example(gradient.shape), example(gradient.stride()), device="meta")
+    result = operation(strided, example(output_size), example(input_size), *rest)
+    with fake_mode:
+        return gradient.new_empty(input_size).to(memory_format=suggest_memory_format(result))
+
+
+_RESIZES = (aten.upsample_linear1d_backward, aten.upsample_bilinear2d_backward, aten.upsample_bicubic2d_backward)
+_RESIZES += (aten.upsample_trilinear3d_backward, aten.upsample_nearest1d_backward, aten.upsample_nearest3d_backward)
+_RESIZES += (aten._upsample_bilinear2d_aa_backward, aten._upsample_bicubic2d_aa_backward)
+_RESIZES += (aten._upsample_nearest_exact1d_backward, aten._upsample_nearest_exact2d_backward)
+_RESIZES += (aten._upsample_nearest_exact3d_backward,)
+_CONTIGUOUS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
+_CONTIGUOUS += (aten.log_sigmoid_forward, aten._log_softmax_backward_data, aten.native_layer_norm_backward)
+_CONTIGUOUS += (aten.glu_backward,)
+_ELEMENTWISE = (aten.elu_backward, aten.hardswish_backward, aten.softplus_backward, aten.hardtanh_backward)
+_ELEMENTWISE += (aten.hardsigmoid_backward, aten.logit_backward)
+_CONTIGUOUS_FIRST = (aten.relu, aten.threshold_backward, aten.clamp, aten._log_softmax, aten.index_add, aten.renorm)
+_CONTIGUOUS_FIRST += (aten.tril, aten.triu, aten.silu, aten.sigmoid, aten.clamp_min, aten.clamp_max)
+_RESIZED = (aten.upsample_nearest2d, aten._upsample_nearest_exact2d, aten.upsample_bilinear2d, aten.upsample_bicubic2d)
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_ARITHMETIC = (aten.add, aten.sub, aten.mul, aten.div)
+_OURS = {
+    aten.view.default: _view,
+    **{operation.Tensor: _with_a_number for operation in _ARITHMETIC},
+    **{operation.default: _corrected(_contiguous) for operation in _CONTIGUOUS},
+    **{operation.default: _corrected(_elementwise) for operation in _ELEMENTWISE},
+    **{operation.default: _corrected(_contiguous_first) for operation in _CONTIGUOUS_FIRST},
+    aten.masked_fill.Scalar: _corrected(_contiguous_first),
+    aten.masked_fill.Tensor: _corrected(_contiguous_first),
+    **{resize.default: _corrected(_in_format_of_input) for resize in _RESIZED},
+    aten._prelu_kernel.default: _corrected(_prelu),
+    **{loss: _corrected(in_whole_memory, ("cpu", "cuda")) for loss in LOSSES},
+    aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy, ("cpu", "cuda")),
+    **{resize.default: _resize_backward for resize in _RESIZES},
+    aten._grouped_mm.default: _grouped_product,
+    aten.col2im.default: _corrected(_fold),
+    aten.roll.default: _corrected(_laid_out_like(0)),
+    aten.reflection_pad2d_backward.default: _corrected(_laid_out_like(1)),
+    aten.replication_pad2d_backward.default: _corrected(_laid_out_like(1)),
+    aten.native_layer_norm.default: _corrected(_norm),
+    aten.native_group_norm.default: _corrected(_group_norm),
+    aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm_with_new_statistics),
+    aten._native_batch_norm_legit.no_stats: _corrected(_batch_norm),
+    aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm),
+    aten.native_batch_norm_backward.default: _corrected(_batch_norm_backward),
+    aten.native_group_norm_backward.default: _corrected(_group_norm_backward),
+    aten.mkldnn_rnn_layer.default: _corrected(with_workspace),
+    aten.mkldnn_rnn_layer_backward.default: _corrected(with_own_biases),
+}
+# Rules go into both: torch may decompose an operation without one in `meta_table` before it looks into the other.
+_TABLES = fake_impls.op_implementations_dict, meta_table
+_TORCHS = [{operation: table.get(operation) for operation in _OURS} for table in _TABLES]

@@ -1,0 +1,220 @@
+"""Measure the rates of this machine's CPU, once, and store them in a file.
+
+Data sheets of CPUs do not say how fast torch's kernels run: an operation that draws random numbers takes as long as
+tens of additions of the same size. So each kind of operation runs once on example arguments. `this_cpu` returns the
+rates as a `Device`, measured at its first use and read from the user's cache folder afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ackpt.core.files import read_json, write_text_atomic
+from ackpt.core.machine import machine
+from ackpt.core.progress import stage
+from ackpt.metering.run_alone import in_own_thread
+
+from .devices import Device, with_all_dtypes
+from .example_operations import BYTES, LAUNCH, OPERATIONS, Example
+
+VARIABLE = "ACKPT_CALIBRATION"
+_SCHEMA = {"schema": "ackpt.calibration", "version": 1}
+_DTYPES = (torch.float32, torch.bfloat16)
+_MORE_DTYPES = (torch.float16, torch.float64)  # of operations with FLOPs; others count as in float32
+_ROUNDS = 3  # over all operations: whatever else this machine does for a moment slows no operation in all of them
+_SECONDS = 0.01  # per round, operation and dtype, after one call to warm up; at least `_RUNS` calls
+_RUNS = 3
+_LOG = logging.getLogger("ackpt")
+
+
+class CalibrationError(ValueError):
+    """A file of calibrated rates cannot be read; the message names the file and how to write it again.
+
+    Example:
+        >>> from ackpt.planner.costs.calibration import CalibrationError, load
+        >>> try:
+        ...     load("no/such/file.json")
+        ... except CalibrationError:
+        ...     print("there is no such file")
+        there is no such file
+    """
+
+
+def this_cpu() -> Device:
+    """The rates of this CPU with the current number of threads.
+
+    Read from the file that the environment variable ``ACKPT_CALIBRATION`` names, if it is set. Otherwise from the
+    user's cache folder, ``$XDG_CACHE_HOME/ackpt`` or ``~/.cache/ackpt``, in which the first call for a processor, a
+    number of threads and a version of torch stores them; this takes a few seconds. Delete the file to measure again.
+
+    Raises:
+        CalibrationError: if the file that ``ACKPT_CALIBRATION`` names cannot be read.
+
+    Example:
+        >>> from ackpt.planner.costs.calibration import this_cpu
+        >>> this_cpu().seconds_per_call < 0.001
+        True
+    """
+    return _this_cpu(os.environ.get(VARIABLE, ""), torch.get_num_threads())
+
+
+@functools.cache
+def _this_cpu(given: str, threads: int) -> Device:
+    if given:
+        return load(given)
+    machine = _machine()
+    path = _cache_folder() / f"cpu-{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
+    if path.exists():
+        try:
+            data = _read(path)
+            if data["machine"] == machine:
+                return _device(data)
+            reason = "it was measured on another machine or version of torch"
+        except CalibrationError as error:
+            reason = str(error)
+        _LOG.warning("%s is not used, and this CPU is calibrated again: %s", path, reason)
+    data = measured()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, json.dumps(data, indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        _LOG.warning("the calibration of this CPU cannot be stored in %s, so each process measures it: %s", path, error)
+    return _device(data)
+
+
+def calibrate(path: str | os.PathLike[str]) -> Device:
+    """Measure the rates of this CPU with the current number of threads, and write them to a file.
+
+    Use the file on other machines with ``ACKPT_CALIBRATION=FILE``, so that they plan with the rates of this one.
+
+    Raises:
+        RecordError: if the file cannot be written; before anything is measured.
+
+    Example:
+        >>> import tempfile, ackpt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ackpt.calibrate(f"{folder}/cpu.json").name
+        'cpu'
+    """
+    target = Path(path)
+    write_text_atomic(target, target.read_text() if target.exists() else "")
+    data = measured()
+    write_text_atomic(target, json.dumps(data, indent=1) + "\n")
+    return _device(data)
+
+
+def load(path: str | os.PathLike[str]) -> Device:
+    """The rates in a file that `calibrate` wrote, on any machine.
+
+    Raises:
+        CalibrationError: if it cannot be read, is no calibration, or was written by another version.
+    """
+    return _device(_read(Path(path)))
+
+
+def measured() -> dict[str, Any]:
+    """Plain data: the rates of this CPU, measured now, the machine and the day."""
+    stage("calibrating this CPU, once")
+    rates = in_own_thread(_measure)
+    return {**_SCHEMA, "machine": _machine(), "date": machine()["date"], **rates}
+
+
+def _measure() -> dict[str, Any]:
+    by_operation: dict[str, dict[str, float]] = {example.name: {} for example in OPERATIONS}
+    calls, bytes_per_second = [], []
+    for _ in range(_ROUNDS):
+        for example in OPERATIONS:
+            best = by_operation[example.name]
+            for dtype in _DTYPES + example.has_flops * _MORE_DTYPES:
+                name = str(dtype).removeprefix("torch.")
+                if (rate := _rate(example, dtype)) is not None:
+                    best[name] = max(best.get(name, 0.0), rate)
+        call, arguments, _ = LAUNCH.made(torch.float32)
+        calls.append(_fastest(lambda: call(*arguments)))  # noqa: B023
+        bytes_per_second.append(_rate(BYTES, torch.float32))
+    return {
+        "seconds_per_call": float(f"{min(calls):.4g}"),
+        "memory_bytes_per_second": max(bytes_per_second),
+        "by_operation": by_operation,
+    }
+
+
+def _rate(example: Example, dtype: torch.dtype) -> float | None:
+    """FLOP/s, or elements or bytes per second; None if the kernel does not exist for the dtype."""
+    try:
+        call, arguments, keywords = example.made(dtype)
+        result = call(*arguments, **keywords)
+    except (RuntimeError, NotImplementedError):
+        return None
+    work = example.work(arguments, keywords, result)
+    return float(f"{work / _fastest(lambda: call(*arguments, **keywords)):.4g}")
+
+
+def _fastest(call: Callable[[], Any]) -> float:
+    """Seconds of the fastest of several calls: the one that other processes disturbed least."""
+    call()
+    times: list[float] = []
+    while len(times) < _RUNS or (sum(times) < _SECONDS and len(times) < 1000):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _machine() -> dict[str, Any]:
+    where = machine()
+    return {"processor": where["device_name"], "threads": where["threads"], "torch": where["torch"]}
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ackpt"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = read_json(path, "calibration", CalibrationError)
+    except OSError as error:
+        raise CalibrationError(
+            f"the calibration {path} cannot be read: {error.strerror}; write it with ackpt.calibrate(path)"
+        ) from error
+    schema = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
+    if schema != _SCHEMA:
+        raise CalibrationError(
+            f"{path} is not a calibration of this version: expected {_SCHEMA}, got {schema}; write it again with "
+            "ackpt.calibrate(path)"
+        )
+    try:
+        _device(data)
+        rates = [data["seconds_per_call"], data["memory_bytes_per_second"]]
+        rates += [rate for by_dtype in data["by_operation"].values() for rate in by_dtype.values()]
+        damage = "" if all(isinstance(r, float) and 0 < r < math.inf for r in rates) else "rates: not all are positive"
+    except (KeyError, TypeError, AttributeError) as error:
+        damage = f"{type(error).__name__}: {error}"
+    if damage:
+        raise CalibrationError(f"{path} is damaged ({damage}); write it again with ackpt.calibrate(path)")
+    return data
+
+
+def _device(data: dict[str, Any]) -> Device:
+    machine = data["machine"]
+    known = Device(
+        name="cpu",
+        memory_bytes=0,
+        flops_per_second=data["by_operation"]["mm"],
+        memory_bytes_per_second=data["memory_bytes_per_second"],
+        link_bytes_per_second=data["memory_bytes_per_second"],
+        source=f"measured on {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}",
+    )
+    return with_all_dtypes(replace(known, by_operation=data["by_operation"], seconds_per_call=data["seconds_per_call"]))

@@ -1,0 +1,185 @@
+"""Run a graph node by node and measure every operation: seconds, bytes in and out, and workspace.
+
+On the CPU, values live until their last use. On CUDA, only the arguments of the running operation are on the device and
+all other values are in host memory, so that graphs that exceed the device's memory can be measured too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ackpt.metering import cpu_meter, cuda_meter
+from ackpt.metering.run_alone import cannot_run, count_allocations, flagged, in_own_thread, stand_in
+from ackpt.metering.timeline import MeterError
+from ackpt.planner.capture.example_values import given, made_up, random_like
+from ackpt.planner.capture.joint_graph import JointGraph
+
+from .operation_costs import allocates, traffic, written
+
+RUNS = 3  # timed, after one to warm up
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The measured cost of one operation: seconds (the median of `RUNS`), bytes read and written, and workspace."""
+
+    seconds: float
+    bytes_in: int
+    bytes_out: int
+    workspace_bytes: int
+
+
+def run(graph: JointGraph, inputs=None) -> dict[int, Cost]:
+    """The cost of every operation by node id, measured on the device that `graph` was traced on.
+
+    Args:
+        graph: from `ackpt.trace`.
+        inputs: the model and the arguments it was traced with, such as ``(model, args, kwargs)``; by default values
+            are made up, see `ackpt.planner.capture.example_values`. Neither the model nor the arguments change.
+
+    Raises:
+        MeterError: if the inputs do not fit the graph, its device cannot be measured, or an operation fails.
+    """
+    device = device_of(graph)
+    if device.type not in ("cpu", "cuda"):
+        raise MeterError(f"operations are measured on cpu and cuda, and this graph is on {device}")
+    values = made_up(graph) if inputs is None else given(graph, inputs)
+    runner = (Swapping if device.type == "cuda" else Runner)(graph, device)
+
+    def follow():
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            runner.run(*values)
+
+    in_own_thread(follow, [device] if device.type == "cuda" else [])
+    return runner.costs
+
+
+def device_of(graph: JointGraph) -> torch.device:
+    """The device of a graph's tensors: the GPU if there is one, although some tensors may be in host memory."""
+    values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+    return next((device for device in sorted(devices, key=str) if device.type != "cpu"), torch.device("cpu"))
+
+
+class Runner(fx.Interpreter):
+    """Measures every operation of a graph while it runs; values live until their last use."""
+
+    def __init__(self, graph: JointGraph, device: torch.device):
+        super().__init__(graph.module)
+        self.extra_traceback = False  # the error names the node
+        self.joint, self.device = graph, device
+        self.costs: dict[int, Cost] = {}
+
+    def get_attr(self, target, args, kwargs):
+        value = super().get_attr(target, args, kwargs)
+        return random_like(value) if isinstance(value, FakeTensor) else value
+
+    def run_node(self, n):
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return self.measured(n, args, kwargs) if allocates(n) else self.call_function(n.target, args, kwargs)
+
+    def measured(self, node, args, kwargs):
+        """The result of `node`; records its cost."""
+
+        def call():
+            return self.call_function(node.target, args, kwargs)
+
+        on_cuda = self.device.type == "cuda"
+        clock = cuda_meter.clock if on_cuda else cpu_meter.clock
+        try:
+            call()
+            seconds = median(clock(call, self.device) for _ in range(RUNS))
+            result, allocations = count_allocations(call, on_cuda)
+        except RuntimeError as error:
+            advice = "Give the model and its arguments as inputs if values are the cause."
+            raise cannot_run(self.joint.nodes[node.meta["ackpt_id"]], "", error, advice) from error
+        moved = traffic(node, args, kwargs, result)
+        self.costs[node.meta["ackpt_id"]] = Cost(seconds, *moved, allocations.workspace)
+        return result
+
+
+def swap_seconds(graph: JointGraph) -> tuple[float, ...]:
+    """By storage id, seconds of one copy from a CUDA device to pinned host memory, the median of `RUNS`."""
+    device = device_of(graph)
+    by_size: dict[int, float] = {}
+    for size in {storage.bytes for storage in graph.storages}:
+        on_device = torch.empty(size, dtype=torch.uint8, device=device)
+        on_host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+        def copy():
+            on_host.copy_(on_device, non_blocking=True)  # noqa: B023
+
+        copy()
+        by_size[size] = median(cuda_meter.clock(copy, device) for _ in range(RUNS))
+    return tuple(by_size[storage.bytes] for storage in graph.storages)
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A tensor in host memory: the bytes of its storage, which its views share, and its layout in them."""
+
+    host: torch.Tensor
+    layout: torch.Tensor  # without data
+
+    @classmethod
+    def of(cls, host: torch.Tensor, tensor: torch.Tensor) -> Parked:
+        return cls(host, stand_in(tensor, device="meta"))
+
+    def among(self, storage: torch.Tensor) -> torch.Tensor:
+        """The tensor, in a copy of the bytes."""
+        like = self.layout
+        whole = storage[: storage.numel() // like.element_size() * like.element_size()].view(like.dtype)
+        return flagged(whole.as_strided(like.shape, like.stride(), like.storage_offset()), like)
+
+
+class Swapping(Runner):
+    """Moves the arguments of every operation to the device, and its results to host memory."""
+
+    def run_node(self, n):
+        if n.op in ("placeholder", "get_attr"):
+            value = super().run_node(n)
+            is_here = isinstance(value, torch.Tensor) and n.meta.get("val", value).device.type == self.device.type
+            return Parked.of(_bytes(value).to("cpu", copy=True), value) if is_here else value
+        if n.op != "call_function" or allocates(n):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        seen = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Parked)]
+        if not seen or n.target is operator.getitem:
+            return self.call_function(n.target, args, kwargs)
+        args, kwargs = tree_map_only(Parked, lambda parked: parked.layout, (args, kwargs))
+        views = self.call_function(n.target, args, kwargs)
+        return tree_map_only(torch.Tensor, lambda view: Parked(seen[0].host, view), views)
+
+    def measured(self, node, args, kwargs):
+        hosts = {id(leaf.host): leaf.host for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Parked)}
+        on_device = {key: host.to(self.device, copy=True) for key, host in hosts.items()}
+        args, kwargs = tree_map_only(Parked, lambda parked: parked.among(on_device[id(parked.host)]), (args, kwargs))
+        result = super().measured(node, args, kwargs)
+        places = {storage.data_ptr(): hosts[key] for key, storage in on_device.items()}
+        for argument in written(node, args):
+            places[_bytes(argument).data_ptr()].copy_(_bytes(argument))
+
+        def park(tensor):
+            if tensor.device.type != self.device.type:
+                return tensor
+            storage = _bytes(tensor)
+            if storage.data_ptr() not in places:
+                places[storage.data_ptr()] = storage.to("cpu", copy=True)
+            return Parked.of(places[storage.data_ptr()], tensor)
+
+        return tree_map_only(torch.Tensor, park, result)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of a tensor, uint8[bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

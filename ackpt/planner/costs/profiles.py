@@ -1,0 +1,355 @@
+"""`Profile`: the cost of every node, measured or modeled from shapes and the rates of a device."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ackpt.core.files import read_json, write_text_atomic
+from ackpt.metering.cuda_meter import BLOCK
+from ackpt.metering.kernel_memory import cuda_temporaries
+from ackpt.metering.resident import rounded
+from ackpt.metering.timeline import MeterError
+from ackpt.planner.capture.joint_graph import JointGraph
+
+from . import calibration, devices
+from .operation_costs import dtype, elements, flops, traffic
+from .operation_runs import device_of, run, swap_seconds
+from .workspace import value_of, workspace_bytes
+
+ORIGINS = ("measured", "analytic", "given")
+_SCHEMA = {"schema": "ackpt.profile", "version": 1}
+_COUNTS = ("flops", "bytes_in", "bytes_out", "workspace_bytes")  # by node id
+_TIMES = ("seconds", "swap_seconds", "pack_seconds")
+_BY_STORAGE = _TIMES[1:]
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be read, or that was made for another graph.
+
+    Example:
+        >>> from ackpt.graph import Profile, ProfileError
+        >>> try:
+        ...     Profile.from_json({})
+        ... except ProfileError:
+        ...     print("this is no profile")
+        this is no profile
+    """
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs by node id.
+
+    ``flops``: floating-point operations; ``bytes_in``, ``bytes_out``: of all arguments and of the results, where views
+    count 0; ``workspace_bytes``: what the operation allocates and frees internally; ``seconds``: run time, None if it
+    is neither measured nor modeled. ``origin``: ``{field: "measured" | "analytic" | "given"}``. ``swap_seconds``: by
+    storage id, one copy between device and host, None as for ``seconds``. ``pack_seconds``: by storage id, packing a
+    dropout mask once, or unpacking it; also None without such masks. ``graph``: the hash of the graph.
+
+    Example:
+        >>> import torch, ackpt
+        >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
+        >>> found = ackpt.profile(graph)
+        >>> sum(found.flops), found.seconds, found.origin["flops"]
+        (256, None, 'analytic')
+        >>> len(found.flops) == len(graph.nodes)
+        True
+    """
+
+    device: str
+    flops: tuple[int, ...]
+    bytes_in: tuple[int, ...]
+    bytes_out: tuple[int, ...]
+    workspace_bytes: tuple[int, ...]
+    seconds: tuple[float, ...] | None
+    origin: dict[str, str] = field(hash=False)
+    swap_seconds: tuple[float, ...] | None = None
+    graph: str = ""
+    pack_seconds: tuple[float, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, from which `from_json` makes an equal profile."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**_SCHEMA, **{key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Profile:
+        """The profile that `to_json` wrote.
+
+        Raises:
+            ProfileError: if the data are not a profile, or are incomplete.
+        """
+        schema = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
+        if schema != _SCHEMA:
+            raise ProfileError(
+                f"this is not a profile of this version: expected {_SCHEMA}, found {schema}; profile again"
+            )
+        data = {"pack_seconds": None, **data}  # profiles of earlier versions have none
+        if missing := [field.name for field in fields(cls) if field.name not in data]:
+            raise ProfileError(f"this profile is incomplete: it lacks {', '.join(missing)}; profile again")
+        for name in (*_COUNTS, *_TIMES):
+            _check_figures(name, data[name], data["flops"], data["origin"])
+        if not isinstance(data["device"], str) or not isinstance(data["graph"], str):
+            raise ProfileError("this profile is damaged: it does not name its device and graph; profile again")
+        values: dict[str, Any] = {}
+        for each in fields(cls):
+            value = data[each.name]
+            values[each.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the profile as JSON, completely or not at all.
+
+        Raises:
+            RecordError: if it cannot be written there.
+        """
+        return write_text_atomic(path, json.dumps(self.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """The profile that `save` wrote.
+
+        Raises:
+            ProfileError: if the file is no profile, is truncated, or was written by another version.
+        """
+        data = read_json(path, "profile", ProfileError)
+        try:
+            return cls.from_json(data)
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from error
+
+    def to_csv(self, graph: JointGraph) -> str:
+        """One line per node: the operation, and each cost with its origin; both columns are empty for unknown costs.
+
+        ``swap_seconds`` are those of the storages that the node allocates.
+
+        Raises:
+            ProfileError: if the profile was made for another graph.
+        """
+        if self.graph != graph.hash:
+            raise ProfileError(
+                f"this profile was made for another graph ({self.graph[:12]}, not {graph.hash[:12]}); profile this one"
+            )
+        born = graph.analysis.allocated
+        figures = {name: getattr(self, name) for name in (*_COUNTS, "seconds")}
+        swaps = self.swap_seconds
+        if swaps is not None:
+            swaps = [math.fsum(swaps[storage] for storage in born.get(node.id, ())) for node in graph.nodes]
+        figures["swap_seconds"] = swaps
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        described = ("id", "name", "target", "phase", "module", "source")
+        writer.writerow([*described, *(column for name in figures for column in (name, f"{name}_origin"))])
+        for node in graph.nodes:
+            row = [getattr(node, name) for name in described]
+            for name, values in figures.items():
+                row += ["", ""] if values is None else [values[node.id], self.origin[name]]
+            writer.writerow(row)
+        return text.getvalue()
+
+
+def profile(
+    graph: JointGraph,
+    device: str | torch.device | devices.Device | None = None,
+    *,
+    mode: Literal["analytic", "measured"] = "analytic",
+    inputs: tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]] | None = None,
+    workspace: Literal["given", "measured"] = "given",
+) -> Profile:
+    """Return the costs of every node of `graph`.
+
+    Args:
+        graph: from `ackpt.trace`.
+        device: in analytic mode the name of a device in `ackpt.planner.costs.devices`, such as ``"h200"``, or a
+            `Device`, whose rates give the seconds; by default there are no seconds. In measured mode ``"cpu"`` or
+            ``"cuda"``: the device of the graph, which is the default.
+        mode: ``"analytic"`` runs nothing: FLOPs follow from torch's formulas, bytes are those of arguments and results,
+            and seconds are the longer of the two times at the device's rates. ``"measured"`` runs the graph node by
+            node, each operation once to warm up and then for the median of three, and measures its workspace. On CUDA
+            only what the running operation reads is on the device, and copies to the host are timed too.
+        inputs: in measured mode the model and the arguments it was traced with, such as ``(model, args, kwargs)``;
+            made up by default. They are not changed.
+        workspace: in analytic mode ``"measured"`` measures the workspaces of operations on the CPU, see
+            `ackpt.planner.costs.workspace.workspace_bytes`; ``"given"`` leaves them at 0.
+
+    Raises:
+        TypeError: if `graph` is no graph.
+        ValueError: for an unknown mode, device or workspace, or a device without a rate for the graph's dtype.
+        MeterError: if something cannot be measured here, or `inputs` do not fit the graph.
+
+    Example:
+        >>> import torch, ackpt
+        >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
+        >>> found = ackpt.profile(graph, "h200")
+        >>> sum(found.flops), found.origin["seconds"]
+        (256, 'analytic')
+    """
+    if not isinstance(graph, JointGraph):
+        raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
+    if mode not in ("analytic", "measured"):
+        raise ValueError(f"mode must be 'analytic' or 'measured', got {mode!r}")
+    if workspace not in ("measured", "given"):
+        raise ValueError(f"workspace must be 'measured' or 'given', got {workspace!r}")
+    if mode == "measured":
+        return _measured(graph, device, inputs)
+    if inputs is not None:
+        raise ValueError('inputs are run, and mode="analytic" runs nothing: leave them out, or use mode="measured"')
+    return _analytic(graph, rates(device), workspace)
+
+
+def default_rates(graph: JointGraph) -> devices.Device | None:
+    """The rates of the device that holds the tensors of `graph`: of a GPU by its name or properties, of the CPU as it
+    is calibrated; None if they are unknown.
+    """
+    device = device_of(graph)
+    if device.type == "cpu":
+        return calibration.this_cpu()
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    known = devices.rates_of(torch.cuda.get_device_properties(device))
+    return None if known is None else devices.with_all_dtypes(known)
+
+
+def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -> Profile:
+    computed, read, written, seconds = [], [], [], []
+    for node, args, kwargs in _calls(graph):
+        result = node.meta.get("val")
+        computed.append(flops(node, args, kwargs, result))
+        bytes_in, bytes_out = traffic(node, args, kwargs, result)
+        read.append(bytes_in)
+        written.append(bytes_out)
+        if rates is not None:
+            seconds.append(_seconds(rates, node, args, kwargs, result, computed[-1], bytes_in + bytes_out))
+    origin = dict.fromkeys(("flops", "bytes_in", "bytes_out"), "analytic") | {"workspace_bytes": workspace}
+    swaps = packs = None
+    if rates is not None:
+        packs = _pack_seconds(graph, rates)
+        origin |= dict.fromkeys(_TIMES if packs else _TIMES[:2], "analytic")
+        swaps = tuple(storage.bytes / rates.link_bytes_per_second for storage in graph.storages)
+    return Profile(
+        device="any" if rates is None else rates.name,
+        flops=tuple(computed),
+        bytes_in=tuple(read),
+        bytes_out=tuple(written),
+        workspace_bytes=workspace_bytes(graph) if workspace == "measured" else (0,) * len(computed),
+        seconds=None if rates is None else tuple(seconds),
+        origin=origin,
+        swap_seconds=swaps,
+        graph=graph.hash,
+        pack_seconds=packs,
+    )
+
+
+def _pack_seconds(graph: JointGraph, rates: devices.Device) -> tuple[float, ...] | None:
+    """The mean of packing and unpacking, each of which moves a mask and its bits; None without dropout masks."""
+    masks = graph.analysis.masks
+    if not masks:
+        return None
+    seconds = [0.0] * len(graph.storages)
+    for storage, mask in masks.items():
+        size = graph.storages[storage].bytes
+        moved, elements = size + mask.packed_bytes, size // mask.dtype.itemsize
+        dtype = str(mask.dtype).removeprefix("torch.")
+        both = (rates.seconds(0, moved, dtype, name, elements) for name in ("pack_bits", "unpack_bits"))
+        seconds[storage] = sum(both) / 2
+    return tuple(seconds)
+
+
+def _seconds(rates: devices.Device, node, args, kwargs, result, flops: int, moved: int) -> float:
+    if not moved and not flops:  # a view
+        return 0.0
+    if rates.seconds_by_call and (measured := rates.seconds_by_call.get(devices.call_of(node.target, args, kwargs))):
+        return measured
+    name = devices.operation_name(node.target)
+    return rates.seconds(flops, moved, dtype(args, kwargs), name, elements(args, kwargs, result))
+
+
+def _measured(graph: JointGraph, device, inputs) -> Profile:
+    traced_on = device_of(graph)
+    if device is not None and torch.device(device).type != traced_on.type:
+        raise MeterError(
+            f"the graph was traced on {traced_on} and is measured there, not on {device}: trace the model on {device}"
+        )
+    costs = run(graph, inputs)
+    swaps = swap_seconds(graph) if traced_on.type == "cuda" else None
+
+    def figures(name, of_views: float = 0) -> tuple[Any, ...]:
+        return tuple(getattr(costs[node.id], name) if node.id in costs else of_views for node in graph.nodes)
+
+    measured = ["bytes_in", "bytes_out", "workspace_bytes", "seconds", *(["swap_seconds"] if swaps else [])]
+    return Profile(
+        device=str(traced_on),
+        flops=tuple(flops(node, args, kwargs, node.meta.get("val")) for node, args, kwargs in _calls(graph)),
+        bytes_in=figures("bytes_in"),
+        bytes_out=figures("bytes_out"),
+        workspace_bytes=figures("workspace_bytes"),
+        seconds=figures("seconds", 0.0),
+        origin={"flops": "analytic", **dict.fromkeys(measured, "measured")},
+        swap_seconds=swaps,
+        graph=graph.hash,
+    )
+
+
+def with_gpu_workspace(graph: JointGraph, costs: Profile) -> Profile:
+    """`costs` with the memory that the kernels of a GPU allocate and free within themselves, from shapes alone.
+
+    Blocks are multiples of 512 bytes. Workspaces of libraries are not included, see `ackpt.metering.kernel_memory`.
+    """
+    sizes = []
+    for node, args, kwargs in _calls(graph):
+        sizes.append(sum(rounded(size, BLOCK) for size in cuda_temporaries(node.target, args, kwargs)))
+    return replace(costs, workspace_bytes=tuple(sizes), origin={**costs.origin, "workspace_bytes": "analytic"})
+
+
+def _calls(graph: JointGraph):
+    """Every node with its arguments, which have shapes and no data."""
+    for node_id in range(len(graph.nodes)):
+        node = graph.analysis.fx[node_id]
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: value_of(graph, argument))
+        yield node, args, kwargs
+
+
+def rates(device: Any) -> devices.Device | None:
+    """The rates of a device that is named or passed; None for None.
+
+    Raises:
+        TypeError, ValueError: if it is neither, or unknown.
+    """
+    if device is None or isinstance(device, devices.Device):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(f"device must be a name or a Device, got {type(device).__name__}")
+    if device == "cpu":
+        return calibration.this_cpu()
+    if device == "cuda" or device.startswith("cuda:"):
+        raise ValueError(
+            f'the rates of {device!r} are not known: name one of {", ".join(devices.DEVICES)}, or use mode="measured"'
+        )
+    return devices.device(device)
+
+
+def _check_figures(name: str, values, flops, origin) -> None:
+    """Refuse fields that are not lists of figures with an origin; each list by node must be as long as the FLOPs."""
+    if values is None and name in _TIMES:
+        return
+    number = int if name in _COUNTS else (int, float)
+    if not isinstance(values, list) or not all(
+        isinstance(value, number) and not isinstance(value, bool) and 0 <= value < math.inf for value in values
+    ):
+        raise ProfileError(f"this profile is damaged: its {name} are not all numbers from 0; profile again")
+    if name not in _BY_STORAGE and len(values) != len(flops):
+        raise ProfileError(
+            f"this profile is damaged: it has {len(flops)} flops and {len(values)} {name}; profile again"
+        )
+    if not isinstance(origin, dict) or origin.get(name) not in ORIGINS:
+        raise ProfileError(f"this profile is damaged: it does not say where its {name} are from; profile again")

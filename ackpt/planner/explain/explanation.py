@@ -1,0 +1,189 @@
+"""`ackpt.explain`: where the memory of a training step goes, and what would reduce it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ackpt.planner.capture.inspection.calls import call_arguments, sliced
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.optimizer_state import optimizer_of
+from ackpt.planner.capture.tracing import trace
+from ackpt.planner.choose import default_profile
+from ackpt.planner.choose import plan as make_plan
+from ackpt.planner.costs.devices import Device
+from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.costs.profiles import profile as profiled
+from ackpt.planner.schedule.allocations import Allocation, allocations, by_kind
+from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.step.planned_step import without_budget
+
+from .saved import SavedLine, by_block, by_type, saved_lines
+from .suggestions import Suggestion, suggestions
+
+RANKS = 8
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """Where the memory of a planned step goes; ``print(explanation)`` shows it.
+
+    ``plan``: the plan of the step. ``saved``: a `SavedLine` for every module and source line that saves something for
+    backward, whose bytes add up to what the baseline saves. ``allocations``: every block of memory of the step.
+    ``suggestions``: the changes that would reduce the peak, the best first. ``not_computed``: changes whose peak was
+    not computed, with the reason. ``types``: the classes of the modules, by their names.
+    ``views``: the arguments that are smaller than their storage, which counts, in words; "" if there are none.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> explanation = ackpt.explain(model, torch.ones(4, 8))
+        >>> sum(line.bytes for line in explanation.saved) == explanation.plan.saved_bytes
+        True
+        >>> sum(explanation.at_peak.values()) == explanation.plan.peak_bytes
+        True
+    """
+
+    graph: JointGraph
+    profile: Profile
+    plan: Plan
+    saved: tuple[SavedLine, ...]
+    allocations: tuple[Allocation, ...]
+    suggestions: tuple[Suggestion, ...]
+    not_computed: tuple[str, ...]
+    types: Mapping[str, str]
+    views: str = ""
+
+    def __repr__(self) -> str:
+        from .text import text
+
+        return text(self)
+
+    @cached_property
+    def live(self) -> tuple[Allocation, ...]:
+        """The allocations that are live at the peak, the largest first."""
+        index = self.plan.timeline.peak_index
+        return tuple(sorted((a for a in self.allocations if a.is_live(index)), key=lambda a: -a.bytes))
+
+    @cached_property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes at the peak by kind, such as ``gradients``, ``saved``, ``recomputed`` and ``temporaries``.
+
+        They add up to ``plan.peak_bytes``.
+        """
+        return by_kind(self.live)
+
+    @cached_property
+    def by_block(self) -> dict[str, int]:
+        """Bytes that the baseline saves by block, such as ``transformer.h.11``, the largest first."""
+        return by_block(self.saved)
+
+    @cached_property
+    def by_type(self) -> dict[str, int]:
+        """Bytes that the baseline saves by the class of the module, the largest first."""
+        return by_type(self.saved, self.types)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the explanation as one HTML page, which needs no network, and return its path.
+
+        Raises:
+            RecordError: if it cannot be written there.
+        """
+        from ackpt.core.files import write_text_atomic
+
+        from .page import page
+
+        return write_text_atomic(path, page(self))
+
+    def to_memory_viz(self, path: str | os.PathLike[str]) -> Path:
+        """Write the step as a snapshot that pytorch.org/memory_viz opens, and return its path.
+
+        The file has the format of ``torch.cuda.memory._dump_snapshot``. Its addresses are simulated: the first gap that
+        is large enough.
+
+        Raises:
+            RecordError: if it cannot be written there.
+        """
+        import pickle
+
+        from ackpt.core.files import write_bytes_atomic
+
+        from .snapshot import snapshot
+
+        # The page reads protocols up to 4 (torch/utils/viz/MemoryViz.js, unpickle).
+        return write_bytes_atomic(path, pickle.dumps(snapshot(self), protocol=4))
+
+
+def explain(
+    model: nn.Module,
+    batch: Any,
+    budget: float | str | None = None,
+    *,
+    policy: str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: str | Device | None = None,
+    ranks: int = RANKS,
+    differentiate: Literal["loss", "all"] = "loss",
+    outputs: Literal["drop", "keep"] = "drop",
+) -> Explanation:
+    """Return what a training step of `model` saves for backward, what is live at its peak, and how to reduce the peak.
+
+    Args:
+        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed. A budget that it has is ignored.
+        batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor.
+        budget, policy: the plan to explain, as in `ackpt.plan`. The default policy is ``"none"`` without a budget and
+            ``"auto"`` with one. On a CPU, the model's own step allocates 8 bytes more for each product of an activation
+            and a Python number, because autograd saves the number as a tensor. It may also free temporaries later.
+        optimizer: the optimizer that trains the model; its state and its step then count toward the peak.
+        device: a device of `ackpt.planner.costs.devices`, such as ``"h200"``, whose rates give the seconds of
+            recomputation. By default the one that holds the tensors. If its rates are unknown, FLOPs replace seconds.
+        ranks: the number of processes over which the suggestion to shard distributes the model.
+        differentiate, outputs: as in `ackpt.trace`.
+
+    Raises:
+        TraceError: if the model cannot be captured as one graph; `ackpt.print_saved` needs no capture.
+        BudgetError: if the budget is infeasible.
+        ValueError, TypeError: for invalid arguments.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> explanation = ackpt.explain(model, torch.ones(4, 8))
+        >>> explanation.by_type, explanation.at_peak["parameters"]
+        ({'Tanh': 128}, 324)
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
+        raise ValueError(f"ranks must be a whole number of at least 2, got {ranks!r}")
+    args, kwargs = call_arguments(batch)
+    with without_budget(model):
+        graph = trace(model, *args, differentiate=differentiate, outputs=outputs, optimizer=optimizer, **kwargs)
+    profile = default_profile(graph)
+    if device is not None:  # the same peak, with the seconds of the device
+        profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
+    plan = make_plan(graph, budget, policy or ("none" if budget is None else "auto"), profile=profile)
+    found = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
+    return replace(found, views=sliced(args, kwargs))
+
+
+def explained(
+    graph: JointGraph, profile: Profile, plan: Plan, model: nn.Module, optimizer=None, ranks: int = RANKS
+) -> Explanation:
+    """The explanation of a plan of `graph`, which was captured from `model`."""
+    best, not_computed = suggestions(graph, profile, plan, model, optimizer, ranks)
+    return Explanation(
+        graph=graph,
+        profile=profile,
+        plan=plan,
+        saved=saved_lines(graph, profile, plan),
+        allocations=allocations(graph, plan.schedule, profile.workspace_bytes),
+        suggestions=best,
+        not_computed=not_computed,
+        types={name: type(module).__name__ for name, module in model.named_modules()},
+    )

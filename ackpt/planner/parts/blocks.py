@@ -1,0 +1,183 @@
+"""The blocks of a model, and how one runs as a region or as it is.
+
+A block is a repeated block, as `ackpt.apply_activation_checkpointing` chooses them, or a module at the same level that
+is more than one operation. While a forward of the model runs, the ``forward`` of every block is replaced, so hooks of
+blocks run as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ackpt.checkpointing.guards import MutableState, version
+from ackpt.checkpointing.reachable import ReachableState
+from ackpt.checkpointing.rng import drawn_from, snapshot
+from ackpt.checkpointing.tree import Tensors, strip_arguments
+from ackpt.checkpointing.wrapping import callable_members, repeated_blocks
+from ackpt.planner.capture.inspection.model_checks import is_opaque
+
+_SMALL = 1 << 20  # bytes; arguments up to this size are copied, in case a block changes them
+_DEPTH = 8  # of containers and objects in arguments
+
+
+class Caller(Protocol):
+    """Decides how a block runs: the current forward of the model."""
+
+    def run(self, block: Block, args: tuple, kwargs: dict) -> Any: ...
+
+
+class _Local(threading.local):
+    caller: Caller | None = None
+
+
+_local = _Local()
+
+
+class Block:
+    """A module that runs as a region or as it is; called in place of its ``forward``.
+
+    ``refused``: why it cannot be a region, empty if it can. ``has_run``: whether it has run as a region.
+    """
+
+    ackpt_stands_in = True  # regions leave it as it is: it may be in place for the forward of another thread
+
+    def __init__(self, path: str, module: nn.Module):
+        self.path, self.module = path, module
+        self.refused = ""
+        self.has_run = False
+        self.own: Callable[..., Any] = module.forward
+
+    def __repr__(self) -> str:
+        return f"module {self.path!r} ({type(self.module).__name__})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = _local.caller
+        if caller is None or not torch.is_grad_enabled():
+            return self.own(*args, **kwargs)
+        return caller.run(self, args, kwargs)
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    """The blocks of `model`, none inside another.
+
+    Example:
+        >>> def block():
+        ...     return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+        >>> model = nn.Sequential(nn.Linear(4, 4), block(), nn.ModuleList([block(), block()]))
+        >>> [each.path for each in blocks_of(model)]
+        ['1', '2.0', '2.1']
+    """
+    repeated = repeated_blocks(model)
+    chosen = dict(_blocks_in(model, "", repeated, set()))
+    while len(chosen) == 1 and not chosen.keys() & repeated.keys():
+        ((path, module),) = chosen.items()
+        inner = dict(_blocks_in(module, path, repeated, set()))
+        if not inner:
+            break
+        chosen = inner
+    return [Block(path, module) for path, module in chosen.items() if not is_opaque(model, path)]
+
+
+def _blocks_in(module: nn.Module, path: str, repeated: Mapping[str, nn.Module], seen: set[int]):
+    for child_path, child in callable_members(module, path):
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if child_path in repeated:
+            yield child_path, child
+        elif any(each.startswith(f"{child_path}.") for each in repeated):
+            yield from _blocks_in(child, child_path, repeated, seen)
+        elif any(True for _ in child.children()) or isinstance(child, nn.RNNBase) or not _is_of_torch(child):
+            yield child_path, child
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether a module without submodules is one operation of torch, which saves as much as a region of it would."""
+    forward = inspect.getattr_static(type(module), "forward")  # one of TorchScript cannot be read
+    return getattr(forward, "__module__", "").startswith("torch.")
+
+
+@contextlib.contextmanager
+def replaced(blocks: Collection[Block]) -> Iterator[None]:
+    """Inside, calls of the blocks' ``forward`` call the blocks."""
+    earlier = [vars(block.module).get("forward") for block in blocks]
+    for block in blocks:
+        block.own = block.module.forward
+        vars(block.module)["forward"] = block
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, earlier):
+            del vars(block.module)["forward"]
+            if forward is not None:
+                vars(block.module)["forward"] = forward
+
+
+def present_caller() -> Any:
+    """The forward that runs the blocks in this thread, or None."""
+    return _local.caller
+
+
+@contextlib.contextmanager
+def called_by(caller: Caller | None) -> Iterator[None]:
+    """Inside, `caller` runs the blocks in this thread; with None, they run as they are."""
+    before, _local.caller = _local.caller, caller
+    try:
+        yield
+    finally:
+        _local.caller = before
+
+
+class Undo:
+    """The state that a block can change, for a second run of a block that cannot be a region.
+
+    It includes random numbers, buffers and attributes of modules, and the containers, objects and small tensors among
+    the arguments.
+    """
+
+    def __init__(self, block: Block, args: tuple, kwargs: dict):
+        reachable = ReachableState(block.own, strip_arguments((*args, *kwargs.values()), Tensors())[0])
+        self._state = MutableState(reachable)
+        self._streams = snapshot(reachable.streams)
+        self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._keep([args, kwargs], 0, set())
+
+    def _keep(self, value: Any, depth: int, seen: set[int]) -> None:
+        if id(value) in seen or depth > _DEPTH:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if not value.requires_grad and not value.is_inference() and value.layout is torch.strided:
+                copy = value.clone() if value.nbytes <= _SMALL else None
+                self._tensors.append((value, version(value), copy))
+        elif isinstance(value, (list, tuple, dict)):
+            if not isinstance(value, tuple):
+                self._contents.append((value, value.copy()))
+            for item in value.values() if isinstance(value, dict) else value:
+                self._keep(item, depth + 1, seen)
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+            self._keep(vars(value), depth + 1, seen)
+
+    def undo(self) -> bool:
+        """Restore everything; False if a large argument was changed, of which there is no copy."""
+        for stream, state in drawn_from(self._streams):
+            stream.set(state)
+        self._state.undo()
+        for container, items in self._contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(items)
+        changed = [(tensor, copy) for tensor, before, copy in self._tensors if version(tensor) != before]
+        with torch.no_grad():
+            for tensor, copy in changed:
+                if copy is not None:
+                    with torch.autograd._unsafe_preserve_version_counter(tensor):
+                        tensor.copy_(copy)
+        return all(copy is not None for _, copy in changed)

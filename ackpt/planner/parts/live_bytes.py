@@ -1,0 +1,504 @@
+"""Count the live bytes of steps while they run: `LiveBytes` on a CPU, `AllocatedBytes` on a GPU.
+
+On a CPU, a dispatch mode follows the results of all operations of the forward and of recomputations, and adds the
+workspace of each operation. Backward is counted node by node, because autograd's engine sums gradients between the
+nodes, and under a mode it would no longer sum them in place (``isTensorSubclassLike`` in
+torch/csrc/autograd/input_buffer.cpp). On a GPU, torch's allocator counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from ackpt.metering.autograd_engine import is_dense
+from ackpt.metering.resident import storages_of
+from ackpt.metering.run_alone import begin_counting, end_counting, run_counted
+from ackpt.metering.timeline import MeterError
+from ackpt.planner.costs.operation_costs import flops, traffic
+from ackpt.planner.costs.workspace import allocation_of
+from ackpt.planner.policies.search.recompute_costs import FLOPS_PER_BYTE
+
+_LIFT = torch.ops.aten.lift_fresh.default
+_ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step
+# With a number as second operand, these save a tensor of 8 bytes that no operation returns.
+_PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+_PRODUCT_NODES = ("MulBackward0", "DivBackward0")
+NUMBER_BYTES = torch.float64.itemsize
+_MOST_WORKSPACES = 10_000
+_SCALAR = 16  # bytes; a loop usually refers to the loss of the last step
+# Their formulas write out of place under a mode (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and
+# aten/src/ATen/native/TensorAdvancedIndexing.cpp), and would allocate more: they are counted by a profiler.
+_OUT_OF_PLACE = (
+    *("Index", "Gather", "Masked", "Take", "Put", "Scatter", "Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue"),
+    *("Topk", "Sort", "Msort", "Cummax", "Cummin", "Cumprod", "Prod", "Amax", "Amin", "Aminmax", "Trace", "Linalg"),
+)
+
+
+class Backward:
+    """One backward: the ``forwards`` that it has reached, the ``most`` live bytes, and at which autograd node."""
+
+    def __init__(self, live_bytes: int):
+        self.forwards: list[Any] = []
+        self.most: tuple[int, str] = live_bytes, ""
+        self.arrived: dict[Any, weakref.ref] = {}  # the first gradient of an autograd node's output
+        self.sums: dict[Any, int] = {}  # bytes of those that were summed into new memory
+
+
+class Counter(TorchDispatchMode):
+    """Counts the bytes that are live in steps, beyond those that are allocated before and after them.
+
+    Args:
+        ended: called at the end of every backward that `begin` was called in. It may raise an error.
+
+    ``bytes``: live now. ``bound``: an upper bound; a forward that exceeds it calls ``exceeded`` once, with its live
+    bytes. ``cost``: of all operations so far, as plans compare it; counted while ``counts_cost``. ``watches``: whether
+    recomputations also count their own backward.
+    """
+
+    bytes: int
+
+    def __init__(self, ended: Callable[[Backward], None]):
+        super().__init__()
+        self.bound: int | None = None
+        self.exceeded: Callable[[int], None] | None = None
+        self.counts_cost = self.watches = False
+        self.cost = 0.0
+        self.in_forward = False
+        self._ended = ended
+        self._backwards: dict[int, Backward] = {}  # by autograd's id
+        self._thread = threading.local()  # `backward`: that of the thread
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True, so that Dynamo compiles what it would compile without this mode."""
+        return True
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Count the forward that runs inside."""
+        self.in_forward = True
+        try:
+            with self:
+                yield
+        finally:
+            self.in_forward = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._add_cost(func, args, kwargs, result)
+        return result
+
+    def _add_cost(self, func, args, kwargs, result) -> None:
+        if self.counts_cost and self.in_forward:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+            if all(tensor.layout is torch.strided for tensor in tensors):
+                node: Any = SimpleNamespace(op="call_function", target=func, name=str(func))
+                moved = sum(traffic(node, args, kwargs, result))
+                self.cost += float(flops(node, args, kwargs, result) + FLOPS_PER_BYTE * moved)
+
+    def begin(self, forward: Any) -> bool:
+        """Note that backward has reached `forward`; whether it is the first that this backward reaches."""
+        task = torch._C._current_graph_task_id()
+        backward = self._backwards.get(task)
+        if is_first := backward is None:
+            self._backwards = {key: each for key, each in self._backwards.items() if each is not self._of_thread()}
+            backward = self._thread.backward = self._backwards[task] = Backward(self.bytes)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+        if forward not in backward.forwards:
+            backward.forwards.append(forward)
+        return is_first
+
+    def _of_thread(self) -> Backward | None:
+        return getattr(self._thread, "backward", None)
+
+    def _end(self, task: int) -> None:
+        backward = self._backwards.pop(task)
+        self._thread.backward = None
+        self._ended(backward)
+
+
+class LiveBytes(Counter):
+    """The live bytes of all steps of one model on a CPU: those that their operations have allocated and not freed.
+
+    ``sizes``: a hash of the sizes of all results of the present forward, in order.
+    """
+
+    def __init__(self, ended: Callable[[Backward], None]):
+        super().__init__(ended)
+        self.bytes = 0
+        self.sizes = 0
+        self._segment = 0
+        self._followed: dict[int, tuple[weakref.ref, int]] = {}
+        self._lock = threading.RLock()  # several threads may run steps
+        self._start = 0
+        self._numbers = 0  # bytes of the factors that the present forward saves
+        self._gradients: list[int] = []  # keys of storages
+        self._workspaces: dict[Any, int] = {}
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        self.sizes, self._start = 0, torch.autograd._get_sequence_nr()
+        for key in [key for key, (_, size) in self._followed.items() if size <= _SCALAR]:
+            self._freed(key)
+        self._numbers = 0
+        try:
+            with super().forward():
+                yield
+        finally:
+            self.bytes -= self._numbers
+
+    def segment_peak(self) -> int:
+        """The most bytes that were live since the last call of this method."""
+        peak, self._segment = self._segment, self.bytes
+        return peak
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was allocated elsewhere as long as it is allocated."""
+        self._add(tensor)
+
+    def gradients(self, existing: Iterable[torch.Tensor], counts: bool = True) -> None:
+        """Stop counting the gradients of the last call; count the `existing` ones of parameters if `counts`."""
+        for key in self._gradients:
+            self._freed(key)
+        tensors = list(existing)
+        self._gradients = [storage._cdata for tensor in tensors for storage in storages_of(tensor)]
+        for tensor in tensors if counts else ():
+            self._add(tensor)
+
+    @contextlib.contextmanager
+    def more(self, size: int) -> Iterator[None]:
+        """Inside, `size` more bytes are live, which no operation has allocated."""
+        with self._lock:
+            self.bytes += size
+        self._reached(self.bytes)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.bytes -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = () if func is _LIFT else tree_leaves((args, kwargs))
+        existing = {s._cdata for leaf in given if isinstance(leaf, torch.Tensor) for s in storages_of(leaf)}
+        result, workspace = self._run(func, args, kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf, existing)
+        if self.in_forward and func in _PRODUCTS and not isinstance(args[1], torch.Tensor) and args[0].requires_grad:
+            self._numbers += NUMBER_BYTES
+            self.bytes += NUMBER_BYTES
+        self._reached(self.bytes + workspace)
+        self._add_cost(func, args, kwargs, result)
+        return result
+
+    def _run(self, func, args, kwargs) -> tuple[Any, int]:
+        """The result of an operation, and its workspace: its peak beyond its results."""
+        key = _signature(func, args, kwargs)
+        if key in self._workspaces:
+            return func(*args, **kwargs), self._workspaces[key]
+        if _profiler_enabled():  # by the user, and a thread can have only one
+            with ThreadPoolExecutor(1) as executor:
+                left, peak = 0, executor.submit(_workspace, func, args, kwargs).result()
+            result = func(*args, **kwargs)
+        else:
+            result, left, peak = run_counted(lambda: func(*args, **kwargs))
+        if len(self._workspaces) >= _MOST_WORKSPACES:
+            self._workspaces.clear()
+        self._workspaces[key] = peak - left
+        return result, peak - left
+
+    def _add(self, tensor: torch.Tensor, existing=()) -> None:
+        for storage in storages_of(tensor):
+            key, size = storage._cdata, storage.nbytes()
+            with self._lock:
+                if key in self._followed:
+                    before = self._followed[key][1]
+                    if before == size:
+                        continue
+                    self.bytes -= before  # resized in place
+                elif key in existing:
+                    continue
+                self._followed[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size
+                self.bytes += size
+            if self.in_forward:
+                self.sizes = hash((self.sizes, size))
+
+    def _freed(self, key: int) -> None:
+        with self._lock:
+            if key in self._followed:
+                self.bytes -= self._followed.pop(key)[1]
+
+    def _reached(self, size: int, name: str | None = None) -> None:
+        self._segment = max(self._segment, size)
+        if self.in_forward:
+            if self.bound is not None and size > self.bound and self.exceeded is not None:
+                self.bound = None  # once
+                self.exceeded(size)
+        elif (backward := self._of_thread()) is not None and size > backward.most[0]:
+            if name is None:
+                node = torch._C._current_autograd_node()
+                name = "" if node is None else node.name()
+            backward.most = size, name
+
+    def count_backward(self, outputs: Any) -> None:
+        """Count the backward that follows, too; ``outputs``: those of the forward."""
+        _references_of_one()
+        self._watch(outputs, self._start)
+
+    def recomputed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The results of `call`, which recomputes a region in backward; counts it and its own backward."""
+        start = torch.autograd._get_sequence_nr()
+        with self:
+            outputs = call(*args, **kwargs)
+        if self.watches:
+            self._watch(outputs, start)
+        return outputs
+
+    def _watch(self, outputs: Any, start: int) -> None:
+        """Count what autograd nodes allocate, if they were created since `start` and lead to `outputs`."""
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        left = [tensor.grad_fn for tensor in tensors]
+        seen = set(left)
+        while left:
+            node: Any = left.pop()
+            if node.name().endswith(_ACCUMULATES) or node._sequence_nr() < start:
+                continue
+            self._watch_node(node)
+            for source, _ in node.next_functions:
+                if source is not None and source not in seen:
+                    seen.add(source)
+                    left.append(source)
+
+    def _watch_node(self, node: Any) -> None:
+        name, targets, own = node.name(), node.next_functions, node._sequence_nr()
+        if name in _PRODUCT_NODES and (other := node._saved_other) is not None and other.dim() == 0:
+            self._add(other)
+        is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if is_python:  # a hook for its results would keep its gradients until it ends
+            forward = getattr(type(node), "_forward_cls", None)
+            apply = "apply_boxed" if getattr(forward, "boxed_grads_call", False) else "apply"  # of compiled modules
+            own_apply = vars(node).get(apply), getattr(type(node), apply)
+            setattr(node, apply, partial(_counted_apply, self, weakref.ref(node), own_apply, targets))
+        is_composed = not name.startswith(_OUT_OF_PLACE)
+        start = 0
+        ends: Callable[[], Any] | None = None
+
+        def before(gradients):
+            nonlocal start, ends
+            backward = self._of_thread() or Backward(0)
+            for number, gradient in enumerate(gradients):
+                with self._lock:
+                    self.bytes -= backward.sums.pop((own, number), 0)
+                backward.arrived.pop((own, number), None)
+                if gradient is not None:
+                    self._add(gradient)
+            self._reached(self.bytes, name)
+            if is_python:
+                return
+            start = self.bytes
+            if is_composed or _profiler_enabled():
+                _push_mode(self)
+                ends = _pop_mode
+            else:
+                begin_counting()
+                ends = end_counting
+
+        def after(results, gradients):
+            assert ends is not None
+            if isinstance(counted := ends(), tuple):
+                self._reached(start + counted[1], name)
+            self._arrives(results, targets)
+
+        node.register_prehook(before)
+        if not is_python:
+            node.register_hook(after)
+
+    def _arrives(self, results, targets) -> None:
+        """Count the results of a node, and the new memory of those that autograd's engine cannot sum in place."""
+        for result in results:
+            if result is not None:
+                self._add(result)
+        backward = self._of_thread() or Backward(0)
+        for result, (target, number) in zip(results, targets):
+            if result is None or target is None or target.name().endswith(_ACCUMULATES):
+                continue
+            key = target._sequence_nr(), number
+            if key not in backward.arrived:
+                backward.arrived[key] = weakref.ref(result)
+            elif key not in backward.sums and not _is_summed_in_place(backward.arrived[key]()):
+                with self._lock:
+                    backward.sums[key] = result.nbytes
+                    self.bytes += result.nbytes
+        self._reached(self.bytes, "a sum of gradients")
+
+    def sums_of_thread(self) -> set[Any]:
+        """The keys of the sums of gradients that exist in the backward of this thread."""
+        backward = self._of_thread()
+        return set() if backward is None else set(backward.sums)
+
+    def end_sums(self, earlier: Collection[Any] = ()) -> None:
+        """Stop counting the sums of the backward of this thread, except the `earlier` ones."""
+        if (backward := self._of_thread()) is not None:
+            with self._lock:
+                for key in backward.sums.keys() - earlier:
+                    self.bytes -= backward.sums.pop(key)
+
+    def _end(self, task: int) -> None:
+        self.end_sums()
+        super()._end(task)
+
+
+class AllocatedBytes(Counter):
+    """The live bytes of a step on a GPU, from torch's caching allocator, relative to the start of the forward.
+
+    The allocator has one peak counter. While a step is recorded (``counts_cost``), it is reset at the end of each
+    segment, which changes ``torch.cuda.max_memory_allocated()``. Other steps do not reset it, and are checked only if
+    it rises.
+    """
+
+    sizes = 0
+
+    def __init__(self, ended: Callable[[Backward], None]):
+        super().__init__(ended)
+        self._base = self._earlier = 0
+
+    @property
+    def bytes(self) -> int:
+        """Live now."""
+        return torch.cuda.memory_allocated() - self._base
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        self._base = torch.cuda.memory_allocated()
+        self._earlier = torch.cuda.max_memory_allocated()
+        if self.counts_cost:
+            torch.cuda.reset_peak_memory_stats()
+            with super().forward():
+                yield
+        else:
+            yield
+        if self.bound is not None and self.exceeded is not None and (size := self._risen()) > self.bound:
+            self.exceeded(size)
+
+    def _risen(self) -> int:
+        """The most live bytes of this step, as far as the allocator's peak shows them."""
+        most = torch.cuda.max_memory_allocated()
+        return (most if self.counts_cost or most > self._earlier else torch.cuda.memory_allocated()) - self._base
+
+    def segment_peak(self) -> int:
+        if not self.counts_cost:
+            return 0
+        peak = torch.cuda.max_memory_allocated() - self._base
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Do nothing: the allocator counts."""
+
+    def gradients(self, existing: Iterable[torch.Tensor], counts: bool = True) -> None:
+        """Count the gradients that existed before the step."""
+        self._base -= sum(tensor.untyped_storage().nbytes() for tensor in existing) if counts else 0
+
+    def more(self, size: int) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: the allocator counts."""
+        return contextlib.nullcontext()
+
+    def count_backward(self, outputs: Any) -> None:
+        """Do nothing: the allocator counts."""
+
+    def recomputed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return call(*args, **kwargs)
+
+    def _end(self, task: int) -> None:
+        self._backwards[task].most = self._risen(), ""
+        super()._end(task)
+
+
+def _workspace(func, args, kwargs) -> int:
+    """The workspace of an operation of torch at these sizes, from a run with made-up values in a thread of its own."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return 0
+    try:
+        with torch.no_grad():
+            return allocation_of(SimpleNamespace(name="", target=func, module=""), func, (args, kwargs)).workspace
+    except (MeterError, RuntimeError, NotImplementedError, TypeError):
+        return 0
+
+
+def _signature(func, args, kwargs) -> Any:
+    """The properties that two calls of an operation must share to allocate the same bytes."""
+    leaves, spec = tree_flatten((args, kwargs))
+    described = [
+        (leaf.dtype, leaf.layout, leaf.shape, leaf.stride() if leaf.layout is torch.strided else None)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, (int, str))
+        else type(leaf)
+        for leaf in leaves
+    ]
+    return func, spec, tuple(described)
+
+
+def _counted_apply(live: LiveBytes, reference, own_apply, targets, *gradients) -> Any:
+    """Run and count the backward of a Python node; ``own_apply``: that of a block, and of the node's class."""
+    node, (of_block, of_class) = reference(), own_apply
+    if of_block is not None:  # which counts itself; the sums of its own backward end with it
+        earlier = live.sums_of_thread()
+        results = of_block(*gradients)
+        live.end_sums(earlier)
+    elif _profiler_enabled():
+        with live:
+            results = of_class(node, *gradients)
+    else:
+        start = live.bytes
+        results, _, peak = run_counted(lambda: of_class(node, *gradients))
+        live._reached(start + peak, node.name())
+    live._arrives(results if isinstance(results, tuple) else (results,), targets)
+    return results
+
+
+def _is_summed_in_place(first: torch.Tensor | None) -> bool:
+    """Whether the engine adds a further gradient to this one in place: if nothing else refers to it."""
+    if first is None or not is_dense(first):
+        return False
+    # A result in Python that arrives together with another one has no reference from the engine yet.
+    return all(count <= most for count, most in zip(_references(first), _references_of_one()))
+
+
+def _references(tensor: Any) -> tuple[int, int]:
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@cache
+def _references_of_one() -> tuple[int, int]:
+    """The use counts of a tensor and its storage, as `_arrives` sees them, if only the engine refers to them."""
+    found: list[tuple[int, int]] = []
+    x = torch.ones((), requires_grad=True)
+    y = x.sin()
+    first: list[weakref.ref] = []
+
+    def arrives(results, gradients):
+        if first:
+            found.append(_references(first[0]()))
+        first.append(weakref.ref(results[0]))
+
+    outputs: Any = y.sin(), y.cos()
+    for output in outputs:
+        output.grad_fn.register_hook(arrives)
+    torch.autograd.grad(outputs[0] + outputs[1], x)
+    return found[0]

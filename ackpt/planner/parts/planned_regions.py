@@ -1,0 +1,559 @@
+"""Run and check the steps of a model that is planned in regions.
+
+Nothing runs before training. The first step of a call checkpoints all blocks and is recorded while it runs; when its
+backward has ended, `Record` gives the blocks to save from then on. Every step is counted: a forward that exceeds the
+budget raises at once, a backward at its end, when all gradients are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ackpt.checkpointing.reachable import tensors_in
+from ackpt.checkpointing.reentrant import checkpoint
+from ackpt.checkpointing.tree import strip_result
+from ackpt.core.autograd_state import phase
+from ackpt.core.budget import dynamic_limit, is_share, readable
+from ackpt.core.errors import BudgetError, CheckpointError, TraceError, warn
+from ackpt.metering.meter import memory_format
+from ackpt.metering.resident import Resident
+from ackpt.planner.capture.inspection.calls import described
+from ackpt.planner.capture.inspection.model_checks import own_call
+from ackpt.planner.capture.inspection.tensors import has_data, is_tensor
+from ackpt.planner.capture.optimizer_state import loop_bytes, scaled_loss_bytes
+from ackpt.planner.step.call_facts import Call, Sizes
+from ackpt.planner.step.variants import Variants
+
+from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
+from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
+from .records import BEGINS, ENDS, HELD, RECOMPUTED, Record, Run, SavedStorages
+from .regions_plan import CHECKPOINTED, SAVED, RegionsPlan
+
+_MOST_SIZES = 10_000  # of steps whose backward need not be counted again
+_CALL = nn.Module._call_impl.__code__
+_CUDA_BLOCK = 512
+_REGION = "_RecomputeBackward"  # the autograd node of a region
+_RNG_STATE = torch.get_rng_state().nbytes
+_FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
+_DROP = (
+    "drop outputs of the model before backward, and call optimizer.zero_grad(), or give accumulation=True if you "
+    "accumulate gradients."
+)
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(eq=False)
+class _Planned:
+    """The plan of calls with sizes up to ``sizes``.
+
+    ``step_bytes``: what the optimizer's step allocates in addition to gradients. ``start_bytes``: what earlier steps
+    had left allocated before the first step. ``record``: of the first step, while it runs. ``saved``: the blocks to
+    save, None before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live bytes at
+    its start with which it is saved. ``backwards``: by the sizes in a forward, the live bytes when its backward began,
+    and their peak in this backward.
+    """
+
+    regions: PlannedRegions
+    sizes: Sizes
+    plan: RegionsPlan
+    step_bytes: int
+    start_bytes: int = 0
+    record: Record | None = None
+    saved: set[str] | None = None
+    room_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
+    backwards: dict[Any, tuple[int, int]] = field(default_factory=dict)
+
+    def run(self, call: Call) -> Any:
+        return self.regions.run(self, call)
+
+    outputs = run
+
+    def is_saved(self, block: Block, number: int) -> bool:
+        """Whether a call of `block` is to save its activations; `number` calls came before in this forward."""
+        if self.regions.saves_all:
+            return True
+        if self.saved is None or block.path not in self.saved:
+            return False
+        if self.plan.limit_bytes is None:
+            return True
+        room = self.room_bytes.get((block.path, number))
+        return room is not None and self.regions.live.bytes <= room
+
+
+class PlannedRegions:
+    """The plans of a step in regions; runs each call.
+
+    Args:
+        variants: of the step, whose capture as one graph was refused.
+        budget, policy: as in `ackpt.compile`; ``"full"`` checkpoints all blocks, ``"none"`` saves all.
+        warns: whether a step that exceeds the budget gives a warning instead of an error.
+        error: of the capture; None if the user asked for regions or the model contains a scripted module.
+        reason: why the model is not one graph.
+    """
+
+    def __init__(
+        self,
+        variants: Variants,
+        budget: float | str | None,
+        policy: str,
+        warns: bool,
+        error: TraceError | None,
+        reason: str,
+    ):
+        self.model, self.planner, self.loop = variants.model, variants.planner, variants.loop
+        self.differentiate, self.outputs, self.dynamic = variants.differentiate, variants.outputs, variants.dynamic
+        self.history, self.call, self.on_plan = variants.history, variants.call, variants.on_plan
+        self.budget, self.policy, self.warns, self.reason = budget, policy, warns, reason
+        self.saves_all = policy == "none" or (budget is None and policy != "full")
+        self.blocks = blocks_of(self.model)
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        self.on_cpu = not any(tensor.is_cuda for tensor in tensors)
+        self.live: Any = (LiveBytes if self.on_cpu else AllocatedBytes)(self._backward_ended)
+        self._error = error
+        self._planned: dict[Any, list[_Planned]] = {}
+        self._last: _Planned | None = None
+        self._lock = threading.RLock()  # the blocks are replaced while a forward runs
+
+    @property
+    def plan(self) -> RegionsPlan:
+        """The plan of the last call."""
+        if self._last is None:
+            raise AttributeError("this step has not been planned yet")
+        return self._last.plan
+
+    def of(self, call: Call) -> _Planned:
+        """The plan for `call`; calls that are larger than earlier ones, or differ in other ways, get a new plan."""
+        facts = call.facts
+        tensors = tuple(leaf if isinstance(leaf, tuple) else type(leaf) for leaf in facts.leaves)
+        key = facts.spec, tensors, tuple(facts.model.tensors), tuple(facts.model.training), facts.autocast
+        plans = self._planned.setdefault(key, [])
+        planned = next((each for each in plans if _is_within(call.sizes, each.sizes)), None)
+        if planned is None:
+            planned = self._new(call)
+            plans.append(planned)
+        self._last = planned
+        return planned
+
+    def _new(self, call: Call) -> _Planned:
+        if not has_data(self.model, call.leaves):
+            raise self._error or TraceError(
+                f"{self.reason}, so it is planned from its first training step, which fake and meta tensors do not "
+                "allow: give a model and a batch with data"
+            )
+        gradient_bytes = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
+        state_bytes, step_bytes, accumulated_bytes = loop_bytes(self.model, self.loop, gradient_bytes, self.on_cpu)
+        resident = Resident((self.model, *filter(is_tensor, call.leaves)))
+        resident_bytes = sum(resident.bytes(lambda _: True, 1 if self.on_cpu else _CUDA_BLOCK).values())
+        resident_bytes += state_bytes + accumulated_bytes + scaled_loss_bytes(self.loop, self.on_cpu)
+        is_known = self.budget is not None and not is_share(self.budget)
+        plan = RegionsPlan(
+            fates=self._fates(()),
+            reasons={},
+            resident_bytes=resident_bytes,
+            note=self.reason,
+            made_for=described(self.model, call.args, call.kwargs, self.differentiate),
+            limit_bytes=dynamic_limit(self.budget, 0, resident_bytes) if is_known else None,
+        )
+        return _Planned(self, call.sizes, plan, step_bytes)
+
+    def _fates(self, saved) -> dict[str, str]:
+        is_saved = {each.path: self.saves_all or each.path in saved or bool(each.refused) for each in self.blocks}
+        return {path: SAVED if saves else CHECKPOINTED for path, saves in is_saved.items()}
+
+    def run(self, planned: _Planned, call: Call) -> Any:
+        """The model's outputs, with blocks saved and checkpointed as planned.
+
+        Raises:
+            BudgetError: if the forward allocates more than the budget.
+            CheckpointError: if a block that ran as a region before cannot do so now.
+        """
+        if (caller := present_caller()) is not None and caller.regions is self:  # the model calls itself
+            return own_call(self.model)(*call.args, **call.kwargs)
+        with self._lock:
+            record = self._record(planned)
+            if record is not None and not record.forwards:
+                first = self._new(call)  # a smaller call may come first
+                planned.sizes, planned.plan, planned.step_bytes = call.sizes, first.plan, first.step_bytes
+            forward = _Forward(self, planned, record)
+            with replaced(self.blocks), called_by(forward), forward.counted():
+                outputs = own_call(self.model)(*call.args, **call.kwargs)
+            forward.watch([*tensors_in([outputs]).values()])  # also those in a dataclass
+        return outputs
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of parameters that exist now."""
+        return [each.grad for each in self.model.parameters() if each.is_leaf and each.grad is not None]
+
+    def _record(self, planned: _Planned) -> Record | None:
+        """The record of the first step, which this forward continues or begins; None for later steps."""
+        record = planned.record
+        if record is not None and record.is_reached:
+            self._finish(planned)
+        if planned.saved is not None:
+            return None
+        if record is None or all(forward() is None for forward in record.forwards):
+            self.live.segment_peak()
+            planned.record = Record()
+        return planned.record
+
+    def _backward_ended(self, backward: Backward) -> None:
+        """Plan after the first step; raise if this backward exceeded the budget."""
+        if self.on_cpu:
+            self.live.gradients(self.gradients())
+        forwards: list[_Forward] = backward.forwards
+        for planned in dict.fromkeys(each.planned for each in forwards):
+            record = planned.record
+            if record is not None and all(each() is None or each().is_reached for each in record.forwards):  # type: ignore[union-attr]
+                self._finish(planned)
+        size, node = backward.most
+        first = forwards[0]
+        if len(forwards) == 1 and first.is_counted:
+            if len(first.planned.backwards) >= _MOST_SIZES:
+                first.planned.backwards.clear()
+            first.planned.backwards[first.key] = first.begin_bytes, size
+        limit = first.planned.plan.limit_bytes
+        if limit is not None and size > limit:
+            place = f"in backward, at {node}," if node else "in backward"
+            first.report(self._exceeds(size, first.planned, place) + " All gradients of this step are complete.")
+
+    def _finish(self, planned: _Planned) -> None:
+        """Make the plan from the record of the first step.
+
+        Raises:
+            BudgetError: if the step exceeds the budget with all blocks checkpointed.
+        """
+        start = time.perf_counter()
+        record, planned.record = planned.record, None
+        assert record is not None
+        record.segments.append((self.live.segment_peak(), None, ""))
+        after = self.live.bytes + planned.step_bytes if planned.step_bytes else 0
+        held, costs = record.held_bytes(), record.costs()
+        least, baseline = (max(record.peak_bytes(saved), after) for saved in ((), held))
+        resident = planned.plan.resident_bytes
+        limit = dynamic_limit(self.budget, baseline, resident)
+        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit)
+        peak = record.peak_bytes(saved)
+        if limit is not None:
+            entries = record.entry_bytes(saved)
+            planned.room_bytes = {key: live + max(0, limit - peak) for key, live in entries.items()}
+        planned.saved = saved
+        planned.plan = replace(
+            planned.plan,
+            fates=self._fates(saved),
+            reasons={block.path: block.refused for block in self.blocks if block.refused},
+            limit_bytes=limit,
+            peak_bytes=resident + max(peak, after),
+            least_peak_bytes=resident + least,
+            baseline_peak_bytes=resident + baseline,
+            saved_bytes=sum(held[path] for path in saved),
+            cost=sum(costs[path] for path in costs if path not in saved) / (3 * record.cost or 1.0),
+        )
+        self.history.add("regions", f"{self.reason}; {planned.plan!r}", time.perf_counter() - start)
+        if self.on_plan is not None:
+            self.on_plan(planned.plan)
+        if limit is not None and least > limit:
+            self.report(
+                f"the first step shows that planned regions cannot keep the budget {self.budget!r}: it leaves "
+                f"{memory_format(max(0, limit))} for what the step allocates, in addition to {memory_format(resident)} "
+                "of parameters, buffers, inputs and optimizer state. With all blocks checkpointed, the peak of this "
+                f"step is {readable(resident + least)} ({resident + least} bytes), which is the smallest feasible "
+                f"budget. The model is not one graph: {self.reason}.",
+                resident + least,
+            )
+
+    def report(self, message: str, least_bytes: int | None = None) -> None:
+        if not self.warns:
+            raise BudgetError(message, least_bytes, self.budget)
+        warn(message)
+
+    def _exceeds(self, size: int, planned: _Planned, place: str) -> str:
+        plan = planned.plan
+        limit = plan.limit_bytes or 0
+        earlier = "all blocks are checkpointed" if plan.peak_bytes is None else (
+            f"its plan has a peak of {memory_format(plan.dynamic_peak_bytes or 0)}"
+        )  # fmt: skip
+        return (
+            f"this step allocates {memory_format(size)} ({size} bytes) {place} but at most {memory_format(limit)} "
+            f"({limit} bytes) keep the budget {self.budget!r}: {earlier}. {_FIX}"
+        )
+
+
+class _Forward:
+    """One forward of the model, which lives as long as its graph.
+
+    ``is_counted``: whether its backward is counted, too. ``is_in_mode``: whether it ran under a dispatch mode, as its
+    recomputations then do, because torch decomposes operations differently under one. ``key``: what its backward
+    depends on. ``start_bytes``: what was live before it.
+    """
+
+    def __init__(self, regions: PlannedRegions, planned: _Planned, record: Record | None):
+        self.regions, self.planned, self.live = regions, planned, regions.live
+        self.record = None if record is None else weakref.ref(record)
+        self.is_first = record is not None
+        self.is_counted = self.is_first
+        self.is_reached = self.is_reported = False
+        self.is_in_mode = False
+        self.start_bytes = self.begin_bytes = 0
+        self.key: Any = None
+        self._numbers: Counter[str] = Counter()
+        self._fates: list[tuple[str, bool]] = []
+        self._in_block = False
+        self._hooks = _top_hooks(True)
+
+    @contextlib.contextmanager
+    def counted(self):
+        """Count the forward that runs inside, if there is a budget or the step is recorded."""
+        live, limit = self.live, self.planned.plan.limit_bytes
+        live.counts_cost, live.bound, live.exceeded = self.is_first, limit, self._exceeded
+        if limit is None and not self.is_first:
+            yield
+            return
+        if (record := self._open_record()) is not None:
+            record.forwards.append(weakref.ref(self))
+        self.is_in_mode = self.regions.on_cpu or self.is_first
+        cost = live.cost
+        with live.forward():
+            # With accumulation=True, gradients of earlier steps are resident.
+            live.gradients(self.regions.gradients(), counts=not self.regions.loop.accumulation)
+            self.start_bytes = live.bytes
+            if record is not None:
+                self.planned.start_bytes = max(self.planned.start_bytes, live.bytes)
+            yield
+        if record is not None:
+            record.cost += live.cost - cost
+        self.key = live.sizes, tuple(self._fates)
+        self.is_counted = self.is_first or self.key not in self.planned.backwards
+
+    def _open_record(self) -> Record | None:
+        return None if self.record is None else self.record()
+
+    def run(self, block: Block, args: tuple, kwargs: dict) -> Any:
+        """Run `block` as planned."""
+        number = self._numbers[block.path]
+        self._numbers[block.path] += 1
+        if self._in_block or block.refused or self.planned.is_saved(block, number):
+            return block.own(*args, **kwargs)
+        if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
+            block.refused = "it is called within saved_tensors_hooks or a checkpoint of the model itself"
+            return block.own(*args, **kwargs)
+        self._fates.append((block.path, False))
+        undo = None if block.has_run else Undo(block, args, kwargs)
+        self._in_block = True
+        try:
+            result = self._region(block, Run(block.path, number, self.live.bytes), args, kwargs)
+            if undo is None or not phase.leaves_behind:
+                block.has_run = True
+                return result
+            del result
+            if (record := self._open_record()) is not None:
+                record.segments[-1] = record.segments[-1][0], None, ""
+            raise _Stores("it stores a tensor that it computes, such as a state or an output, in an object")
+        except (BudgetError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if undo is None:
+                if isinstance(error, CheckpointError):
+                    raise self._left_out(block, error) from error
+                raise
+            reason = _first_sentence(error)
+            if not undo.undo():
+                raise self._left_out(block, error) from error
+            _free(error)
+        finally:
+            self._in_block, phase.leaves_behind = False, None
+        result = block.own(*args, **kwargs)  # raises an error again that regions did not cause
+        block.refused = reason
+        return result
+
+    def _region(self, block: Block, run: Run, args: tuple, kwargs: dict) -> Any:
+        live, record, storages = self.live, self._open_record(), SavedStorages()
+        _body.first = _first_forward(live) if record is None else _recorded(live, run, storages)
+        phase.leaves_behind = False if not block.has_run else None
+        try:
+            with live.more(_RNG_STATE):  # a region keeps the states from before its forward
+                result = checkpoint(partial(_run_body, block.own), *args, **kwargs)
+                run.held_bytes -= live.bytes
+        finally:
+            _body.first = None
+        outputs = strip_result(result)[0]
+        if record is not None:
+            run.add_outputs(outputs, storages, (args, kwargs))
+            record.segments.append((live.segment_peak(), run, HELD))
+        node: Any = next((each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION), None)
+        if node is not None:
+            node.apply = partial(self._backward_of, block, run, weakref.ref(node))
+            for _, state in node.region.streams:
+                if is_tensor(state):
+                    live.follow(state)
+        return result
+
+    def _backward_of(self, block: Block, run: Run, reference, *gradients) -> Any:
+        """The backward of a block that ran as a region."""
+        node, record = reference(), self._open_record()
+        if self.is_counted:  # AccumulateGrad copies some gradients
+            for gradient in self.regions.gradients():
+                self.live.follow(gradient)
+        if record is not None and not run.is_over:
+            run.backward_begins()
+            record.segments.append((self.live.segment_peak(), run, BEGINS))
+            _body.recomputed = lambda: record.segments.append((self.live.segment_peak(), run, RECOMPUTED))
+        before, _body.live = _body.live, self.live if self.is_in_mode else None
+        self.live.watches = self.is_counted
+        try:
+            # The recomputation keeps the present states, and reads those at its end.
+            with self.live.more(2 * sum(state.nbytes for _, state in node.region.streams if is_tensor(state))):
+                return type(node).apply(node, *gradients)
+        except CheckpointError as error:
+            raise self._left_out(block, error) from error
+        finally:
+            if record is not None and _body.recomputed is not None:
+                record.segments.append((self.live.segment_peak(), run, ENDS))
+            _body.live, _body.recomputed = before, None
+
+    def _left_out(self, block: Block, error: Exception) -> CheckpointError:
+        block.refused = _first_sentence(error)
+        self.planned.plan = replace(
+            self.planned.plan,
+            fates={**self.planned.plan.fates, block.path: SAVED},
+            reasons={**self.planned.plan.reasons, block.path: block.refused},
+        )
+        return CheckpointError(f"{block!r} cannot be checkpointed, and is saved from the next step on: {error}")
+
+    def watch(self, leaves: Sequence[Any]) -> None:
+        """Check the backward that follows; ``leaves``: the model's outputs."""
+        if self.key is None:
+            return
+        nodes = dict.fromkeys(leaf.grad_fn for leaf in leaves if is_tensor(leaf) and leaf.grad_fn is not None)
+        for node in nodes:
+            node.register_prehook(self._begins)
+        if self.is_counted:
+            self.live.count_backward(leaves)
+
+    def _begins(self, gradients) -> None:
+        is_first = self.live.begin(self)
+        if self.is_reached:
+            return
+        self.is_reached = True
+        if (record := self._open_record()) is not None:
+            record.is_reached = True
+        self.begin_bytes = self.live.bytes
+        limit = self.planned.plan.limit_bytes
+        if is_first and not self.is_counted and limit is not None:
+            begin, most = self.planned.backwards.get(self.key, (0, 0))
+            if (size := most + self.begin_bytes - begin) > limit:
+                more = memory_format(self.begin_bytes - begin)
+                message = self.regions._exceeds(size, self.planned, "in backward")
+                self.report(f"{message} At its start, {more} more are live than in the same step before: {_DROP}")
+
+    def _exceeded(self, size: int) -> None:
+        regions, planned = self.regions, self.planned
+        message = regions._exceeds(size, planned, f"when it reaches {self._running()},")
+        least = None
+        if planned.plan.peak_bytes is None and not regions.saves_all:
+            least = planned.plan.resident_bytes + size
+            message += f" The smallest feasible budget is larger than {readable(least)}."
+        elif planned.plan.least_peak_bytes is not None:
+            least = planned.plan.least_peak_bytes
+        if self.start_bytes > planned.start_bytes:
+            message += f" {memory_format(self.start_bytes)} of earlier steps were still allocated before it: {_DROP}"
+        self.report(message, least)
+
+    def report(self, message: str, least_bytes: int | None = None) -> None:
+        """Raise, or warn once in this step."""
+        if not (self.regions.warns and self.is_reported):
+            self.is_reported = True
+            self.regions.report(message, least_bytes)
+
+    def _running(self) -> str:
+        """The innermost module of the model that is running."""
+        names = {id(module): name for name, module in self.regions.model.named_modules() if name}
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _CALL and (name := names.get(id(frame.f_locals["self"]))):
+                return f"module {name!r} ({type(frame.f_locals['self']).__name__})"
+            frame = frame.f_back
+        return "the model's own forward"
+
+
+class _Stores(Exception):
+    """A block cannot be a region, because a tensor of its graph is still alive after its forward."""
+
+
+class _Body(threading.local):
+    """What the body of a region does in this thread.
+
+    ``first``: a context for the first forward; None for recomputations. ``live``: what counts recomputations;
+    ``recomputed``: called when one ends.
+    """
+
+    first: AbstractContextManager | None = None
+    live: Any = None
+    recomputed: Callable[[], None] | None = None
+
+
+_body = _Body()
+
+
+def _run_body(own, *args, **kwargs) -> Any:
+    first, _body.first = _body.first, None
+    if first is None:
+        live, recomputed = _body.live, _body.recomputed
+        result = own(*args, **kwargs) if live is None else live.recomputed(own, *args, **kwargs)
+        if recomputed is not None:
+            recomputed()
+        return result
+    with first:
+        return own(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _first_forward(live):
+    """Count what a region allocates for random numbers: it reads the state of torch's generator twice."""
+    yield
+    with live.more(_RNG_STATE):
+        pass
+
+
+@contextlib.contextmanager
+def _recorded(live, run: Run, storages: SavedStorages):
+    """Record what a block costs, saves and holds at its end."""
+    cost = live.cost
+    with _first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
+        yield
+    run.cost, run.held_bytes = live.cost - cost, live.bytes + NUMBER_BYTES * storages.numbers
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.partition(". ")[0].rstrip(".")
+
+
+def _free(error: BaseException | None) -> None:
+    """Free what the frames of an error and its causes refer to."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _is_within(sizes: Sizes, largest: Sizes) -> bool:
+    """Whether no tensor is larger than the other call's in any dimension, or in the unused bytes of its storage."""
+    pairs = zip(sizes, largest)
+    return all(_at_most((*size, unused), (*most, most_unused)) for (size, _, unused), (most, _, most_unused) in pairs)
+
+
+def _at_most(size: Sequence[int], most: Sequence[int]) -> bool:
+    return all(a <= b for a, b in zip(size, most))

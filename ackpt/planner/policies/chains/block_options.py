@@ -1,0 +1,269 @@
+"""The options of one block: which of its activations to save, and the peaks and the cost of each choice.
+
+`BlockStep.options` finds them greedily: it starts from saving everything that the block's backward reads, and drops one
+unit (the activations of one operation) after the other, always the one that frees most bytes per added cost.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ackpt.core.progress import counted
+from ackpt.planner.capture.analysis import Analysis, once_per_graph
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.policies.search.frontier import undominated
+from ackpt.planner.schedule.late_orders import LateOrders
+from ackpt.planner.schedule.lifetimes import Uses, uses_of
+from ackpt.planner.schedule.schedule import missing_for
+
+from .blocks import Block, BlockChain
+
+
+@dataclass(frozen=True)
+class Option:
+    """One choice for one block; sizes in bytes.
+
+    ``saved``: storages inside the block that its forward saves for its backward, ``saved_bytes`` of them.
+    ``forward_peak``, ``backward_peak``: the dynamic peak of each pass without the activations of other blocks.
+    ``cost``: of what its backward recomputes.
+    """
+
+    saved: frozenset[int]
+    saved_bytes: int
+    forward_peak: int
+    backward_peak: int
+    cost: float
+
+
+class BlockStep:
+    """The forward and backward of one block, simulated for any choice of what is saved."""
+
+    def __init__(self, analysis: Analysis, block: Block, pinned, costs, workspace):
+        self.analysis, self.block, self.costs, self.workspace = analysis, block, costs, workspace
+        nodes = analysis.graph.nodes
+        inside = set(block.forward)
+        reads = {source for node in (*block.forward, *block.backward) for source in nodes[node].inputs}
+        # Other blocks give it their outputs, which live while this block runs, and gradients, which it uses up.
+        allocated = {s for node in inside for s in analysis.allocated.get(node, ())}
+        others = {
+            node
+            for node in reads
+            if nodes[node].phase == FORWARD and node not in inside and not allocated & set(nodes[node].storages)
+        }
+        self.given = {*analysis.sources, *_bases(analysis, pinned), *others}
+        self.given |= {base for node in others for base in _bases(analysis, nodes[node].storages)}
+        gradients = (
+            {node for node in reads if nodes[node].phase != FORWARD} - set(block.backward) - set(analysis.sources)
+        )
+        self.outside = {s for node in self.given for s in nodes[node].storages}
+        self.incoming = {s for node in gradients for s in nodes[node].storages} - self.outside
+        self.given |= gradients
+        self.gradients = _read_later(analysis, block)
+        self._late_orders = LateOrders(analysis, block.backward)
+        self._last_recomputed: tuple[frozenset[int], frozenset[int], list[int]] | None = None
+        self._live: set[int] = set()  # when the nodes of the last recomputation run
+        self._may_be_allocated = np.ones(len(analysis.bytes), dtype=bool)
+        self._may_be_allocated[[*self.outside, *analysis.resident]] = False
+        self._bytes, self._workspace = np.array(analysis.bytes), np.array(workspace)
+
+    def option(self, saved: frozenset[int]) -> Option:
+        """The option that saves `saved`, except storages that recomputing their siblings allocates anyway."""
+        analysis, block = self.analysis, self.block
+        order: list[int] = []
+        boundary = analysis.graph.boundary
+        reallocated: set[int] | None = None
+        while reallocated is None or reallocated & saved:
+            saved = saved - (reallocated or set())
+            order = self._late_orders.order(self.given | _bases(analysis, saved | block.output))
+            runs = [node for node in order if node < boundary]
+            reallocated = {s for node in runs for s in analysis.allocated.get(node, ())}
+        cost = sum(self.costs[node] for node in runs)
+        backward_peak = self._peak(order, saved | block.output | self.incoming, self.gradients, True)
+        forward_peak = self._peak(list(block.forward), frozenset(), saved | block.output, False)
+        return Option(saved, sum(analysis.bytes[s] for s in saved), forward_peak, backward_peak, cost)
+
+    def _peak(self, order: list[int], start, end, is_backward: bool) -> int:
+        """The peak while `order` runs; the storages `start` are live before it and `end` after it."""
+        uses = uses_of(self.analysis.graph, order, BACKWARD) if is_backward else self._forward_uses
+        size = self._bytes
+        last = np.full(len(size), -1)
+        last[uses.storages] = uses.positions
+        born = np.full(len(size), -1)
+        first_results = np.flatnonzero(uses.results & self._may_be_allocated[uses.storages])[::-1]
+        born[uses.storages[first_results]] = uses.positions[first_results]
+        at_end = np.array(sorted(end), dtype=np.int64)
+        last[at_end] = len(order)
+        at_start = np.array(sorted(start), dtype=np.int64)
+        at_start = at_start[last[at_start] >= 0]
+        born[at_start] = 0
+        live = np.flatnonzero(born >= 0)
+        changes = np.zeros(len(order) + 2, dtype=np.int64)
+        np.add.at(changes, born[live], size[live])
+        np.subtract.at(changes, last[live] + 1, size[live])
+        totals = np.cumsum(changes)[: len(order)] + self._workspace[order]
+        return int(max(size[at_start].sum(), totals.max(initial=0)))
+
+    @functools.cached_property
+    def _forward_uses(self) -> Uses:
+        return uses_of(self.analysis.graph, self.block.forward, FORWARD)
+
+    def _recomputed(self, saved: frozenset[int], wanted: frozenset[int]) -> list[int]:
+        """Forward nodes that are recomputed for the block's output and the storages `wanted` if `saved` are saved."""
+        if self._last_recomputed is None or self._last_recomputed[:2] != (saved, wanted):
+            if self._last_recomputed is None or self._last_recomputed[0] != saved:
+                self._live = self.given | _bases(self.analysis, saved)
+            wanted_bases = _bases(self.analysis, self.block.output | wanted)
+            self._last_recomputed = saved, wanted, missing_for(self.analysis, wanted_bases, self._live)
+        return self._last_recomputed[2]
+
+    def recompute_cost(self, saved: frozenset[int], wanted: frozenset[int]) -> float:
+        """The cost of recomputing the block's output and the storages `wanted` if `saved` are saved."""
+        return sum(self.costs[node] for node in self._recomputed(saved, wanted))
+
+    def allocated_twice(self, saved: frozenset[int], wanted: frozenset[int]) -> frozenset[int]:
+        """The storages of `saved` that recomputing the output and `wanted` allocates again, with their siblings."""
+        recomputed = set(self._recomputed(saved, wanted)) if saved else ()
+        return frozenset(s for s in saved if self.analysis.graph.storages[s].producer in recomputed)
+
+    def without_duplicates(self, option: Option) -> Option:
+        """`option` without the storages that recomputing the block's output allocates anyway."""
+        while duplicates := self.allocated_twice(option.saved, frozenset()):
+            option = self.option(option.saved - duplicates)
+        return option
+
+    def structure(self) -> tuple[tuple, tuple[int, ...]]:
+        """All that the options depend on, with nodes and storages numbered by rank, and the storages by rank.
+
+        If two blocks are equal in the first, their options are equal up to the ids of storages.
+        """
+        analysis, block = self.analysis, self.block
+        nodes, reads, bases = analysis.graph.nodes, analysis.backward_reads, analysis.base_of
+        may_run = sorted({*block.forward, *missing_for(analysis, block.backward, self.given)})
+        involved = sorted({*may_run, *(source for node in may_run for source in reads[node])})
+        rank = {node: number for number, node in enumerate(involved)}
+        used = {s for node in involved for s in (*nodes[node].storages, *analysis.allocated.get(node, ()))}
+        used.update(s for table in analysis.accessed.values() for node in may_run for s in table[node])
+        storages = tuple(sorted(used))
+        number = {storage: at for at, storage in enumerate(storages)}
+
+        def numbers(some) -> tuple[int, ...]:
+            return tuple(number[s] for s in some)
+
+        unit_of = {storage: at for at, unit in enumerate(sorted(block.units, key=min)) for storage in unit}
+        groups = (block.output, self.outside, self.incoming, self.gradients, analysis.resident)
+        rows = [
+            (
+                nodes[node].phase,
+                self.costs[node],
+                self.workspace[node],
+                tuple(rank[source] for source in reads[node]),
+                numbers(analysis.storages(node)),
+                numbers(analysis.storages(node, again=True)),
+                numbers(sorted(analysis.allocated.get(node, ()))),
+                numbers(analysis.accessed[FORWARD][node]),
+                numbers(analysis.accessed[BACKWARD][node]),
+            )
+            for node in may_run
+        ]
+        structure = (
+            tuple(rows),
+            tuple((node in self.given, numbers(nodes[node].storages)) for node in involved),
+            tuple(rank[node] for node in may_run),
+            tuple(rank[node] for node in block.forward),
+            tuple(rank[node] for node in block.backward),
+            tuple(
+                (analysis.bytes[s], rank.get(bases.get(s, -1)), unit_of.get(s), *(s in group for group in groups))
+                for s in storages
+            ),
+        )
+        return structure, storages
+
+    @property
+    def incoming_bytes(self) -> int:
+        """Bytes of the gradients that the backward begins with."""
+        return sum(self.analysis.bytes[s] for s in self.incoming)
+
+    @property
+    def parameter_gradient_bytes(self) -> int:
+        """Bytes of the gradients of parameters that the backward leaves."""
+        return sum(self.analysis.bytes[s] for s in self.gradients & self.analysis.live_to_end)
+
+    def options(self) -> list[Option]:
+        """The options from saving everything that the backward reads to saving nothing, without dominated ones."""
+        nodes, block = self.analysis.graph.nodes, self.block
+        read = {s for node in block.backward for source in nodes[node].inputs for s in nodes[source].storages}
+        unit_of = {storage: unit for unit in block.units for storage in unit}
+        units = {unit_of[s] for s in read if s in unit_of}
+        saved = frozenset(s for unit in units for s in unit if s in read)
+        options = [self.option(saved)]
+        queue: list[tuple[float, int, frozenset[int]]] = []
+        for number, unit in enumerate(sorted(units, key=min)):
+            heapq.heappush(queue, (self._rank(options[-1], saved - unit)[0], number, unit))
+        while queue:
+            _, number, unit = heapq.heappop(queue)
+            if not unit & saved:
+                continue
+            rank, option = self._rank(options[-1], saved - unit)
+            # The rank may have changed since it was queued; the margin ignores rounding.
+            if queue and rank > queue[0][0] * (1 - 1e-9 if queue[0][0] < 0 else 1 + 1e-9):
+                heapq.heappush(queue, (rank, number, unit))
+                continue
+            saved = option.saved
+            options.append(option)
+        return undominated(sorted(set(options), key=lambda option: sorted(option.saved)), _values)
+
+    def _rank(self, before: Option, saved: frozenset[int]) -> tuple[float, Option]:
+        """Minus the freed bytes per added cost, and the option that saves only `saved`."""
+        option = self.option(saved)
+        added = max(option.cost - before.cost, 1e-3)
+        return -(before.saved_bytes - option.saved_bytes) / added, option
+
+
+@once_per_graph
+def options_of_blocks(graph: JointGraph, chain: BlockChain, costs: tuple, workspace: tuple) -> list[list[Option]]:
+    """The options of every block of `chain`, found once for all blocks of one structure."""
+    solved: dict[tuple, tuple[list[Option], tuple[int, ...]]] = {}
+    options = []
+    for block in counted(chain.blocks, "searching: block"):
+        step = BlockStep(graph.analysis, block, chain.pinned, costs, workspace)
+        structure, storages = step.structure()
+        if structure not in solved:
+            solved[structure] = step.options(), storages
+        of_first, storages_of_first = solved[structure]
+        own = dict(zip(storages_of_first, storages))
+        options.append([replace(option, saved=frozenset(own[s] for s in option.saved)) for option in of_first])
+    return options
+
+
+def _values(option: Option) -> tuple[float, ...]:
+    return option.saved_bytes, option.forward_peak, option.backward_peak, option.cost
+
+
+def _bases(analysis: Analysis, storages) -> set[int]:
+    """The base tensors of `storages`, as node ids."""
+    return {analysis.base_of[s] for s in storages if s in analysis.base_of}
+
+
+def _read_later(analysis: Analysis, block: Block) -> set[int]:
+    """Storages allocated in the block's backward that something after it reads: gradients."""
+    graph = analysis.graph
+    inside = set(block.backward)
+    allocated = {s for node in block.backward for s in analysis.allocated.get(node, ())}
+    returned = {s for node in analysis.bw_outputs if node is not None for s in graph.nodes[node].storages}
+    readers = _backward_readers(graph)
+    return {s for s in allocated if s in returned or not inside.issuperset(readers.get(s, ()))}
+
+
+@once_per_graph
+def _backward_readers(graph: JointGraph) -> dict[int, set[int]]:
+    """By storage, the nodes of the backward that read it."""
+    readers: dict[int, set[int]] = {}
+    for node in graph.nodes[graph.boundary :]:
+        for source in node.inputs:
+            for storage in graph.nodes[source].storages:
+                readers.setdefault(storage, set()).add(node.id)
+    return readers

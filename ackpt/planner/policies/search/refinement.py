@@ -1,0 +1,181 @@
+"""Add schedules between neighbors on a frontier by saving some of the recomputed activations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from ackpt.core.progress import counted
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.schedule.schedule import Schedule, scheduled
+from ackpt.planner.schedule.simulator import peak_of, step_peaks
+
+_WALKED = 600_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
+_GUESSED = 20_000  # the same for trials that may not fit, for one plan
+_SHARES = (0, 1 / 2, 1)  # of the bytes between the peaks of two plans that a plan between them may use
+
+# Peaks that exceeded a limit: by the backward order, then by the positions of the runs dropped from that order.
+Tried = dict[tuple[int, ...], dict[frozenset[int], int]]
+
+
+class Run(NamedTuple):
+    """A run of the forward node `node` in backward, at `position` of its order.
+
+    Without it the node's results, `size` bytes, would be live from compute step `start` of the whole step to `stop`,
+    and the runs at the positions `views`, which rebuild their views, would be dropped too.
+    """
+
+    node: int
+    position: int
+    start: int
+    stop: int
+    size: int
+    views: tuple[int, ...]
+
+
+def refined(graph: JointGraph, points, cost, workspace_bytes) -> list[Schedule]:
+    """Schedules between every two neighbors of `points`: below the higher peak, and cheaper than the lower plan.
+
+    The neighbors that differ most in cost come first.
+    """
+    pairs = sorted(zip(points, points[1:]), key=lambda pair: (pair[0].cost - pair[1].cost, pair[1].peak_bytes))
+    tries = _WALKED // len(graph.nodes)
+    tried: Tried = {}
+    schedules = []
+    for higher, lower in counted(pairs, "searching: between two schedules,"):
+        for share in _SHARES:
+            limit = lower.peak_bytes + int(share * (higher.peak_bytes - 1 - lower.peak_bytes))
+            schedule, tries = with_fewer_runs(graph, lower.schedule, cost, workspace_bytes, limit, tries, tried)
+            if schedule is not lower.schedule:
+                schedules.append(schedule)
+    return schedules
+
+
+def with_fewer_runs(
+    graph: JointGraph, schedule: Schedule, cost, workspace_bytes, limit_bytes: int, tries: int, tried: Tried
+) -> tuple[Schedule, int]:
+    """`schedule` without the most expensive recomputations that the limit allows to drop, and the remaining `tries`.
+
+    First those whose results surely fit, as many at once as fit together. Then single ones that may fit, because what
+    they read need not stay live. `tried`: earlier peaks above a limit, shared by the calls for one graph.
+    """
+    failed: set[tuple[int, int]] = set()
+    while tries > 0:
+        order = schedule.backward_arrays.computed
+        peaks = tried.setdefault(tuple(order), {})
+        live, every = runs(graph, schedule, order, workspace_bytes)
+        by_cost = sorted((run for run in every if cost[run.node]), key=lambda run: (-cost[run.node], run))
+        sure = _fitting(by_cost, live, limit_bytes)
+        unsure = [run for run in by_cost if (run.node, run.stop - run.start) not in failed]
+        guesses = max(1, _GUESSED // len(graph.nodes)) - len(failed)
+        trials = [sure, sure[:1]] if sure else [[run] for run in unsure[: max(0, guesses)]]
+        for skipped in trials:
+            tries -= 1
+            positions = frozenset(position for run in skipped for position in (run.position, *run.views))
+            if peaks.get(positions, 0) <= limit_bytes:
+                cheaper = without_runs(graph, order, positions)
+                if (peak := peak_of(graph, cheaper, workspace_bytes)) <= limit_bytes:
+                    schedule = cheaper
+                    break
+                peaks[positions] = peak
+            failed.update((run.node, run.stop - run.start) for run in skipped)
+            if tries <= 0:
+                break
+        else:
+            break
+    return schedule, tries
+
+
+def runs(graph: JointGraph, schedule: Schedule, order: list[int], workspace_bytes) -> tuple[np.ndarray, list[Run]]:
+    """Dynamic bytes at every compute step, int64[steps], and the recomputations in the backward `order` of nodes."""
+    analysis = graph.analysis
+    forward, backward = step_peaks(graph, schedule, workspace_bytes)
+    last = {s: at for at, node in enumerate(schedule.forward_arrays.computed) for s in analysis.allocated.get(node, ())}
+    touched, recomputations = analysis.accessed[BACKWARD], []
+    for at, (node, views) in enumerate(zip(order, _views(graph, order)), len(forward)):
+        allocated = analysis.allocated.get(node)  # nothing for a view, which cannot be saved
+        if allocated and graph.nodes[node].phase == FORWARD and views is not None:
+            size = sum(analysis.bytes[s] for s in analysis.storages(node, again=True) if s in allocated)
+            start = max((last[s] for s in allocated if s in last), default=at)
+            recomputations.append(Run(node, at - len(forward), start, at, size, views))
+        last.update(dict.fromkeys(touched[node], at))
+    return np.array([*forward, *backward]), recomputations
+
+
+def _fitting(candidates: list[Run], live: np.ndarray, limit_bytes: int) -> list[Run]:
+    """The first of `candidates`, at most one per node, whose results fit together on top of the `live` bytes."""
+    live, chosen = live.copy(), {}
+    for run in candidates:
+        if run.node not in chosen and live[run.start : run.stop].max(initial=0) + run.size <= limit_bytes:
+            live[run.start : run.stop] += run.size
+            chosen[run.node] = run
+    return list(chosen.values())
+
+
+def _views(graph: JointGraph, order: list[int]) -> list[tuple[int, ...] | None]:
+    """For every run in `order`, the positions of the views of its results that exist without the run too.
+
+    For the first run of a node these are the views that backward is given, else those of the run before. None if
+    another view would be missing that only the operation itself can rebuild, as one of several results.
+    """
+    analysis = graph.analysis
+    producer = {base: node for node in analysis.allocated for base in _bases(graph, node) if base != node}
+    before: dict[int, set[int] | None] = {}
+    latest: dict[int, tuple[int, dict[int, int]]] = {}
+    positions: list[tuple[int, ...] | None] = [()] * len(order)
+
+    def close(node: int) -> None:
+        at, views = latest[node]
+        existing = before.get(node)
+        positions[at] = tuple(position for position, view in views.items() if existing is None or view in existing)
+        if len(analysis.allocated[node]) > 1 and len(positions[at] or ()) < len(views):
+            positions[at] = None
+        before[node] = set(views.values())
+
+    for at, node in enumerate(order):
+        if graph.nodes[node].phase != FORWARD:
+            continue
+        if node in analysis.allocated:
+            if node in latest:
+                close(node)
+            latest[node] = at, {}
+        elif producer.get(node) in latest:
+            latest[producer[node]][1][at] = node
+    for node in latest:
+        close(node)
+    return positions
+
+
+def with_saved(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
+    """`schedule` with the results of `node` saved instead of recomputed."""
+    order = schedule.backward_arrays.computed
+    bases = _bases(graph, node)
+    return without_runs(graph, order, {at for at, other in enumerate(order) if other in bases})
+
+
+def _bases(graph: JointGraph, node: int) -> set[int]:
+    """`node` and the base tensors of the storages that it allocates."""
+    analysis = graph.analysis
+    return {node, *(analysis.base_of[s] for s in analysis.allocated.get(node, ()) if s in analysis.base_of)}
+
+
+def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] = ()) -> Schedule:
+    """The schedule whose backward is `order` without the positions `skipped` and without recomputations nobody reads.
+
+    `order`: node ids of the backward; `skipped`: positions in it.
+    """
+    reads, boundary = graph.analysis.backward_reads, graph.boundary
+    remaining: list[int] = []
+    read: set[int] = set()
+    for at, node in zip(range(len(order) - 1, -1, -1), reversed(order)):
+        if at in skipped:
+            continue
+        if node < boundary:  # recomputed
+            if node not in read:
+                continue
+            read.remove(node)
+        remaining.append(node)
+        read.update(reads[node])
+    return scheduled(graph, None, remaining[::-1])

@@ -1,0 +1,319 @@
+"""`Plan`: a schedule with its simulated peak, its cost and every activation's fate; saved as JSON for its graph."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ackpt.core.files import read_json, write_text_atomic
+from ackpt.metering.meter import memory_format
+from ackpt.metering.timeline import Timeline
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.places import common, operation, pattern, short_source
+
+from .schedule import Schedule
+from .schedule_json import digest, from_json, to_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SAVED, PACKED, RECOMPUTED, OFFLOADED = "saved", "packed", "recomputed", "offloaded"
+_SCHEMA = {"schema": "ackpt.plan", "version": 2}
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read, or that does not belong to the model it is used for.
+
+    Example:
+        >>> import torch, ackpt
+        >>> x = torch.ones(4, 8)
+        >>> plan = ackpt.plan(ackpt.trace(torch.nn.Linear(8, 8), x))
+        >>> try:
+        ...     ackpt.compile(torch.nn.Linear(8, 2), x, plan=plan)
+        ... except ackpt.PlanError:
+        ...     print("the plan is for another model")
+        the plan is for another model
+    """
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation: the result of one operation that backward reads, with its fate, bytes and place in the model.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> (kept,) = ackpt.plan(ackpt.trace(model, torch.ones(4, 8))).activations
+        >>> kept.name, kept.fate, kept.bytes, kept.module
+        ('tanh', 'saved', 128, '1')
+    """
+
+    name: str
+    fate: str
+    bytes: int
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An operation that is recomputed: its cost, and the peak if its result were saved instead.
+
+    ``cost``: of all its ``runs`` in backward, as a fraction of the baseline's; ``bytes``: of its result;
+    ``peak_if_kept_bytes``: the dynamic peak of the same plan with the result saved.
+
+    Example:
+        >>> import torch, ackpt
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> plan = ackpt.plan(ackpt.trace(model, torch.ones(64, 8)), budget=0.7)
+        >>> dearest = plan.decisions[0]
+        >>> dearest.name, dearest.runs, dearest.bytes, dearest.peak_if_kept_bytes > plan.limit_bytes
+        ('tanh', 1, 16384, True)
+    """
+
+    name: str
+    module: str
+    cost: float
+    bytes: int
+    runs: int
+    peak_if_kept_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule that `ackpt.plan` chose, with its simulated peak and cost.
+
+    ``peak_bytes``: the peak of resident and dynamic bytes together; ``resident_bytes``: parameters, buffers, inputs and
+    optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: saved on the device for
+    backward. ``flops``: of the step; ``recompute_flops``: of recomputation. ``limit_bytes``: the bound on dynamic bytes
+    that follows from the budget, None without one. ``activations``: what backward reads, in the order of the forward.
+    ``cost``: the cost that the plan adds, as a fraction of the baseline's cost. If the profile has times, it is the
+    added time, including packing and waits for copies; otherwise it is recomputed FLOPs plus weighted traffic.
+    ``lower_bound``: a cost that no schedule within the budget can beat without packing or offload; None without a
+    budget, for a plan that packs or offloads, or without scipy.
+    ``decisions``: the most expensive recomputations. ``host_bytes``: the most bytes offloaded at one time, not part of
+    the peak. ``exposed_seconds``: the seconds in which compute waits for copies; None if the profile has no times.
+    ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: what its guarantees leave
+    out, such as the memory inside Python kernels, or sums of gradients in another order; None if nothing. ``sizes``:
+    the shape of every tensor of that call; None if unknown. ``dynamic``: (index in ``sizes``, dimension) of the
+    dimensions that were dynamic in the capture.
+    ``device``: the device for which the plan minimizes time, as in the profile; ``"any"`` if it minimizes FLOPs and
+    traffic.
+
+    Example:
+        >>> import torch, ackpt
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> plan = ackpt.plan(ackpt.trace(model, torch.ones(64, 8)), budget=0.7)
+        >>> plan.fates["tanh"], plan.fates["tanh_2"]
+        ('recomputed', 'saved')
+        >>> plan.dynamic_peak_bytes <= 0.7 * plan.baseline_dynamic_peak_bytes
+        True
+    """
+
+    policy: str
+    limit_bytes: int | None
+    peak_bytes: int
+    resident_bytes: int
+    baseline_peak_bytes: int
+    saved_bytes: int
+    flops: int
+    recompute_flops: int
+    peak_node: str
+    activations: tuple[Activation, ...]
+    schedule: Schedule
+    timeline: Timeline
+    cost: float
+    lower_bound: float | None
+    decisions: tuple[Decision, ...]
+    host_bytes: int = 0
+    exposed_seconds: float | None = None
+    made_for: Mapping[str, str] | None = field(default=None, compare=False)
+    note: str | None = None
+    sizes: tuple[tuple[int, ...], ...] | None = field(default=None, compare=False)
+    dynamic: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    device: str = "any"
+
+    def __repr__(self) -> str:
+        share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
+        return (
+            f"<Plan of policy {self.policy!r}: peak {memory_format(self.peak_bytes)}, dynamic {share:.3f} of the "
+            f"baseline's; table() says more>"
+        )
+
+    @property
+    def dynamic_peak_bytes(self) -> int:
+        """The peak without resident bytes."""
+        return self.peak_bytes - self.resident_bytes
+
+    @property
+    def baseline_dynamic_peak_bytes(self) -> int:
+        """The dynamic peak without checkpointing."""
+        return self.baseline_peak_bytes - self.resident_bytes
+
+    @property
+    def gap(self) -> float | None:
+        """The optimality gap, ``(1 + cost) / (1 + lower_bound) - 1``: the time or cost of the step beyond the bound.
+
+        None without a lower bound.
+        """
+        return None if self.lower_bound is None else (1 + self.cost) / (1 + self.lower_bound) - 1
+
+    @cached_property
+    def fates(self) -> dict[str, str]:
+        """``{name of the node: fate}`` for every activation that backward needs.
+
+        A fate is ``"saved"``, ``"packed"``, ``"recomputed"`` or ``"offloaded"``.
+        """
+        return {activation.name: activation.fate for activation in self.activations}
+
+    def table(self) -> str:
+        """Peak, cost, the most expensive recomputations and the largest activations, as aligned text.
+
+        Activations of equal layers are one line, such as ``48.0 MiB ... 12 x blocks.*.mlp (gelu): 4.0 MiB each``.
+
+        Plans come from one Pareto frontier for all budgets, so a small activation may be recomputed although saving it
+        would be "within the budget".
+        """
+        dynamic, baseline = self.dynamic_peak_bytes, self.baseline_dynamic_peak_bytes
+        plain = max(1, self.flops - self.recompute_flops)
+        fates = Counter(activation.fate for activation in self.activations)
+        again = f"{self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step's"
+        lines = [
+            f"policy            {self.policy}",
+            f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
+            f"dynamic peak      {memory_format(dynamic)} = {dynamic / max(1, baseline):.3f} of the baseline's "
+            f"{memory_format(baseline)}",
+            f"reached at        {self.peak_node}",
+            f"recomputed        {again}",
+            f"cost              {self.cost:.1%} of the step{self._rates()}; {self._bound()}",
+            f"activations       {fates[SAVED]} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}; "
+            f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded"
+            + (f", {fates[PACKED]} packed" if fates[PACKED] else ""),
+            *self._offload(),
+            *([] if self.note is None else [f"note              {self.note}"]),
+            "",
+            "ten largest       fate        where",
+            *(_group_row(group) for group in self.groups()[:10]),
+        ]
+        if self.decisions:
+            lines += ["", "most expensive    cost   runs    if it were saved"]
+        limit = self.dynamic_peak_bytes if self.limit_bytes is None else self.limit_bytes
+        for decision in self.decisions:
+            over = decision.peak_if_kept_bytes - limit
+            meant = f"{memory_format(abs(over))} {'above' if over > 0 else 'within'} the budget"
+            if self.limit_bytes is None:
+                meant = f"a peak {memory_format(abs(over))} {'higher' if over > 0 else 'lower'}"
+            lines.append(
+                f"{memory_format(decision.bytes):<17} {decision.cost:<6.2%} {decision.runs:<7} {meant}: "
+                f"{decision.module or '-'} ({decision.name})"
+            )
+        return "\n".join(lines)
+
+    def groups(self) -> list[tuple[Activation, ...]]:
+        """The activations, with those that equal layers produce on one source line together; the largest groups first.
+
+        Layers are equal if their names differ in numbers only, and the bytes and the fates are equal.
+        """
+        groups: dict[tuple, list[Activation]] = {}
+        for a in self.activations:
+            groups.setdefault((pattern(a.module), operation(a.name), a.source, a.bytes, a.fate), []).append(a)
+        return sorted(map(tuple, groups.values()), key=lambda group: -sum(a.bytes for a in group))
+
+    def _rates(self) -> str:
+        return "" if self.device == "any" else f", in times of {self.device}"
+
+    def _bound(self) -> str:
+        if self.lower_bound is not None:
+            return f"lower bound {self.lower_bound:.1%}, optimality gap {self.gap:.1%}"
+        return "no lower bound was computed"
+
+    def _offload(self) -> list[str]:
+        if not self.host_bytes:
+            return []
+        moved = sum(activation.fate == OFFLOADED for activation in self.activations)
+        waits = "" if self.exposed_seconds is None else f", {1e3 * self.exposed_seconds:.3g} ms of waiting for copies"
+        return [f"offloaded         {moved}, {memory_format(self.host_bytes)} in host memory{waits}"]
+
+    def plot(self, title: str | None = None) -> Figure:
+        """Live bytes over the steps of the plan, as `ackpt.metering.plots.timeline_plot` draws them."""
+        from ackpt.metering.plots import timeline_plot
+
+        share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
+        title = title or f"{self.policy}: {share:.2f} of the baseline's dynamic peak"
+        return timeline_plot(self.timeline.thinned(1000), title, self.resident_bytes)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as JSON, whole or not at all.
+
+        Raises:
+            RecordError: if it cannot be written there.
+        """
+        data: dict = dict(_SCHEMA)
+        for each in fields(self):
+            data[each.name] = getattr(self, each.name)
+        data["activations"] = [asdict(activation) for activation in self.activations]
+        data["decisions"] = [asdict(decision) for decision in self.decisions]
+        data["schedule"] = to_json(self.schedule)
+        data["timeline"] = self.timeline.to_json()
+        data["digest"] = digest(data)
+        return write_text_atomic(path, json.dumps(data) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan that `save` wrote.
+
+        Raises:
+            PlanError: if the file is not a plan, is truncated, was written by another version, or was changed later.
+        """
+        data = read_json(path, "plan", PlanError)
+        is_changed = isinstance(data, dict) and "digest" in data and data["digest"] != digest(data)
+        schema = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
+        if schema != _SCHEMA:
+            raise PlanError(f"{path} is not a plan of this version: expected {_SCHEMA}, found {schema}; plan again")
+        try:
+            data["schedule"] = from_json(data["schedule"])
+            data["activations"] = tuple(Activation(**activation) for activation in data["activations"])
+            data["decisions"] = tuple(Decision(**decision) for decision in data["decisions"])
+            data["timeline"] = Timeline.from_json(data["timeline"])
+            for name in {"sizes", "dynamic"} & data.keys():
+                data[name] = None if data[name] is None else tuple(map(tuple, data[name]))
+            # Files of earlier days lack what was added since.
+            given = (each.name for each in fields(cls) if each.default is MISSING or each.name in data)
+            plan = cls(**{name: data[name] for name in given})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"{path} is not a complete plan ({error!r} while reading it); plan again") from error
+        if is_changed:
+            raise PlanError(f"{path} was changed after it was saved, so its figures may not be the plan's; plan again")
+        return plan
+
+
+def _group_row(group: tuple[Activation, ...]) -> str:
+    first, modules = group[0], common(a.module for a in group) or "the model itself"
+    source = f", {short_source(first.source)}" if first.source else ""
+    if len(group) == 1:
+        what = f"{modules} ({first.name}){source}"
+    else:
+        what = f"{len(group)} x {modules} ({operation(first.name)}): {memory_format(first.bytes)} each{source}"
+    return f"{memory_format(sum(a.bytes for a in group)):<17} {first.fate:<11} {what}"
+
+
+def activations(graph: JointGraph, baseline: Schedule, schedule: Schedule) -> tuple[Activation, ...]:
+    """The activations of `baseline` and `schedule` with their fates, in the order of the forward."""
+    base_of, fates = graph.analysis.base_of, dict.fromkeys(schedule.saved, SAVED)
+    fates |= dict.fromkeys(schedule.packed, PACKED) | dict.fromkeys(schedule.offloaded, OFFLOADED)
+    listed = []
+    for storage in sorted({*baseline.saved, *fates}, key=lambda s: base_of[s]):
+        node = graph.nodes[base_of[storage]]
+        fate = fates.get(storage, RECOMPUTED)
+        listed.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
+    return tuple(listed)

@@ -1,0 +1,166 @@
+"""Build the autograd function that runs a captured step with a schedule."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from ackpt.core.errors import TraceError
+from ackpt.core.progress import stage
+from ackpt.planner.capture.aot import Capture
+from ackpt.planner.capture.dynamic_sizes import DynamicModule
+from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, Node
+from ackpt.planner.capture.outputs import (
+    ARGUMENT,
+    depends_on,
+    gradients_as_planned,
+    leave_undefined,
+    plain_backward,
+    unchanged_outputs,
+    unchanged_until_backward,
+)
+from ackpt.planner.capture.patches.eager_settings import like_eager
+from ackpt.planner.schedule.listing import Line, Listing, mapped
+from ackpt.planner.schedule.rewriting import Rewritten, rewrite_dynamic
+from ackpt.planner.schedule.schedule import COMPUTE, Schedule
+
+from .generated_code import boxed
+
+Strides = Mapping[int, Sequence[int]]
+
+
+def compiled_schedule(
+    captured: Capture, graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None
+) -> Callable[[Sequence[torch.Tensor], Strides], list[Any]]:
+    """A function of the step's inputs, and of the strides of its outputs' gradients, that runs `schedule`.
+
+    Args:
+        captured: the step; it may be compiled several times.
+        graph: its graph; with dynamic dimensions, an instance of it.
+        schedule: of that graph.
+        dynamic: the module of a capture with dynamic dimensions.
+    """
+    functions: list[Callable[..., Any]] = []
+
+    def partition(joint, inputs, *, num_fwd_outputs, **_):
+        step = _rewritten(graph, schedule, num_fwd_outputs, dynamic)
+        halves = step.forward_listing, step.backward_listing
+        outlines = [_outline(half) for half in halves]
+        functions.extend(boxed(step.root, half) for half in halves)
+        return outlines
+
+    stage("compiling the schedule")
+    with like_eager(None if dynamic is None else dynamic.fake_mode):
+        run = aot_compile_joint_with_descriptors(
+            _fresh(captured.joint),
+            partition_fn=partition,
+            fw_compiler=lambda gm, example_inputs: functions[0],
+            bw_compiler=lambda gm, example_inputs: functions[1],
+        )
+    depends, read = depends_on(graph), _read_later(graph, schedule)
+    saved_outputs = _saved_outputs(graph, schedule)
+
+    def step(inputs, strides: Strides) -> list[Any]:
+        outputs = run(*inputs)
+        plain_backward(outputs)
+        gradients_as_planned(outputs, strides)
+        unchanged_until_backward(outputs, inputs, read)
+        unchanged_outputs(outputs, saved_outputs)
+        leave_undefined(outputs, depends)
+        return outputs
+
+    return step
+
+
+def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
+    """Indices of the outputs whose memory is free during backward if the caller drops them."""
+    saved = set(schedule.saved)
+    return tuple(place for place, storages in graph.analysis.dropped_outputs.items() if not storages & saved)
+
+
+class _Outline(_LazyGraphModule):
+    """A module that never runs. AOTAutograd copies that of the backward, to compile it later; one copy is enough."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def _outline(listing: Listing) -> fx.GraphModule:
+    """The inputs and outputs of `listing`, all that AOTAutograd looks at; it never runs, so it needs no code."""
+    made: dict[Line, Line] = {}
+
+    def value(line: Line) -> Line:
+        if line not in made:
+            made[line] = line if line.op == "placeholder" else Line("call_function", print, meta=line.meta)
+        return made[line]
+
+    outputs = mapped(listing.output.args, value)
+    inputs = listing.placeholders
+    others = (line for line in made.values() if line.op != "placeholder")
+    return _Outline({}, Listing([*inputs, *others, Line("output", "output", outputs)]).graph())
+
+
+def _fresh(joint):
+    """A copy of torch's joint graph whose state one compilation may change."""
+    joint = copy.copy(joint)
+    state, captured = copy.copy(joint._aot_state), copy.copy(joint._aot_graph_capture)
+    state.aot_config = dataclasses.replace(state.aot_config, enable_log=False)  # a fifth of the time
+    state.fw_metadata = copy.copy(state.fw_metadata)
+    state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
+    state.fw_metadata.dynamic_saved_tensors_idxs = {}
+    captured.wrappers = [copy.copy(wrapper) for wrapper in captured.wrappers]
+    captured.graph_module = fx.GraphModule({}, fx.Graph())  # torch's passes through it take time
+    joint._aot_state, joint._aot_graph_capture = state, captured
+    return joint
+
+
+def partitioner(graph: JointGraph, schedule: Schedule):
+    """AOTAutograd's ``partition_fn`` that splits `graph` as `schedule` says."""
+
+    def partition(joint, inputs, *, num_fwd_outputs, **_):
+        step = _rewritten(graph, schedule, num_fwd_outputs)
+        return step.forward, step.backward
+
+    return partition
+
+
+def _rewritten(
+    graph: JointGraph, schedule: Schedule, num_outputs: int, dynamic: DynamicModule | None = None
+) -> Rewritten:
+    step = rewrite_dynamic(graph, schedule, dynamic)
+    if num_outputs != step.num_outputs:
+        raise TraceError(f"the graph returns {step.num_outputs} values, but torch expects {num_outputs}")
+    return step
+
+
+def run_boxed(gm: fx.GraphModule, example_inputs):
+    """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
+    return boxed(gm, Listing.of(gm.graph))
+
+
+def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:
+    """(index, name for errors) of the step's inputs that its backward reads, so that they must not change before it."""
+    runs = (graph.nodes[step.id] for step in schedule.backward if step.kind == COMPUTE)
+    read = {storage for node in runs for source in node.inputs for storage in graph.nodes[source].storages}
+    inputs = [node for node in map(graph.nodes.__getitem__, graph.analysis.placeholders) if node.phase == FORWARD]
+    return tuple((place, _called(graph, node)) for place, node in enumerate(inputs) if read & set(node.storages))
+
+
+def _saved_outputs(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
+    """Indices of the outputs whose memory backward reads."""
+    described = graph.analysis.fx[len(graph.nodes)].meta["desc"]
+    returned = [(what, node) for what, node in zip(described, graph.analysis.outputs) if node is not None]
+    saved = set(schedule.saved)
+    return tuple(what.idx for what, node in returned if hasattr(what, "idx") and saved & {*graph.nodes[node].storages})
+
+
+def _called(graph: JointGraph, node: Node) -> str:
+    name = getattr(graph.analysis.fx[node.id].meta["desc"], "target", None)
+    return ARGUMENT if name is None else f"{graph.storages[node.storages[0]].category} {name!r}"

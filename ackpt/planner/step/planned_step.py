@@ -1,0 +1,341 @@
+"""`PlannedStep`: captures the model at the first call with new shapes, then runs the plan."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from ackpt.core.errors import TraceError
+from ackpt.planner.capture.inspection.model_checks import (
+    check_call,
+    check_model,
+    first_opaque,
+    own_call,
+    warn_of_evaluation,
+)
+from ackpt.planner.capture.inspection.tensors import is_tensor
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, check_optimizer
+from ackpt.planner.capture.patches.dynamo_calls import break_graphs_at, keep_at_compile
+from ackpt.planner.schedule.plan import Plan
+
+from .call_facts import Call
+from .choices import Planner
+from .dynamic_dimensions import DynamicArgument
+from .history import Event
+from .uncovered import Uncovered
+from .variants import Variants
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+_TRAINER = "transformers.trainer"  # a Trainer would drop all columns of a data set: forward names none of them
+_LOCK = threading.Lock()  # for the calls that models run
+
+
+class PlannedStep(nn.Module):
+    """A model that runs as planned; it has the model's parameters, buffers, submodules and state_dict.
+
+    Its other attributes and methods are the model's; a method that calls the model runs the step.
+
+    If shapes, dtypes or settings differ from those of earlier calls, it captures the step again and replans under the
+    same budget. Settings are ``train`` and ``eval``, ``requires_grad`` of parameters, autocast, and floats and flags
+    among the arguments. They include attributes of modules, such as a dropout's ``p``, also in lists, dicts and a
+    ``SimpleNamespace``, and plain values that the model's code reads from globals, closures, environment variables and
+    attributes of objects, such as ``SCALE`` or ``cfg.model.scale``. The 64 most recently used plans are stored; pass
+    what changes at every step as a tensor. Longer chains of attributes, objects in containers, and what properties and
+    extensions in C return stay as they were captured. Other effects of the model's code, such as printing or calling
+    hooks, happen during the capture, on tensors without data. If nothing requires grad, the model itself runs. Copies
+    and pickles have the model and the planner, and replan.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> step = ackpt.compile(model, torch.ones(4, 8), budget="100%")
+        >>> step(torch.ones(4, 8)).sum().backward()
+        >>> model[0].weight.grad.shape, list(step.state_dict()) == list(model.state_dict())
+        (torch.Size([8, 8]), True)
+        >>> wider = step.prepare(torch.ones(16, 8))
+        >>> wider is step.plan, wider.saved_bytes
+        (True, 512)
+    """
+
+    _ackpt_planned: Variants
+    _ackpt_uncovered: Uncovered
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planner: Callable[[JointGraph], Plan],
+        differentiate: str = "loss",
+        outputs: str = "drop",
+        loop: Loop = NO_LOOP,
+        dynamic: DynamicArgument = None,
+        on_plan: Callable[[Plan], Any] | None = None,
+    ):
+        planner = planner if isinstance(planner, Planner) else Planner(planner)
+        opaque = first_opaque(model) if planner.leaves_out else None
+        check_model(model, except_opaque=opaque is not None)
+        check_optimizer(model, loop.optimizer)
+        # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
+        # planned calls come first, and past both methods named __setattr__.
+        uncovered = Uncovered(model, getattr(planner, "budget", None), loop.optimizer is not None)
+        object.__setattr__(self, "_ackpt_uncovered", uncovered)
+        planned = Variants(model, planner, differentiate, outputs, loop, dynamic, on_plan, uncovered.returns)
+        object.__setattr__(self, "_ackpt_planned", planner.in_parts(planned, opaque) or planned)
+        training = model.training
+        super().__init__()
+        self.training = training
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, name, getattr(model, name))
+
+    @property
+    def plan(self) -> Plan:
+        """The `Plan` of the last call, or of the last `prepare`; a `RegionsPlan` if the model is planned in parts."""
+        return self._ackpt_planned.plan
+
+    @property
+    def history(self) -> list[Event]:
+        """What was captured and planned so far, with causes."""
+        return list(self._ackpt_planned.history)
+
+    @property
+    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the model is in training mode."""
+        return self._ackpt_planned.model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._ackpt_planned.model.training = mode
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Private ones are torch's marks, such as that a module was given to torch.compile.
+        if name[:1] != "_" and not self._has(name) and hasattr(self._ackpt_planned.model, name):
+            raise AttributeError(
+                f"{name!r} is an attribute of the model: set it there, where the planned step reads it"
+            )
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._has(name) or name[:2] == "__" or "_ackpt_planned" not in vars(self):
+            return super().__getattr__(name)
+        if sys._getframe(1).f_globals.get("__name__") == _TRAINER:
+            raise TypeError(
+                "the Trainer reads the signature of the model's class and saves the model itself, which a planned step "
+                "is not: keep the model, and give it a budget by ackpt.apply_budget(model, batch, budget=...)"
+            )
+        value = getattr(self._ackpt_planned.model, name)
+        if isinstance(value, types.MethodType) and value.__self__ is self._ackpt_planned.model:
+            return functools.partial(_run_planned, self, value)
+        return value
+
+    def _has(self, name: str) -> bool:
+        """Whether this step has an attribute, apart from those that it forwards to the model."""
+        own = vars(self)
+        return (
+            name in own
+            or hasattr(type(self), name)
+            or any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+        )
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Capture and plan for these arguments without running anything; the plan."""
+        check_call(self._ackpt_planned.model, args, kwargs)
+        warn_of_evaluation(self._ackpt_planned.model)
+        self._variant(self._ackpt_planned.call(args, kwargs))
+        return self.plan
+
+    def _variant(self, call: Call) -> Any:
+        """What serves `call`; from the first call on that is not one graph, the model is planned in parts."""
+        planned = self._ackpt_planned
+        try:
+            variant = planned.of(call)
+        except TraceError as error:
+            if not isinstance(planned, Variants) or not (parts := planned.planner.in_parts(planned, error)):
+                raise
+            variant = parts.of(call)
+            object.__setattr__(self, "_ackpt_planned", parts)
+        return variant
+
+    @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._ackpt_planned.model
+        if _keeps_gradients(model, args, kwargs):
+            call = self._ackpt_planned.call(args, kwargs)
+            variant = self._variant(call)
+            return self._ackpt_uncovered.call(lambda: variant.outputs(call), lambda: self.plan)
+        outputs = own_call(model)(*args, **kwargs)
+        if torch.is_grad_enabled():
+            _require_no_gradients(outputs)
+        return outputs
+
+    def extra_repr(self) -> str:
+        return repr(self.plan) if self.history else "no plan yet"
+
+    # Methods that the model may override.
+
+    def train(self, mode: bool = True) -> Self:
+        self._ackpt_planned.model.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._ackpt_planned.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ackpt_planned.model.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        return self._ackpt_planned.model._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, *args, **kwargs):
+        self._ackpt_planned.model._apply(*args, **kwargs)
+        return self
+
+    def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
+        planned = self._ackpt_planned
+        use = planned.differentiate, planned.outputs
+        return PlannedStep, (planned.model, planned.planner, *use, planned.loop, planned.dynamic, planned.on_plan)
+
+
+class InPlace:
+    """What a model with a budget runs when it is called.
+
+    ``Module.compile`` uses the same attribute of the model; copies and pickles of the model do not have it.
+    ``methods``: how many methods of the step are running, after which the model runs itself again; None for a budget.
+    """
+
+    ackpt_own_call = True
+
+    def __init__(self, step: PlannedStep):
+        self.step = step
+        self.methods: int | None = None
+        break_graphs_at(_has_plan)
+        keep_at_compile(_has_plan)
+
+    def __call__(self, *args, **kwargs):
+        return self.step.forward(*args, **kwargs)
+
+
+def put_in_place(step: PlannedStep) -> None:
+    """Let every call of the model run `step`."""
+    step._ackpt_planned.model._compiled_call_impl = InPlace(step)
+
+
+def in_place_of(model: nn.Module) -> PlannedStep | None:
+    """The step that calls of `model` run; None if they run the model itself."""
+    call: Any = model._compiled_call_impl
+    return call.step if _has_plan(model) else None
+
+
+def _has_plan(model: nn.Module) -> bool:
+    return isinstance(model._compiled_call_impl, InPlace)
+
+
+def take_away(model: nn.Module) -> None:
+    """Let calls of `model` run the model itself."""
+    del model._compiled_call_impl
+
+
+@contextlib.contextmanager
+def without_budget(model: nn.Module):
+    """Take away the budget of `model` inside."""
+    earlier = _call_of(model) if isinstance(model, nn.Module) and _has_plan(model) else None
+    if earlier is not None:
+        take_away(model)
+    try:
+        yield
+    finally:
+        if earlier is not None:
+            model._compiled_call_impl = earlier
+
+
+def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs):
+    """Call a method of the model of `step`; where it calls the model, the step runs."""
+    with _in_use(step):
+        result = method(*args, **kwargs)
+    if inspect.isasyncgen(result):
+        raise TypeError(
+            f"{method.__name__} is an asynchronous generator, which would call the model without its plan: return a "
+            "list, or call the planned step itself"
+        )
+    if inspect.iscoroutine(result):
+        return _awaited(step, result)
+    return _resumed(step, result) if inspect.isgenerator(result) else result
+
+
+async def _awaited(step: PlannedStep, coroutine):
+    return await types.coroutine(_resumed)(step, coroutine)
+
+
+def _resumed(step: PlannedStep, body):
+    """Yield and return what the generator or coroutine `body` does; the step runs where it calls the model."""
+    resume = functools.partial(body.send, None)
+    while True:
+        with _in_use(step):
+            try:
+                value = resume()
+            except StopIteration as end:
+                return end.value
+        try:
+            resume = functools.partial(body.send, (yield value))
+        except BaseException as error:  # noqa: BLE001 (it is for the body)
+            resume = functools.partial(body.throw, error)
+
+
+@contextlib.contextmanager
+def _in_use(step: PlannedStep):
+    """Let calls of the model run `step` inside, unless it has a budget; methods may run in several threads."""
+    model = step._ackpt_planned.model
+    with _LOCK:
+        if not _has_plan(model):
+            put_in_place(step)
+            _call_of(model).methods = 0
+        call = _call_of(model)
+        if call.methods is not None:
+            call.methods += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            if call.methods is not None:
+                call.methods -= 1
+                if call.methods == 0 and _call_of(model) is call:
+                    take_away(model)
+
+
+def _call_of(model: nn.Module) -> Any:
+    return model._compiled_call_impl
+
+
+def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:
+    """Whether a call records anything for a backward."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = itertools.chain(model.parameters(), filter(is_tensor, tree_flatten((args, kwargs))[0]))
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+def _require_no_gradients(outputs) -> None:
+    """Refuse gradients of tensors that are neither parameters nor arguments: their step would run without a plan.
+
+    Raises:
+        TraceError: at an output that requires grad.
+    """
+    if any(is_tensor(leaf) and leaf.requires_grad for leaf in tree_flatten(outputs)[0]):
+        raise TraceError(
+            "the step computes a gradient, but no parameter of the model and no argument requires grad, so it would "
+            "run without a plan: register the tensor that requires grad, as in self.name = nn.Parameter(...), or pass "
+            "it as an argument. A function must refer to its models by name or take them as arguments."
+        )

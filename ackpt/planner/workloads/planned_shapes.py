@@ -1,0 +1,246 @@
+"""``ackpt plan``: the peak of a training step of any model, planned from its shapes.
+
+The model and its inputs have no data: they are on the meta device, so any machine can plan a step that fits no
+device. With a device profile the step is captured as a GPU would run it, see `cuda_capture`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+import ackpt
+from ackpt.core.budget import dynamic_limit, is_share, readable
+from ackpt.core.errors import BudgetError, did_you_mean
+from ackpt.core.progress import shown, stage
+from ackpt.metering.cpu_meter import no_collection
+from ackpt.metering.gpus import MIB, gpu
+from ackpt.metering.resident import rounded
+from ackpt.planner.capture.inspection.calls import MACHINE
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
+from ackpt.planner.costs.devices import Device, device
+from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
+from ackpt.planner.policies import POLICIES
+from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.schedule.simulator import simulate
+
+from .cuda_capture import CapturedCudaChoices
+from .device_memory import DeviceMemory, device_memory
+from .loss_scaling import scaled_loss
+from .named_models import training_step
+from .optimizers import EIGHT_BIT, optimizer_kind
+from .step_request import DTYPES, StepRequest, TrainingStep, autocast
+
+CUDA_BLOCK = 512  # bytes; CUDA's allocator rounds every block up to a multiple
+NEEDS_FATES = "manual"
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """A request: the step, autocast's dtype (float32: none), the optimizer, a device by name, budget and policy.
+
+    The policy is none without a budget, auto with one, unless another is named. A budget such as "15GiB reserved"
+    bounds what the device's caching allocator reserves. `context_mib` replaces the size of the CUDA context that is
+    known for the device. `accumulation`: gradients of earlier batches exist. `clipping`: their norm is clipped.
+    `scaling`: a ``torch.amp.GradScaler`` scales the loss. `options`: of the policy.
+    """
+
+    step: StepRequest
+    autocast: str = "float32"
+    optimizer: str = "adamw"
+    device: str | None = None
+    budget: float | int | str | None = None
+    policy: str | None = None
+    context_mib: int | None = None
+    accumulation: bool = False
+    clipping: bool = False
+    scaling: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        bound, is_reserved = split_budget(self.budget)
+        dynamic_limit(bound, 0, 0)  # a text that is no budget is refused before the work
+        if is_reserved and (self.device is None or is_share(bound)):
+            raise ValueError(
+                f"the budget {self.budget!r} bounds what a GPU's allocator reserves: give bytes and --device-profile"
+            )
+        if self.context_mib is not None and (self.context_mib < 0 or self.device is None):
+            raise ValueError("--context-mib is the size of a GPU's context: give 0 or more, and --device-profile")
+        if self.policy is not None:
+            _require("policy", self.policy, [policy for policy in POLICIES if policy != NEEDS_FATES])
+        _require("dtype", self.autocast, DTYPES)
+        if optimizer_kind(self.optimizer) is None and (self.clipping or self.scaling):
+            raise ValueError("--clip-gradients and --grad-scaler belong to an optimizer's step: give --optimizer")
+        if self.optimizer == EIGHT_BIT and (self.clipping or self.scaling):
+            raise ValueError(f"--optimizer {EIGHT_BIT} is known without --clip-gradients and --grad-scaler only")
+        if self.options.get("offload") and self.device is None:
+            raise ValueError("--offload-blocks copies from a GPU to the host: give --device-profile")
+        if self.device is not None:
+            for dtype in (str(self.step.dtype).removeprefix("torch."), self.autocast):
+                _require(f"dtype of {self.device}", dtype, device(self.device).flops_per_second)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: its bytes on the device."""
+
+    config: PlanConfig
+    step: TrainingStep
+    graph: JointGraph
+    profile: Profile
+    plan: Plan
+    device: Device | None
+    memory: DeviceMemory | None
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the peak; the resident ones first."""
+        return at_peak(self.graph, self.plan)
+
+    def seconds(self) -> float | None:
+        """The least run time of forward and backward at the device's rates; None without a device."""
+        return simulate(self.graph, self.profile, self.plan.schedule).seconds
+
+    def by_phase(self) -> dict[str, int]:
+        """The peak of forward, backward and optimizer step in bytes, resident ones included."""
+        live, boundary = self.plan.timeline.live, self.plan.timeline.boundary or 0
+        # The last two events are the begin and the end of the optimizer's step.
+        end = len(live) - 2 if self.graph.optimizer_step_bytes else len(live)
+        parts = {"forward": live[: boundary + 1], "backward": live[boundary:end], "optimizer": live[end:]}
+        return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
+
+    def that_fits(self) -> Planned:
+        """The plan of policy auto that fits the device.
+
+        Raises:
+            BudgetError: if there is none; ``least_bytes`` is what the allocator reserves for the smallest peak.
+        """
+        assert self.device is not None and self.memory is not None
+        room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
+        config = dataclasses.replace(self.config, budget=f"{room} reserved", policy=None, options={})
+        with shown(), no_collection():
+            plan, _, memory = _planned(self.graph, self.profile, self.device, config)
+        return dataclasses.replace(self, config=config, plan=plan, memory=memory)
+
+
+def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:
+    """Bytes by category at the peak of a plan of `graph`; the resident ones first."""
+    sizes = graph.bytes()
+    resident = {
+        "parameters": sizes["parameter"],
+        "buffers": sizes["buffer"],
+        "inputs": sizes["input"],
+        "optimizer": graph.optimizer_bytes,
+        "accumulated gradients": graph.accumulated_bytes,
+    }
+    return {**resident, **plan.timeline.at(plan.timeline.peak_index)}
+
+
+def split_budget(budget: float | int | str | None) -> tuple[float | int | str | None, bool]:
+    """A budget without its word "reserved", and whether it has that word."""
+    if isinstance(budget, str) and budget.split()[-1:] == ["reserved"]:
+        return budget.rpartition("reserved")[0], True
+    return budget, False
+
+
+def run_plan(config: PlanConfig) -> Planned:
+    """Capture the step and plan it.
+
+    Raises:
+        BudgetError: if the budget is infeasible; names the smallest feasible one.
+        ValueError: for a step that cannot be built or captured, and an invalid budget.
+    """
+    with shown(), no_collection():  # of the many objects of a capture, few are garbage
+        where = None if config.device is None else device(config.device)
+        stage(f"building {config.step.model}")
+        step = training_step(config.step)
+        graph = captured(step, config, where)
+        profile = ackpt.profile(graph, where)
+        profile = profile if where is None else with_gpu_workspace(graph, profile)
+        return Planned(config, step, graph, profile, *_planned(graph, profile, where, config))
+
+
+def _planned(
+    graph: JointGraph, profile: Profile, where: Device | None, config: PlanConfig
+) -> tuple[Plan, Device | None, DeviceMemory | None]:
+    policy = config.policy or ("none" if config.budget is None else "auto")
+    plan_within = partial(ackpt.plan, graph, policy=policy, profile=profile, **config.options)
+
+    def memory_of(plan: Plan) -> DeviceMemory | None:
+        context = None if config.context_mib is None else config.context_mib * MIB
+        return where and device_memory(graph, profile, plan, where, gpu(where.name), context)
+
+    budget, is_reserved = split_budget(config.budget)
+    plan = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
+    return plan, where, memory_of(plan)
+
+
+def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callable[[Plan], Any]) -> Plan:
+    """A plan for which the caching allocator reserves at most `budget`; every trial has a smaller peak."""
+    most = dynamic_limit(budget, 0, 0)
+    assert most is not None
+    limit = most
+    while True:
+        try:
+            plan = plan_within(limit)
+        except BudgetError as error:
+            if error.least_bytes is None:
+                raise
+            least = memory_of(plan_within(error.least_bytes)).reserved
+            raise BudgetError(
+                f"no plan was found for which the allocator reserves at most {readable(most)}: the plan with the "
+                f"smallest peak, {readable(error.least_bytes)}, reserves {readable(least)} ({least} bytes)",
+                least,
+                f"{budget} reserved",
+            ) from None
+        excess = memory_of(plan).reserved - most
+        if excess <= 0:
+            return plan
+        limit = max(1, plan.peak_bytes - max(1, excess // 2))
+
+
+def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
+    """The graph of the step, as `where` would run it; sizes as its allocator rounds them."""
+    return with_training_loop(forward_and_backward(step, config, where), step.model, config)
+
+
+def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
+    """As `captured`, without an optimizer and the other tensors of the training loop."""
+    choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
+    scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
+    with autocast("cpu", config.autocast), choices, scaled:
+        graph = ackpt.trace(step.model, **step.inputs)
+    if where is not None:
+        graph = dataclasses.replace(
+            graph,
+            made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
+            storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages),
+            on_cpu=False,
+        )
+    return graph
+
+
+def with_training_loop(graph: JointGraph, model: torch.nn.Module, config: PlanConfig) -> JointGraph:
+    """`graph`, of a step without an optimizer, with that of `config` and the other tensors of its training loop."""
+    kind = optimizer_kind(config.optimizer)
+    optimizer = None if kind is None else kind(model.parameters())
+    graph = with_loop(graph, model, Loop(optimizer, config.accumulation, config.clipping, config.scaling))
+    if optimizer is None or config.optimizer != EIGHT_BIT:
+        return graph
+    # The kernels of bitsandbytes update parameters and state in place.
+    state_bytes = eight_bit_bytes(optimizer, graph.on_cpu)
+    return dataclasses.replace(graph, optimizer_bytes=state_bytes, optimizer_step_bytes=0)
+
+
+def _require(option: str, value: str, choices) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"{value!r} is not a known {option}{did_you_mean(value, choices)}: choose from {', '.join(choices)}"
+        )

@@ -1,0 +1,105 @@
+import io
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from ackpt.metering import plots
+from ackpt.metering.plots import MIB, bar_plot, line_plot, png, save, timeline_plot
+from ackpt.metering.timeline import build_timeline
+
+
+def actions():
+    saved = [("alloc", key, 4 * MIB) for key in range(10)]
+    backward = [step for key in reversed(range(10)) for step in (("alloc", 99, MIB), ("free", key), ("free", 99))]
+    return [*saved, ("backward",), *backward]
+
+
+TIMELINE = build_timeline(actions(), before={77: ("gradients", 2 * MIB)})
+PEAKS = {"baseline": [3 * MIB, 5 * MIB, None], "checkpoint": [2 * MIB, None, 3 * MIB]}
+MANY = {name: [value * MIB for value in range(1000, 8000, 1000)] for name in ("a", "b")}
+LINES = {"baseline": [3 * MIB, 5 * MIB, 7 * MIB]}
+FIGURES = {
+    "timeline": lambda: timeline_plot(TIMELINE, "Activations grow until backward begins"),
+    "with resident": lambda: timeline_plot(TIMELINE, "A long title " * 10, resident_bytes=100 * MIB),
+    "bars": lambda: bar_plot([1, 2, 3], PEAKS, "Checkpointing saves memory", xlabel="tokens"),
+    "many bars": lambda: bar_plot(range(7), MANY, "Many bars"),
+    "lines": lambda: line_plot([1, 2, 3], PEAKS, LINES, "As predicted", xlabel="n"),
+}
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+class TestEveryFigure:
+    def test_same_bytes_every_time(self, name, tmp_path):
+        one, two = FIGURES[name](), FIGURES[name]()
+        assert isinstance(one, Figure)
+        first = save(one, tmp_path / "a.png").read_bytes()
+        assert first == png(one) == one._repr_png_() == save(two, tmp_path / "b.png").read_bytes()
+        assert b"matplotlib" not in first.lower() and b"tEXt" not in first
+
+    def test_its_ground_is_white_on_every_page(self, name):
+        image = Image.open(io.BytesIO(png(FIGURES[name]()))).convert("RGBA")
+        assert image.getchannel("A").getextrema() == (255, 255)
+        corners = [(0, image.height - 1), (image.width - 1, image.height - 1), (image.width - 1, 0)]
+        assert {image.getpixel(corner) for corner in corners} == {(255, 255, 255, 255)}
+
+    def test_nothing_overlaps_or_leaves_the_page(self, name):
+        figure = FIGURES[name]()
+        axes, renderer = figure.axes[0], figure.canvas.get_renderer()
+        title = figure._suptitle.get_window_extent(renderer)
+        parts = [axes.get_legend(), *axes.texts] if axes.get_legend() else axes.texts
+        page = figure.bbox
+        for part in parts:
+            box = part.get_window_extent(renderer)
+            assert not box.overlaps(title)
+            assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1
+
+    def test_units_and_title(self, name):
+        figure = FIGURES[name]()
+        assert "MiB" in figure.axes[0].get_ylabel()
+        assert figure._suptitle.get_text()
+
+
+def test_text_is_readable_on_its_ground():
+    def luminance(color):
+        parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+    assert (luminance(plots.GROUND) + 0.05) / (luminance(plots.TEXT) + 0.05) > 4.5
+
+
+def test_stacks_have_one_order_everywhere():
+    stacked = {name: name for name in ("recomputed", "resident", "temporaries", "activations", "gradients")}
+    order = ["temporaries", "recomputed", "activations", "gradients", "resident"]
+    assert [*plots.as_stacked(stacked)] == order
+
+
+def test_timeline_marks():
+    assert texts(FIGURES["timeline"]()) == ["peak 43.0 MiB", "backward begins"]
+    figure = FIGURES["with resident"]()
+    assert texts(figure)[0] == "peak 143 MiB"
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["temporaries", "activations", "gradients", "resident"]  # from top to bottom, as drawn
+
+
+def test_bars_carry_their_values():
+    assert texts(FIGURES["bars"]()) == ["3.00", "5.00", "not measured", "2.00", "not measured", "3.00"]
+    assert texts(bar_plot(["x"], {"seconds": [0.5]}, "t", unit=1, ylabel="s")) == ["0.500"]
+    assert bar_plot(["x"], {"only": [1]}, "t").axes[0].get_legend() is None
+
+
+def test_lines_share_colours_by_name():
+    axes = FIGURES["lines"]().axes[0]
+    predicted, measured, checkpoint = axes.get_lines()
+    assert predicted.get_color() == measured.get_color() != checkpoint.get_color()
+    assert list(measured.get_xdata()) == [1, 2] and list(checkpoint.get_xdata()) == [1, 3]
+    assert list(axes.get_xticks()) == [1, 2, 3]
+
+
+def test_numbers():
+    assert [plots._number(x, x) for x in (0.1234, 1.234, 12.34, 1234.5)] == ["0.123", "1.23", "12.3", "1,234"]

@@ -1,0 +1,180 @@
+"""What a call was captured for, in words, and what an error says of a later call or of another plan's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+from ackpt.planner.capture.inspection.calls import described, differences
+from ackpt.planner.schedule.plan import PlanError
+
+X = torch.ones(64, 8)
+
+
+class Block(nn.Linear):
+    """What is dropped at random is kept for backward in training alone."""
+
+    def forward(self, x):
+        return x + nn.functional.dropout(super().forward(x).tanh().sin(), 0.5, self.training)
+
+
+class Drops(nn.Linear):
+    """In training a mask can be made again; in evaluation nothing is left to run again."""
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x).tanh(), 0.5, self.training)
+
+
+class Keywords(nn.Module):
+    """A model that takes whatever it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, plans=None, **kwargs):
+        return self.inner(x).tanh().sin()
+
+
+def layers():
+    return nn.Sequential(*(Block(8, 8) for _ in range(4)))
+
+
+def test_a_call_in_words():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout())
+    model[0].bias.requires_grad_(False)
+    model[1].eval()
+    x = torch.ones(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = described(model, (x, [x, torch.ones(2, dtype=torch.int64)]), {"scale": 2.0, "note": "n" * 99})
+    assert found == {
+        "torch": torch.__version__,
+        "model": "Sequential",
+        "parameters": "72 in 2 tensors of float32, 64 trained",
+        "mode": "training of 2 in 3 modules",
+        "autocast": "bfloat16 on cpu",
+        "differentiate": "loss",
+        "argument 0": "float32 [4, 8]",
+        "argument 1[0]": "the tensor that is 0, too",
+        "argument 1[1]": "int64 [2]",
+        "argument scale": "2.0",
+        "argument note": f"'{'n' * 59}...",
+    }
+    meta = described(nn.Linear(8, 8, device="meta"), (torch.ones(4, 8, device="meta"),), {})
+    assert differences(described(nn.Linear(8, 8), (x,), {}), meta) == []
+    assert differences(None, meta) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda model: (model, X.expand(2, 64, 8), {}),
+            r"argument 0 changed from float32 \[64, 8\] to float32 \[2, 64, 8\]",
+        ),
+        (lambda model: (model.double(), X, {}), "parameters changed from 288 in .* float32.* to 288 in .* float64"),
+        (lambda model: (model.eval(), X, {}), "mode changed from training to evaluation"),
+        (lambda model: (model[:3], X, {}), "parameters changed from 288 in 8 .* to 216 in 6"),
+        (lambda model: (model, X, {"differentiate": "all"}), None),
+    ],
+    ids=["dimensions", "dtype", "mode", "layers", "same graph"],
+)
+def test_a_plan_for_another_graph_says_what_differs(change, said):
+    plan = ackpt.compile(layers(), X, policy="full").plan
+    model, x, options = change(layers())
+    x = x.to(next(model.parameters()).dtype)
+    if said is None:
+        assert ackpt.compile(model, x, plan=plan, **options).plan is plan
+        return
+    with pytest.raises(PlanError, match=f"made for another graph .*{said}"):
+        ackpt.compile(model, x, plan=plan, **options)
+
+
+def test_a_model_that_computes_something_else_with_the_same_call_is_said_to():
+    plan = ackpt.compile(nn.Sequential(Block(8, 8)), X, policy="full").plan
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(PlanError, match="the call is the same, so the model's code or configuration differs"):
+        ackpt.compile(model, X, plan=plan)
+
+
+def test_a_file_keeps_the_words_and_one_without_them_loads(tmp_path):
+    plan = ackpt.plan(ackpt.trace(layers(), X), policy="full")
+    path = plan.save(tmp_path / "plan.json")
+    loaded = ackpt.Plan.load(path)
+    assert loaded.made_for == plan.made_for and loaded.made_for["argument 0"] == "float32 [64, 8]"
+    data = json.loads(path.read_text())
+    del data["made_for"], data["digest"]
+    path.write_text(json.dumps(data))
+    old = ackpt.Plan.load(path)
+    assert old.made_for is None and old == plan
+    with pytest.raises(PlanError, match=r"\): model, arguments, dtypes or torch differ\. Plan again"):
+        ackpt.compile(layers().double(), X.double(), plan=old)
+    assert ackpt.compile(layers(), X, plan=old).plan is old
+
+
+def test_a_plan_and_a_later_call_with_other_arguments():
+    step = ackpt.compile(layers(), X, policy="full")
+    step = ackpt.compile(layers(), X, plan=step.plan)
+    said = r"is a part of a larger tensor.*clone\(.*\) makes\. It matched.*drop_last=True"
+    with pytest.raises(PlanError, match=said):
+        step(X[:3])
+    step(X[:3].clone())
+    step.eval()
+    with pytest.raises(PlanError, match="mode changed from training to evaluation.*under torch.no_grad") as raised:
+        step(X)
+    assert "drop_last" not in str(raised.value)
+    with torch.no_grad():
+        step(X)
+    step.train()
+    step(X).sum().backward()
+
+
+def test_evaluation_with_gradients_is_not_blamed_on_the_batch():
+    step = ackpt.compile(nn.Sequential(*(Drops(8, 8) for _ in range(4))), X, budget=0.86)
+    step.eval()
+    said = "mode changed from training to evaluation.*under torch.no_grad"
+    with pytest.raises(ackpt.BudgetError, match=said) as raised:
+        step(X)
+    assert "A fraction is relative" not in str(raised.value) and raised.value.least_bytes < step.plan.peak_bytes
+
+
+def test_a_larger_batch_within_bytes_is_not_blamed_on_a_fraction():
+    step = ackpt.compile(layers(), X, budget=32_000, policy="full")
+    with pytest.raises(ackpt.BudgetError, match=r"to float32 \[65, 8\]. Give the budget that the largest") as raised:
+        step(torch.ones(65, 8))
+    assert "fraction is" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["budgt", "budgets", "polcy", "optimiser", "option", "Budget"])
+def test_a_misspelt_keyword_is_not_handed_to_the_model(name):
+    for model in (Keywords(), nn.Linear(8, 8)):
+        with pytest.raises(TypeError, match=f"{name!r} is not a keyword of ackpt.compile.*: did you mean '"):
+            ackpt.compile(model, X, **{name: 0.5})
+
+
+def test_a_misspelt_keyword_of_trace_is_not_handed_to_the_model():
+    with pytest.raises(TypeError, match="'optimiser' is not a keyword of ackpt.trace.*: did you mean 'optimizer'"):
+        ackpt.trace(Keywords(), X, optimiser=None)
+
+
+def test_an_option_of_the_policy_among_the_keywords_is_said_so():
+    with pytest.raises(TypeError, match="'time_limit' is an option of policy 'ilp': give it as options=.'time_limit'"):
+        ackpt.compile(Keywords(), X, budget=0.5, policy="ilp", time_limit=1)
+
+
+def test_keywords_that_are_the_model_s_stay_its_own():
+    step = ackpt.compile(Keywords(), X, plans=1, position_ids=3, labels=None, captions=2, time_limit=1)
+    assert step.plan.made_for["argument captions"] == "2"
+
+
+def test_a_misspelt_option_of_a_plan_is_said_so():
+    graph = ackpt.trace(layers(), X)
+    for name, meant in [("budgt", "budget"), ("profil", "profile")]:
+        with pytest.raises(TypeError, match=f"not an option of a plan; .*did you mean '{meant}'"):
+            ackpt.plan(graph, **{name: 0.5})
+    with pytest.raises(TypeError, match="knows time_limit .did you mean 'time_limit'"):
+        ackpt.plan(graph, 0.5, "ilp", time_limt=1)

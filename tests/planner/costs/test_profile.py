@@ -1,0 +1,297 @@
+"""What a profile says of a graph without running it, and how it is written down."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+import ackpt
+from ackpt.graph import Profile, trace
+from ackpt.metering.meter import MeterError
+from ackpt.planner.costs import devices
+from ackpt.planner.costs.profiles import ProfileError, default_rates, profile
+
+FIELDS = ("flops", "bytes_in", "bytes_out", "workspace_bytes", "seconds", "swap_seconds")
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 16)
+        self.qkv, self.conv, self.head = nn.Linear(16, 48), nn.Conv1d(16, 16, 3, padding=1), nn.Linear(16, 100)
+
+    def forward(self, tokens):
+        h = self.embedding(tokens)
+        q, k, v = self.qkv(h).view(*h.shape[:2], 2, 24).transpose(1, 2).chunk(3, -1)
+        h = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        h = self.conv(h.transpose(1, 2)).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), tokens.flatten())
+
+
+TOKENS = torch.zeros(2, 8, dtype=torch.long)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return trace(Attention(), TOKENS)
+
+
+@pytest.fixture(scope="module")
+def linear():
+    return trace(nn.Linear(8, 2), torch.ones(4, 8))
+
+
+def by_target(graph, profile):
+    return {
+        node.target: tuple(getattr(profile, name)[node.id] for name in ("flops", "bytes_in", "bytes_out"))
+        for node in graph.nodes
+    }
+
+
+def test_flops_are_those_of_an_eager_step(graph):
+    model = Attention()
+    assert "aten._scaled_dot_product_flash_attention_for_cpu.default" in {node.target for node in graph.nodes}
+    assert sum(profile(graph).flops) == ackpt.count_flops(lambda: model(TOKENS).backward()) > 0
+
+
+def test_hand_counted(linear):
+    """Float32: addmm reads bias, x and weight; views nothing; the weight's gradient reads the output's and x."""
+    found = by_target(linear, profile(linear))
+    assert found["aten.addmm.default"] == (2 * 4 * 8 * 2, 4 * (2 + 32 + 16), 4 * 8)
+    assert found["aten.mm.default"] == (2 * 4 * 8 * 2, 4 * (8 + 32), 4 * 16)
+    assert found["aten.sum.dim_IntList"] == (0, 4 * 8, 4 * 2)
+    assert found["aten.t.default"] == found["aten.view.default"] == (0, 0, 0)
+
+
+class Traffic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.row = nn.Parameter(torch.ones(100, 4)), nn.Parameter(torch.ones(1, 4))
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, ids):
+        self.count += 1
+        h = self.table[ids] * self.row.expand(3, 4)
+        return nn.functional.nll_loss(h * h, ids)
+
+
+def test_bytes_are_those_that_are_touched():
+    graph = trace(Traffic(), torch.zeros(3, dtype=torch.long))
+    found = by_target(graph, profile(graph))
+    assert found["aten.index.Tensor"] == (0, 4 * 12 + 8 * 3, 4 * 12)  # not the whole table
+    assert found["aten.nll_loss_forward.default"][1] == 4 * 3 + 8 * 3  # one of each row
+    assert found["aten.nll_loss_backward.default"][1:] == (4 + 8 * 3 + 4, 4 * 12)  # the result's gradient, ids, weight
+    assert found["aten.copy_.default"] == (0, 4 * 3, 4 * 3)
+    multiplied = next(node for node in graph.nodes if node.target == "aten.mul.Tensor")
+    assert profile(graph).bytes_in[multiplied.id] == 4 * 12 + 4 * 4  # what is expanded lies there once
+
+
+def test_seconds_are_the_longer_of_computing_and_moving(linear):
+    slow = devices.Device("slow", 1, {"float32": 1.0}, 1e9, 4.0, "made up")
+    narrow = devices.Device("narrow", 1, {"float32": 1e9}, 1.0, 4.0, "made up")
+    bare = profile(linear)
+    assert bare.seconds is bare.swap_seconds is None
+    for node in linear.nodes:
+        moved = bare.bytes_in[node.id] + bare.bytes_out[node.id]
+        assert profile(linear, slow).seconds[node.id] == max(bare.flops[node.id], moved / 1e9)
+        assert profile(linear, narrow).seconds[node.id] == moved
+    assert profile(linear, slow).swap_seconds == tuple(storage.bytes / 4 for storage in linear.storages)
+    assert profile(linear, slow).device == "slow"
+
+
+def test_views_cost_nothing_also_those_that_are_not_called_so():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    graph = ackpt.trace(layer, torch.ones(2, 8, 16))
+    views = [node.id for node in graph.nodes if "_unsafe_view" in node.target]
+    found = profile(graph, "h200")
+    assert found.seconds is not None and views
+    assert {(found.seconds[i], found.bytes_in[i], found.bytes_out[i]) for i in views} == {(0, 0, 0)}
+    assert ackpt.plan(graph, policy="none", profile=found).cost == 0
+
+
+def test_the_dtype_decides_the_rate():
+    rates = {"bfloat16": 1.0, "float32": 0.5}
+    slow = devices.Device("slow", 1, rates, 1e9, 1.0, "made up")
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = trace(nn.Linear(8, 2), torch.ones(4, 8))
+    found = profile(graph, slow)
+    products = [node.id for node in graph.nodes if found.flops[node.id]]
+    assert [found.seconds[place] for place in products] == [found.flops[place] for place in products]
+    with pytest.raises(ValueError, match="t4 has no rate for bfloat16; trace the model in one of float16, float32"):
+        profile(graph, "t4")
+
+
+@pytest.mark.parametrize("name", devices.DEVICES)
+def test_every_device_has_rates(name, linear):
+    known = devices.device(name)
+    assert known.name == name and known.source
+    assert sum(profile(linear, name).seconds) == sum(profile(linear, known).seconds) > 0
+    rates = known.flops_per_second
+    assert rates["float16"] > rates["float32"] > known.memory_bytes_per_second > known.link_bytes_per_second
+
+
+def test_rates_of_gpus():
+    """Known ones by their names, others by what torch says of them: within a tenth of the data sheets."""
+    figures = {  # multiprocessors, boost clock in kHz, memory clock in kHz, bus in bits
+        "h100-80g": ((9, 0), 132, 1_830_000, 2_619_000, 5120),
+        "a100-40g": ((8, 0), 108, 1_410_000, 1_215_000, 5120),
+        "t4": ((7, 5), 40, 1_590_000, 5_001_000, 256),
+        "rtx4090": ((8, 9), 128, 2_520_000, 10_501_000, 384),
+        "rtx5090": ((12, 0), 170, 2_407_000, 14_001_000, 512),
+    }
+    for name, ((major, minor), processors, clock, memory_clock, bus) in figures.items():
+        properties = SimpleNamespace(
+            name="NVIDIA Unheard-of", major=major, minor=minor, multi_processor_count=processors, clock_rate=clock
+        )
+        properties.memory_clock_rate, properties.memory_bus_width, properties.total_memory = memory_clock, bus, 1
+        derived, sheet = devices.rates_of(properties), devices.device(name)
+        assert derived.flops_per_second["float16"] == pytest.approx(sheet.flops_per_second["float16"], rel=0.1)
+        assert derived.flops_per_second["float32"] == pytest.approx(sheet.flops_per_second["float32"], rel=0.1)
+        assert derived.memory_bytes_per_second == pytest.approx(sheet.memory_bytes_per_second, rel=0.1)
+        assert ("bfloat16" in derived.flops_per_second) == ("bfloat16" in sheet.flops_per_second)
+    assert devices.rates_of(SimpleNamespace(name="Tesla T4")) is devices.device("t4")
+    assert devices.rates_of(SimpleNamespace(name="NVIDIA Unheard-of", major=99, minor=0)) is None
+
+
+def test_a_step_on_a_gpu_is_planned_at_its_rates(linear, monkeypatch):
+    assert default_rates(linear).name == "cpu"
+    monkeypatch.setattr("ackpt.planner.costs.profiles.device_of", lambda graph: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Tesla T4"))
+    rates = default_rates(linear)
+    assert rates.flops_per_second["bfloat16"] == rates.flops_per_second["float32"] == 8.1e12
+    assert rates.flops_per_second["float16"] == 65e12
+    assert profile(linear, rates).seconds == profile(linear, "t4").seconds
+
+
+def test_what_is_asked_for_wrongly(linear):
+    with pytest.raises(ValueError, match="no rates are known for device 'tpu', only for h100-80g, h100-pcie"):
+        profile(linear, "tpu")
+    for name, close in [("h100", "h100-80g"), ("H200", "h200")]:
+        with pytest.raises(ValueError, match=rf"device '{name}' \(did you mean '{close}'\?\)"):
+            profile(linear, name)
+    with pytest.raises(ValueError, match="the rates of 'cuda' are not known: .* or use mode=\"measured\""):
+        profile(linear, "cuda")
+    with pytest.raises(TypeError, match="device must be a name or a Device, got int"):
+        profile(linear, 3)
+    with pytest.raises(ValueError, match="mode must be 'analytic' or 'measured', got 'guessed'"):
+        profile(linear, mode="guessed")
+    with pytest.raises(ValueError, match="workspace must be 'measured' or 'given', got True"):
+        profile(linear, workspace=True)  # pyright: ignore
+    with pytest.raises(ValueError, match='mode="analytic" runs nothing'):
+        profile(linear, inputs=(torch.ones(1),))
+    with pytest.raises(MeterError, match="traced on cpu and is measured there, not on cuda: trace the model on cuda"):
+        profile(linear, "cuda", mode="measured")
+
+
+def test_a_formula_that_fails_is_an_error(linear, monkeypatch):
+    def fails(*args, **kwargs):
+        raise KeyError("shape")
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.addmm, fails)
+    with pytest.raises(MeterError, match=r"FLOP formula for aten.addmm.default fails on addmm: KeyError\('shape'\)"):
+        profile(linear)
+
+
+def every_kind(graph):
+    return {
+        "no device": profile(graph),
+        "a device": profile(graph, "h200", workspace="measured"),
+        "measured": profile(graph, mode="measured"),
+    }
+
+
+def test_every_figure_says_where_it_is_from(graph):
+    origins = {name: found.origin for name, found in every_kind(graph).items()}
+    counted = dict.fromkeys(("flops", "bytes_in", "bytes_out"), "analytic")
+    assert origins["no device"] == {**counted, "workspace_bytes": "given"}
+    times = dict.fromkeys(("seconds", "swap_seconds"), "analytic")
+    assert origins["a device"] == {**counted, "workspace_bytes": "measured", **times}
+    measured = dict.fromkeys(("bytes_in", "bytes_out", "workspace_bytes", "seconds"), "measured")
+    assert origins["measured"] == {"flops": "analytic", **measured}
+
+
+def test_json_holds_everything(graph, tmp_path):
+    for found in every_kind(graph).values():
+        assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+        assert Profile.load(found.save(tmp_path / "profile.json")) == found
+
+
+def test_csv_holds_every_figure_and_its_origin(graph):
+    for found in every_kind(graph).values():
+        rows = list(csv.DictReader(io.StringIO(found.to_csv(graph))))
+        assert [row["name"] for row in rows] == [node.name for node in graph.nodes]
+        for name in FIELDS[:-1]:
+            values = getattr(found, name)
+            read = [float(row[name]) if name == "seconds" else int(row[name]) for row in rows if row[name]]
+            assert tuple(read) == (() if values is None else values)
+            assert {row[f"{name}_origin"] for row in rows} == {found.origin.get(name, "")}
+    found = profile(graph, "h200")
+    rows = list(csv.DictReader(io.StringIO(found.to_csv(graph))))
+    for node in graph.nodes:
+        born = [found.swap_seconds[storage] for storage in graph.analysis.allocated.get(node.id, ())]
+        assert float(rows[node.id]["swap_seconds"]) == pytest.approx(sum(born))
+
+
+def test_csv_of_another_graph_is_refused(graph, linear):
+    with pytest.raises(ProfileError, match="this profile was made for another graph"):
+        profile(linear).to_csv(graph)
+
+
+DAMAGES = {
+    "it lacks origin, graph": lambda data: {key: data[key] for key in data if key not in ("origin", "graph")},
+    "expected .*'ackpt.profile'.*found None": lambda data: [],
+    "found .*'version': 2": lambda data: {**data, "version": 2},
+    "its flops are not all numbers from 0": lambda data: {**data, "flops": [*data["flops"][1:], -1]},
+    "its bytes_in are not all numbers from 0": lambda data: {**data, "bytes_in": [0.5] * len(data["flops"])},
+    "its seconds are not all numbers from 0": lambda data: {**data, "seconds": [float("nan")] * len(data["flops"])},
+    "its workspace_bytes are not all": lambda data: {**data, "workspace_bytes": None},
+    "flops and 1 bytes_out": lambda data: {**data, "bytes_out": [0]},
+    "where its seconds are from": lambda data: {**data, "origin": {**data["origin"], "seconds": "felt"}},
+    "it does not name its device and graph": lambda data: {**data, "graph": None},
+}
+
+
+@pytest.mark.parametrize("says", DAMAGES)
+def test_a_damaged_profile_is_refused(says, linear, tmp_path):
+    data = DAMAGES[says](profile(linear, "h200").to_json())
+    with pytest.raises(ProfileError, match=says):
+        Profile.from_json(data)
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=f"damaged.json.*{says}"):
+        Profile.load(path)
+
+
+def test_a_truncated_file_is_refused(linear, tmp_path):
+    path = profile(linear).save(tmp_path / "profile.json")
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ProfileError, match="profile.json is not a profile: .* It may be truncated"):
+        Profile.load(path)
+
+
+def test_a_profile_can_be_changed_by_hand(linear):
+    """A figure that somebody gives is one that is given."""
+    found = profile(linear)
+    guessed = dataclasses.replace(found, workspace_bytes=(7,) * len(linear.nodes))
+    assert Profile.from_json(guessed.to_json()) == guessed
+
+
+def test_the_memory_of_a_gpu_is_what_torch_reports_for_it():
+    """As in messages of public issues, with their addresses; not the data sheet's GB."""
+    reported = {name: round(each.memory_bytes / 2**30, 2) for name, each in devices.DEVICES.items()}
+    assert reported == {
+        "h100-80g": 79.11, "h100-pcie": 79.11, "h200": 139.81, "b200": 178.35, "a100-40g": 39.39,
+        "a100-40g-pcie": 39.39, "a100-80g": 79.25, "a100-80g-pcie": 79.25, "v100-16g": 15.78, "v100-32g": 31.74,
+        "v100-pcie": 15.78, "a10": 21.99, "l4": 22.03, "l40s": 44.42, "t4": 14.74, "rtx3090": 23.7, "rtx4090": 23.64,
+        "rtx5090": 31.37, "mi300x": 191.98,
+    }  # fmt: skip
+    assert all(each.memory_source.startswith("https://") for each in devices.DEVICES.values())

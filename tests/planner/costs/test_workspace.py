@@ -1,0 +1,385 @@
+"""What operations take within themselves: against the meter, one operation at a time and in whole steps."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+import ackpt
+from ackpt.graph import PlannedStep, profile, simulate, trace
+from ackpt.metering import run_alone
+from ackpt.metering.meter import MeterError
+from ackpt.metering.run_alone import stand_in
+from ackpt.planner.costs.workspace import disagreements, runs_alone, value_of, workspace_bytes
+from ackpt.planner.schedule.schedule import everything, lower
+
+
+class Convolutions(nn.Module):
+    def __init__(self, layers=2):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(layers)
+        )
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        h = self.embedding(tokens)
+        h = self.norm(h + self.mix(h))
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), tokens.flatten())
+
+
+MODELS = {
+    "convolutions": (Convolutions, (torch.ones(2, 4, 8, 8), torch.zeros(2, dtype=torch.long)), False),
+    "words": (Words, (torch.zeros(2, 6, dtype=torch.long),), False),
+    "words in bfloat16": (Words, (torch.zeros(2, 6, dtype=torch.long),), True),
+}
+
+
+def traced(name):
+    build, args, autocast = MODELS[name]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return trace(build(), *args)
+
+
+def measured_workspace(graph, place):
+    """By `ackpt.measure`: the peak of one run beyond what it leaves behind."""
+    node = graph.analysis.fx[place]
+    call = torch.fx.map_arg((node.args, node.kwargs), lambda argument: value_of(graph, argument))
+    args, kwargs = tree_map_only(torch.Tensor, stand_in, call)
+    kept = []
+    measurement = ackpt.measure(lambda: kept.append(node.target(*args, **kwargs)), "cpu", repeats=0)
+    return measurement.dynamic_peak_bytes - measurement.timeline.live[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("convolutions", "aten.convolution_backward"), ("words", "aten.native_layer_norm_backward")]
+)
+def test_operations_take_what_the_meter_measures(name, target):
+    graph = traced(name)
+    found = workspace_bytes(graph)
+    kinds = {node.target: node.id for node in graph.nodes if found[node.id]}
+    assert {"convolutions": "aten.convolution_backward.default", "words": "aten.native_layer_norm_backward.default"}[
+        name
+    ] in kinds
+    for place in kinds.values():
+        assert found[place] == measured_workspace(graph, place), graph.nodes[place]
+
+
+def test_inputs_views_and_parts_of_results_take_nothing():
+    graph = traced("convolutions")
+    found = workspace_bytes(graph)
+    for node in graph.nodes:
+        fx = graph.analysis.fx[node.id]
+        if not runs_alone(fx) or node.target in ("aten.relu.default", "aten.threshold_backward.default"):
+            assert found[node.id] == 0, node
+
+
+@pytest.mark.parametrize("saves", ["all", "nothing"])
+@pytest.mark.parametrize("name", MODELS)
+def test_with_workspaces_the_simulated_peak_is_the_measured_one(name, saves):
+    build, args, autocast = MODELS[name]
+    model = build()
+
+    class Planner:
+        def __init__(self, graph):
+            analysis = graph.analysis
+            least = {storage for place in analysis.not_recomputable for storage in graph.nodes[place].storages}
+            least &= analysis.base_of.keys()
+            self.schedule = everything(graph) if saves == "all" else lower(graph, least)
+
+    step = PlannedStep(model, Planner)
+
+    def run():
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = step(*args)
+        loss.backward()
+
+    measured = ackpt.measure(run, "cpu", resident=(model, *args), repeats=0).dynamic_peak_bytes
+    graph = traced(name)
+    found = simulate(graph, profile(graph, workspace="measured"), Planner(graph).schedule)
+    assert found.peak_bytes == measured
+
+
+def test_the_cost_does_not_grow_with_the_number_of_layers(monkeypatch):
+    runs = []
+    count = run_alone.count_allocations
+    monkeypatch.setattr(run_alone, "count_allocations", lambda function: runs.append(function) or count(function))
+    counts = {}
+    for layers in (2, 5):
+        graph = trace(Convolutions(layers), *MODELS["convolutions"][1])
+        runs.clear()
+        workspace_bytes(graph)
+        counts[layers] = len(runs)
+    assert counts[2] == counts[5]
+
+
+@contextlib.contextmanager
+def profiler():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True):
+        yield
+
+
+AROUND = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a profiler": profiler,
+    "a FLOP counter": lambda: FlopCounterMode(display=False),
+    "fake tensors": FakeTensorMode,
+    "another default device": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_surrounds_the_caller_changes_nothing_and_hears_nothing(around):
+    graph = traced("words")
+    expected = workspace_bytes(traced("words"))
+    with AROUND[around]() as entered:
+        assert workspace_bytes(graph) == expected
+    if around == "a FLOP counter":
+        assert entered.get_total_flops() == 0
+
+
+def test_random_numbers_of_the_caller_stay():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    graph = trace(model, torch.ones(2, 4))
+    assert any(node.is_random for node in graph.nodes)
+    state = torch.get_rng_state()
+    workspace_bytes(graph)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Divide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, counts, mask):
+        return (self.weight * (x // counts)).masked_fill(mask, 0).sum() + self.weight[mask.long()].sum()
+
+
+def test_arguments_are_made_so_that_operations_run():
+    """An integer divisor must not be 0, an index must be within any size."""
+    graph = trace(Divide(), torch.arange(3), torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.bool))
+    assert len(workspace_bytes(graph)) == len(graph.nodes)
+
+
+class Images(nn.Module):
+    """Puts features of images in the places of their tokens, as vision-language models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.image, self.head = nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, tokens, image):
+        words, features = self.words(tokens), self.image(image).tanh()
+        mask = (tokens == 7).unsqueeze(-1).expand_as(words)
+        return self.head(words.masked_scatter(mask, features).tanh()).square().sum()
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_mask_is_made_so_that_it_selects_no_more_than_there_is(policy):
+    model, args = Images(), (torch.tensor([[1, 7, 7, 2, 3]]), torch.randn(2, 16))
+    model(*args).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    step = ackpt.compile(model, *args, policy=policy)
+
+    def run():
+        model.zero_grad()
+        step(*args).backward()
+
+    measured = ackpt.measure(run, "cpu", resident=(model, *args), repeats=0)
+    assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters()))
+    assert measured.peak_bytes == step.plan.peak_bytes
+
+
+@torch.library.custom_op("workspace_test::picky", mutates_args=())
+def picky(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() != 41:
+        raise RuntimeError("the sum must be 41")
+    return x.clone()
+
+
+picky.register_fake(torch.empty_like)
+picky.register_autograd(lambda ctx, grad: grad)
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return picky(self.inner(x))
+
+
+def test_an_operation_that_cannot_run_alone_is_named():
+    graph = trace(Picky(), torch.ones(1, 2))
+    with pytest.raises(MeterError, match="picky .workspace_test.picky.default. of module .*must be 41"):
+        disagreements(graph)
+
+
+@torch.library.custom_op("workspace_test::counting", mutates_args=())
+def counting(x: torch.Tensor) -> torch.Tensor:
+    COUNTED.append(x.sum().item())
+    return x.clone()
+
+
+COUNTED: list[float] = []
+counting.register_fake(torch.empty_like)
+counting.register_autograd(lambda ctx, grad: counting(grad))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return counting(self.inner(x)).square().sum()
+
+
+@pytest.mark.parametrize("costs", ["rates", "measured"])
+def test_python_kernels_run_in_steps_only(costs):
+    COUNTED.clear()
+    model = Counting()
+    step = ackpt.compile(model, torch.ones(4, 2), budget="1MiB", costs=costs)
+    step.prepare(torch.ones(5, 2))
+    step.prepare(torch.ones(6, 2))
+    assert COUNTED == []
+    assert step.plan.note.startswith("the temporary memory of workspace_test.counting.default is not counted")
+    step(torch.ones(5, 2)).backward()
+    assert len(COUNTED) == 2
+
+
+def test_a_graph_on_another_device_is_refused():
+    graph = traced("words")
+    with FakeTensorMode():  # torch without CUDA cannot trace such a model
+        graph.analysis.fx[graph.boundary].meta["val"] = torch.ones(2, device="cuda")
+    with pytest.raises(MeterError, match="measured on the CPU, and this graph is on cuda:0"):
+        workspace_bytes(graph)
+
+
+HOARD: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("workspace_test::unlike", mutates_args=())
+def unlike(x: torch.Tensor, how: str) -> torch.Tensor:
+    """Its fake says: a tensor like x."""
+    if how == "wide":
+        return x.double()
+    if how == "part of more":
+        return torch.zeros(10)[:3]
+    if how == "hoards" or (how == "hoards once" and not HOARD):
+        HOARD.append(torch.ones(10))
+    return x.clone()
+
+
+unlike.register_fake(lambda x, how: torch.empty_like(x))
+unlike.register_autograd(lambda ctx, grad: (grad, None))
+
+
+class Unlike(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return unlike(self.weight * x, self.how)[1:].exp()
+
+
+@pytest.mark.parametrize(("how", "real_bytes"), [("wide", 24), ("part of more", 40)])
+def test_storages_that_take_other_bytes_than_in_the_graph_are_found(how, real_bytes):
+    graph = trace(Unlike(how), torch.ones(3))
+    first, *later = disagreements(graph)
+    (storage,) = next(node.storages for node in graph.nodes if node.target == "workspace_test.unlike.default")
+    assert (first.target, first.storage) == ("workspace_test.unlike.default", storage)
+    assert (first.graph_bytes, first.real_bytes) == (12, real_bytes)
+    # What is computed from wider values is wider.
+    wider = [(one.target, one.graph_bytes, one.real_bytes) for one in later if one.target == "aten.exp.default"]
+    assert wider == ([("aten.exp.default", 8, 16)] if how == "wide" else [])
+
+
+def test_what_the_first_call_keeps_is_not_of_the_operation():
+    HOARD.clear()
+    graph = trace(Unlike("hoards once"), torch.ones(3))
+    assert disagreements(graph) == ()
+    assert HOARD and not any(workspace_bytes(graph))
+
+
+def test_bytes_left_behind_beside_the_results_are_found():
+    graph = trace(Unlike("hoards"), torch.ones(3))
+    (found,) = disagreements(graph)
+    assert (found.target, found.storage) == ("workspace_test.unlike.default", None)
+    assert (found.graph_bytes, found.real_bytes) == (12, 12 + 40)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_of_ordinary_models_take_what_they_say(name):
+    assert disagreements(traced(name)) == ()
+
+
+def test_measured_once_for_a_graph(monkeypatch):
+    graph = traced("words")
+    expected = workspace_bytes(graph)
+    monkeypatch.setattr(run_alone, "count_allocations", None)
+    assert workspace_bytes(graph) == expected
+
+
+BAGS = torch.arange(20).view(5, 4) % 8
+PEAKS = {
+    "largest of bags": lambda y: nn.functional.embedding_bag(BAGS, y, mode="max"),
+    "mean of bags": lambda y: nn.functional.embedding_bag(BAGS, y, mode="mean"),
+    "logcumsumexp": lambda y: y.logcumsumexp(1),
+    "norm": lambda y: y.norm(1.5, -1),
+}
+
+
+class OfRows(nn.Module):
+    def __init__(self, operation):
+        super().__init__()
+        self.layer, self.operation = nn.Linear(6, 6), operation
+
+    def forward(self, x):
+        return self.operation(self.layer(x)).mean()
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_smallest_budget_is_the_measured_peak(name):
+    model, x = OfRows(PEAKS[name]), torch.randn(8, 6)
+    with pytest.raises(ackpt.BudgetError) as error:
+        ackpt.compile(model, x, budget=1)
+    step = ackpt.compile(model, x, budget=error.value.least_bytes)
+
+    def run():
+        step(x).backward()
+        model.zero_grad()
+
+    measured = ackpt.measure(run, resident=(model, x, *([BAGS] if "bags" in name else [])), repeats=0)
+    assert measured.peak_bytes == error.value.least_bytes
+
+
+def test_a_workspace_that_depends_on_values_is_named():
+    step = ackpt.compile(OfRows(lambda y: y.prod(-1)), torch.randn(8, 6))
+    assert step.plan.note == (
+        "the gradient of prod takes more temporary memory than counted if its argument contains zeros"
+    )
+    assert ackpt.compile(OfRows(lambda y: y.logcumsumexp(1)), torch.randn(8, 6)).plan.note is None

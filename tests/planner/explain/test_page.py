@@ -1,0 +1,126 @@
+"""`Explanation.to_html`: a page that needs nothing else, with the timeline and every module."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+from ackpt.metering.meter import memory_format
+from ackpt.planner.explain.page import _STYLE, live_series, timeline_svg
+from ackpt.planner.schedule.allocations import LIVE
+
+VOID = {"meta", "br"}
+
+
+class Tags(HTMLParser):
+    """The tags of a page, all of which must be closed in order."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module", params=[None, 0.7])
+def explanation(request):
+    return ackpt.explain(Model(), torch.ones(64, 8), request.param)
+
+
+def test_the_page_is_complete_and_loads_nothing(explanation, tmp_path):
+    text = explanation.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
+    tags = Tags(text).seen
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in tags}
+    assert not [attrs for _, attrs in tags if {"src", "href"} & set(attrs)] and "url(" not in text and "//" not in text
+    assert "prefers-color-scheme: dark" in text and ("meta", {"name": "viewport"}) in [
+        (tag, {"name": attrs["name"]}) for tag, attrs in tags if "name" in attrs
+    ]
+    assert memory_format(explanation.plan.peak_bytes) in text
+    assert len([tag for tag, _ in tags if tag == "details"]) == len(
+        {
+            ".".join(line.module.split(".")[:n])
+            for line in explanation.saved
+            for n in range(len(line.module.split(".")) + 1)
+        }
+    )
+
+
+def test_the_timeline_is_the_plan_s(explanation):
+    series = live_series(explanation)
+    timeline, resident = explanation.plan.timeline, explanation.plan.resident_bytes
+    assert [resident + live for live in timeline.live] == list(map(sum, zip(*series.values())))
+    assert {kind: sizes[timeline.peak_index] for kind, sizes in series.items() if sizes[timeline.peak_index]} == (
+        explanation.at_peak
+    )
+    svg = ElementTree.fromstring(re.sub(r"</svg>.*", "</svg>", timeline_svg(explanation), flags=re.DOTALL))
+    assert [each.find("title").text for each in svg.iter("polygon")] == list(series)
+    assert "the peak" in [each.find("title").text for each in svg.iter("line")]
+
+
+def styles() -> tuple[dict[str, str], dict[str, str]]:
+    """The variables of the page's style in the light and in the dark theme."""
+    light, dark = (dict(re.findall(r"--([a-z]+): (#[0-9a-f]+)", part)) for part in _STYLE.split("@media"))
+    return light, {**light, **dark}
+
+
+def luminance(color: str) -> float:
+    """As WCAG 2 defines it."""
+    digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted([luminance(one), luminance(other)])
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_is_readable_in_both_themes():
+    for theme in styles():
+        for text in ("text", "faint"):
+            for ground in ("ground", "bar"):
+                assert contrast(theme[text], theme[ground]) >= 4.5, (text, ground)
+
+
+def test_kinds_have_the_colors_of_the_figures():
+    from ackpt.metering.plots import COLORS
+
+    names = {"saved": "activations", "outputs": "other"}
+    for theme in styles():
+        assert {kind: theme[kind] for kind in LIVE} == {kind: COLORS[names.get(kind, kind)] for kind in LIVE}
+    assert len({*map(styles()[0].get, LIVE)}) == len(LIVE)
+
+
+def test_names_are_escaped(tmp_path):
+    model = nn.Sequential()
+    model.add_module("<b>&", nn.Linear(8, 8))
+    model.add_module("tanh<", nn.Tanh())
+    text = ackpt.explain(model, torch.ones(4, 8)).to_html(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "tanh&lt;" in text and "tanh<" not in text

@@ -1,0 +1,174 @@
+"""Later steps of planned regions are counted to the byte: those above the budget raise or warn, all others run."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from branching_models import Tagger, built, feed_forward
+from conftest import seed
+from test_experts import TOKENS, WIDTH, Model, routed, without
+from torch import nn
+
+import ackpt
+from ackpt.planner.parts.live_bytes import AllocatedBytes, LiveBytes
+
+
+def results(model, call, args):
+    model.zero_grad()
+    loss = call(*args)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def dynamic_peak(model, call, args) -> int:
+    return ackpt.measure(
+        lambda: results(model, call, args), resident=(model, *args), warmup=0, repeats=0
+    ).dynamic_peak_bytes
+
+
+class Steps:
+    """One step that raises above the budget and one that warns, both planned with an example batch."""
+
+    def __init__(self, model, budget, example):
+        self.model, self.example = model, example
+        self.step = ackpt.compile(model, *example, budget=budget)
+        self.warns = ackpt.compile(model, *example, budget=budget, on_exceed="warn")
+        for each in (self.step, self.warns):
+            results(model, each, example)
+
+    def exceeds(self, *args) -> bool:
+        """Whether a step exceeds the budget as measured, which must be what ackpt says, with the model's own bits."""
+        own = results(self.model, self.model, args)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert all(map(torch.equal, results(self.model, self.warns, args), own))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exceeds = dynamic_peak(self.model, self.warns, args) > self.step.plan.limit_bytes
+        assert exceeds == bool(said) and len(said) <= 1
+        if exceeds:
+            with pytest.raises(ackpt.BudgetError, match="this step allocates .*on_exceed='warn'"):
+                results(self.model, self.step, args)
+        else:
+            assert all(map(torch.equal, results(self.model, self.step, args), own))
+        return exceeds
+
+
+@pytest.mark.parametrize("budget", [0.7, "100%"])
+def test_experts_with_other_tokens(budget):
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(TOKENS, WIDTH)
+    steps = Steps(model, budget, (x,))
+    found = [steps.exceeds(x + offset * torch.randn(WIDTH)) for offset in (0.3, 1.0, 2.0, 4.0)]
+    for tokens, expert in ((128, 0), (300, 2), (TOKENS, 1)):
+        hooks = routed(model, tokens, expert)
+        found.append(steps.exceeds(x))
+        without(hooks)
+    assert not all(found)
+
+
+@pytest.mark.parametrize("budget", [0.6, 0.9])
+def test_packed_sequences_with_other_lengths(budget):
+    torch.manual_seed(0)
+    model, ids = Tagger(), torch.randint(50, (8, 24))
+    steps = Steps(model, budget, (ids, torch.arange(8) * 2 + 8))
+    lengths = [[22] * 8, [22] + 7 * [1], [22, 22] + 6 * [3], 8 * [8], [24, *range(14, 21)], [24] * 8]
+    found = [steps.exceeds(ids, torch.tensor(each)) for each in lengths]
+    assert found[0] and found[-1] and not found[1]
+
+
+def test_a_step_that_exceeds_the_budget_in_backward_has_complete_gradients():
+    torch.manual_seed(0)
+    x, model = torch.randn(TOKENS, WIDTH), Model()
+    probe = ackpt.compile(model, x, budget="1GiB")
+    results(model, probe, (x,))
+    step = ackpt.compile(model, x, budget=probe.plan.least_peak_bytes)
+    results(model, step, (x,))
+    hooks = routed(model, 300)
+    expected = results(model, model, (x,))[1:]
+    model.zero_grad()
+    loss = step(x)
+    with pytest.raises(ackpt.BudgetError, match=r"allocates .* in backward, at \w+Backward0, .* gradients .* complete"):
+        loss.backward()
+    assert all(map(torch.equal, (parameter.grad for parameter in model.parameters()), expected))
+    without(hooks)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "drop path", "packed LSTM", "matcher", "early exit"])
+def test_counted_bytes_are_measured_bytes(name):
+    model, batch = built(name)
+
+    def step():
+        model.zero_grad()
+        outputs = model(**batch)
+        (outputs if torch.is_tensor(outputs) else outputs["loss"]).backward()
+
+    seed()
+    measured = ackpt.measure(step, resident=(model, *batch.values()), warmup=0, repeats=0).dynamic_peak_bytes
+    seed()
+    model.zero_grad()
+    live = LiveBytes(lambda backward: None)
+    with live.forward():
+        outputs = model(**batch)
+    loss = outputs if torch.is_tensor(outputs) else outputs["loss"]
+    loss.grad_fn.register_prehook(lambda gradients: live.begin(None) and None)
+    live.count_backward([loss])
+    loss.backward()
+    assert live.segment_peak() == measured
+
+
+def test_regions_of_the_user_stay_regions():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(feed_forward() for _ in range(3))
+
+        def forward(self, x):
+            x = x[x.sum(1) > 0]
+            for layer in self.layers:
+                x = x + ackpt.checkpoint(self.twice, layer, x)
+            return x.square().mean()
+
+        def twice(self, layer, x):
+            return layer(x[:, None].expand(-1, 2, -1).reshape(-1, 16)).unflatten(0, (-1, 2)).sum(1)
+
+    torch.manual_seed(0)
+    model, x = Own(), torch.randn(64, 16)
+    step = ackpt.compile(model, x, budget="100%")
+    for each in (x, -x, x.roll(1, 1)):
+        assert all(map(torch.equal, results(model, step, (each - 0.1,)), results(model, model, (each - 0.1,))))
+
+
+def test_the_allocator_of_a_gpu_counts(monkeypatch):
+    live, most = [1000], [9000]
+
+    def allocate(size: int, peak: int = 0) -> None:
+        live[0] += size
+        most[0] = max(most[0], live[0] + peak)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: live[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: most[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: most.__setitem__(0, live[0]))
+    counter, sizes, ended = AllocatedBytes(lambda backward: ended.append(backward.most[0])), [], []
+    counter.exceeded = sizes.append
+    counter.counts_cost, counter.bound = True, 700  # the first step resets the peak
+    with counter.forward():
+        counter.gradients([torch.zeros(10)])  # existed before the step
+        allocate(300, peak=50)
+        assert (counter.bytes, counter.segment_peak()) == (340, 390)
+        allocate(-100)
+        assert counter.segment_peak() == 340
+    assert sizes == []
+    loss = torch.ones((), requires_grad=True) * 2
+    loss.grad_fn.register_prehook(lambda gradients: counter.begin(None) and allocate(50))
+    loss.backward()
+    assert ended == [290]
+    counter.counts_cost, most[0] = False, 5000  # later steps do not
+    with counter.forward():
+        allocate(600, peak=150)
+    assert sizes == [] and counter.segment_peak() == 0 and most[0] == 5000
+    with counter.forward():
+        allocate(600, peak=6000)
+    assert sizes == [6600]

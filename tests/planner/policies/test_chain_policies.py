@@ -1,0 +1,178 @@
+"""Policies by name on chains of blocks: the counts of the theory, budgets that are kept, gradients to the last bit."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_models import MODELS, plans, step_keeps, traced
+from torch import nn
+
+import ackpt
+from ackpt.planner.policies import chen, chen_log, chen_sqrt, revolve, revolve_chain, rotor_chain
+from ackpt.planner.policies.chains.blocks import fine_chain
+from ackpt.planner.policies.search.recompute_costs import added_cost, costs
+from ackpt.planner.schedule.schedule import recomputed
+from ackpt.planner.schedule.simulator import simulate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+POLICIES = ("chen-sqrt", "chen-log", "revolve", "rotor")
+UNIT = 4000
+UNHELPFUL = "resnet18", "revolve"  # the first block is the largest, and all of it must be there beside the states
+
+
+class Line(nn.Module):
+    """`n` equal layers, each of which reads its output in backward."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.n, self.weight = n, nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = x * self.weight
+        for _ in range(self.n):
+            x = x.tanh()
+        return x.sum()
+
+
+def line_of(n):
+    graph = ackpt.trace(Line(n), torch.ones(UNIT // 4))
+    return graph, ackpt.profile(graph), len(fine_chain(graph).blocks)
+
+
+def runs_again(graph, schedule):
+    """How many operations that bring results along run in backward a second time."""
+    return sum(place in graph.analysis.allocated for place in recomputed(graph, schedule))
+
+
+@pytest.mark.parametrize("n", [6, 14, 30])
+def test_sqrt_segments_are_those_of_the_theory(n):
+    graph, profile, blocks = line_of(n)
+    schedule = chen_sqrt.schedule(graph, profile, None)
+    counts = chen.sqrt_counts(blocks)
+    assert simulate(graph, profile, schedule).peak_bytes // UNIT == counts.peak
+    assert runs_again(graph, schedule) == counts.extra_forwards
+
+
+@pytest.mark.parametrize("n", [6, 14, 30])
+def test_halves_of_halves_are_those_of_the_theory(n):
+    graph, profile, blocks = line_of(n)
+    schedule = chen_log.schedule(graph, profile, None)
+    gradients = 3  # of a layer's input and output, and the layer's output beside what is kept
+    assert simulate(graph, profile, schedule).peak_bytes // UNIT <= chen.recursive_peak(blocks) + gradients
+    assert chen.recursive_extra_forwards(n) <= runs_again(graph, schedule) <= chen.recursive_extra_forwards(blocks)
+
+
+@pytest.mark.parametrize("n", [5, 14])
+def test_snapshots_are_those_of_the_theory(n):
+    graph, profile, blocks = line_of(n)
+    schedules = revolve_chain.candidates(graph, profile)
+    assert len(schedules) == blocks
+    for snapshots, schedule in enumerate(schedules, 1):
+        assert revolve.advances(n, snapshots) <= runs_again(graph, schedule) <= revolve.advances(blocks, snapshots)
+
+
+def test_segments_of_blocks_differ_by_one_at_most():
+    for blocks in range(1, 40):
+        length, longer = divmod(blocks, chen.sqrt_counts(blocks).segments)
+        ends = chen_sqrt._ends(blocks, length, longer)
+        lengths = [end - before for before, end in zip([-1, *ends], ends)]
+        assert lengths == [length + 1] * longer + [length] * (len(ends) - longer)
+        assert ends[-1] == blocks - 1
+
+
+def test_numbers_of_snapshots_grow_to_one_for_each_state():
+    assert revolve_chain._growing(5) == [1, 2, 3, 4, 5]
+    found = revolve_chain._growing(1000)
+    assert found[:64] == list(range(1, 65)) and found[-1] == 1000 and len(found) < 100
+
+
+def test_long_chains_are_joined():
+    graph, _, blocks = line_of(30)
+    assert blocks == 32
+    joined = fine_chain(graph, 10).blocks
+    assert len(joined) == 8 and sum(len(block.forward) for block in joined) == sum(
+        len(block.forward) for block in fine_chain(graph).blocks
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_budgets_are_kept_and_a_refusal_names_one_that_works(name, policy):
+    found = plans(name, policy)
+    assert found[-1].dynamic_peak_bytes < found[-1].baseline_dynamic_peak_bytes or (name, policy) == UNHELPFUL
+    graph, profile = traced(name)
+    cost = costs(graph, profile)
+    added = [added_cost(graph, plan.schedule, cost) for plan in found]
+    peaks = [plan.peak_bytes for plan in found]
+    assert added == sorted(added) and peaks == sorted(peaks, reverse=True)
+
+
+RUNS = [*(("language_model", policy) for policy in POLICIES), ("resnet18", "rotor"), ("line", "revolve")]
+
+
+@pytest.mark.parametrize("name, policy", RUNS)
+def test_the_step_takes_what_is_planned_and_gives_the_same_bits(name, policy):
+    step_keeps(name, plans(name, policy)[-1])
+
+
+@st.composite
+def chains(draw):
+    """A line of layers that differ in size."""
+    widths = draw(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=2, max_size=6))
+    kinds = draw(st.lists(st.sampled_from([nn.Tanh, nn.GELU, nn.ReLU]), min_size=len(widths), max_size=len(widths)))
+    layers = [
+        layer
+        for before, width, kind in zip([4, *widths], widths, kinds)
+        for layer in (nn.Linear(before, width), kind())
+    ]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+
+
+@settings(max_examples=10, deadline=None)
+@given(chains())
+def test_rotor_recomputes_least(model):
+    graph = ackpt.trace(model, torch.ones(64, 4))
+    profile = ackpt.profile(graph)
+    cost = costs(graph, profile)
+    added = {policy: {} for policy in POLICIES}
+    for policy in POLICIES:
+        for budget in (1.0, 0.9, 0.7, 0.5, 0.3):
+            try:
+                plan = ackpt.plan(graph, budget, policy, profile=profile)
+            except ackpt.BudgetError:
+                added[policy][budget] = inf
+            else:
+                added[policy][budget] = added_cost(graph, plan.schedule, cost)
+    for budget, least in added["rotor"].items():
+        assert least <= min(found[budget] for found in added.values())
+    assert all(found[1.0] == 0 for found in added.values())
+
+
+def test_a_model_without_cut_points():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            return sum(layer(x).tanh().sum() for layer in self.layers)
+
+    graph = ackpt.trace(Wide(), torch.ones(64, 4))
+    profile = ackpt.profile(graph)
+    for policy in POLICIES:
+        plan = ackpt.plan(graph, 1.0, policy, profile=profile)
+        assert plan.recompute_flops == 0
+        with pytest.raises(ackpt.BudgetError, match=f"policy '{policy}' cannot keep"):
+            ackpt.plan(graph, 0.01, policy, profile=profile)
+
+
+def test_stages_are_counted_in_whole_units():
+    graph, profile = traced("line")
+    chain = rotor_chain.stages(graph, fine_chain(graph), profile)
+    assert all(isinstance(size, int) for size in chain.sizes())
+    assert rotor_chain._SIZE_UNITS * 0.8 <= sum(chain.saved_bytes) <= rotor_chain._SIZE_UNITS * 1.2

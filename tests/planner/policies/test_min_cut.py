@@ -1,0 +1,110 @@
+"""Policy min-cut: what torch's partitioner saves, in our order and in its own, within budgets and to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import assert_equal
+from planned_models import MODELS, plans, results, step_keeps, traced
+from torch import nn
+
+import ackpt
+from ackpt.planner.policies import min_cut
+from ackpt.planner.policies.search.recompute_costs import added_cost, costs
+from ackpt.planner.schedule.simulator import simulate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ORDERS = ("late", "torch")
+
+
+def is_heavy(graph, place):
+    return graph.nodes[place].target.split(".")[1] in ("mm", "addmm", "bmm", "convolution")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_settings_go_from_what_is_free_to_nothing(name):
+    graph, _ = traced(name)
+    before = graph.to_json(), [list(node.meta) for node in graph.module.graph.nodes]
+    most, least = min_cut.partition(graph, 1.0), min_cut.partition(graph, 0.0)
+    assert most.saved and not least.saved
+    assert not any(place < graph.boundary and is_heavy(graph, place) for place in most.backward)
+    again = [place for place in least.backward if place < graph.boundary]
+    assert any(is_heavy(graph, place) for place in again)
+    for found in (most, least):
+        assert len(set(found.backward)) == len(found.backward)
+    assert (graph.to_json(), [list(node.meta) for node in graph.module.graph.nodes]) == before
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_budgets_are_kept_and_a_refusal_names_one_that_works(name, order):
+    found = plans(name, "min-cut", order=order)
+    graph, profile = traced(name)
+    added = [added_cost(graph, plan.schedule, costs(graph, profile)) for plan in found]
+    peaks = [plan.peak_bytes for plan in found]
+    assert added == sorted(added) and peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < found[-1].baseline_peak_bytes
+
+
+def test_without_a_budget_it_is_the_setting_that_counts():
+    graph, profile = traced("line")
+    default = ackpt.plan(graph, policy="min-cut", profile=profile)
+    half = ackpt.plan(graph, policy="min-cut", profile=profile, activation_memory_budget=0.5)
+    assert default.schedule == min_cut.schedule(graph, profile, None, activation_memory_budget=1)
+    assert half.saved_bytes <= 0.5 * default.saved_bytes and half.recompute_flops > default.recompute_flops == 0
+
+
+def test_a_smaller_setting_may_have_a_higher_peak():
+    graph, profile = traced("line")
+    peaks = [
+        simulate(graph, profile, min_cut.schedule(graph, profile, None, activation_memory_budget=setting)).peak_bytes
+        for setting in (0.6, 0.0)
+    ]
+    assert peaks[0] < peaks[1]
+
+
+def test_torchs_order_needs_more_on_a_resnet():
+    graph, profile = traced("resnet18")
+    late, torchs = (
+        simulate(graph, profile, min_cut.schedule(graph, profile, None, order=order, activation_memory_budget=0.1))
+        for order in ORDERS
+    )
+    assert late.peak_bytes < torchs.peak_bytes
+    assert late.saved_bytes == torchs.saved_bytes and late.recompute_flops == torchs.recompute_flops
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_step_takes_what_is_planned_and_gives_the_same_bits(order):
+    step_keeps("language_model", plans("language_model", "min-cut", order=order)[-1])
+
+
+def test_dropout_is_replayed():
+    def run(**options):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())]
+        model, x = nn.Sequential(*layers, nn.Linear(8, 1), nn.Flatten(0)), torch.randn(1, 8)
+        step = ackpt.compile(model, x, **options)
+        torch.manual_seed(1)
+        return step, results(model, lambda x: step(x).sum(), (x,))
+
+    _, plain = run(policy="none")
+    for order in ORDERS:
+        step, found = run(policy="min-cut", options={"order": order, "activation_memory_budget": 0.0})
+        assert step.plan.schedule.replayed
+        assert_equal(plain, found, order)
+
+
+@pytest.mark.parametrize(
+    "options, what",
+    [
+        ({"order": "early"}, "order must be 'late' or 'torch', got 'early'"),
+        ({"activation_memory_budget": 1.5}, "activation_memory_budget is a number between 0 and 1, got 1.5"),
+        ({"activation_memory_budget": True}, "activation_memory_budget is a number"),
+        ({"activation_memory_budget": "half"}, "activation_memory_budget is a number"),
+    ],
+)
+def test_bad_options(options, what):
+    graph, profile = traced("line")
+    with pytest.raises(ValueError, match=what):
+        ackpt.plan(graph, policy="min-cut", profile=profile, **options)

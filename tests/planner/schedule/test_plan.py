@@ -1,0 +1,314 @@
+"""Plans: fates, table, JSON that reads back, the graph they belong to, and the policies that make them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from planned_models import Mean
+from random_fates import planned
+from torch import nn
+
+import ackpt
+from ackpt.graph import PlanError, Step
+from ackpt.metering.meter import memory_format
+from ackpt.planner.policies import POLICIES
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual() for _ in range(4)), Mean())
+
+
+X = torch.ones(64, 8)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return ackpt.trace(model(), X)
+
+
+def test_a_plan_says_what_becomes_of_every_activation(graph):
+    none, full = ackpt.plan(graph), ackpt.plan(graph, policy="full")
+    assert set(none.fates.values()) == {"saved"} and none.recompute_flops == 0
+    assert none.peak_bytes == none.baseline_peak_bytes == full.baseline_peak_bytes
+    assert "recomputed" in full.fates.values() and full.saved_bytes < none.saved_bytes
+    assert none.fates.keys() <= full.fates.keys()
+    for plan in (none, full):
+        kept = sum(activation.bytes for activation in plan.activations if activation.fate == "saved")
+        assert kept == plan.saved_bytes
+        assert plan.timeline.peak_bytes == plan.dynamic_peak_bytes == plan.peak_bytes - plan.resident_bytes
+    modules = {activation.module for activation in none.activations}
+    assert {"0.up", "0", "3.up"} <= modules
+
+
+def test_the_table_names_the_promise_and_the_largest(graph):
+    plan = ackpt.plan(graph, policy="full")
+    lines = plan.table().splitlines()
+    assert lines[0].split() == ["policy", "full"]
+    assert plan.peak_node in plan.table()
+    saved = sum(fate == "saved" for fate in plan.fates.values())
+    again = sum(fate == "recomputed" for fate in plan.fates.values())
+    assert f"{saved} of {len(plan.fates)} saved, " in plan.table() and f"; {again} recomputed, 0 off" in plan.table()
+    assert repr(plan).startswith("<Plan of policy 'full': peak ") and len(repr(plan)) < 120
+    assert len(lines) == 9 + min(10, len(plan.groups())) + 2 + len(plan.decisions)
+
+
+def test_the_table_has_one_line_for_equal_layers(graph):
+    plan = ackpt.plan(graph)
+    groups = plan.groups()
+    assert sorted(a.name for group in groups for a in group) == sorted(plan.fates)
+    up = next(group for group in groups if group[0].module.endswith(".up"))
+    assert [a.module for a in up] == ["0.up", "1.up", "2.up", "3.up"]
+    line = next(line for line in plan.table().splitlines() if "*.up" in line)
+    file = Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)
+    assert line.startswith(f"{memory_format(sum(a.bytes for a in up))} ")
+    assert f"4 x *.up (addmm): {memory_format(up[0].bytes)} each, {file}:" in line
+
+
+def test_several_activations_of_equal_layers_are_counted_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = torch.tanh(self.layer(x))
+            return x
+
+    plan = ackpt.plan(ackpt.trace(nn.Sequential(Twice(), Twice()), torch.ones(4, 8)))
+    assert any(" 4 x * (tanh): 128 B each, " in line for line in plan.table().splitlines())
+
+
+def test_equal_layers_with_different_fates_have_a_line_each(graph):
+    plan = ackpt.plan(graph, 0.8)
+    assert len(set(plan.fates.values())) > 1
+    assert all(len({(a.fate, a.bytes, a.source) for a in group}) == 1 for group in plan.groups())
+
+
+def test_a_plan_reads_back_and_runs(graph, tmp_path):
+    plan = ackpt.plan(graph, budget=0.9, policy="full")
+    read = ackpt.Plan.load(plan.save(tmp_path / "plan.json"))
+    assert read == plan and read.table() == plan.table()
+    one, other = model(), model()
+    one(X).backward()
+    step = ackpt.compile(other, X, plan=read)
+    assert step.plan is read
+    step(X).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_truncated_file_is_refused(graph, tmp_path, share):
+    text = ackpt.plan(graph).save(tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text[: int(share * len(text))])
+    with pytest.raises(PlanError, match="is not a plan: .*truncated"):
+        ackpt.Plan.load(tmp_path / "plan.json")
+
+
+def without(key):
+    return lambda data: {name: value for name, value in data.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: [], "not a plan of this version"),
+        (lambda data: 3, "not a plan of this version"),
+        (lambda data: {**data, "version": 99}, "not a plan of this version"),
+        (lambda data: {**data, "schema": "other"}, "not a plan of this version"),
+        (without("schedule"), "not a complete plan .*schedule"),
+        (without("peak_bytes"), "not a complete plan .*peak_bytes"),
+        (lambda data: {**data, "schedule": None}, "not a complete plan"),
+        (lambda data: {**data, "activations": [{}]}, "not a complete plan"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(graph, tmp_path, change, message):
+    path = ackpt.plan(graph).save(tmp_path / "plan.json")
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(PlanError, match=message):
+        ackpt.Plan.load(path)
+
+
+@pytest.mark.parametrize("name", ["peak_bytes", "limit_bytes", "flops", "cost", "policy", "digest"])
+def test_a_file_that_was_changed_by_hand_is_refused(graph, tmp_path, name):
+    path = ackpt.plan(graph).save(tmp_path / "plan.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: 1}))
+    with pytest.raises(PlanError, match="plan.json was changed after it was saved.*plan again"):
+        ackpt.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"saved_bytes": 1}, r"its saved_bytes are 1, but .* they are \d+\. Plan again"),
+        ({"resident_bytes": 1}, r"its resident_bytes are 1, but .* at least \d+"),
+        ({"peak_bytes": 10**4}, r"its peak_bytes are 10000, but .* at least \d+"),
+        ({"limit_bytes": 10}, r"its peak_bytes are \d+, but .* at most \d+"),
+    ],
+)
+def test_a_plan_that_says_other_bytes_than_its_schedule_is_refused(graph, change, message):
+    with pytest.raises(PlanError, match=message):
+        ackpt.compile(model(), X, plan=replace(ackpt.plan(graph), **change))
+
+
+@pytest.mark.parametrize("steps", [(), (Step("compute", 10**6),), (Step("free", 0),), (Step("compute", "x"),)])
+def test_a_plan_whose_schedule_cannot_run_is_refused(graph, steps):
+    plan = ackpt.plan(graph)
+    with pytest.raises(PlanError, match="the schedule of this plan cannot run"):
+        ackpt.compile(model(), X, plan=replace(plan, schedule=replace(plan.schedule, forward=steps)))
+
+
+def test_a_plan_without_the_optimizer_s_state_is_refused_with_it(graph):
+    own = model()
+    adam = torch.optim.Adam(own.parameters())
+    with pytest.raises(PlanError, match="its resident_bytes are .* and the optimizer, the accumulated gradients"):
+        ackpt.compile(own, X, plan=ackpt.plan(graph), optimizer=adam)
+    with pytest.raises(PlanError, match="its resident_bytes are .* the accumulated gradients and the scaler that are"):
+        ackpt.compile(own, X, plan=ackpt.plan(graph), accumulation=True)
+    plan = ackpt.plan(ackpt.trace(own, X, optimizer=adam))
+    for optimizer in (adam, None):
+        assert ackpt.compile(own, X, plan=plan, optimizer=optimizer).plan is plan
+
+
+def test_a_file_that_is_not_there_is_said_so(graph, tmp_path):
+    with pytest.raises(ackpt.RecordError, match="is a folder: name a file in it"):
+        ackpt.plan(graph).save(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        ackpt.Plan.load(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="is not a plan"):
+        ackpt.Plan.load(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("change", ["dtype", "model"])
+def test_a_plan_for_another_graph_is_refused(graph, change):
+    plan, own, x = ackpt.plan(graph), model(), X
+    if change == "dtype":
+        own, x = own.double(), X.double()
+    else:
+        own[0] = nn.ReLU()
+    with pytest.raises(PlanError, match="made for another graph .*Plan again"):
+        ackpt.compile(own, x, plan=plan)
+    step = ackpt.compile(model(), X, plan=plan)
+    with pytest.raises(PlanError, match="a part of a larger tensor.*clone"):
+        step(X[:3])
+    step(X[:3].clone())
+
+
+@pytest.mark.parametrize(("what", "value"), [("budget", 0.5), ("policy", "full"), ("options", {"fates": {}})])
+def test_either_a_plan_or_what_makes_one(graph, what, value):
+    with pytest.raises(ValueError, match=f"either (a )?{what} or a plan"):
+        ackpt.compile(model(), X, plan=ackpt.plan(graph), **{what: value})
+
+
+def test_an_unknown_policy_is_refused_with_those_there_are(graph):
+    names = ", ".join(POLICIES)
+    for call in (lambda: ackpt.plan(graph, policy="magic"), lambda: ackpt.compile(model(), X, policy="magic")):
+        with pytest.raises(ValueError, match=f"policy 'magic' is not known; the policies are {names}"):
+            call()
+    for name, message in [
+        ("ful", r"'ful' is not known \(did you mean 'full'\?\); the"),
+        (["full"], r"\['full'\] is not"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ackpt.compile(model(), X, policy=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ([1], TypeError, "options must be a dict of options of the policy.*got list"),
+        ("time_limit", TypeError, "options must be a dict of options of the policy.*got str"),
+        ({"budget": 0.5}, TypeError, "'budget' is not an option of a policy: pass it as a keyword of ackpt.compile"),
+        ({"compiler": "inductor"}, TypeError, "'compiler' is an option of torch.compile"),
+        ({"fuel": 3}, TypeError, "'fuel' is not an option of a plan"),
+    ],
+)
+def test_what_are_no_options_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        ackpt.compile(model(), X, options=options)
+
+
+def test_a_keyword_that_the_model_does_not_take_is_refused_with_those_of_compile():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fuel'.* but those of ackpt.compile: .*options"):
+        ackpt.compile(model(), X, policy="full", fuel=3)
+
+
+def test_manual_fates(graph):
+    names = list(ackpt.plan(graph).fates)
+    chosen = {name: "recomputed" for name in names if name.startswith("gelu")}
+    plan = ackpt.plan(graph, policy="manual", fates=chosen)
+    assert all(plan.fates[name] == fate for name, fate in chosen.items())
+    assert ackpt.plan(graph, policy="manual", fates={}).schedule == ackpt.plan(graph).schedule
+    bad = [
+        ({"nobody": "saved"}, "no activation is called 'nobody'"),
+        ({names[0]: "lost"}, "a fate is 'saved', 'packed', 'recomputed' or 'offloaded', got 'lost'"),
+        ({names[0]: ["saved"], names[1]: 3}, r"a fate is 'saved', 'packed', .* or 'offloaded', got \['saved'\]"),
+        ({3: "saved", "gleu": "saved"}, "no activation is called 3; the names"),
+    ]
+    for fates, message in bad:
+        with pytest.raises(ValueError, match=message):
+            ackpt.plan(graph, policy="manual", fates=fates)
+    for fates in ([names[0]], None, "saved", 3):
+        with pytest.raises(TypeError, match="fates must be a dict {name of an activation: fate}, got"):
+            ackpt.plan(graph, policy="manual", fates=fates)
+    with pytest.raises(TypeError, match="fates"):
+        ackpt.plan(graph, policy="manual")
+
+
+def test_what_no_fate_names_is_saved_only_if_backward_reads_it():
+    torch.manual_seed(0)
+    chain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), Mean())
+    graph = ackpt.trace(chain, X)
+    none = ackpt.plan(graph)
+    plan = ackpt.plan(graph, policy="manual", fates=dict.fromkeys(none.fates, "recomputed"))
+    relus = [name for name in none.fates if name.startswith("relu")]
+    assert relus and none.saved_bytes - plan.saved_bytes >= len(relus) * X.nbytes
+    other = ackpt.plan(graph, policy="manual", fates={"addmm": "saved", "relu": "recomputed"})
+    assert {"addmm": "saved", "relu": "recomputed", "relu_1": "saved"}.items() <= other.fates.items()
+
+
+def test_one_operation_has_one_fate():
+    class Sorted(nn.Linear):
+        def forward(self, x):
+            values, places = super().forward(x).sort()
+            return values.sin() * places
+
+    graph = ackpt.trace(Sorted(8, 8), X)
+    first, second = (name for name in ackpt.plan(graph).fates if name.startswith(("getitem", "sort")))
+    with pytest.raises(ValueError, match="outputs of one operation"):
+        ackpt.plan(graph, policy="manual", fates={first: "saved", second: "recomputed"})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_fates_take_what_they_say(seed):
+    own = model()
+    step = planned(own, f"manual {seed}", X)
+
+    def once():
+        own.zero_grad()
+        step(X).backward()
+
+    found = ackpt.measure(once, "cpu", resident=(own, X), repeats=0)
+    assert found.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+    assert found.flops == step.plan.flops
+
+
+def test_a_model_is_no_graph():
+    for call in (ackpt.plan, ackpt.profile):
+        with pytest.raises(TypeError, match=r"graph must come from ackpt.trace\(model, \*args\), got Linear"):
+            call(torch.nn.Linear(2, 2))

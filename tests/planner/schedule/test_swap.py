@@ -1,0 +1,385 @@
+"""Offload in schedules: where copies start and end, what they take and how long they make computing wait."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+from ackpt.graph import (
+    Plan,
+    PlanError,
+    PlannedStep,
+    RewriteError,
+    ScheduleError,
+    Step,
+    lower,
+    profile,
+    rewrite,
+    simulate,
+)
+from ackpt.planner.choose import check_runs, default_profile
+from ackpt.planner.costs.devices import device
+from ackpt.planner.schedule.added_operations import offload, prefetch, wait
+from ackpt.planner.schedule.listing import Line
+from ackpt.planner.schedule.offload_steps import offloadable, offloaded
+from ackpt.planner.schedule.schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, everything
+from ackpt.planner.step.choices import Choice, Planner
+
+VALUE = 2 * 4 * 4  # bytes of each result
+ANY = 10**9  # bytes: no limit
+
+
+@pytest.fixture(scope="module")
+def graph():
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    return ackpt.trace(nn.Sequential(*layers), torch.ones(2, 4))
+
+
+@pytest.fixture(scope="module")
+def tanhs(graph):
+    """Storages of the results of the first two Tanh; the third is the output."""
+    return [graph.storages[s].id for s in offloadable(graph, everything(graph))]
+
+
+def timed(graph, copy_seconds: float):
+    """A profile in which every operation takes a second and every copy `copy_seconds`; views take no time."""
+    seconds = tuple(
+        1.0 if graph.analysis.allocated.get(n.id) and n.id not in graph.analysis.sources else 0.0 for n in graph.nodes
+    )
+    return dataclasses.replace(
+        profile(graph), seconds=seconds, swap_seconds=(float(copy_seconds),) * len(graph.storages)
+    )
+
+
+def moved(graph, storages, copy_seconds, limit=ANY):
+    costs = timed(graph, copy_seconds)
+    schedule = offloaded(graph, everything(graph), storages, costs, limit)
+    return schedule, simulate(graph, costs, schedule)
+
+
+# The forward runs six operations: addmm, tanh, three times. The first Tanh's result is there after 2 s, the second's
+# after 4 s. The backward runs eleven: tanh_backward, mm (for the input), mm (for the weight), sum, three times, but
+# for the input of the model. It reads the second Tanh's result after 2 s, in mm, and the first one's after 6 s.
+
+
+def test_copies_that_fit_beside_computing_cost_nothing(graph, tanhs):
+    schedule, found = moved(graph, tanhs[:1], 2)
+    assert (found.seconds, found.exposed_seconds) == (17.0, 0.0)
+    # Out from second 2 to 4, so it is freed right after the second Tanh; in from second 4 to 6 of the backward.
+    names = {step.id: graph.nodes[step.id].target for step in schedule.forward if step.kind == COMPUTE}
+    steps = [names.get(step.id) if step.kind == COMPUTE else step.kind for step in schedule.forward]
+    at = steps.index(WAIT)
+    assert steps[at + 1] == FREE and schedule.forward[at + 1].id == tanhs[0]
+    before = [step for step in steps[:at] if step not in (FREE, OFFLOAD, None)]
+    assert before[-1] == "aten.tanh.default" and before.count("aten.tanh.default") == 2
+    after = schedule.backward[schedule.backward.index(Step(PREFETCH, tanhs[0])) :]
+    rest = [graph.nodes[step.id].target for step in after if step.kind == COMPUTE]
+    assert rest.count("aten.tanh_backward.default") == 2  # it starts with the second of three
+    assert schedule.saved == (tanhs[1], *graph.analysis.live_to_end & set(everything(graph).saved))
+    assert schedule.offloaded == (tanhs[0],)
+
+
+def test_what_computing_does_not_hide_is_waited_for(graph, tanhs):
+    _, found = moved(graph, tanhs[:1], 8)
+    # Out from second 2 to 10, and the forward ends at 6: 4 s. In from 0 to 8 of the backward, needed at 6: 2 s.
+    assert (found.seconds, found.exposed_seconds) == (17.0 + 4 + 2, 6.0)
+
+
+def test_copies_of_one_way_follow_each_other(graph, tanhs):
+    _, found = moved(graph, tanhs, 3)
+    # Out from 2 to 5 and from 5 to 8: 2 s after the forward. In from 0 to 3, needed at 2: 1 s; then from 4 to 7 (the
+    # prefetch stands before the tanh_backward at 4, as the second has come by then), needed at 7.
+    assert (found.seconds, found.exposed_seconds) == (17.0 + 2 + 1, 3.0)
+
+
+def test_both_ways_run_at_once(graph, tanhs):
+    """A copy in does not wait for a copy out that another storage has begun."""
+    plain = everything(graph)
+    last = next(at for at, step in reversed([*enumerate(plain.forward)]) if step.kind == COMPUTE)
+    first, second = tanhs
+    away = offloaded(graph, plain, [first], timed(graph, 0))
+    end = [Step(PREFETCH, first), Step(WAIT, first), Step(FREE, first)]
+    forward = list(away.forward)
+    at = forward.index(Step(FREE, first)) + 1
+    born = next(
+        at for at, step in enumerate(forward) if step.kind == COMPUTE and step.id == graph.analysis.base_of[second]
+    )
+    assert at <= born < last + 3
+    # The second leaves while the first comes back, both in 5 s, after second 4.
+    both = [*forward[: born + 1], Step(OFFLOAD, second), *end[:1], *forward[born + 1 :], end[1], end[2]]
+    both.append(Step(WAIT, second))
+    schedule = dataclasses.replace(away, forward=tuple(both))
+    seconds = timed(graph, 5)
+    copies = tuple(5.0 if s in tanhs else 0.0 for s in range(len(graph.storages)))
+    found = simulate(graph, dataclasses.replace(seconds, swap_seconds=copies), schedule)
+    # The first leaves from 2 to 7 and is waited for at once after its last use at 3: 4 s. So the second is there after
+    # 8 s, and both copies end at 13, the forward without them at 10: 3 s. Back the first needs 5 s, and is needed at
+    # once: 5 s.
+    assert found.exposed_seconds == 4 + 3 + 5
+    assert found.seconds == 17 + 12
+
+
+def test_bytes_do_not_depend_on_times(graph, tanhs):
+    schedule, found = moved(graph, tanhs, 0)
+    assert found.host_bytes == 2 * VALUE and found.saved_bytes == VALUE
+    for seconds in (1, 100):
+        assert simulate(graph, timed(graph, seconds), schedule).timeline == found.timeline
+    untimed = simulate(graph, profile(graph), schedule)
+    assert (untimed.timeline, untimed.seconds, untimed.exposed_seconds) == (found.timeline, None, None)
+    boundary = found.timeline.boundary
+    assert found.host_live[boundary] == 2 * VALUE and found.host_live[-1] == 0
+    assert found.timeline.live[boundary] == VALUE
+    assert [c.way for c in found.timeline.copies] == ["out", "out", "in", "in"]
+    assert {c.bytes for c in found.timeline.copies} == {VALUE}
+    plain = simulate(graph, timed(graph, 1), everything(graph))
+    assert plain.exposed_seconds == plain.host_bytes == 0 and plain.peak_with_host_bytes == plain.peak_bytes
+
+
+def deep(width=16, layers=6, batch=256):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh()))
+    ), torch.randn(batch, width)
+
+
+def test_the_limit_decides_between_bytes_and_seconds():
+    model, x = deep()
+    graph = ackpt.trace(model, x)
+    plain, value = everything(graph), 256 * 16 * 4
+    everywhere = offloadable(graph, plain)
+
+    def run(copy_seconds, limit):
+        costs = timed(graph, copy_seconds)
+        return simulate(graph, costs, offloaded(graph, plain, everywhere, costs, limit))
+
+    tight, at_once = run(3, 0), run(0, 0)
+    assert tight.peak_bytes == at_once.peak_bytes < simulate(graph, profile(graph), plain).peak_bytes - 2 * value
+    found = [run(3, tight.peak_bytes + more * value) for more in range(4)]
+    assert all(each.peak_bytes <= tight.peak_bytes + more * value for more, each in enumerate(found))
+    waits = [each.exposed_seconds for each in found]
+    assert waits == sorted(waits, reverse=True) and waits[0] > waits[-1]
+
+
+def planned(model, planner):
+    return PlannedStep(model, lambda graph: types.SimpleNamespace(schedule=planner(graph), limit_bytes=None))
+
+
+def away_and_again(graph):
+    """Some offloaded, some recomputed from what is offloaded."""
+    analysis = graph.analysis
+    kept = [s for s in everything(graph).saved if graph.nodes[analysis.base_of[s]].target == "aten.tanh.default"]
+    schedule = lower(graph, kept[::2])
+    return offloaded(graph, schedule, offloadable(graph, schedule), profile(graph))
+
+
+def test_an_offloaded_step_is_bit_equal_and_takes_what_was_simulated():
+    model, x = deep()
+    plain = copy.deepcopy(model)
+    step = planned(model, away_and_again)
+    step.prepare(x)
+    graph = ackpt.trace(model, x)
+    found = simulate(graph, profile(graph, workspace="measured"), step.plan.schedule)
+    assert len(step.plan.schedule.offloaded) == 3 and found.recompute_flops > 0
+
+    def run(call, inputs=x):
+        output = call(inputs)
+        output.backward(torch.ones_like(output))
+
+    for seed in range(2):
+        inputs = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+        for call in (plain, step):
+            run(call, inputs)
+    for expected, gradient in zip(plain.parameters(), model.parameters()):
+        assert torch.equal(expected.grad, gradient.grad)
+
+    def fresh():
+        model.zero_grad()
+        run(step)
+
+    measured = ackpt.measure(fresh, "cpu", resident=(model, x), warmup=1, repeats=0)
+    assert measured.dynamic_peak_bytes == found.peak_with_host_bytes > found.peak_bytes
+
+
+def test_two_forwards_live_and_backward_runs_twice():
+    model, x = deep(layers=3, batch=4)
+    step = planned(model, away_and_again)
+    first, second = step(x), step(2 * x)
+    expected = [torch.autograd.grad(model(value).sum(), model[0].weight)[0] for value in (2 * x, x)]
+    for output, gradient in zip((second, first), expected):
+        for retain in (True, False):
+            assert torch.equal(torch.autograd.grad(output.sum(), model[0].weight, retain_graph=retain)[0], gradient)
+
+
+def test_operations_of_copies_move_whole_storages():
+    whole = torch.arange(12, dtype=torch.float64)
+    view = whole.as_strided((2, 3), (1, 4), 1)
+    host = wait(offload(view), view)
+    assert host.numel() == 12 * 8 and host.dtype == torch.uint8
+    back = wait(prefetch(host, view.device, view.dtype, view.shape, view.stride(), view.storage_offset()), host)
+    assert torch.equal(back, view) and back.stride() == view.stride()
+    assert torch.equal(back.as_strided((12,), (1,), 0), whole)
+    assert back.untyped_storage()._cdata not in (host.untyped_storage()._cdata, whole.untyped_storage()._cdata)
+
+
+def without_wait(listing):
+    """Use what the first copy out was made of once more, at the end."""
+    started = next(line for line in listing.lines if line.target is offload)
+    listing.lines.insert(-1, Line("call_function", torch.ops.aten.alias.default, started.args))
+
+
+def test_a_module_that_keeps_what_is_offloaded_is_found(graph, tanhs, monkeypatch):
+    implementation = sys.modules["ackpt.planner.schedule.rewriting"]
+    build = implementation._rewritten
+
+    def tampered(*args):
+        rewritten = build(*args)
+        without_wait(rewritten.forward_listing)
+        return rewritten
+
+    schedule = offloaded(graph, everything(graph), tanhs, profile(graph))
+    rewrite(graph, schedule)
+    monkeypatch.setattr(implementation, "_rewritten", tampered)
+    with pytest.raises(RewriteError, match=r"bytes live \(on the device, in host memory\).*were simulated"):
+        rewrite(graph, schedule)
+
+
+def test_schedules_that_cannot_run_are_refused(graph, tanhs):
+    first = tanhs[0]
+    away = offloaded(graph, everything(graph), [first], profile(graph))
+
+    def changed(part, step, others):
+        steps = list(getattr(away, part))
+        at = steps.index(step)
+        return dataclasses.replace(away, **{part: (*steps[:at], *others, *steps[at + 1 :])})
+
+    out, back, wait, free = (Step(kind, first) for kind in (OFFLOAD, PREFETCH, WAIT, FREE))
+    output = next(iter(graph.analysis.live_to_end & set(everything(graph).saved)))
+    weight = next(s.id for s in graph.storages if s.category == "parameter")
+    freed = next(step.id for step in away.forward if step.kind == FREE)
+    wrong = [
+        (changed("forward", out, []), f"storage {first} is waited for, but no copy of it is in progress"),
+        (changed("forward", wait, []), f"storage {first} is freed before the wait for its offload"),
+        (changed("forward", out, [out, out]), f"storage {first} is offloaded twice"),
+        (changed("forward", free, []), f"storage {first} is prefetched while it is still live"),
+        (
+            changed("forward", free, [free, back]),
+            f"copies of storages \\[{first}\\] are in progress at the end of the fo",
+        ),
+        (changed("forward", free, [free, Step(PREFETCH, tanhs[1])]), "is prefetched, but it was never offloaded"),
+        (changed("forward", out, [out, Step(OFFLOAD, weight)]), f"storage {weight} belongs to the caller"),
+        (changed("forward", free, [free, Step(OFFLOAD, freed)]), f"storage {freed} is offloaded, but it is not live"),
+        (changed("forward", free, [free, Step("lose", first)]), "'lose' is not a kind of step"),
+        (changed("backward", back, [back, back]), f"storage {first} is prefetched while it is still live"),
+        (changed("backward", back, []), f"storage {first} is waited for, but no copy of it is in progress"),
+        (changed("backward", wait, []), "which is not live: .* or not waited for its prefetch"),
+        (changed("backward", wait, [free, wait]), f"storage {first} is freed before the wait for its prefetch"),
+    ]
+    for schedule, message in wrong:
+        with pytest.raises(ScheduleError, match=message):
+            simulate(graph, profile(graph), schedule)
+        with pytest.raises(ScheduleError, match=message):
+            rewrite(graph, schedule)
+    for storages in ([output], [weight]):
+        with pytest.raises(ScheduleError, match="are not saved, or the caller holds them"):
+            offloaded(graph, everything(graph), storages, profile(graph))
+    with pytest.raises(ScheduleError, match="offloads already"):
+        offloaded(graph, away, [tanhs[1]], profile(graph))
+
+
+def names_of(graph, storages):
+    return [graph.nodes[graph.analysis.base_of[s]].name for s in storages]
+
+
+def test_plans_say_what_is_offloaded(graph, tanhs, tmp_path):
+    first, second = names_of(graph, tanhs)
+    costs = profile(graph, "h200")
+    fates = {first: "offloaded", second: "recomputed"}
+    plan = ackpt.plan(graph, 1.0, policy="manual", profile=costs, fates=fates)
+    assert plan.fates[first] == "offloaded" and plan.fates[second] == "recomputed"
+    assert plan.host_bytes == VALUE and plan.exposed_seconds > 0
+    seconds = [simulate(graph, costs, made).seconds for made in (everything(graph), plan.schedule)]
+    assert plan.cost == pytest.approx(seconds[1] / seconds[0] - 1)  # recomputing and waiting
+    assert plan.lower_bound is None  # it holds for recomputing alone
+    assert "offloaded         1, " in plan.table() and first in plan.table()
+    loaded = Plan.load(plan.save(tmp_path / "plan.json"))
+    assert loaded == plan and loaded.schedule.offloaded == (tanhs[0],)
+
+
+def test_plan_files_from_before_offload_are_read(graph, tmp_path):
+    plan = ackpt.plan(graph, policy="none", profile=profile(graph))
+    path = plan.save(tmp_path / "plan.json")
+    data = json.loads(path.read_text())
+    assert data.pop("host_bytes") == 0 and data.pop("exposed_seconds") is None and data.pop("digest")
+    path.write_text(json.dumps(data))
+    assert Plan.load(path) == plan
+    data["schedule"]["forward"][0] = ["offload"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="is not a complete plan"):
+        Plan.load(path)
+
+
+def test_where_there_is_no_link_nothing_is_offloaded(graph, tanhs):
+    fates = dict.fromkeys(names_of(graph, tanhs[:1]), "offloaded")
+    with pytest.raises(PlanError, match="policy 'manual' offloads, but the profile of 'cpu' has no times of copies"):
+        ackpt.plan(graph, policy="manual", fates=fates)
+    output = names_of(graph, graph.analysis.live_to_end & set(everything(graph).saved))[0]
+    with pytest.raises(ValueError, match=f"{output!r} cannot be offloaded: backward does not read it, or the caller"):
+        ackpt.plan(graph, policy="manual", profile=profile(graph, "h200"), fates={output: "offloaded"})
+
+
+def test_a_plan_that_offloads_does_not_run_on_the_cpu():
+    model, x = deep(layers=3, batch=4)
+    graph = ackpt.trace(model, x)
+    name = names_of(graph, offloadable(graph, everything(graph)))[0]
+    plan = ackpt.plan(graph, policy="manual", profile=profile(graph, "h200"), fates={name: "offloaded"})
+    with pytest.raises(PlanError, match="this plan offloads, but the model is on the CPU"):
+        ackpt.compile(model, x, plan=plan)
+    elsewhere = types.SimpleNamespace(on_cpu=False, replays_random=True)
+    assert check_runs(elsewhere, plan) is plan
+    elsewhere.replays_random = False
+    with pytest.raises(PlanError, match="which Inductor does not run"):
+        check_runs(elsewhere, plan)
+
+
+class Offloading(Planner):
+    """Plans at any size what `away_and_again` plans at the sizes of the capture."""
+
+    serves_sizes = True
+
+    def for_sizes(self, step):
+        schedule = away_and_again(step.reference)
+        plan = types.SimpleNamespace(schedule=schedule, limit_bytes=None)
+        return lambda values: Choice(schedule, lambda: plan)
+
+
+def test_a_schedule_that_offloads_serves_other_sizes():
+    model, x = deep(layers=3, batch=8)
+    plain = copy.deepcopy(model)
+    step = PlannedStep(model, Offloading(away_and_again), dynamic=True)
+    for rows in (8, 5, 13):
+        for call in (plain, step):
+            output = call(x.repeat(2, 1)[:rows].clone())
+            output.backward(torch.ones_like(output))
+        assert step.plan.schedule.offloaded
+    assert [event.kind for event in step.history if event.kind != "refused"] == ["dynamic capture", "plan", "plan"]
+    for expected, gradient in zip(plain.parameters(), model.parameters()):
+        assert torch.equal(expected.grad, gradient.grad)
+
+
+def test_away_from_the_cpu_offload_is_a_fate_without_options():
+    model, x = deep(batch=4096)
+    on_cpu = ackpt.trace(model, x)
+    elsewhere = dataclasses.replace(on_cpu, on_cpu=False)
+    link = dataclasses.replace(device("h200"), link_bytes_per_second=1e15)
+    assert default_profile(on_cpu, link).swap_seconds is None
+    plan = ackpt.plan(elsewhere, 0.7, profile=default_profile(elsewhere, link))
+    assert check_runs(elsewhere, plan) is plan
+    assert "offloaded" in plan.fates.values() and plan.recompute_flops == 0

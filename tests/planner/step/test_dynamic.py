@@ -1,0 +1,474 @@
+"""One capture and one search serve all sizes: bit-equal to eager, with the simulated peak, at every size."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import re
+import sys
+import weakref
+
+import pytest
+import torch
+from dynamic_steps import Words, check, ids, kinds
+from torch import nn
+from torch.nn import functional as F
+
+import ackpt
+from ackpt.planner.schedule import schedule
+from ackpt.planner.step import choices, dynamic_step
+
+WIDTH = 32
+
+
+class Blocks(nn.Module):
+    """An encoder with dropout, where asked for also in attention, which is many more operations then."""
+
+    def __init__(self, dropout: float = 0.1, attention_dropout: float = 0.0):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout, batch_first=True)
+        self.block.self_attn.dropout = attention_dropout
+
+    def forward(self, ids, mask=None):
+        x = self.block(self.embed(ids), src_key_padding_mask=mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Images(nn.Module):
+    """Convolutions, a batch norm and pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
+        )
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, images):
+        return self.head(self.body(images).flatten(1)).square().mean()
+
+
+class Two(nn.Module):
+    """An encoder and a decoder that attends to it, of two lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.dropout = nn.Embedding(50, WIDTH), nn.Dropout(0.1)
+        self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, source, target):
+        source, target = self.encoder(self.embed(source)).tanh(), self.decoder(self.embed(target)).tanh()
+        weights = self.dropout((target @ source.transpose(1, 2)).softmax(-1))
+        return (target + weights @ source).square().mean()
+
+
+def test_one_capture_serves_all_lengths_and_batches():
+    model = Blocks(attention_dropout=0.1)
+    step = ackpt.compile(model, ids(8, 20), budget=0.6)
+    for batch, length in ((8, 20), (8, 32), (8, 13), (5, 32), (3, 47)):
+        check(step, model, ids(batch, length))
+        assert step.plan.dynamic_peak_bytes <= 0.6 * step.plan.baseline_dynamic_peak_bytes
+    # A second length, and a second batch: each is the first change of its dimension.
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "dynamic capture", "plan"]
+
+
+def test_a_plan_for_other_sizes_is_that_of_a_capture_of_these_sizes_alone():
+    model = Blocks(dropout=0.0)
+    step = ackpt.compile(model, ids(4, 20), budget="800kB")
+    for length in (31, 12):
+        alone = ackpt.compile(model, ids(4, length), budget="800kB", dynamic=False)
+        step.prepare(ids(4, length))
+        assert step.plan.baseline_peak_bytes == alone.plan.baseline_peak_bytes
+        assert step.plan.peak_bytes <= 800_000
+        assert step.plan.lower_bound == alone.plan.lower_bound
+
+
+def test_a_mask_is_as_long_as_the_ids():
+    model = Blocks()
+    step = ackpt.compile(model, ids(4, 20), torch.zeros(4, 20, dtype=torch.bool), budget=0.7)
+    for length in (24, 17, 33):
+        mask = torch.zeros(4, length, dtype=torch.bool)
+        mask[0, length // 2 :] = True
+        check(step, model, ids(4, length), mask)
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan"]
+
+
+def test_two_lengths_of_an_encoder_and_a_decoder():
+    model = Two()
+    step = ackpt.compile(model, ids(4, 10), ids(4, 12), budget=0.8)
+    for source, target in ((14, 18), (20, 9), (11, 30), (16, 16)):
+        check(step, model, ids(4, source), ids(4, target))
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan", "plan"]
+
+
+def test_images_of_several_sizes():
+    model = Images()
+    step = ackpt.compile(model, torch.randn(4, 3, 16, 16), budget=0.9)
+    for batch, size in ((4, 24), (4, 32), (4, 20), (2, 28)):
+        check(step, model, torch.randn(batch, 3, size, size))
+    assert kinds(step).count("capture") == 1
+
+
+class Mixed(Blocks):
+    def forward(self, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids)
+
+
+def test_autocast():
+    model = Mixed()
+    step = ackpt.compile(model, ids(4, 20), budget=0.7)
+    for length in (26, 35, 18):
+        check(step, model, ids(4, length))
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan"]
+
+
+def test_nothing_is_recomputed_where_the_baseline_keeps_the_budget():
+    model = Words()
+    step = ackpt.compile(model, ids(8, 40), budget="540kB")
+    for length in (50, 4, 6):
+        check(step, model, ids(8, length))
+    assert step.plan.cost == 0 and not step.plan.schedule.replayed
+
+
+def test_parts_of_larger_tensors_are_captured_for_themselves(caplog):
+    model, whole = Words(), ids(4, 20)
+    step = ackpt.compile(model, whole[:, :12], budget="10MiB")
+    for length in (13, 16):
+        check(step, model, whole[:, :length])
+    assert kinds(step) == ["capture", "refused", "capture", "capture"]
+    assert "is a part of a larger tensor" in step.history[1].cause
+    with pytest.raises(ackpt.TraceError, match=r"pass a copy, as clone\(.*\) makes"):
+        ackpt.compile(model, whole[:, :12], budget="10MiB", dynamic={"ids": {1: None}})
+    step = ackpt.compile(model, whole[:, :12].clone(), budget="10MiB")
+    for length in (13, 16):
+        check(step, model, whole[:, :length].clone())
+    assert kinds(step) == ["capture", "dynamic capture", "plan"]
+
+
+def test_bytes_of_a_batch_count_in_its_whole_storage():
+    model, data = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(3200, 64)
+    with pytest.raises(ackpt.BudgetError) as error:
+        ackpt.compile(model, data[:32].clone(), budget=1000)
+    step = ackpt.compile(model, data[:32].clone(), budget=error.value.least_bytes)
+    with pytest.raises(ackpt.BudgetError, match="The budget was feasible for the earlier call"):
+        step(data[:32])
+    step(data[:32].clone()).sum().backward()
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad])
+def test_parts_of_equal_size_share_a_capture(mode):
+    model = nn.Linear(8, 1)
+    with mode():
+        data = torch.randn(20, 8)
+        batches = [data[at : at + 4] for at in (0, 4, 8)]
+    step = ackpt.compile(model, batches[0], policy="full")
+    for batch in batches:
+        step(batch)
+    assert kinds(step) == ["capture"]
+    with mode():
+        longer = [data[:5], data[5:10]]
+    for batch in longer:
+        step(batch)
+    events = len(step.history)
+    for batch in (*batches, *longer):
+        step(batch)
+    assert len(step.history) == events
+
+
+def test_no_batch_is_kept():
+    model = Words()
+    step = ackpt.compile(model, ids(8, 20), budget="310kB")
+    for length in (24, 31, 6):
+        batch = ids(8, length)
+        reference = weakref.ref(batch)
+        model.zero_grad()
+        step(batch).backward()
+        del batch
+        gc.collect()
+        assert reference() is None
+
+
+def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
+    model = Words(2)
+    step = ackpt.compile(model, ids(8, 20), budget="430kB")
+    step.prepare(ids(8, 24))
+    for length in (40, 44):
+        step.prepare(ids(8, length))
+        assert step.plan.peak_bytes <= 430_000
+    with pytest.raises(ackpt.BudgetError, match="smallest feasible budget"):
+        step.prepare(ids(8, 400))
+    check(step, model, ids(8, 22))
+
+
+def test_a_compiled_schedule_runs_until_a_cheaper_one_would_have_saved_the_time_to_compile_it(monkeypatch):
+    model, compiled = Words(2), []
+    compile_schedule = dynamic_step.compiled_schedule
+    monkeypatch.setattr(
+        dynamic_step, "compiled_schedule", lambda *given: compiled.append(given) or compile_schedule(*given)
+    )
+    step = ackpt.compile(model, ids(8, 20), budget="450kB")
+    for length in (44, 32):
+        check(step, model, ids(8, length))
+    assert len(compiled) == 1
+    expensive = step.plan.cost
+    (candidate, seconds), *_ = step._ackpt_planned._last[-1].stopgap.saves  # the cheapest, which saves most
+    steps = (candidate.missed_seconds + 2.5 * seconds) / candidate.compile_seconds
+    monkeypatch.setattr(choices, "_COMPILE_SECONDS", choices._COMPILE_SECONDS * steps)
+    check(step, model, ids(8, 32))  # two steps
+    assert step.prepare(ids(8, 32)).cost < expensive
+    assert len(compiled) == 2
+    assert step.history[-1].cause == "a cheaper schedule pays for compiling it"
+    check(step, model, ids(8, 32))
+    check(step, model, ids(8, 44))
+    assert len(compiled) == 2
+
+
+def test_what_a_schedule_would_have_saved_before_it_is_compiled_is_at_most_what_compiling_it_costs():
+    everything = schedule.everything(ackpt.trace(Words(), ids(8, 20)))
+    cheap, cheaper = choices.Candidate(0.2, everything), choices.Candidate(0.1, everything)
+    short = choices.Stopgap(((cheaper, 0.2 * cheaper.compile_seconds), (cheap, 0.1 * cheap.compile_seconds)))
+    long = choices.Stopgap(((cheap, 0.5 * cheap.compile_seconds),))
+    for stopgap in (short, long, short):
+        assert stopgap.better() is None
+        stopgap.ran()
+    assert long.better() is cheap  # with another step, it would have saved 1.2 times what compiling it costs
+    assert short.better() is None
+    cheap.is_compiled = True
+    assert short.better() is cheap
+    cheaper.is_compiled = True
+    assert short.better() is cheaper
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda size: 2 if isinstance(size, int) else 3,
+        lambda size: 2 if type(size) is int else 3,
+        lambda size: {"6": 2, "12": 3}.get(str(size), 4),
+        lambda size: len(f"{size}"),
+    ],
+)
+@pytest.mark.parametrize("as_argument", [False, True])
+def test_code_that_asks_what_kind_of_number_a_size_is_is_captured_size_by_size(factor, as_argument):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, size=None):
+            return (self.layer(x) * factor(x.shape[0] if size is None else size)).tanh().mean()
+
+    model = Model()
+    more = [6] if as_argument else []
+    step = ackpt.compile(model, torch.randn(6, 8), *more)
+    for rows in (12, 7):
+        check(step, model, torch.randn(6 if as_argument else rows, 8), *[rows][: len(more)])
+    assert kinds(step) == ["capture", "refused", "capture", "capture"]
+    assert re.search(r"first at .*test_dynamic.py:\d+: the code may check isinstance", step.history[1].cause)
+
+
+def test_special_lengths_are_captured_for_themselves():
+    model = Words()
+    step = ackpt.compile(model, ids(8, 20), budget=0.9)
+    step.prepare(ids(8, 24))
+    check(step, model, ids(8, 30))
+    assert kinds(step) == ["capture", "dynamic capture", "plan"]
+    step.prepare(ids(1, 30))  # one row: a number in the graph, not a symbol
+    assert kinds(step)[-1] == "dynamic capture"
+    check(step, model, ids(1, 37))
+    assert kinds(step)[-1] == "plan"
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.short, self.long = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.long if x.shape[0] > 30 else self.short)(x).tanh()
+
+
+def test_a_guard_that_fails_leads_to_another_capture():
+    model = Branches()
+    step = ackpt.compile(model, torch.randn(10, 8), budget=1.0)
+    for rows in (12, 20, 40, 50, 13, 60):
+        x = torch.randn(rows, 8)
+        trained_step, expected = (
+            (model.zero_grad(set_to_none=True), call(x).sum().backward(), [p.grad for p in model.parameters()])[-1]
+            for call in (step, model)
+        )
+        same = [a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(trained_step, expected)]
+        assert all(same)
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "dynamic capture", "plan", "plan", "plan"]
+
+
+def test_dynamic_true_captures_once():
+    model = Words()
+    step = ackpt.compile(model, ids(6, 20), budget=0.7, dynamic=True)
+    check(step, model, ids(6, 33))
+    check(step, model, ids(3, 18))
+    assert kinds(step) == ["dynamic capture", "plan", "plan"]
+
+
+def test_dynamic_false_never_shares_a_capture():
+    model = Words()
+    step = ackpt.compile(model, ids(6, 20), budget=0.7, dynamic=False)
+    step.prepare(ids(6, 24))
+    assert kinds(step) == ["capture", "capture"]
+
+
+def test_declared_bounds_are_searched_at_the_largest_size():
+    model = Words()
+    step = ackpt.compile(model, ids(6, 20), budget="600kB", dynamic={"ids": {1: (4, 80)}})
+    (dynamic,) = next(iter(step._ackpt_planned._groups.values())).dynamic
+    assert dynamic[0].search_at[:2] == [(20,), (80,)]
+    for length in (70, 80, 5):
+        check(step, model, ids(6, length))
+    assert kinds(step) == ["dynamic capture", "plan", "plan", "plan"]
+    for length in (3, 81):
+        with pytest.raises(ValueError, match=rf"\[1\] is \(4, 80\), but .* in this call is {length}: declare bounds"):
+            step(ids(6, length))
+    with torch.no_grad():  # evaluation has no plan
+        step(ids(6, 81))
+    check(step, model, ids(6, 79))
+    assert kinds(step) == ["dynamic capture", *["plan"] * 4]
+
+
+def test_marked_dimensions():
+    model, example = Words(), ids(6, 20)
+    torch._dynamo.mark_dynamic(example, 1)
+    step = ackpt.compile(model, example, budget=0.7)
+    check(step, model, ids(6, 31))
+    assert kinds(step) == ["dynamic capture", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "error", "message"),
+    [
+        ({"idx": {1: (4, 80)}}, ValueError, "dynamic names 'idx', but the tensors of this call are ids"),
+        ({"ids": {2: None}}, ValueError, "names dimension 2; the tensor has 2 dimensions"),
+        (
+            {"ids": {1: (30, 80)}},
+            ValueError,
+            "but the size of dimension 1 of 'ids' in this call is 20: declare",
+        ),
+        ({"ids": {1: (1, 80)}}, ValueError, "must be 2 <= smallest <= largest"),
+        ({"ids": {1: 80}}, TypeError, r"must be \(smallest, largest\) or None, got 80"),
+        ({"ids": 1}, TypeError, "must be a dict such as"),
+        ("all", TypeError, "dynamic must be None, True, False or a dict"),
+    ],
+)
+def test_bad_declarations(dynamic, error, message):
+    with pytest.raises(error, match=message):
+        ackpt.compile(Words(), ids(6, 20), budget=0.7, dynamic=dynamic)
+
+
+class Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(10, 8))
+
+    def forward(self, x):
+        return (self.layer(x) * self.scale).tanh()  # for ten rows alone
+
+
+def test_a_size_that_the_model_fixes_is_an_error_if_it_is_declared():
+    with pytest.raises(ackpt.TraceError, match=r"one size only of dimension 0 of argument 0 at .*test_dynamic.py:\d+"):
+        ackpt.compile(Fixed(), torch.randn(10, 8), dynamic={"x": {0: None}})
+    step = ackpt.compile(Fixed(), torch.randn(10, 8), dynamic=True)
+    assert "one size only" in step.history[0].cause
+
+
+def test_captures_are_logged_once_with_their_cause(caplog):
+    model = Words()
+    with caplog.at_level(logging.INFO, "ackpt"):
+        step = ackpt.compile(model, ids(6, 20), budget=0.7)
+        for length in (20, 26, 26):
+            step.prepare(ids(6, length))
+    assert len(caplog.records) == len(step.history) == 2
+    assert step.history[1].cause == "argument 0 changed from int64 [6, 20] to int64 [6, 26]"
+
+
+SCALE = 2.0
+
+
+class Scaled(nn.Module):
+    """Reads a value outside of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.layer(x) * SCALE).tanh()
+
+
+def test_a_value_that_changes_is_the_cause_of_a_capture_at_a_new_size(monkeypatch):
+    step = ackpt.compile(Scaled(), torch.ones(4, 8), dynamic={"x": {0: None}})
+    step.prepare(torch.ones(6, 8))
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
+    step.prepare(torch.ones(5, 8))
+    assert kinds(step) == ["dynamic capture", "plan", "dynamic capture"]
+    sizes = "argument 0 changed from float32 [6, 8] to float32 [5, 8]"
+    assert step.history[-1].cause == f"global 'SCALE' of {__name__} changed; {sizes}"
+
+
+def test_an_attribute_that_changes_at_every_step_is_warned_of():
+    model = Words()
+    step = ackpt.compile(model, ids(2, 8))
+    with pytest.warns(UserWarning, match=r"captured and planned 4 times because p of blocks\.2 changed"):
+        for share in (0.4, 0.3, 0.2, 0.6):
+            model.blocks[2].p = share
+            step.prepare(ids(2, 8))
+    cause = "p of blocks.2 changed from 0.1 to 0.4; to avoid replanning, change it once per epoch, or hold it"
+    assert step.history[1].cause.startswith(cause)
+    model.blocks[0].note = 1
+    step.prepare(ids(2, 8))
+    assert step.history[-1].cause == (
+        "note of blocks.0 changed; hold it in a buffer that changes in place to avoid replanning"
+    )
+
+
+class Annealed(nn.Module):
+    """A dropout whose probability is in a buffer, as the warning proposes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+        self.register_buffer("p", torch.tensor(0.5))
+
+    def forward(self, x):
+        x = self.layers(x)
+        return (x * (torch.rand_like(x) >= self.p) / (1 - self.p)).square().mean()
+
+
+def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
+    model, x = Annealed(), torch.randn(64, 16)
+    step = ackpt.compile(model, x, budget="1MB")
+    for share in (0.4, 0.3, 0.0):
+        model.p.fill_(share)
+        check(step, model, x)
+    assert kinds(step) == ["capture"]
+
+
+def test_an_error_in_planning_leaves_the_step_usable():
+    model = Words()
+    step = ackpt.compile(model, ids(8, 20), budget="225kB")
+    with pytest.raises(ackpt.BudgetError):
+        step.prepare(ids(8, 200))
+    check(step, model, ids(8, 20))
+    check(step, model, ids(8, 16))
+
+
+def test_evaluation_neither_captures_nor_counts():
+    model = Words()
+    step = ackpt.compile(model, ids(8, 20), budget=0.7)
+    with torch.no_grad():
+        for length in range(4, 30):
+            step(ids(8, length))
+    assert kinds(step) == ["capture"]

@@ -1,0 +1,202 @@
+"""The code that runs a schedule dispatches the captured operations, without views that change nothing."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ackpt
+from ackpt.planner.schedule.listing import CALLS, Line, Listing
+from ackpt.planner.step.generated_code import FUNCTIONS, METHODS, SIZES, boxed, direct, simplified
+
+_ATEN = torch.ops.aten
+_ROWS, _COLUMN = torch.randn(4, 6), torch.randn(4, 1)
+_ARGUMENTS = {
+    _ATEN.t.default: (_ROWS,),
+    _ATEN.transpose.int: (_ROWS, 0, -1),
+    _ATEN.unsqueeze.default: (_ROWS, 1),
+    _ATEN.squeeze.dim: (_COLUMN, 1),
+    _ATEN.select.int: (_ROWS, 0, 2),
+    _ATEN.clone.default: (_ROWS,),
+    _ATEN.view.default: (_ROWS, [2, -1]),
+    _ATEN.expand.default: (_COLUMN, [4, 5]),
+    _ATEN.permute.default: (_ROWS, [1, 0]),
+    _ATEN.mm.default: (_ROWS, _ROWS.t()),
+    _ATEN.bmm.default: (_ROWS[None], _ROWS.t()[None]),
+    _ATEN.addmm.default: (_COLUMN, _ROWS, _ROWS.t()),
+    _ATEN.sum.dim_IntList: (_ROWS, [0], True),
+    _ATEN.native_layer_norm.default: (_ROWS, [6], None, None, 1e-5),
+    _ATEN._softmax.default: (_ROWS, -1, False),
+    _ATEN._log_softmax.default: (_ROWS, -1, False),
+    _ATEN.embedding.default: (_ROWS, torch.tensor([0, 3]), 1),
+    _ATEN.convolution.default: (torch.randn(1, 2, 5), torch.randn(3, 2, 3), None, [1], [0], [1], False, [0], 1),
+    _ATEN.cat.default: ([_ROWS, _COLUMN], 1),
+}
+_KWARGS = {
+    _ATEN.clone.default: {"memory_format": torch.contiguous_format},
+    _ATEN.gelu.default: {"approximate": "tanh"},
+    _ATEN.sum.dim_IntList: {"dtype": torch.float64},
+}
+
+
+class Recorded(TorchDispatchMode):
+    """Records what is dispatched, with all arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _arguments(overload):
+    if overload in _ARGUMENTS:
+        return _ARGUMENTS[overload]
+    return tuple(_ROWS for each in overload._schema.arguments if each.type.kind() == "TensorType")
+
+
+def _recorded(run):
+    with torch.no_grad(), Recorded() as recorded:
+        result = run()
+    return result, recorded.calls
+
+
+def _is_same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one is other or (torch.equal(one, other) and one.stride() == other.stride())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("overload", [*METHODS, *SIZES, *FUNCTIONS], ids=str)
+@pytest.mark.parametrize("with_keywords", [False, True])
+def test_a_direct_call_dispatches_the_same_operation_with_the_same_arguments(overload, with_keywords):
+    args, kwargs = _arguments(overload), _KWARGS.get(overload, {}) if with_keywords else {}
+    if overload in FUNCTIONS:
+        direct = lambda: FUNCTIONS[overload](*args, **kwargs)  # noqa: E731
+    elif overload in METHODS:
+        direct = lambda: getattr(args[0], METHODS[overload])(*args[1:], **kwargs)  # noqa: E731
+    else:
+        direct = lambda: getattr(args[0], SIZES[overload])(*args[1])  # noqa: E731
+    (result, ((func, seen, keywords),)), (other, ((other_func, other_seen, other_keywords),)) = (
+        _recorded(run) for run in (lambda: overload(*args, **kwargs), direct)
+    )
+    assert func is other_func is overload
+    assert _is_same(seen, other_seen) and keywords == other_keywords
+    assert _is_same(result, other)
+
+
+def _captured(function, *args) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*args)
+
+
+def _targets(listing: Listing) -> list[str]:
+    return [str(direct(line)[0]) for line in simplified(listing).lines if line.op in CALLS]
+
+
+def test_a_view_that_undoes_others_is_left_out():
+    def function(x):
+        return (x.t().unsqueeze(0).squeeze(0).t() + 1, x.view(8, 3).view(4, 6) * 2)
+
+    x = torch.randn(4, 6)
+    module = _captured(function, x)
+    listing = Listing.of(module.graph)
+    run = boxed(module, listing)
+    given = [x]
+    results = run(given)
+    assert given == []
+    assert _targets(listing) == ["aten.add.Tensor", "aten.mul.Tensor"]  # with numbers, which are no tensors
+    assert all(map(torch.equal, results, function(x)))
+
+
+def test_an_argument_that_only_left_out_views_read_is_freed_at_once():
+    x = torch.ones(4, 6)
+    listing = Listing.of(_captured(lambda x, y: (x.detach(), y.relu())[1], x, x).graph)
+    given, freed = [x.clone(), x], []
+    held = weakref.ref(given[0])
+    listing.lines.insert(-1, Line("call_function", lambda: freed.append(held() is None)))
+    assert torch.equal(boxed(nn.Module(), listing)(given), x)
+    assert freed == [True]
+
+
+def test_a_view_with_other_strides_or_that_is_returned_stays():
+    def function(x):
+        square = x.t().relu()
+        return square.t().t(), square.t()
+
+    x = torch.randn(4, 4)
+    module = _captured(function, x)
+    listing = Listing.of(module.graph)
+    first, second = boxed(module, listing)([x])
+    assert first.stride() == function(x)[0].stride() and second.stride() == function(x)[1].stride()
+    assert first is not second and torch.equal(first, x.t().relu())
+    assert _targets(listing).count("t") == 4
+
+
+def test_an_operation_on_a_number_keeps_its_overload():
+    module = _captured(lambda x: torch.add(x, 2.5) + x, torch.ones(3))
+    listing = Listing.of(module.graph)
+    assert torch.equal(boxed(module, listing)([torch.ones(3)]), torch.full((3,), 4.5))
+    targets = [direct(line)[0] for line in simplified(listing).lines if line.op in CALLS]
+    assert targets == [_ATEN.add.Tensor, torch.add]
+
+
+def test_a_planned_step_calls_directly_and_equals_eager():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2), nn.Softmax(-1))
+    x = torch.randn(4, 3, 6)
+    step = ackpt.compile(model, x, policy="none", differentiate="all")
+    results = []
+    for call in (model, step):
+        model.zero_grad()
+        output = call(x)
+        output.square().sum().backward()
+        results.append([output, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+@torch.library.custom_op("ackpt_tests::increment", mutates_args={"x"})
+def increment(x: torch.Tensor) -> None:
+    x.add_(1.0)
+
+
+increment.register_fake(lambda x: None)
+
+
+class Incremented(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        increment(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Incrementing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = Incremented.apply(self.layer(x))
+        return (hidden * hidden.tanh()).sum()
+
+
+def test_operations_that_write_into_arguments_run_under_modes():
+    """AOTAutograd makes them higher-order operators, which torch's counter of FLOPs does not call."""
+    model, x = Incrementing(), torch.randn(64, 8)
+    step = ackpt.compile(model, x, policy="full")
+    assert ackpt.count_flops(lambda: step(x).backward()) == ackpt.count_flops(lambda: model(x).backward()) == 16384
+    peaks = [ackpt.measure(lambda: call(x).backward(), resident=[model, x]).peak_bytes for call in (model, step)]  # noqa: B023
+    assert peaks[0] == peaks[1]

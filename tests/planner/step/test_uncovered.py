@@ -1,0 +1,166 @@
+"""Warnings of memory that a budget does not cover: a loss outside of the model, an optimizer's state."""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import optimizer as optimizers
+
+import ackpt
+from ackpt.planner.step import uncovered
+
+X, LABELS = torch.linspace(-1, 1, 32 * 16).reshape(32, 16), torch.arange(32) % 10
+LOSS_OUTSIDE = r"no output of Net is a scalar loss, so the budget .* not what a loss outside of it .* shape \[32, 10\]"
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 10))
+
+    def forward(self, x, labels=None):
+        logits = self.body(x)
+        return logits if labels is None else (F.cross_entropy(logits, labels), logits)
+
+
+def recorded(function):
+    """The result of `function`, and the texts of its warnings."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        result = function()
+    return result, [str(each.message) for each in given]
+
+
+@pytest.mark.parametrize("budget", [40_000, "0.04MB", 1.0])
+def test_a_loss_outside_of_the_model_is_named_when_the_budget_is_given(budget):
+    model = Net()
+    with pytest.warns(UserWarning, match=LOSS_OUTSIDE):
+        step = ackpt.apply_budget(model, X, budget=budget)
+    _, said = recorded(lambda: [model(X).sum().backward(), step.prepare(X[:8].clone()), model.zero_grad()])
+    assert not said  # once for each step
+    with pytest.warns(UserWarning, match=LOSS_OUTSIDE):
+        ackpt.compile(Net(), X, budget=budget)(X)
+
+
+def test_a_loss_outside_of_the_model_is_named_before_a_budget_is_refused():
+    def refused():
+        with pytest.raises(ackpt.BudgetError):
+            ackpt.apply_budget(Net(), X, budget=10_000)
+
+    _, said = recorded(refused)
+    assert len(said) == 1 and re.match(LOSS_OUTSIDE, said[0])
+
+
+def test_a_loss_inside_of_the_model_is_covered():
+    model = Net()
+    _, said = recorded(lambda: ackpt.apply_budget(model, {"x": X, "labels": LABELS}, budget="1MiB"))
+    _, later = recorded(lambda: model(X, LABELS)[0].backward())
+    _, without_budget = recorded(lambda: ackpt.compile(Net(), X)(X).sum().backward())
+    assert not said and not later and not without_budget
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_loss_of_one_element_is_one_and_sizes_may_be_symbols(dynamic):
+    class One(Net):
+        def forward(self, x, labels):
+            return super().forward(x, labels)[0].reshape(1)
+
+    assert not recorded(lambda: ackpt.compile(One(), X, LABELS, budget="1MiB", dynamic=dynamic))[1]
+    _, said = recorded(lambda: ackpt.compile(Net(), X, budget="1MiB", dynamic=dynamic))
+    assert len(said) == 1 and "is a scalar loss" in said[0]
+
+
+def test_a_loss_outside_of_a_model_in_parts_is_named_at_its_first_call():
+    model = Net()
+    ackpt.apply_budget(model, X, budget="1MiB", regions=True)
+    with pytest.warns(UserWarning, match=LOSS_OUTSIDE):
+        model(X)
+    assert not recorded(lambda: model(X))[1]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_state_of_an_optimizer_that_is_not_planned_is_counted_at_the_next_call(kind):
+    model = Net()
+    step = ackpt.apply_budget(model, (X, LABELS), budget="1MiB")
+    optimizer = kind(model.parameters(), lr=0.1)
+    other = torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.1)
+
+    def train():
+        optimizer.zero_grad()
+        model(X, LABELS)[0].backward()
+        other.step()
+        optimizer.step()
+
+    assert not recorded(train)[1]
+    _, said = recorded(train)
+    if kind is torch.optim.SGD:  # it has no state
+        assert not said
+        return
+    elements, tensors = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
+    size = 4 * (2 * elements + tensors)
+    (message,) = said
+    assert f"the budget '1MiB' does not count the state of AdamW, {size / 2**10:.1f} KiB ({size} bytes)" in message
+    assert f"with it, the planned peak is {(step.plan.peak_bytes + size) / 2**10:.1f} KiB, not " in message
+    assert "Give optimizer= where you give the budget" in message
+    assert not recorded(train)[1]
+
+
+@pytest.mark.parametrize("given", [{"budget": 1.0}, {"budget": "1MiB", "optimizer": "adamw"}, {"policy": "none"}])
+def test_the_state_counts_or_no_bytes_are_promised(given):
+    model = Net()
+    ackpt.apply_budget(model, (X, LABELS), **given)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train():
+        optimizer.zero_grad()
+        model(X, LABELS)[0].backward()
+        optimizer.step()
+
+    assert not recorded(lambda: [train(), train()])[1]
+
+
+def test_optimizers_are_observed_until_that_of_the_model_has_stepped():
+    model = Net()
+    step = ackpt.apply_budget(model, (X, LABELS), budget="1MiB")
+    copied = copy.deepcopy(model)  # has no budget
+    for each in (copied, model):
+        assert step._ackpt_uncovered in uncovered._WATCHING
+        each(X, LABELS)[0].backward()
+        torch.optim.SGD(each.parameters()).step()
+    assert step._ackpt_uncovered not in uncovered._WATCHING
+    ackpt.apply_budget(Net(), (X, LABELS), budget="1MiB")
+    assert list(optimizers._global_optimizer_post_hooks.values()).count(uncovered._stepped) == 1
+
+
+@pytest.mark.parametrize("over", [-1, 1])
+def test_the_allocator_of_a_gpu_shows_whether_the_step_stayed_within_its_budget(monkeypatch, over):
+    """With simulated counters: 1000 bytes when the forward begins, and a peak of limit and workspaces at the end."""
+    model = Net()
+    step = ackpt.apply_budget(model, X, budget=1.0)
+    watched = step._ackpt_uncovered
+    limit = step.plan.limit_bytes
+    peaks = iter([5, 1000 + limit + uncovered._WORKSPACES + over])
+    stats = lambda device: {"allocated_bytes": {"all": {"current": 1000, "peak": next(peaks)}}}  # noqa: E731
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", stats)
+    monkeypatch.setattr(watched, "model", _OnGpu())
+    loss = model(X).sum()
+    _, said = recorded(loss.backward)
+    assert (next(peaks, None), len(said)) == (None, over > 0)
+    if said:
+        size = uncovered._WORKSPACES + over
+        assert said[0].startswith(f"this step exceeded the budget 1.0 by {size / 2**20:.1f} MiB, with a peak of ")
+        model.zero_grad()
+        assert not recorded(lambda: model(X).sum().backward())[1]
+
+
+class _OnGpu:
+    """Stands for a model whose parameters are on a GPU."""
+
+    device = torch.device("cuda")
+
+    def parameters(self):
+        yield self
