@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ackpt.core.errors import warn
-from ackpt.planner.capture.inspection.calls import call_arguments
-from ackpt.planner.capture.inspection.trainer_calls import as_trainer_calls
+from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
 from ackpt.planner.capture.optimizer_state import loop_with
 from ackpt.planner.compiled import planned_step
 from ackpt.planner.costs.devices import Device

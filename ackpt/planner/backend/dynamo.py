@@ -36,8 +36,8 @@ from ackpt.planner.capture.outputs import (
     plain_backward,
     without_gradient,
 )
-from ackpt.planner.capture.patches import casts
 from ackpt.planner.capture.patches.eager_settings import like_eager
+from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight, stop_casting_once
 from ackpt.planner.capture.tracing import joint_graph
 from ackpt.planner.choose import check_runs, default_profile, device_of_costs, plan, resolved
 from ackpt.planner.costs.fusion import fused
@@ -116,11 +116,11 @@ def backend(
     output.args = (returned,)
     if torch.is_autocast_cache_enabled():
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        weights = [node for node in placeholders if casts.is_weight(node.meta.get("example_value"))]
+        weights = [node for node in placeholders if is_weight(node.meta.get("example_value"))]
         with gm.graph.inserting_after(placeholders[-1]):
-            gm.graph.call_function(casts.start, tuple(weights))
+            gm.graph.call_function(cast_once, tuple(weights))
         with gm.graph.inserting_before(output):
-            gm.graph.call_function(casts.stop)
+            gm.graph.call_function(stop_casting_once)
     gm.recompile()
     # A cached step would contain the plan of another budget.
     with like_eager(detect_fake_mode(example_inputs)), functorch_config.patch(enable_autograd_cache=False):

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
-from .gradients import in_memory
-from .operations import BACKWARD, FORWARD, has_effect
-from .patches import random_draws  # noqa: F401 (defines ackpt_graph::dropout_noise)
-from .patches.mask_bits import one_of, packed_bytes
+from .mask_bits import one_of, packed_bytes
+from .operations import BACKWARD, FORWARD, has_effect, memory_order
+from .patches import python_kernels  # noqa: F401 (defines ackpt_graph::dropout_noise)
 
 if TYPE_CHECKING:
     from .joint_graph import JointGraph
@@ -84,7 +83,7 @@ class Analysis:
     def restrided(self) -> set[int]:
         """Tangents that torch copies, since a gradient cannot have the strides of its output."""
         values = {node: self.fx[node].meta["val"] for node in self.tangents}
-        return {node for node, value in values.items() if value.numel() and in_memory(value) is None}
+        return {node for node, value in values.items() if value.numel() and memory_order(value) is None}
 
     @cached_property
     def incoming_bytes(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,42 +24,32 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.core.autograd_state import version
-from ackpt.core.errors import TraceError
+from ackpt.core.errors import TraceError, warn
 from ackpt.core.progress import stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.without_data.packed_sequences import found_packed
-from ackpt.planner.capture.inspection.attributes import arguments_unchanged, every_module, unchanged
-from ackpt.planner.capture.inspection.branches import Branch, Branches, Number
-from ackpt.planner.capture.inspection.calls import described
-from ackpt.planner.capture.inspection.held_tensors import Held
-from ackpt.planner.capture.inspection.kept_tensors import OF_SHAPES, places
-from ackpt.planner.capture.inspection.model_checks import check_call, own_call
-from ackpt.planner.capture.inspection.outside_values import Reads, in_own_context
-from ackpt.planner.capture.inspection.source_lines import Where, explained, saving_hooks_refused
-from ackpt.planner.capture.inspection.tensors import (
-    has_data,
-    is_tensor,
-    off_meta,
-    require_traceable,
-    shape_of,
-    tensor_facts,
-)
-from ackpt.planner.capture.inspection.transformers_caches import flatten_outputs
-from ackpt.planner.capture.patches.eager_settings import like_eager
-from ackpt.planner.capture.patches.fused_attention import fused_attention_refused
-from ackpt.planner.capture.patches.size_arithmetic import SizeEnv, python_arithmetic
 
-from .as_compiled import compiling, warned
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
+from .inspection.attributes import arguments_unchanged, every_module, unchanged
+from .inspection.branches import Branch, Branches, Number
+from .inspection.calls import described
+from .inspection.kept_tensors import OF_SHAPES, Held, places
+from .inspection.model_checks import check_call, has_data, is_tensor, own_call, require_traceable, tensor_facts
+from .inspection.outside_values import Reads, in_own_context
+from .inspection.source_lines import Where, explained, saving_hooks_refused
 from .outputs import (
     check_differentiate,
     check_outputs,
+    flatten_outputs,
     no_gradient,
     refuse_overlaps,
     refuse_views_of_changed,
     without_gradient,
 )
-from .patches import casts
+from .patches.eager_settings import fused_attention_refused, like_eager
+from .patches.python_kernels import casting_once, is_weight
+from .patches.size_arithmetic import SizeEnv, python_arithmetic
+from .shapes import off_meta, shape_of
 
 # Held during a capture, which replaces the model's tensors and functions of torch in all threads, and while others read
 # the model's tensors.
@@ -240,11 +231,11 @@ class _Flat(nn.Module):
         with _tied(call.ties):
             traced_own = {id(tensor): named[name] for named, name, tensor in call.own}
             call.attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in call.own]
-            held = Held({**traced, **traced_own}, call.reads)
+            held = Held({**traced, **traced_own}, call.reads.paused)
             real = (*leaves, *(tensor for _, _, tensor in call.own))
             versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
-            weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
-            once = casts.once(weights if call.casts_once else ())
+            weights = [held.traced[id(tensor)] for tensor in real if is_weight(tensor)]
+            once = casting_once(weights if call.casts_once else ())
             originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in call.own}
             same_model = unchanged(
                 call.model, held.is_same, call.reads.may_settle, lambda value: originals.get(id(value), value)
@@ -474,10 +465,40 @@ def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
     tensors = tuple(leaves[place] for place in given)
     call = flat._ackpt_call
     same_model = unchanged(call.model, lambda was, now: False, call.reads.may_settle)  # by the backward
-    with contextlib.ExitStack() as inner, Where(call.model, call.reads.kept), call.reads.watched_backward(), same_model:
+    with (
+        contextlib.ExitStack() as inner,
+        Where(call.model, call.reads.kept.add),
+        call.reads.watched_backward(),
+        same_model,
+    ):
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
     call.require_same_attributes()
     call.own.clear()  # torch keeps the module, but this holds tensors
     call.reads.kept.add_backward()
     return Capture(joint, given, held, *call.returned, **about)
+
+
+_WARNED: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def compiling():
+    """Make ``torch.compiler.is_compiling()`` return True inside; models check it before they read tensor values."""
+    was, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = was
+
+
+def compiling_note(reason: str) -> str:
+    """The note in a plan from a capture as ``torch.compile`` runs the model; `reason`: why."""
+    return f"captured as torch.compile runs it, because {reason}; the model's own step may differ"
+
+
+def warned(model: torch.nn.Module, reason: str) -> None:
+    """Warn about such a capture, once per model and reason: a model may have many captures."""
+    if reason not in _WARNED.setdefault(model, set()):
+        _WARNED[model].add(reason)
+        warn(f"The model was captured as torch.compile runs it, because {reason}; the model's own step may differ.")

@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
 from ackpt.core.errors import TraceError
-from ackpt.planner.capture.inspection.tensors import is_tensor
 
+from .inspection.model_checks import is_tensor
+from .operations import storage_keys, tensors_of
 from .patches.size_arithmetic import SizeEnv
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -254,10 +255,9 @@ class DynamicModule:
             TraceError: naming the operation.
         """
         for node in self.module.graph.nodes:
-            values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
             sizes = (
                 size
-                for value in values
+                for value in tensors_of(node)
                 if is_symbolic(value)
                 for size in (*value.shape, *value.stride(), value.untyped_storage().nbytes())
             )
@@ -285,10 +285,9 @@ class DynamicModule:
     def _storage_bytes(self) -> tuple[Any, ...]:
         sizes: dict[int, Any] = {}
         for place in range(len(self.fx) - 1):  # the last one is the output
-            for value in tree_leaves(self.fx[place].meta.get("val")):
-                if isinstance(value, torch.Tensor):
-                    storage = value.untyped_storage()
-                    sizes.setdefault(storage._cdata, expression(storage.nbytes()))
+            for value in tensors_of(self.fx[place]):
+                storage = value.untyped_storage()
+                sizes.setdefault(storage._cdata, expression(storage.nbytes()))
         return tuple(sizes.values())
 
     @cached_property
@@ -333,10 +332,10 @@ def without_full_slices(module: fx.GraphModule) -> None:
             continue
         if is_whole_slice(node):
             source = node.args[0]
-            renewed |= set(_storages(node)) - set(_storages(source))
+            renewed |= set(storage_keys(node)) - set(storage_keys(source))
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
-        elif not renewed.isdisjoint(_storages(node)):
+        elif not renewed.isdisjoint(storage_keys(node)):
             with torch.no_grad():
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
                 node.meta["val"] = node.target(*args, **kwargs)
@@ -349,11 +348,6 @@ def is_whole_slice(node: fx.Node) -> bool:
         return False
     (source, *_), result = (each.meta["val"] for each in node.all_input_nodes), node.meta["val"]
     return [expression(size) for size in source.shape] == [expression(size) for size in result.shape]
-
-
-def _storages(node: fx.Node) -> list[int]:
-    values = tree_leaves(node.meta.get("val"))
-    return [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
 
 
 def concrete(module: fx.GraphModule, symbols: Symbols, values: tuple[int, ...]) -> fx.GraphModule:

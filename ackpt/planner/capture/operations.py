@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._higher_order_ops.effects import _get_effect
+from torch.utils._pytree import tree_leaves
 
 FORWARD, BACKWARD = "forward", "backward"
 CATEGORIES: tuple[str, ...] = (
@@ -116,3 +117,25 @@ def has_effect(target) -> bool:
     """Whether an operation has effects besides its results, such as errors; always true if it returns nothing."""
     is_operation = isinstance(target, torch._ops.OpOverload)
     return is_operation and (not target._schema.returns or _get_effect(target) is not None)
+
+
+def memory_order(value: torch.Tensor) -> list[int] | None:
+    """The dimensions of `value` from the outermost in memory inwards, None if its elements overlap or leave gaps."""
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    expected = 1
+    for dim in reversed(order):
+        if value.shape[dim] > 1:
+            if value.stride(dim) != expected:
+                return None
+            expected *= value.shape[dim]
+    return order
+
+
+def tensors_of(node: torch.fx.Node) -> list[torch.Tensor]:
+    """The tensors among the results of a node of a captured module."""
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+
+
+def storage_keys(node: torch.fx.Node) -> list[int]:
+    """What identifies the storage of each of these tensors."""
+    return [value.untyped_storage()._cdata for value in tensors_of(node)]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import ackpt.planner.capture.patches.random_draws  # noqa: F401 (defines ackpt_graph::dropout_noise)
+import ackpt.planner.capture.patches.python_kernels  # noqa: F401 (defines ackpt_graph::dropout_noise)
 from ackpt.metering.flops import formula
-from ackpt.planner.capture.patches.mask_bits import packed_bytes
+from ackpt.planner.capture.mask_bits import packed_bytes
 
 from .operation_costs import elements
 

@@ -32,8 +32,7 @@ from ackpt.core.errors import BudgetError, CheckpointError, TraceError, warn
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import Resident
 from ackpt.planner.capture.inspection.calls import described
-from ackpt.planner.capture.inspection.model_checks import own_call
-from ackpt.planner.capture.inspection.tensors import has_data, is_tensor
+from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor, own_call
 from ackpt.planner.capture.optimizer_state import loop_bytes, scaled_loss_bytes
 from ackpt.planner.step.call_facts import Call, Sizes
 from ackpt.planner.step.variants import Variants

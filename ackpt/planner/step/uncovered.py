@@ -23,9 +23,8 @@ from ackpt.core.errors import warn
 from ackpt.metering.gpus import MIB
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
-from ackpt.planner.capture.inspection.tensors import is_tensor
-from ackpt.planner.capture.inspection.transformers_caches import flatten_outputs
-from ackpt.planner.capture.outputs import before_backward
+from ackpt.planner.capture.inspection.model_checks import is_tensor
+from ackpt.planner.capture.outputs import before_backward, flatten_outputs
 from ackpt.planner.schedule.plan import Plan
 
 _WORKSPACES = 2 * 32 * MIB  # of cuBLAS, one for the forward's thread and one for backward's

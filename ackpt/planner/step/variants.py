@@ -29,8 +29,7 @@ from ackpt.planner.capture.inspection.calls import (
     other_bytes,
     sliced,
 )
-from ackpt.planner.capture.inspection.model_checks import warn_of_hooks
-from ackpt.planner.capture.inspection.tensors import is_tensor
+from ackpt.planner.capture.inspection.model_checks import is_tensor, warn_of_hooks
 from ackpt.planner.capture.joint_graph import operations_in
 from ackpt.planner.capture.optimizer_state import Loop
 from ackpt.planner.capture.outputs import gradient_strides

@@ -25,11 +25,9 @@ from torch import nn
 from ackpt.checkpointing.reachable import tensors_in
 from ackpt.core.errors import TraceError, warn
 
-from .attributes import REGIONS, Change, not_repeated, repeated_draws
-from .closures_that_ran import Closures
-from .comparable_values import plain
+from .attributes import REGIONS, Change, not_repeated, plain, repeated_draws
 from .kept_tensors import Kept, NotConstant
-from .value_walk import Value, Walk, closes_over, is_of_model, said
+from .value_walk import Closures, Value, Walk, closes_over, is_of_model, said
 
 _CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
 # The functions that seed. In regions the forward seeds again for the recomputation, which torch.seed does differently.

@@ -10,7 +10,9 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,8 +29,6 @@ from torch.overrides import TorchFunctionMode
 
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.core.errors import CheckpointError, TraceError
-
-from .kept_tensors import Kept
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
@@ -86,12 +86,15 @@ def set_at(module: nn.Module, name: str) -> str:
 
 
 class Where(TorchFunctionMode):
-    """Annotates every operation with the module that calls it and the line in the model's code."""
+    """Annotates every operation with the module that calls it and the line in the model's code.
 
-    def __init__(self, model, kept: Kept):
+    ``note``: gets the results of each, and the line or module in words.
+    """
+
+    def __init__(self, model, note: Callable[[Any, str], None]):
         super().__init__()
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._kept = kept
+        self._note = note
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         module = source = None
@@ -118,7 +121,7 @@ class Where(TorchFunctionMode):
             )
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
             result = func(*args, **(kwargs or {}))
-        self._kept.add(result, f"at {source}" if source else f"in module {module!r}")
+        self._note(result, f"at {source}" if source else f"in module {module!r}")
         return result
 
 
