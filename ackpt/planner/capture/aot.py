@@ -177,12 +177,11 @@ class _Call:
         """Raise a TraceError if the model's code, in its forward or a backward, has set an attribute of a parameter."""
         for tensor, name, before in self.attributes:
             if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
-                error = TraceError(
+                message = (
                     f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would "
                     "not repeat: set an attribute of the module, or register a buffer."
                 )
-                error.reason, error.can_split = str(error), True
-                raise error
+                raise TraceError(message, reason=message, can_split=True)
         self.attributes.clear()
 
 
@@ -361,12 +360,13 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
             except TraceError as again:
                 if str(again) == str(error):
                     raise
-                both = TraceError(
+                raise TraceError(
                     f"{error} Many models do not look at values while torch.compiler.is_compiling() is True, but "
-                    f"capturing this one that way fails, too: {again}"
-                )
-                both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
-                raise both from error
+                    f"capturing this one that way fails, too: {again}",
+                    reason=error.reason,
+                    module=error.module,
+                    can_split=error.can_split,
+                ) from error
         if not captured.has_data:
             captured.reads.undo()  # what the model's code keeps is real, but what it would keep is not
         if captured.reason:

@@ -245,15 +245,13 @@ def _require_dense(ordered) -> None:
     for node in ordered:
         if any(value.layout is not torch.strided for value in tensors_of(node)):
             module = _where(node, "module")
-            error = TraceError(
+            raise TraceError(
                 f"{node.name} ({_target(node)}) of module {module or 'the model itself'!r} is a sparse "
-                "tensor, which cannot be planned. Use dense ones: sparse=False in nn.Embedding, tensor.to_dense()."
+                "tensor, which cannot be planned. Use dense ones: sparse=False in nn.Embedding, tensor.to_dense().",
+                reason=f"{f'module {module!r}' if module else 'the model'} computes a sparse tensor",
+                module=module or None,
+                can_split=True,
             )
-            error.reason = (
-                f"module {module!r} computes a sparse tensor" if module else "the model computes a sparse tensor"
-            )
-            error.module, error.can_split = module or None, True
-            raise error
 
 
 _PRODUCTS = tuple(getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "convolution"))

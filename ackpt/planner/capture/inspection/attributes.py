@@ -1,7 +1,7 @@
 """Record the attributes of modules that a capture depends on, and refuse a forward that changes them.
 
-A forward that changes attributes, or draws random numbers from Python or numpy, is refused when it is captured, and its
-changes are undone.
+A forward that changes attributes is refused when it is captured, and its changes are undone. In what a call compares,
+plain values and containers count by content; tensors, functions and other callables by identity.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import random
-import sys
 import types
 import weakref
 from collections import deque
@@ -42,7 +40,6 @@ _DROPOUT = (
 )
 # How to run a model whose code has effects of its own: the end of a sentence that tells how to change the model.
 REGIONS = "or plan with regions=True, which runs the model's own code."
-SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -124,7 +121,7 @@ def unchanged(model: nn.Module, is_same, settle=None, real=lambda value: value):
         real: returns the model's own tensor for a traced one that replaces it, and other values as they are.
 
     Raises:
-        TraceError: naming the attribute that the forward has changed, or the random numbers that it has drawn.
+        TraceError: naming the attribute that the forward has changed.
     """
     modules = _with_unregistered(dict(model.named_modules()))
     before = [
@@ -133,8 +130,7 @@ def unchanged(model: nn.Module, is_same, settle=None, real=lambda value: value):
         for attribute, container in _containers(module)
     ]
     derived = {id(vars(module)): _derived(module) for module in modules.values()}
-    states = _random_states()
-    drawn, changes = [], []
+    changes = []
     try:
         yield
         changes = [
@@ -143,15 +139,10 @@ def unchanged(model: nn.Module, is_same, settle=None, real=lambda value: value):
             for key, was, now in changed_items(container, copy, is_same)
             if key not in derived.get(id(container), ())
         ]
-        drawn = [name for name, state in _random_now().items() if name in states and state != states[name][0]]
     finally:
         for *_, container, copy in before:
             if any(changed_items(container, copy, lambda was, now: False)):
                 restore(container, copy)
-        for _, reset in states.values():
-            reset()
-    if drawn:
-        raise repeated_draws(drawn[0])
     if changes and not (settle and settle(changes)):
         raise not_repeated(changes[0].refusal)
 
@@ -181,9 +172,7 @@ def changed(container, key, before, refusal: str, real=lambda value: value) -> C
 
 def not_repeated(message: str) -> TraceError:
     """The error for an effect of the forward that a captured step would not have, but regions have."""
-    error = TraceError(message)
-    error.reason, error.can_split = message.partition(", which a captured step")[0], True
-    return error
+    return TraceError(message, reason=message.partition(", which a captured step")[0], can_split=True)
 
 
 def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -203,13 +192,6 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
                     result |= added
                     left += added.items()
     return result
-
-
-def repeated_draws(source: str) -> TraceError:
-    return not_repeated(
-        f"the forward draws random numbers from {source} or seeds it, which a captured step would not repeat. "
-        f"Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, {REGIONS}"
-    )
 
 
 @contextlib.contextmanager
@@ -315,31 +297,6 @@ def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str
         f"the forward changes attribute {attribute or key!r} {owner}, from {was!r} to {now!r}, which a captured step "
         f"would not repeat. Count in a buffer, in place, or outside of the model, {REGIONS}"
     )
-
-
-def _random_states() -> dict:
-    """By the generator's name: its state, comparable by ==, and a function that restores what it was before this call.
-
-    The generators are seeded here, so that a forward that seeds them itself leaves another state.
-    """
-    python_state = random.getstate()
-    random.seed(SEED)
-    states = {"Python's module random": (random.getstate(), lambda: random.setstate(python_state))}
-    if numpy := sys.modules.get("numpy"):
-        numpy_state = numpy.random.get_state()
-        with contextlib.suppress(TypeError):  # a bit generator of the user's own, which cannot be seeded
-            numpy.random.seed(SEED)
-        states["numpy.random"] = (_numpy_state(numpy), lambda: numpy.random.set_state(numpy_state))
-    return states
-
-
-def _random_now() -> dict:
-    numpy = sys.modules.get("numpy")
-    return {"Python's module random": random.getstate(), "numpy.random": _numpy_state(numpy) if numpy else ()}
-
-
-def _numpy_state(numpy) -> tuple:
-    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state())
 
 
 _PLAIN = (

@@ -212,13 +212,13 @@ def require_no_attributes(args, kwargs) -> None:
         TraceError: naming the argument and the attribute.
     """
     for name, leaf in named_leaves(args, kwargs):
-        if isinstance(leaf, torch.Tensor) and (found := public_attributes(leaf)):
-            error = TraceError(
-                f"argument {name} is a tensor with a Python attribute {found[0]!r}, which a plan does not see. Pass "
-                "its value as an argument of its own, or plan with regions=True, which runs the model's own code."
+        if isinstance(leaf, torch.Tensor) and (attributes := public_attributes(leaf)):
+            raise TraceError(
+                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a plan does not see. "
+                "Pass its value as an argument of its own, or plan with regions=True, which runs the model's own code.",
+                reason=f"argument {name} has a Python attribute {attributes[0]!r}",
+                can_split=True,
             )
-            error.reason, error.can_split = f"argument {name} has a Python attribute {found[0]!r}", True
-            raise error
 
 
 def has_data(model: nn.Module, leaves) -> bool:

@@ -25,7 +25,7 @@ from torch import nn
 from ackpt.checkpointing.reachable import tensors_in
 from ackpt.core.errors import TraceError, warn
 
-from .attributes import REGIONS, Change, not_repeated, plain, repeated_draws
+from .attributes import REGIONS, Change, not_repeated, plain
 from .kept_tensors import Kept, NotConstant
 from .value_walk import Closures, Value, Walk, closes_over, is_of_model, said
 
@@ -127,7 +127,11 @@ class Reads:
             )
             raise TraceError(f"{message}.") if name == "seed" else not_repeated(f"{message}, {REGIONS}")
         if drawn:
-            raise repeated_draws(drawn[0])
+            raise not_repeated(
+                f"the forward draws random numbers from {drawn[0]} or seeds it, which a captured step would not "
+                "repeat. Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, "
+                f"{REGIONS}"
+            )
         if changed and not self.may_settle(changed):
             raise not_repeated(changed[0].refusal)
 

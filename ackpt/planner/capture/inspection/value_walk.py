@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
 import os
+import random
 import sys
 import sysconfig
 import types
@@ -21,12 +23,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
-from ackpt.checkpointing.rng import NumpyStream, TorchStream, stream_of
+from ackpt.checkpointing.rng import NumpyStream, PythonStream, TorchStream, stream_of
 
 from .attributes import (
     OF_EVERY_MODULE,
     REGIONS,
-    SEED,
     Change,
     changed,
     changed_items,
@@ -36,6 +37,7 @@ from .attributes import (
     restore,
 )
 
+_SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _ABSENT: Any = object()
 _CACHED = type(functools.lru_cache(len))
@@ -116,9 +118,13 @@ class Walk:
         self._runs = runs
         self.values: dict[tuple[int, str], Value] = {}
         self._streams: dict[int, tuple[Any, str, Any, Any]] = {}
+        if runs:
+            self._seed(random, PythonStream(), "Python's module random")
+            if numpy := sys.modules.get("numpy"):
+                self._seed(numpy.random, NumpyStream(numpy.random.mtrand._rand), "numpy.random")
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
-        self._classes: dict[type, _Class] = {}
+        self._classes: dict[type, _Namespace] = {}
         self._modules = {id(module) for module in model.modules()}
         for path, module in model.named_modules():
             label = module_label(path)
@@ -171,11 +177,20 @@ class Walk:
         """Record the states of random number generators: of `value` itself, or of those in a list or dict."""
         for item in (value, *(item for container in _containers(value) for item in _items(container))):
             if isinstance(item, _generator_types()) and id(item) not in self._streams:
-                stream = stream_of(item)
-                if stream is not None and self._runs:
-                    state = stream.get()
-                    _seed(stream)
-                    self._streams[id(item)] = stream, label, state, stream.get()
+                if self._runs and (stream := stream_of(item)) is not None:
+                    self._seed(item, stream, label)
+
+    def _seed(self, source, stream, label: str) -> None:
+        """Seed a generator, so that code that seeds it itself leaves another state."""
+        state = stream.get()
+        with contextlib.suppress(TypeError):  # a bit generator of the user's own, which cannot be seeded
+            if isinstance(stream, TorchStream):
+                stream.generator.manual_seed(_SEED)
+            elif isinstance(stream, NumpyStream) and stream.bits is not None:
+                stream.bits.state = type(stream.bits)(_SEED).state
+            else:
+                stream.source.seed(_SEED)
+        self._streams[id(source)] = stream, label, state, stream.get()
 
     def drawn_from(self) -> list[str]:
         """The labels of the generators that were seeded or drawn from; this restores their states."""
@@ -204,61 +219,35 @@ class Walk:
                 continue
             for name in names & vars(kind).keys():
                 if isinstance(vars(kind)[name], _METHODS) or _content(vars(kind)[name]) is not None:
-                    namespace = self._classes.setdefault(kind, _Class(kind))
+                    of_class = _Namespace(vars(kind).get, functools.partial(setattr, kind))
+                    namespace = self._classes.setdefault(kind, of_class)
                     self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
                     shared.add(name)
                 elif isinstance(vars(kind)[name], types.MemberDescriptorType) and not isinstance(value, type):
-                    self.note(_Slots(value), name, f"attribute {name!r} of {label}", depth + 1, owner=value)
+                    slots = _Namespace(functools.partial(_slot, value), functools.partial(setattr, value))
+                    self.note(slots, name, f"attribute {name!r} of {label}", depth + 1, owner=value)
         instance = None if isinstance(value, type) else getattr(value, "__dict__", None)
         if isinstance(instance, dict):
             for name in names & (instance.keys() | shared):
                 self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, name in shared, value)
 
 
-def _seed(stream) -> None:
-    if isinstance(stream, TorchStream):
-        stream.generator.manual_seed(SEED)
-    elif isinstance(stream, NumpyStream) and stream.bits is not None:
-        stream.bits.state = type(stream.bits)(SEED).state
-    else:
-        stream.source.seed(SEED)
+class _Namespace:
+    """Names and values that `get` reads and `put` sets, such as the attributes of a class."""
 
-
-class _Environment:
-    """The environment variables of the process as one hash."""
-
-    def get(self, name: str, default=None):
-        return hash(frozenset(os.environ.items()))
+    def __init__(self, get, put):
+        self.get, self._put = get, put
 
     def __setitem__(self, name: str, value) -> None:
-        """Do nothing: environment variables are not restored."""
+        self._put(name, value)
 
 
-_ENVIRONMENT = _Environment()
+def _slot(owner, name: str, default=None):
+    return getattr(owner, name, default)
 
 
-class _Class:
-    """The attributes of a class as a namespace."""
-
-    def __init__(self, kind: type):
-        self.kind = kind
-        self.get = vars(kind).get
-
-    def __setitem__(self, name: str, value) -> None:
-        setattr(self.kind, name, value)
-
-
-class _Slots:
-    """The ``__slots__`` of an object as a namespace."""
-
-    def __init__(self, owner):
-        self.owner = owner
-
-    def get(self, name: str, default=None):
-        return getattr(self.owner, name, default)
-
-    def __setitem__(self, name: str, value) -> None:
-        setattr(self.owner, name, value)
+# The environment variables of the process, as one hash; they are not restored.
+_ENVIRONMENT = _Namespace(lambda name, default: hash(frozenset(os.environ.items())), lambda name, value: None)
 
 
 def _content(value, depth: int = 0):
