@@ -27,20 +27,20 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from ackpt.core.budget import is_share
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.planner.capture.inspection.outside_values import warn_of_checkpoints
-from ackpt.planner.capture.outputs import (
-    depends_on,
-    gradient_strides,
-    gradients_as_planned,
-    leave_undefined,
-    no_gradient,
-    plain_backward,
-    without_gradient,
-)
+from ackpt.planner.capture.outputs import no_gradient, without_gradient
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight, stop_casting_once
 from ackpt.planner.capture.tracing import joint_graph
 from ackpt.planner.choose import check_runs, default_profile, device_of_costs, plan, resolved
 from ackpt.planner.costs.fusion import fused
+from ackpt.planner.step.backward_checks import (
+    backward_node,
+    depends_on,
+    gradient_strides,
+    gradients_as_planned,
+    leave_undefined,
+    refuse_other_modes,
+)
 from ackpt.planner.step.compiled_schedule import partitioner
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
@@ -128,9 +128,10 @@ def backend(
 
     def call(*args):
         outputs = list(run(*args))
-        plain_backward(outputs)
-        gradients_as_planned(outputs, partition.strides)
-        leave_undefined(outputs, partition.depends)
+        if (node := backward_node(outputs)) is not None:
+            refuse_other_modes(node)
+            gradients_as_planned(node, outputs, partition.strides)
+            leave_undefined(node, outputs, partition.depends)
         for place in refused:
             outputs[place] = no_gradient(outputs[place])
         return outputs

@@ -74,11 +74,11 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)
 
 
-def off_meta(model: Any, leaves, spec, fake_mode: FakeTensorMode):
-    """`model`, `leaves` and `spec` with meta tensors replaced by fake CPU ones: for meta, torch picks other kernels."""
+def off_meta(model: Any, leaves, fake_mode: FakeTensorMode):
+    """`model` and `leaves` with meta tensors replaced by fake CPU ones: for meta, torch picks other kernels."""
     tensors = [*model.parameters(), *model.buffers(), *leaves]
     if not any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors):
-        return model, leaves, spec
+        return model, leaves
     replaced: dict[int, torch.Tensor] = {}  # tied parameters stay tied
 
     def replacement(tensor):
@@ -90,4 +90,4 @@ def off_meta(model: Any, leaves, spec, fake_mode: FakeTensorMode):
         fake = {id(tensor): replacement(tensor) for tensor in (*model.parameters(), *model.buffers())}
         leaves = [replacement(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     # Replaced wherever a module holds them, as a recurrent layer does in a list too.
-    return copy.deepcopy(model, fake), leaves, spec
+    return copy.deepcopy(model, fake), leaves

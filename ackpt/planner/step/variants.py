@@ -32,11 +32,11 @@ from ackpt.planner.capture.inspection.calls import (
 from ackpt.planner.capture.inspection.model_checks import is_tensor, warn_of_hooks
 from ackpt.planner.capture.joint_graph import operations_in
 from ackpt.planner.capture.optimizer_state import Loop
-from ackpt.planner.capture.outputs import gradient_strides
 from ackpt.planner.capture.tracing import captured_graph
 from ackpt.planner.schedule.plan import Plan, PlanError
 from ackpt.planner.schedule.rewriting import RewriteError
 
+from .backward_checks import gradient_strides
 from .call_facts import Call, Facts, Sizes, call_of, changed_setting
 from .choices import Planner
 from .compiled_schedule import compiled_schedule, dropped_places
