@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ackpt.checkpointing.reachable import HOOKS
 from ackpt.core.errors import warn
 from ackpt.planner.capture.inspection.attributes import (
-    HOOKS,
     OF_EVERY_MODULE,
     attributes,
     changed_attribute,

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from ackpt.checkpointing.reachable import LONGEST_CONTAINER
+from ackpt.checkpointing.reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS
 from ackpt.core.errors import TraceError
 
 from .source_lines import set_at
 
 # Marks that only fully_shard and accelerate read; the former also leaves them on modules that it does not run itself.
 _MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_accelerate_prepared"
-OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl", *_MARKS})
+OF_EVERY_MODULE = MODULE_FIELDS | {"_compiled_call_impl", *_MARKS}
 _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 
 # What to do about an attribute that changes. Torch's dropout takes no tensor.
@@ -40,7 +40,6 @@ _DROPOUT = (
 )
 # How to run a model whose code has effects of its own: the end of a sentence that tells how to change the model.
 REGIONS = "or plan with regions=True, which runs the model's own code."
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def every_module(model: nn.Module) -> dict[str, nn.Module]:
@@ -74,11 +73,7 @@ def attributes(modules) -> tuple:
 
 
 def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) -> tuple[str, str] | None:
-    """The first attribute that differs between two results of `attributes` for these modules by their paths.
-
-    Returns:
-        What changed and how to avoid it, in words, and the name of the attribute; None if nothing did.
-    """
+    """What differs first between two results of `attributes` and how to avoid it, and the name of the attribute."""
     for (path, module), before, after in zip(modules.items(), _by_module(was), _by_module(now)):
         for name in {**before, **after}:
             if before.get(name) != after.get(name):
@@ -110,18 +105,11 @@ def _value_in(fact) -> str | None:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, is_same, settle=None, real=lambda value: value):
-    """Inside, the forward of `model` runs; afterwards its attributes are restored.
+    """Inside, the forward of `model` runs; afterwards its attributes are restored, and changed ones refused.
 
-    Args:
-        model: all attributes of it and its submodules are compared, and the items of lists and dicts among them; so are
-            those of modules in such lists and dicts, which are no submodules.
-        is_same: whether one tensor may replace another, such as a traced one the model's own.
-        settle: gets a `Change` for each attribute and item that the forward sets; returns whether another capture will
-            show that it sets them only once.
-        real: returns the model's own tensor for a traced one that replaces it, and other values as they are.
-
-    Raises:
-        TraceError: naming the attribute that the forward has changed.
+    Compared are all attributes of its modules, and the items of lists and dicts among them. `is_same`: whether one
+    tensor may replace another. `settle`: gets the changes, and returns whether another capture will show that the
+    forward makes them only once. `real`: returns the model's own tensor for a traced one, and other values as they are.
     """
     modules = _with_unregistered(dict(model.named_modules()))
     before = [
@@ -196,11 +184,7 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def arguments_unchanged(arguments):
-    """Inside, a forward runs with `arguments`, whose lists and dicts are copies of the caller's.
-
-    Raises:
-        TraceError: if it changes one of them, which the caller would never see.
-    """
+    """Inside, a forward runs that must not change lists and dicts among its `arguments`, copies of the caller's."""
     before = [(container, copied(container)) for _, container in _nested("", arguments)]
     yield
     for container, copy in before:
@@ -254,18 +238,15 @@ def changed_items(container, copy, is_same):
 
 
 def _same(was, now, is_same) -> bool:
-    if was is now or (plain(was) is not None and plain(was) == plain(now)) or _is_weak(now):
+    if was is now or (plain(was) is not None and plain(was) == plain(now)):
+        return True
+    if isinstance(now, weakref.ref):  # by which torch's recurrent modules remember the weights that they flattened
         return True
     if isinstance(was, torch.Tensor):
         return isinstance(now, torch.Tensor) and is_same(was, now)
     if isinstance(was, (list, tuple)) and type(was) is type(now) and len(was) == len(now):
         return all(_same(a, b, is_same) for a, b in zip(was, now))
     return False
-
-
-def _is_weak(value) -> bool:
-    """Whether it is a weak reference, by which torch's recurrent modules remember the weights that they flattened."""
-    return isinstance(value, weakref.ref)
 
 
 def _derived(module: nn.Module) -> set:

@@ -46,12 +46,7 @@ def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> di
 
 
 def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
-    """A clause for every known difference between the calls; empty if one of them is unknown.
-
-    Example:
-        >>> differences({"mode": "training", "argument 0": "int64 [8, 4]"}, {"mode": "evaluation"})
-        ['mode changed from training to evaluation', 'argument 0 changed from int64 [8, 4] to not given']
-    """
+    """A clause for every known difference between the calls; empty if one of them is unknown."""
     if was is None or now is None:
         return []
     clauses = []
@@ -129,12 +124,7 @@ def _arguments(args, kwargs) -> Iterator[tuple[str, str]]:
 
 
 def call_arguments(batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a model from a batch: a mapping, a tuple or list, or one argument.
-
-    Example:
-        >>> call_arguments({"x": 1}), call_arguments([1, 2]), call_arguments(3)
-        (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
-    """
+    """Positional and keyword arguments of a model from a batch: a mapping, a tuple or list, or one argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}

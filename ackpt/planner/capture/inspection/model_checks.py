@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ackpt.checkpointing.reachable import HOOKS
 from ackpt.core.errors import TraceError, check_misspelt, did_you_mean, warn
 
-from .attributes import HOOKS
 from .calls import named_leaves
 from .value_walk import is_installed, is_of_model, module_label, said
 
@@ -52,11 +52,7 @@ if torch.distributed.is_available():
 
 
 def check_keywords(model, given, keywords, owner: str) -> None:
-    """Refuse keywords for the model that are nearly one of `keywords`, those of `owner`, and not named by its forward.
-
-    Raises:
-        TypeError: naming both.
-    """
+    """Refuse keywords for the model that are nearly one of `keywords`, those of `owner`, unless its forward names them."""
     unnamed = sorted(set(given) - forward_names(model))
     check_misspelt(unnamed, keywords, f"{owner}, nor a parameter of the model's forward")
 
@@ -64,17 +60,10 @@ def check_keywords(model, given, keywords, owner: str) -> None:
 def check_call(model, args, kwargs, advice: str = "") -> None:
     """Refuse arguments that the model's forward does not take, unless hooks of the model may change them.
 
-    Args:
-        advice: what to add to an error about a keyword.
-
-    Raises:
-        TypeError: naming the parameter.
+    `advice`: what to add to an error about a keyword.
     """
-    try:
-        signature = inspect.signature(model.forward)
-    except (AttributeError, TypeError, ValueError):
-        return
-    if model._forward_pre_hooks:
+    signature = _signature(model)
+    if signature is None or model._forward_pre_hooks:
         return
     try:
         signature.bind(*args, **kwargs)
@@ -90,22 +79,23 @@ def check_call(model, args, kwargs, advice: str = "") -> None:
         ) from None
 
 
-def forward_names(model) -> set[str]:
-    """Names of the parameters of the model's forward; none where it has no signature, or is no module."""
+def _signature(model) -> inspect.Signature | None:
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (AttributeError, TypeError, ValueError):
-        return set()
+        return inspect.signature(model.forward)
+    except (AttributeError, TypeError, ValueError):  # it has none, or is no module
+        return None
+
+
+def forward_names(model) -> set[str]:
+    """Names of the parameters of the model's forward."""
+    parameters = () if (signature := _signature(model)) is None else signature.parameters.values()
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def positional_names(model, args) -> list[str]:
     """Names of the parameters of the model's forward that positional arguments fill."""
-    try:
-        parameters = inspect.signature(model.forward).parameters
-    except (AttributeError, TypeError, ValueError):
-        return []
-    return list(parameters)[: len(args)]
+    signature = _signature(model)
+    return [] if signature is None else list(signature.parameters)[: len(args)]
 
 
 def own_call(model: nn.Module):
@@ -135,15 +125,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def check_model(model, except_opaque: bool = False) -> None:
-    """Refuse a model that is not a module or cannot be captured.
-
-    Args:
-        except_opaque: whether submodules may be scripted or compiled.
-
-    Raises:
-        TypeError: names the module that is compiled, scripted, parallel, planned already or without shapes, and the
-            way out.
-    """
+    """Refuse a model that is not a module or cannot be captured; `except_opaque`: submodules may be compiled."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -206,11 +188,7 @@ def public_attributes(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def require_no_attributes(args, kwargs) -> None:
-    """Refuse argument tensors with Python attributes, which the tensors of a capture do not have.
-
-    Raises:
-        TraceError: naming the argument and the attribute.
-    """
+    """Refuse argument tensors with Python attributes, which the tensors of a capture do not have."""
     for name, leaf in named_leaves(args, kwargs):
         if isinstance(leaf, torch.Tensor) and (attributes := public_attributes(leaf)):
             raise TraceError(
@@ -228,12 +206,7 @@ def has_data(model: nn.Module, leaves) -> bool:
 
 
 def require_traceable(model: nn.Module, args, kwargs) -> None:
-    """Refuse NumPy arrays, nested tensors, tensor subclasses, and tensors on a device that is not there.
-
-    Raises:
-        TypeError: for a NumPy array.
-        TraceError: naming the argument, parameter or buffer.
-    """
+    """Refuse NumPy arrays, nested tensors, tensor subclasses, and tensors on a device that is not there."""
     require_no_arrays(args, kwargs)
     require_no_attributes(args, kwargs)
     types = set()
@@ -252,11 +225,7 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
 
 
 def require_no_arrays(args, kwargs) -> None:
-    """Refuse NumPy arrays among the arguments of a call.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Refuse NumPy arrays among the arguments of a call."""
     for name, leaf in named_leaves(args, kwargs):
         if isinstance(leaf, numpy.ndarray):
             raise TypeError(
@@ -268,9 +237,6 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor subclass: it changes what operations do or return, which a captured step would not do again.
 
     Subclasses of ``nn.Parameter`` and fake tensors change nothing, and pass.
-
-    Raises:
-        TraceError: naming the type and how to get a plain tensor.
     """
     kind = type(tensor)
     if kind is torch.Tensor or isinstance(tensor, FakeTensor):

@@ -24,6 +24,7 @@ from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import NumpyStream, PythonStream, TorchStream, stream_of
+from ackpt.metering.without_data.holders import CACHED
 
 from .attributes import (
     OF_EVERY_MODULE,
@@ -40,8 +41,7 @@ from .attributes import (
 _SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _ABSENT: Any = object()
-_CACHED = type(functools.lru_cache(len))
-_METHODS = types.FunctionType, staticmethod, classmethod, property, _CACHED, torch.Tensor
+_METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict))
@@ -164,7 +164,7 @@ class Walk:
             self.values[id(namespace), name] = Value(namespace, name, label, value, owner)
             self._generators(value, label)
             self.add(value, label, depth)
-            if isinstance(value, _CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
+            if isinstance(value, CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
                 self.enter(wrapped.__code__, wrapped.__globals__)  # its results depend on what it reads
 
     def add(self, value, label: str, depth: int = 0) -> None:
