@@ -111,13 +111,8 @@ def symbolic(leaves: Sequence[Any], dimensions: Sequence[Dimension], mode: FakeT
 class Symbols:
     """The symbols of a capture: the dimension of each, and what the capture assumes about their values.
 
-    Args:
-        dimensions: the dynamic dimensions of the call.
-        leaves: of the call, with symbolic tensors.
-        numbers: indices of those that represent integers.
-        unused: the bytes that the storage of each tensor and integer of the call does not need, as in `layout`.
-
-    ``all``: the symbols, one for each of ``dimensions``.
+    ``all``: the symbols, one for each of ``dimensions``. `leaves`: of the call, with symbolic tensors; `numbers`:
+    indices of those that represent integers; `unused`: the unused bytes of each tensor and integer, as in `layout`.
     """
 
     def __init__(
@@ -249,11 +244,7 @@ class DynamicModule:
         return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
     def require_known_sizes(self) -> None:
-        """Refuse a capture with sizes that do not follow from the dynamic dimensions.
-
-        Raises:
-            TraceError: naming the operation.
-        """
+        """Refuse a capture with sizes that do not follow from the dynamic dimensions."""
         for node in self.module.graph.nodes:
             sizes = (
                 size

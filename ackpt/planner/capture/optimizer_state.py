@@ -50,12 +50,7 @@ NO_LOOP = Loop()
 
 
 def check_optimizer(model: torch.nn.Module, optimizer) -> None:
-    """Raise an error unless `optimizer` is None, the name of an optimizer, or an optimizer of parameters of `model`.
-
-    Raises:
-        TypeError: if it is not a ``torch.optim.Optimizer``.
-        ValueError: if it has none of the parameters of `model`, or if torch has no optimizer of this name.
-    """
+    """Raise an error unless `optimizer` is None, the name of an optimizer, or an optimizer of parameters of `model`."""
     if optimizer is None:
         return
     if isinstance(optimizer, str):
@@ -79,14 +74,9 @@ def optimizer_bytes(
 ) -> tuple[int, int]:
     """Bytes of the optimizer's state after its first step, and the peak of its step beyond gradients and state.
 
-    Args:
-        optimizer: its parameters may be real, fake or meta.
-        on_cpu: whether the step runs on the CPU. On a GPU blocks are multiples of 512 bytes, counts of steps are in
-            host memory, and torch updates all parameters at once (``foreach``) unless the optimizer says otherwise.
-        clipping, scaling: as in `Loop`; what they allocate counts as part of the optimizer's step.
-
-    Raises:
-        TraceError: if its step needs the values of tensors or more than gradients, as LBFGS does.
+    On a GPU (not `on_cpu`) blocks are multiples of 512 bytes, counts of steps are in host memory, and torch updates all
+    parameters at once (``foreach``) unless the optimizer says otherwise. `clipping`, `scaling`: as in `Loop`; what they
+    allocate counts as part of the step. A step that needs values, as that of LBFGS, is a TraceError.
     """
     stand_in, trained, prediction = _after_a_step(optimizer, on_cpu, clipping, scaling)
     block = 1 if on_cpu else _CUDA_BLOCK
@@ -158,12 +148,8 @@ def _count_as_late(optimizer) -> None:
 def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> int:
     """Bytes of the optimizer's state if tensors as large as their parameter have 8 bits per element.
 
-    As in bitsandbytes: one float32 scale per 256 elements, and tensors of fewer than 4096 elements as they are.
-
-    Raises:
-        TraceError: as `optimizer_bytes` does.
-
-    Source: Dettmers et al. 2022, 8-bit optimizers via block-wise quantization (arXiv:2110.02861).
+    As in bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861): one float32 scale per 256 elements, and tensors of
+    fewer than 4096 elements as they are.
     """
     stand_in, _, prediction = _after_a_step(optimizer, on_cpu)
     size = _state_bytes(optimizer, stand_in, prediction, on_cpu)
@@ -199,11 +185,7 @@ def scaled_loss_bytes(loop: Loop, on_cpu: bool) -> int:
 
 
 def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
-    """The loop that the arguments of `ackpt.compile` describe.
-
-    Raises:
-        TypeError: if `scaler` is no ``torch.amp.GradScaler``.
-    """
+    """The loop that the arguments of `ackpt.compile` describe."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be the torch.amp.GradScaler that scales the loss, got {type(scaler).__name__}")
     scales = scaler is not None and scaler.is_enabled()

@@ -38,9 +38,7 @@ def without_gradient(outputs, differentiate) -> tuple[int, ...]:
 def refuse_overlaps(outputs, inputs, without=()) -> None:
     """Refuse outputs that overlap themselves in memory: torch would sum their gradients twice.
 
-    Args:
-        outputs: what the model returns; `without`: indices of those that get no gradient.
-        inputs: of the model; autograd itself makes views of these, and of what is returned too.
+    Not those `without` a gradient, nor views of `inputs` or of what is returned too, which autograd itself makes.
     """
     storages, given = [_storage(value) for value in outputs], {_storage(value) for value in inputs}
     for index, (value, storage) in enumerate(zip(outputs, storages)):
@@ -57,10 +55,8 @@ def refuse_overlaps(outputs, inputs, without=()) -> None:
 def refuse_views_of_changed(outputs, inputs) -> None:
     """Refuse views of an input that shares memory with another input, if the model changes one of them in place.
 
-    Torch makes such an output from the wrong part of that memory.
-
-    Args:
-        outputs: what the model returns; ``inputs``: the tensors of the capture, and their versions before the call.
+    Torch makes such an output from the wrong part of that memory. ``inputs``: tensors and their versions before the
+    call.
     """
     inputs = {id(tensor): (tensor, before) for tensor, before in inputs}
     storages = Counter(_storage(tensor) for tensor, _ in inputs.values())

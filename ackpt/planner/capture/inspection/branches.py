@@ -69,12 +69,9 @@ class Branch:
 class Branches(TorchDispatchMode):
     """Inside, the model's code can read truth values of tensors that depend on integer arguments alone.
 
-    ``found``: the branches on these values, in the order in which they are read.
-
-    Args:
-        leaves: of the call; their values select the branches.
-        traced: ``{index of a leaf: the tensor that represents it}``.
-        number: evaluates a symbolic size in a call with given leaves.
+    ``found``: the branches on these values, in the order in which they are read. `leaves`: of the call, whose values
+    select the branches; `traced`: ``{index of a leaf: the tensor that represents it}``; `number`: evaluates a symbolic
+    size in a call with given leaves.
     """
 
     supports_higher_order_operators = True

@@ -106,12 +106,9 @@ class Kept:
         self._operations = {node: (node.op, node.target, node.args, node.kwargs) for node in nodes}
 
     def give_data(self, tensors, mode) -> None:
-        """Make `tensors`, wherever they are, what the model's own call would have computed.
+        """Make `tensors`, wherever they are, what the model's own call would have computed in the context `mode`.
 
-        `mode`: a context in which to compute them.
-
-        Raises:
-            NotConstant: if one depends on more than constants and buffers; or something has a weak reference to one.
+        Raises NotConstant if one depends on more than constants and buffers, or something has a weak reference to one.
         """
         if any(tensor.requires_grad or id(tensor) not in self._nodes for tensor in tensors):
             raise NotConstant

@@ -52,7 +52,7 @@ if torch.distributed.is_available():
 
 
 def check_keywords(model, given, keywords, owner: str) -> None:
-    """Refuse keywords for the model that are nearly one of `keywords`, those of `owner`, unless its forward names them."""
+    """Refuse keywords for the model that are nearly one of `keywords`, of `owner`, unless its forward names them."""
     unnamed = sorted(set(given) - forward_names(model))
     check_misspelt(unnamed, keywords, f"{owner}, nor a parameter of the model's forward")
 

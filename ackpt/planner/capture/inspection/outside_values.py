@@ -59,11 +59,8 @@ class Reads:
     def watched(self, is_same):
         """Watch the model's forward run inside; on exit, restore the plain values and RNG states that it changed.
 
-        `is_same`: whether one tensor represents another, such as a traced one the model's own.
-
-        Raises:
-            TraceError: if the forward seeds torch's generator, draws from a generator object, or changes a value,
-                which the message names. A change that the capture may still `settle` is not an error.
+        Changes are refused unless the capture may still `settle` them. `is_same`: whether one tensor represents
+        another.
         """
         gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
         with self._watched(is_same):
@@ -158,14 +155,7 @@ class Reads:
                 yield
 
     def may_settle(self, changed: list[Change]) -> bool:
-        """Note what the first forward has changed.
-
-        Returns:
-            False for a later forward, or if nothing is changed.
-
-        Raises:
-            TraceError: the refusal of the first change, if a later forward changes the same value again.
-        """
+        """Note what the first forward has changed, if anything; what a later one changes again is refused."""
         if self._settles:
             self._changed += changed
             return bool(changed)
@@ -185,10 +175,6 @@ class Reads:
         Many transformers models record in their configuration which kind of labels they receive, or in an attribute
         what they have computed; others fill a cache. The new capture must compute the same. Yields the error to raise
         otherwise. `mode`: a context in which to compute the tensors.
-
-        Raises:
-            TraceError: if a tensor cannot be computed before the step; if the forward changes a value again, or stores
-                a tensor again.
         """
         tensors = self.kept.alive()
         error = not_repeated(self._changed[0].refusal if self._changed else kept_message(*tensors[0]))
@@ -271,11 +257,7 @@ def warn_of_checkpoints() -> None:
 
 
 def in_own_context(call):
-    """``call()``, where what it sets in context variables is gone afterwards.
-
-    Raises:
-        TraceError: naming a context variable that it leaves with another plain value, or with tensors.
-    """
+    """``call()``, where what it sets in context variables is gone afterwards; plain values and tensors are refused."""
     before, context = contextvars.copy_context(), contextvars.copy_context()
     result = context.run(call)
     for variable, value in context.items():
