@@ -164,24 +164,27 @@ def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> in
     return size
 
 
-def with_optimizer(graph: JointGraph, optimizer: torch.optim.Optimizer) -> JointGraph:
-    """`graph` with the bytes of `optimizer`, which has its model's parameters; raises as `optimizer_bytes` does."""
-    state, step = optimizer_bytes(optimizer, graph.on_cpu)
-    return dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step)
+class LoopBytes(NamedTuple):
+    """Bytes of a `Loop`: of the state of optimizer and scaler, of the optimizer's step, and of the other two."""
+
+    state: int
+    step: int
+    accumulated: int
+    scaled_loss: int
 
 
 def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGraph:
     """`graph`, of a step of `model`, with the bytes of the loop around it; raises as `optimizer_bytes` does."""
     if loop == NO_LOOP:
         return graph
-    state, step, accumulated = loop_bytes(model, loop, graph.gradient_bytes if loop.accumulation else 0, graph.on_cpu)
-    graph = dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step, accumulated_bytes=accumulated)
-    return dataclasses.replace(graph, scaled_loss_bytes=scaled_loss_bytes(loop, graph.on_cpu))
-
-
-def scaled_loss_bytes(loop: Loop, on_cpu: bool) -> int:
-    """Bytes of the loss that the loop scales, a scalar."""
-    return loop.scales_loss * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)
+    added = loop_bytes(model, loop, graph.gradient_bytes if loop.accumulation else 0, graph.on_cpu)
+    return dataclasses.replace(
+        graph,
+        optimizer_bytes=added.state,
+        optimizer_step_bytes=added.step,
+        accumulated_bytes=added.accumulated,
+        scaled_loss_bytes=added.scaled_loss,
+    )
 
 
 def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
@@ -192,19 +195,16 @@ def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
     return Loop(optimizer, accumulation, scaling=scales, scales_loss=scales)
 
 
-def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> tuple[int, int, int]:
-    """Bytes of the state of optimizer and scaler, of the optimizer's step, and of accumulated gradients.
-
-    `gradient_bytes`: of the gradients of one step, for a loop that accumulates them. Raises as `optimizer_bytes` does.
-    """
+def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> LoopBytes:
+    """Bytes of the loop around a step of `model`, whose gradients have `gradient_bytes`."""
     optimizer = optimizer_of(model, loop.optimizer)
     state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu, loop.clipping, loop.scaling)
-    if loop.scales_loss:
-        state += 2 * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)  # the scale and the growth tracker
+    scalar = loop.scales_loss * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)
+    state += 2 * scalar  # the scale and the growth tracker
     if not loop.accumulation:
-        return state, step, 0
+        return LoopBytes(state, step, 0, scalar)
     # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.
-    return state, max(0, step - gradient_bytes), gradient_bytes
+    return LoopBytes(state, max(0, step - gradient_bytes), gradient_bytes, scalar)
 
 
 def optimizer_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | str | None) -> torch.optim.Optimizer | None:
