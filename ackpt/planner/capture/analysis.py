@@ -193,7 +193,9 @@ class Analysis:
     def effects(self) -> set[int]:
         """Nodes that every schedule must run: they write to inputs, communicate, draw random numbers, or have other
         effects, such as an error."""
-        return {n.id for n in self.graph.nodes if n.is_random or _acts(self.fx[n.id])}
+        fx = self.fx
+        acts = {node for node in fx if _writes(fx[node]) or communicates(fx[node]) or has_effect(fx[node].target)}
+        return acts.union(node.id for node in self.graph.nodes if node.is_random)
 
     @cached_property
     def mutated(self) -> dict[int, int]:
@@ -359,10 +361,6 @@ def is_training_batch_norm(node) -> bool:
 def _writes(node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
-
-
-def _acts(node) -> bool:
-    return _writes(node) or communicates(node) or has_effect(node.target)
 
 
 def communicates(node) -> bool:

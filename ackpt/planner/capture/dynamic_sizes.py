@@ -2,13 +2,13 @@
 
 `symbolic` replaces chosen dimensions of a call's tensors, and integers among its arguments, by symbols. An integer is
 represented as the length of an empty tensor. A step captured from such tensors has sizes that are expressions in these
-symbols, and guards, the conditions under which the capture is valid. `Symbols` evaluates both. `concrete` is the
-captured module at given sizes, so all later stages see only numbers.
+symbols, and guards, the conditions under which the capture is valid. `Symbols` evaluates both. `DynamicModule.at`
+is the captured module at given sizes, so all later stages see only numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -57,14 +57,10 @@ def layout(leaf) -> Layout:
     if type(leaf) is int:
         return (leaf,), (), 0
     shape, strides = tuple(leaf.shape), leaf.stride()
-    return shape, strides, _unused_bytes(leaf, shape, strides)
-
-
-def _unused_bytes(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    if tensor.layout is not torch.strided:
-        return 0
+    if leaf.layout is not torch.strided:
+        return shape, strides, 0
     elements = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
-    return tensor.untyped_storage().nbytes() - elements * tensor.itemsize
+    return shape, strides, leaf.untyped_storage().nbytes() - elements * leaf.itemsize
 
 
 def empty_tensor(length: int, leaves: Sequence[Any]) -> torch.Tensor:
@@ -235,8 +231,40 @@ class DynamicModule:
     symbols: Symbols
 
     def at(self, values: tuple[int, ...]) -> fx.GraphModule:
-        """The module at these sizes, without expressions."""
-        return concrete(self.module, self.symbols, values)
+        """The module at these sizes: numbers instead of expressions, and no nodes that compute sizes."""
+        expressions: dict[Any, int] = {}
+
+        def noted(value):
+            expressions.setdefault(expression(value), 0)
+
+        for node in self.module.graph.nodes:
+            for value in tree_leaves(node.meta.get("val")):
+                if isinstance(value, _SYMBOLIC):
+                    noted(value)
+                elif is_symbolic(value):
+                    for size in (
+                        *value.shape,
+                        *value.stride(),
+                        value.storage_offset(),
+                        value.untyped_storage().nbytes(),
+                    ):
+                        noted(size)
+        numbers = dict(zip(expressions, self.symbols.evaluated(tuple(expressions), values)))
+        tensors = _Tensors(lambda value: numbers[expression(value)])
+        graph = fx.Graph()
+        made: dict[fx.Node, Any] = {}
+        for node in self.module.graph.nodes:
+            if is_size(node):
+                made[node] = numbers[expression(node.meta["val"])]
+                continue
+            if node.op == "output":
+                made[node] = graph.output(fx.map_arg(node.args[0], made.__getitem__))
+            else:
+                made[node] = graph.node_copy(node, made.__getitem__)
+            made[node].meta = dict(node.meta)
+            if "val" in node.meta:
+                made[node].meta["val"] = tree_map(tensors, node.meta["val"])
+        return fx.GraphModule(self.module, graph)
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -339,39 +367,6 @@ def is_whole_slice(node: fx.Node) -> bool:
         return False
     (source, *_), result = (each.meta["val"] for each in node.all_input_nodes), node.meta["val"]
     return [expression(size) for size in source.shape] == [expression(size) for size in result.shape]
-
-
-def concrete(module: fx.GraphModule, symbols: Symbols, values: tuple[int, ...]) -> fx.GraphModule:
-    """The captured `module` at these sizes: numbers instead of expressions, and no nodes that compute sizes."""
-    expressions: dict[Any, int] = {}
-
-    def noted(value):
-        expressions.setdefault(expression(value), 0)
-
-    for node in module.graph.nodes:
-        for value in tree_leaves(node.meta.get("val")):
-            if isinstance(value, _SYMBOLIC):
-                noted(value)
-            elif is_symbolic(value):
-                for size in (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()):
-                    noted(size)
-    numbers = dict(zip(expressions, symbols.evaluated(tuple(expressions), values)))
-    tensors = _Tensors(lambda value: numbers[expression(value)])
-    graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
-    for node in module.graph.nodes:
-        if is_size(node):
-            made[node] = numbers[expression(node.meta["val"])]
-            continue
-        made[node] = graph.node_copy(node, made.__getitem__) if node.op != "output" else _output(graph, node, made)
-        made[node].meta = dict(node.meta)
-        if "val" in node.meta:
-            made[node].meta["val"] = tree_map(tensors, node.meta["val"])
-    return fx.GraphModule(module, graph)
-
-
-def _output(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, Any]) -> fx.Node:
-    return graph.output(fx.map_arg(node.args[0], made.__getitem__))
 
 
 class _Tensors:

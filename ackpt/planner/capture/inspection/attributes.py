@@ -100,7 +100,7 @@ def _value_in(fact) -> str | None:
     if fact is None or len(fact) != 1 or not isinstance(fact[0], tuple) or len(fact[0]) != 2:
         return None
     kind, value = fact[0]
-    return str(value) if is_plain_type(kind) else None
+    return str(value) if isinstance(kind, type) and issubclass(kind, _PLAIN) else None
 
 
 @contextlib.contextmanager
@@ -325,11 +325,6 @@ def plain(value):
     if not isinstance(value, _PLAIN):
         return None
     return type(value), repr(value) if isinstance(value, (float, complex, Decimal)) else value
-
-
-def is_plain_type(kind) -> bool:
-    """Whether `plain` represents values of this type."""
-    return isinstance(kind, type) and issubclass(kind, _PLAIN)
 
 
 def is_constant(value) -> bool:

@@ -50,7 +50,7 @@ class Reads:
         self.kept = Kept()
         self._settles = True
         self._changed: list[Change] = []
-        self._settled = False
+        self.is_settled = False  # whether the values are as the model's first call would have left them
         self.places: list[Callable[[], bool]] = []  # see `ackpt.planner.capture.inspection.kept_tensors.places`
         self._has_hooks = False  # whether the forward adds hooks to its tensors or nodes
         self.has_checkpoints = False  # whether the model calls torch's own
@@ -185,7 +185,7 @@ class Reads:
         del tensors  # the error may outlive them
         if not is_constant:
             raise error
-        self._settles, self._settled = False, True
+        self._settles, self.is_settled = False, True
         for change in self._changed:
             change.repeat()
         yield error
@@ -197,13 +197,8 @@ class Reads:
         if not self._settles:
             for change in reversed(self._changed):
                 change.revert()
-        self._changed, self._settles, self._settled = [], True, False
+        self._changed, self._settles, self.is_settled = [], True, False
         self.kept.forget()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the values are as the model's first call would have left them, not as they were before."""
-        return self._settled
 
     @contextlib.contextmanager
     def paused(self):

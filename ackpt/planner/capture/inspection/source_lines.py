@@ -182,10 +182,6 @@ def _in_torch(frames) -> str:
     return f", in torch's own code{_said(shown[-1])}" if shown and _is_of_layers(shown[-1]) else ""
 
 
-def _calls_hook(frame) -> bool:
-    return frame.filename == _CALL.co_filename and "hook(" in (frame.line or "")
-
-
 def _backward_hook(error, model: nn.Module) -> str | None:
     """The hook in which `error` was raised during backward, in words; None if it was raised somewhere else."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -196,11 +192,11 @@ def _backward_hook(error, model: nn.Module) -> str | None:
         hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
         if any(getattr(hook, "__code__", None) in codes[engine:] for hook in hooks):
             return f"a backward hook of {_called_in_message(name)}"
-    return "a hook of a tensor, which runs in backward," if any(map(_is_of_user, codes[engine:])) else None
-
-
-def _is_of_user(code) -> bool:
-    return is_users(code.co_filename)
+    return (
+        "a hook of a tensor, which runs in backward,"
+        if any(is_users(code.co_filename) for code in codes[engine:])
+        else None
+    )
 
 
 def _is_of_layers(frame) -> bool:
@@ -275,7 +271,7 @@ def _explained(error, model) -> TraceError:
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, _LOOKS_AT_VALUES):
         inside = _in_torch(frames)
-        if any(map(_calls_hook, frames)):
+        if any(each.filename == _CALL.co_filename and "hook(" in (each.line or "") for each in frames):
             return TraceError(
                 f"a hook of {module} looks at the values of a tensor{where}. A planned step "
                 "runs the hooks inside the model during its capture only, on tensors without values. Remove this hook "

@@ -224,7 +224,10 @@ class Walk:
                     self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
                     shared.add(name)
                 elif isinstance(vars(kind)[name], types.MemberDescriptorType) and not isinstance(value, type):
-                    slots = _Namespace(functools.partial(_slot, value), functools.partial(setattr, value))
+                    slots = _Namespace(
+                        lambda name, default, owner=value: getattr(owner, name, default),
+                        functools.partial(setattr, value),
+                    )
                     self.note(slots, name, f"attribute {name!r} of {label}", depth + 1, owner=value)
         instance = None if isinstance(value, type) else getattr(value, "__dict__", None)
         if isinstance(instance, dict):
@@ -240,10 +243,6 @@ class _Namespace:
 
     def __setitem__(self, name: str, value) -> None:
         self._put(name, value)
-
-
-def _slot(owner, name: str, default=None):
-    return getattr(owner, name, default)
 
 
 # The environment variables of the process, as one hash; they are not restored.
