@@ -14,9 +14,8 @@ from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
-from ackpt.planner.capture.analysis import once_per_graph
 from ackpt.planner.capture.aot import compiling_note
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.measured_rates import measured_rates

@@ -8,6 +8,8 @@ is the captured module at given sizes, so all later stages see only numbers.
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +26,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from ackpt.core.errors import TraceError
 
 from .inspection.model_checks import is_tensor
-from .operations import storage_keys, tensors_of
+from .operations import identity, storage_keys, tensors_of
 from .patches.size_arithmetic import SizeEnv
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -393,3 +395,25 @@ class _Tensors:
                 flat = torch.empty(0, dtype=value.dtype, device=value.device)
                 self._made[id(value)] = flat.set_(base, self.number(value.storage_offset()), shape, strides)
         return self._made[id(value)]
+
+
+def operations_in(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
+    """The operations of a joint graph and its results as text, each with its source line.
+
+    The texts are equal for captures that differ only in unread inputs. An alias, or a slice of the whole tensor, counts
+    as its argument, because captures with integer sizes and with symbolic ones differ in these.
+    """
+    texts: list[tuple[str, str]] = []
+    places: dict[torch.fx.Node, int] = {}
+    numbers = itertools.count()
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.alias.default or is_whole_slice(node):
+            places[node] = places[node.all_input_nodes[0]]
+        elif node.op == "output":
+            texts.append((json.dumps([places[result] for result in node.args[0] if result is not None]), ""))
+        elif node.op != "placeholder" or node.users:
+            places[node] = next(numbers)
+            if node.op != "placeholder":
+                text = json.dumps(identity(node, places.__getitem__), sort_keys=True)
+                texts.append((text, (node.meta.get("custom") or {}).get("source") or ""))
+    return texts

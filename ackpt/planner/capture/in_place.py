@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from ackpt.metering.autograd_engine import INTO_ZEROS, ZEROS, is_dense, sums_own_gradients
 
-from .analysis import RESIDENT
-from .joint_graph import JointGraph, with_accesses
-from .operations import BACKWARD
+from .joint_graph import RESIDENT, JointGraph
+from .operations import BACKWARD, with_accesses
 
 _KEY = "ackpt_in_place"
 _RUNS_IN = "ackpt_autograd_node"  # on nodes of the backward: the autograd node that runs while they are captured

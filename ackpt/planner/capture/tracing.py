@@ -23,8 +23,8 @@ from .aot import CAPTURING, Capture, capture
 from .dynamic_sizes import is_size, without_full_slices
 from .inspection.calls import CHECKPOINTS
 from .inspection.model_checks import check_keywords, check_model
-from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
-from .operations import may_draw, memory_order, storage_keys, tensors_of
+from .joint_graph import BACKWARD, FORWARD, JointGraph, Node
+from .operations import may_draw, memory_order, storage_keys, tensors_of, with_accesses
 from .optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
 from .patches.kernels import keep_for_backward
 

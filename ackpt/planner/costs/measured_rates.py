@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ackpt.core.progress import stage
 from ackpt.metering import cpu_meter, cuda_meter
 from ackpt.metering.run_alone import in_own_thread, stand_in
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 
 from .devices import Device, call_of, operation_name
 from .operation_costs import dtype, elements, flops

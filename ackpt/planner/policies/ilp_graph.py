@@ -15,8 +15,7 @@ from itertools import takewhile
 from math import inf
 
 from ackpt.core.errors import warn
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import Analysis, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies.search.ilp_program import solver
 from ackpt.planner.policies.search.recompute_costs import added_cost, costs, step_cost

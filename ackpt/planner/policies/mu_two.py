@@ -21,8 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies.search.frontier import cheapest
 from ackpt.planner.policies.search.intermediates import Intermediate, Link, drop, intermediates

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ackpt.planner.capture.analysis import Analysis
+from ackpt.planner.capture.joint_graph import Analysis
 
 _REMEMBERED = 16  # orders of one block; they differ in few ways, because a block reads few values of others
 

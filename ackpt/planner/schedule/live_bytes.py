@@ -11,8 +11,7 @@ from itertools import accumulate
 import torch
 
 from ackpt.metering.timeline import Copy, Timeline
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph
 
 from .host_copies import Host
 from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError, Step

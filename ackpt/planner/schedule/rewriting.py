@@ -17,9 +17,8 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from ackpt.planner.capture.analysis import is_training_batch_norm
 from ackpt.planner.capture.dynamic_sizes import DynamicModule, Symbols, expression, is_size
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, is_training_batch_norm
 from ackpt.planner.capture.patches.kernels import true_results
 
 from . import added_operations

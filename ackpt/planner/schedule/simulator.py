@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ackpt.metering.timeline import Timeline
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.costs.profiles import Profile
 
 from .host_copies import clock

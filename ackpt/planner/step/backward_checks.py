@@ -17,8 +17,7 @@ from ackpt.checkpointing.guards import BACKWARD_FIRST, Watch
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import CheckpointError
 from ackpt.metering.meter import memory_format
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import Analysis, JointGraph, once_per_graph
 
 ARGUMENT = "an argument"  # what errors call an input that is neither a parameter nor a buffer
 _ALWAYS = -1  # represents an output that backward always reaches

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.progress import shown
 from ackpt.planner.capture.aot import CAPTURING, Capture, capture
-from ackpt.planner.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
+from ackpt.planner.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout, operations_in
 from ackpt.planner.capture.inspection.calls import (
     another_plan,
     described,
@@ -30,7 +30,6 @@ from ackpt.planner.capture.inspection.calls import (
     sliced,
 )
 from ackpt.planner.capture.inspection.model_checks import is_tensor, warn_of_hooks
-from ackpt.planner.capture.joint_graph import operations_in
 from ackpt.planner.capture.optimizer_state import Loop
 from ackpt.planner.capture.tracing import captured_graph
 from ackpt.planner.schedule.plan import Plan, PlanError

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ackpt.core.progress import counted
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
-from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, Analysis, JointGraph, once_per_graph
 from ackpt.planner.policies.search.frontier import undominated
 from ackpt.planner.schedule.late_orders import LateOrders
 from ackpt.planner.schedule.lifetimes import Uses, uses_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ackpt.planner.capture.analysis import Analysis
+from ackpt.planner.capture.joint_graph import Analysis
 
 from .block_options import BlockStep, Option, options_of_blocks
 from .blocks import BlockChain

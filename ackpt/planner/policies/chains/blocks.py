@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph
 from ackpt.planner.schedule.schedule import needed_forward
 
 from .cut_points import cut_points

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.schedule.late_orders import LateOrders
 from ackpt.planner.schedule.schedule import Schedule, everything, recompute_late, scheduled
 

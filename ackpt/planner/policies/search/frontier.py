@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from ackpt.core.progress import counted
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.schedule.host_copies import waiting
 from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.schedule.simulator import peak_of

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ackpt.planner.capture.analysis import Analysis
+from ackpt.planner.capture.joint_graph import Analysis
 from ackpt.planner.schedule.schedule import Schedule, missing
 
 
