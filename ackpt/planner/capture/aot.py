@@ -30,7 +30,7 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.without_data.packed_sequences import found_packed
 
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
-from .inspection.attributes import arguments_unchanged, every_module, unchanged
+from .inspection.attributes import arguments_unchanged, every_module
 from .inspection.branches import Branch, Branches
 from .inspection.calls import described
 from .inspection.kept_tensors import OF_SHAPES, Held, places
@@ -227,14 +227,12 @@ class _Forward:
             weights = [held.traced[id(tensor)] for tensor in real if is_weight(tensor)]
             once = casting_once(weights if self._casts_once else ())
             originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in self.own}
-            same_model = unchanged(
-                call.model, held.is_same, call.reads.may_settle, lambda value: originals.get(id(value), value)
-            )
+            watched = call.reads.watched(held.is_same, lambda value: originals.get(id(value), value))
             same_arguments = arguments_unchanged([*args, *kwargs.values()])
             given = [] if not call.values else list(zip(given_places(leaves), tensors))
             given = {at: tensor for at, tensor in given if at not in call.numbers}
             branches = Branches(call.values, given, _plain if call.symbols is None else call.symbols.number)
-            with same_model, same_arguments, once, held, found_packed(), call.reads.watched(held.is_same):
+            with same_arguments, once, held, found_packed(), watched:
                 with fused_attention_refused(), saving_hooks_refused(), branches:
                     outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
             buffers = [tensor for _, _, tensor in self.own if not tensor.requires_grad]
@@ -478,8 +476,7 @@ def _exported(stack, call: _Call, held) -> Capture:
     forward = flat._ackpt_forward
     tensors = tuple(call.leaves[place] for place in given)
     where = Where(call.model, call.reads.kept.add)
-    same_model = unchanged(call.model, lambda was, now: False, call.reads.may_settle)  # by the backward
-    with contextlib.ExitStack() as inner, where, call.reads.watched_backward(), same_model:
+    with contextlib.ExitStack() as inner, where, call.reads.watched_backward():
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
     forward.require_same_attributes()

@@ -281,6 +281,18 @@ def test_a_first_call_that_computes_otherwise_is_refused_and_its_values_put_back
     assert CONFIG.scale == 2.0
 
 
+def first_deletes(model, x):
+    factor = 1.0 if CONFIG.scale is None else 2.0
+    CONFIG.scale = None
+    return x * factor
+
+
+def test_a_first_call_that_sets_a_value_to_none_is_refused_and_the_value_put_back():
+    with pytest.raises(TraceError, match="'scale' of global 'CONFIG' .* from 2.0 to None"):
+        ackpt.compile(Model(first_deletes), X)
+    assert CONFIG.scale == 2.0
+
+
 def test_a_profiler_goes_on_afterwards():
     calls = []
     previous = sys.getprofile()

@@ -12,7 +12,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
+from ackpt.checkpointing.guards import fill, is_filled_with
 from ackpt.checkpointing.reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS
 from ackpt.core.errors import TraceError
 
@@ -103,38 +104,6 @@ def _value_in(fact) -> str | None:
     return str(value) if isinstance(kind, type) and issubclass(kind, _PLAIN) else None
 
 
-@contextlib.contextmanager
-def unchanged(model: nn.Module, is_same, settle=None, real=lambda value: value):
-    """Inside, the forward of `model` runs; afterwards its attributes are restored, and changed ones refused.
-
-    Compared are all attributes of its modules, and the items of lists and dicts among them. `is_same`: whether one
-    tensor may replace another. `settle`: gets the changes, and returns whether another capture will show that the
-    forward makes them only once. `real`: returns the model's own tensor for a traced one, and other values as they are.
-    """
-    modules = _with_unregistered(dict(model.named_modules()))
-    before = [
-        (module, name, attribute, container, copied(container))
-        for name, module in modules.items()
-        for attribute, container in _containers(module)
-    ]
-    derived = {id(vars(module)): _derived(module) for module in modules.values()}
-    changes = []
-    try:
-        yield
-        changes = [
-            changed(container, key, copy, _refusal(module, name, attribute, key, was, now), real)
-            for module, name, attribute, container, copy in before
-            for key, was, now in changed_items(container, copy, is_same)
-            if key not in derived.get(id(container), ())
-        ]
-    finally:
-        for *_, container, copy in before:
-            if any(changed_items(container, copy, lambda was, now: False)):
-                restore(container, copy)
-    if changes and not (settle and settle(changes)):
-        raise not_repeated(changes[0].refusal)
-
-
 class Change(NamedTuple):
     """A change that a forward made: ``key`` identifies what it changed, the functions repeat and revert it."""
 
@@ -144,18 +113,53 @@ class Change(NamedTuple):
     revert: Callable[[], Any]
 
 
-def changed(container, key, before, refusal: str, real=lambda value: value) -> Change:
-    """The change of an item of `container`, of which `before` is a copy; for `real` see `unchanged`."""
+class Snapshot:
+    """A container, and a copy of it from before a forward.
 
-    def put(values):
-        """Set the item as in `values`; in a list, all items."""
+    `refusal`: of a change (key, value before, value now), in words. `counts`: whether a change of value
+    is one; others stay. `derived`: keys of items whose changes are restored, but not refused.
+    """
+
+    def __init__(self, container, refusal: Callable[..., str], counts=lambda was, now: True, derived=frozenset()):
+        self._container, self._copy = container, _copied(container)
+        self._refusal, self._counts, self._derived = refusal, counts, derived
+
+    def restored(self, is_same, real=lambda value: value) -> list[Change]:
+        """Restore the items that a forward has changed, and return the changes.
+
+        `is_same`: whether one tensor represents another, which is no change. `real`: returns the model's own tensor for
+        a traced one that represents it, and other values as they are.
+        """
+        items = _changed_items(self._container, self._copy)
+        items = [(key, was, now, _same(was, now, is_same)) for key, was, now in items]
+        items = [item for item in items if item[-1] or self._counts(*item[1:3])]
+        changes = [
+            Change((id(self._container), key), self._refusal(key, was, now), self._put(key, real), self._put(key))
+            for key, was, now, is_represented in items
+            if not is_represented and key not in self._derived
+        ]
+        if items:
+            fill(self._container, self._copy)
+        return changes
+
+    def _put(self, key, real=None) -> Callable[[], Any]:
+        """A function that sets an item as it is now, if `real` is given, or was; in a list, all items."""
+        container, values = self._container, self._copy if real is None else _copied(self._container)
+        real = real or (lambda value: value)
         if not isinstance(container, dict):
-            return functools.partial(restore, container, list(map(real, values)))
+            return functools.partial(fill, container, list(map(real, values)))
         if key in values:
             return functools.partial(container.__setitem__, key, real(values[key]))
         return functools.partial(container.pop, key, None)
 
-    return Change((id(container), key), refusal, put(copied(container)), put(before))
+
+def module_snapshots(model: nn.Module) -> Iterator[Snapshot]:
+    """Of all attributes of the modules in `model`, and of lists and dicts in them, also of unregistered modules."""
+    for path, module in _with_unregistered(dict(model.named_modules())).items():
+        derived = _derived(module)
+        for attribute, container in _containers(module):
+            refusal = functools.partial(_refusal, module, path, attribute)
+            yield Snapshot(container, refusal, derived=derived if container is vars(module) else frozenset())
 
 
 def not_repeated(message: str) -> TraceError:
@@ -185,10 +189,10 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 @contextlib.contextmanager
 def arguments_unchanged(arguments):
     """Inside, a forward runs that must not change lists and dicts among its `arguments`, copies of the caller's."""
-    before = [(container, copied(container)) for _, container in _nested("", arguments)]
+    before = [(container, _copied(container)) for _, container in _nested("", arguments)]
     yield
     for container, copy in before:
-        if any(changed_items(container, copy, lambda was, now: False)):
+        if any(_changed_items(container, copy)):
             raise not_repeated(
                 f"the forward changes a {type(container).__name__} that it received as an argument, which a captured "
                 f"step would not do. Return the collected values as an output of the model, {REGIONS}"
@@ -215,29 +219,24 @@ def _nested(name: str, value):
             yield from _nested(name, item)
 
 
-def copied(container):
+def _copied(container):
     return dict(container) if isinstance(container, dict) else list(container)
 
 
-def restore(container, copy) -> None:
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
-
-
-def changed_items(container, copy, is_same):
+def _changed_items(container, copy) -> Iterator[tuple[Any, Any, Any]]:
     """(key, value before, value now) of every changed item; None means no value."""
+    if is_filled_with(container, copy):
+        return
     if isinstance(container, dict):
         pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
     else:
         now = list(container)
         size = max(len(copy), len(now))
         pairs = zip(range(size), *(values + [None] * (size - len(values)) for values in (copy, now)))
-    for key, was, now in pairs:
-        if not _same(was, now, is_same):
-            yield key, was, now
+    yield from (item for item in pairs if not _same(*item[1:]))
 
 
-def _same(was, now, is_same) -> bool:
+def _same(was, now, is_same=lambda was, now: False) -> bool:
     if was is now or (plain(was) is not None and plain(was) == plain(now)):
         return True
     if isinstance(now, weakref.ref):  # by which torch's recurrent modules remember the weights that they flattened

@@ -247,7 +247,7 @@ class Held(TorchFunctionMode):
 
     def is_same(self, tensor, other) -> bool:
         """Whether `other` represents `tensor`."""
-        return self.traced.get(id(tensor)) is other
+        return other is not None and self.traced.get(id(tensor)) is other
 
     def _replaced(self, value):
         if isinstance(value, torch.Tensor):

@@ -56,18 +56,17 @@ class Reads:
         self.has_checkpoints = False  # whether the model calls torch's own
 
     @contextlib.contextmanager
-    def watched(self, is_same):
-        """Watch the model's forward run inside; on exit, restore the plain values and RNG states that it changed.
+    def watched(self, is_same, real):
+        """Watch the model's forward run inside; on exit, restore the values and RNG states that it changed.
 
-        Changes are refused unless the capture may still `settle` them. `is_same`: whether one tensor represents
-        another.
+        Changes are refused unless the capture may still `settle` them; for the arguments see `Snapshot.restored`.
         """
         gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
-        with self._watched(is_same):
+        with self._watched(is_same, real):
             yield
 
     @contextlib.contextmanager
-    def _watched(self, is_same=lambda tensor, other: False):
+    def _watched(self, is_same=lambda tensor, other: False, real=lambda value: value):
         walk = self._walk(runs=True)
         seen: dict[int, types.CodeType] = {}
         closing: set[int] = set()
@@ -112,7 +111,7 @@ class Reads:
             if self._closures is not None:
                 self._closures.ended()
             self.has_checkpoints |= id(_CHECKPOINT) in seen
-            changed = walk.restored(is_same)
+            changed = walk.restored(is_same, real)
             drawn = walk.drawn_from()
             if seeds:
                 torch.set_rng_state(seeds[0][1])
@@ -129,7 +128,7 @@ class Reads:
                 "repeat. Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, "
                 f"{REGIONS}"
             )
-        if changed and not self.may_settle(changed):
+        if changed and not self._may_settle(changed):
             raise not_repeated(changed[0].refusal)
 
     def start(self) -> None:
@@ -154,7 +153,7 @@ class Reads:
             with mock.patch.object(torch.autograd, "grad", watched(grad)):
                 yield
 
-    def may_settle(self, changed: list[Change]) -> bool:
+    def _may_settle(self, changed: list[Change]) -> bool:
         """Note what the first forward has changed, if anything; what a later one changes again is refused."""
         if self._settles:
             self._changed += changed

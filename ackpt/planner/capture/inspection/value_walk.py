@@ -26,17 +26,7 @@ from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import NumpyStream, PythonStream, TorchStream, stream_of
 from ackpt.metering.without_data.holders import CACHED
 
-from .attributes import (
-    OF_EVERY_MODULE,
-    REGIONS,
-    Change,
-    changed,
-    changed_items,
-    copied,
-    plain,
-    reference,
-    restore,
-)
+from .attributes import OF_EVERY_MODULE, REGIONS, Change, Snapshot, module_snapshots, plain, reference
 
 _SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 _DEPTH = 2  # attributes of attributes, and containers in containers
@@ -68,7 +58,7 @@ class Value:
         self.content = _content(value)
         self.was = value if self.content is not None or value is _ABSENT else reference(value)
         self.original = value  # until the capture ends
-        self.copies = [(container, copied(container)) for container in _containers(value)]
+        self.copies = [Snapshot(each, functools.partial(_refusal, label), _is_set) for each in _containers(value)]
 
     def is_changed(self) -> bool:
         now = self.namespace.get(self.name, _ABSENT)
@@ -78,11 +68,8 @@ class Value:
             return self.was is _ABSENT or now is not self.was()
         return _content(now) != self.content
 
-    def restored(self, is_same) -> Iterator[Change]:
-        """Restore it where a forward has set plain values, or tensors without data; yield these changes.
-
-        `is_same`: whether a tensor without data represents the one that was there; this is no change.
-        """
+    def restored(self, is_same, real) -> Iterator[Change]:
+        """Restore it where a forward has set plain values, or tensors without data; see `Snapshot.restored`."""
         now = self.namespace.get(self.name, _ABSENT)
         if is_same(self.original, now):
             self._put(self.original)
@@ -90,16 +77,9 @@ class Value:
             key = id(getattr(self.namespace, "cell", self.namespace)), self.name
             repeat, revert = functools.partial(self._put, now), functools.partial(self._put, self.original)
             revert()
-            yield Change(key, _refusal(self.label, self.original, now), repeat, revert)
-        for container, copy in self.copies:
-            changes = [
-                changed(container, key, copy, _refusal(self.label, was, now, key))
-                for key, was, now in changed_items(container, copy, is_same)
-                if _is_set(was, now)
-            ]
-            if changes or any(is_same(was, now) for _, was, now in changed_items(container, copy, lambda a, b: False)):
-                restore(container, copy)
-            yield from changes
+            yield Change(key, _refusal(self.label, _ABSENT, self.original, now), repeat, revert)
+        for copy in self.copies:
+            yield from copy.restored(is_same, real)
 
     def _put(self, value) -> None:
         if value is _ABSENT:
@@ -111,7 +91,8 @@ class Value:
 class Walk:
     """The values that code reads by name, starting from globals, a model's modules and the arguments of a call.
 
-    `runs`: whether the code runs; generators are then seeded until `drawn_from`, which finds those that it used.
+    `runs`: whether the code runs; generators are then seeded until `drawn_from`, which finds those that it used, and
+    `restored` includes the attributes of modules.
     """
 
     def __init__(self, model: nn.Module, leaves, runs: bool = False):
@@ -122,6 +103,7 @@ class Walk:
             self._seed(random, PythonStream(), "Python's module random")
             if numpy := sys.modules.get("numpy"):
                 self._seed(numpy.random, NumpyStream(numpy.random.mtrand._rand), "numpy.random")
+        self._snapshots = [*module_snapshots(model)] if runs else []
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
         self._classes: dict[type, _Namespace] = {}
@@ -199,11 +181,11 @@ class Walk:
             stream.set(state)
         return moved
 
-    def restored(self, is_same) -> list[Change]:
-        """Restore what changed, and return the changes; for `is_same` see `Value.restored`."""
+    def restored(self, is_same, real) -> list[Change]:
+        """Restore what changed, and return the changes: see `Snapshot.restored`."""
         new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
         values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
-        return [change for value in values for change in value.restored(is_same)]
+        return [change for each in (*values, *self._snapshots) for change in each.restored(is_same, real)]
 
     def _has_attributes(self, value) -> bool:
         if isinstance(value, types.ModuleType):
@@ -275,7 +257,7 @@ def _is_traced(value, depth: int = 0) -> bool:
     return isinstance(value, FunctionalTensor)
 
 
-def _refusal(label: str, was, now, key=_ABSENT) -> str:
+def _refusal(label: str, key, was, now) -> str:
     if _is_traced(now):
         return (
             f"the forward stores a tensor in {label}, which a captured step would not do. Return the tensor from the "
