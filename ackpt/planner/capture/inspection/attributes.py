@@ -12,7 +12,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
@@ -120,7 +120,9 @@ class Snapshot:
     is one; others stay. `derived`: keys of items whose changes are restored, but not refused.
     """
 
-    def __init__(self, container, refusal: Callable[..., str], counts=lambda was, now: True, derived=frozenset()):
+    def __init__(
+        self, container, refusal: Callable[..., str], counts=lambda was, now: True, derived: Collection[Any] = ()
+    ):
         self._container, self._copy = container, _copied(container)
         self._refusal, self._counts, self._derived = refusal, counts, derived
 
@@ -159,7 +161,7 @@ def module_snapshots(model: nn.Module) -> Iterator[Snapshot]:
         derived = _derived(module)
         for attribute, container in _containers(module):
             refusal = functools.partial(_refusal, module, path, attribute)
-            yield Snapshot(container, refusal, derived=derived if container is vars(module) else frozenset())
+            yield Snapshot(container, refusal, derived=derived if container is vars(module) else ())
 
 
 def not_repeated(message: str) -> TraceError:
