@@ -137,10 +137,10 @@ class Capture:
         """What the model returns, from the tensors that the captured step returns."""
         left = iter(tensors)
         leaves = [
-            self.constants[place] if place in self.constants else next(left) for place in range(self.spec.num_leaves)
+            self.constants[index] if index in self.constants else next(left) for index in range(self.spec.num_leaves)
         ]
-        for place in self.refused:
-            leaves[place] = no_gradient(leaves[place])
+        for index in self.refused:
+            leaves[index] = no_gradient(leaves[index])
         return tree_unflatten(leaves, self.spec)
 
 
@@ -179,13 +179,13 @@ class _Call:
 class _Forward:
     """The forward of the model as a function of tensors that returns a tuple of tensors.
 
-    ``own``: (dict, name, tensor) of every parameter, buffer and held tensor. ``returned``: after the forward, the
+    ``references``: (dict, name, tensor) of parameters, buffers and held tensors. ``returned``: after the forward, the
     fields ``spec``, ``constants``, ``refused`` and ``branches`` of a `Capture`.
     """
 
     def __init__(self, call: _Call, modules):
         self.call = call
-        self.own = [
+        self.references = [
             (named, name, tensor)
             for module in modules
             for named in (module._parameters, module._buffers)
@@ -219,14 +219,14 @@ class _Forward:
             inputs[at] = inputs[at].shape[0]
         args, kwargs = tree_unflatten(inputs, call.arguments)
         with _tied(self._ties):
-            traced_own = {id(tensor): named[name] for named, name, tensor in self.own}
-            self._attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in self.own]
-            held = Held({**traced, **traced_own}, call.reads.paused)
-            real = (*leaves, *(tensor for _, _, tensor in self.own))
+            traced_references = {id(tensor): named[name] for named, name, tensor in self.references}
+            self._attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in self.references]
+            held = Held({**traced, **traced_references}, call.reads.paused)
+            real = (*leaves, *(tensor for _, _, tensor in self.references))
             versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
             weights = [held.traced[id(tensor)] for tensor in real if is_weight(tensor)]
             once = casting_once(weights if self._casts_once else ())
-            originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in self.own}
+            originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in self.references}
             watched = call.reads.watched(held.is_same, lambda value: originals.get(id(value), value))
             same_arguments = arguments_unchanged([*args, *kwargs.values()])
             given = [] if not call.values else list(zip(given_places(leaves), tensors))
@@ -235,10 +235,10 @@ class _Forward:
             with same_arguments, once, held, found_packed(), watched:
                 with fused_attention_refused(), saving_hooks_refused(), branches:
                     outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
-            buffers = [tensor for _, _, tensor in self.own if not tensor.requires_grad]
+            buffers = [tensor for _, _, tensor in self.references if not tensor.requires_grad]
             call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
-        if held.found:
-            raise _HoldsTensors(held.found)
+        if held.new_inputs:
+            raise _HoldsTensors(held.new_inputs)
         for value in outputs:
             if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
                 raise TraceError(
@@ -249,7 +249,7 @@ class _Forward:
         refuse_overlaps(outputs, held.traced.values(), refused)
         refuse_views_of_changed(outputs, versions)
         constants = {index: value for index, value in enumerate(outputs) if not is_tensor(value)}
-        self.returned = out_spec, constants, refused, tuple(branches.found)
+        self.returned = out_spec, constants, refused, tuple(branches.branches)
         return tuple(
             value.detach() if index in refused else value for index, value in enumerate(outputs) if is_tensor(value)
         )
@@ -261,8 +261,8 @@ class _Flat(nn.Module):
     def __init__(self, call: _Call, held):
         super().__init__()
         buffers = nn.Module()
-        for place, tensor in enumerate(held):
-            buffers.register_buffer(str(place), tensor)
+        for number, tensor in enumerate(held):
+            buffers.register_buffer(str(number), tensor)
         # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
         self._ackpt_forward = _Forward(call, (*call.model.modules(), buffers))
         model = call.model
@@ -284,9 +284,9 @@ class _Flat(nn.Module):
 class _HoldsTensors(Exception):
     """The model's code references tensors that must become inputs of the capture: (tensor, line) of each, by its id."""
 
-    def __init__(self, found):
+    def __init__(self, tensors):
         super().__init__()
-        self.found = found
+        self.tensors = tensors
 
 
 def _ties(model, kind: str):
@@ -318,9 +318,9 @@ def _tied(ties):
 def given_places(leaves) -> tuple[int, ...]:
     """The index of the first occurrence of each tensor among `leaves`."""
     first: dict[int, int] = {}
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if is_tensor(leaf):
-            first.setdefault(id(leaf), place)
+            first.setdefault(id(leaf), index)
     return tuple(first.values())
 
 
@@ -456,15 +456,15 @@ def _captured(stack, call: _Call) -> Capture:
         try:
             return _exported(stack, call, ())
         except _HoldsTensors as error:
-            held = tuple(tensor for tensor, _ in error.found.values())
-            call.reads.places = places(error.found)
+            held = tuple(tensor for tensor, _ in error.tensors.values())
+            call.reads.places = places(error.tensors)
         if (fake_mode := call.fake_mode) is not None:
             with fake_mode:
                 held = tuple(shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
         try:
             return _exported(stack, call, held)
         except _HoldsTensors as error:
-            _, line = next(iter(error.found.values()))
+            _, line = next(iter(error.tensors.values()))
             raise TraceError(
                 f"every forward creates a tensor{line} from data that a captured step cannot follow, such as a NumPy "
                 "array. Create it once and register it as a buffer, or pass it as an argument."
@@ -474,13 +474,13 @@ def _captured(stack, call: _Call) -> Capture:
 def _exported(stack, call: _Call, held) -> Capture:
     flat, given = _Flat(call, held), given_places(call.leaves)
     forward = flat._ackpt_forward
-    tensors = tuple(call.leaves[place] for place in given)
+    tensors = tuple(call.leaves[index] for index in given)
     where = Where(call.model, call.reads.kept.add)
     with contextlib.ExitStack() as inner, where, call.reads.watched_backward():
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
     forward.require_same_attributes()
-    forward.own.clear()  # torch keeps the module, but this holds tensors
+    forward.references.clear()  # torch keeps the module, but this holds tensors
     call.reads.kept.add_backward()
     shared = {name: getattr(call, name) for name in _SHARED}
     return Capture(joint, given, held, *forward.returned, **shared)

@@ -146,10 +146,10 @@ class Symbols:
         """Whether the capture is valid for these sizes."""
         if not all(SMALLEST <= value <= LARGEST for value in values):
             return False
-        derived, known = tuple(self.environment.derived), self.environment.known
+        derived, assumed = tuple(self.environment.derived), self.environment.assumed
         try:
             results = zip(derived, self.evaluated(derived, values))
-            return all(repr(value) == repr(known.get(symbol, value)) for symbol, value in results) and all(
+            return all(repr(value) == repr(assumed.get(symbol, value)) for symbol, value in results) and all(
                 self.evaluated(self.guards, values)
             )
         except (ArithmeticError, ValueError, TypeError):  # such as a division by zero
@@ -167,8 +167,8 @@ class Symbols:
     @property
     def guards(self) -> tuple[Any, ...]:
         """The conditions that the capture found, as sympy expressions in its symbols."""
-        found = [guard.expr for guard in self.environment.guards]
-        return tuple(guard for guard in found if guard.free_symbols)
+        conditions = [guard.expr for guard in self.environment.guards]
+        return tuple(guard for guard in conditions if guard.free_symbols)
 
     def fixed(self) -> dict[Dimension, str]:
         """The dimensions that the model turned into constants, with the line that did, or an empty string."""
@@ -305,8 +305,8 @@ class DynamicModule:
     @cached_property
     def _storage_bytes(self) -> tuple[Any, ...]:
         sizes: dict[int, Any] = {}
-        for place in range(len(self.fx) - 1):  # the last one is the output
-            for value in tensors_of(self.fx[place]):
+        for node_id in range(len(self.fx) - 1):  # the last one is the output
+            for value in tensors_of(self.fx[node_id]):
                 storage = value.untyped_storage()
                 sizes.setdefault(storage._cdata, expression(storage.nbytes()))
         return tuple(sizes.values())

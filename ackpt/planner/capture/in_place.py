@@ -212,7 +212,7 @@ def _restore_format(x) -> None:
     if value.dim() != x.dim() or suggest_memory_format(value) == suggest_memory_format(x):
         return
     sizes, eagers, captured = (_at_example(each) for each in (x.shape, x.stride(), value.stride()))
-    if all(size == 1 or stride == own for size, stride, own in zip(sizes, eagers, captured)):
+    if all(size == 1 or stride == its for size, stride, its in zip(sizes, eagers, captured)):
         value = torch.ops.aten.as_strided.default(value, x.shape, x.stride())
     elif _is_dense(x):
         value = torch.ops.ackpt_graph.with_strides(value, x.stride())

@@ -77,8 +77,8 @@ class JointGraph:
     @property
     def resident_bytes(self) -> int:
         """Bytes of parameters, buffers, inputs, the optimizer's state and accumulated gradients."""
-        own = sum(self.analysis.bytes[storage] for storage in self.analysis.resident)
-        return own + self.optimizer_bytes + self.accumulated_bytes
+        tensors = sum(self.analysis.bytes[storage] for storage in self.analysis.resident)
+        return tensors + self.optimizer_bytes + self.accumulated_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -231,7 +231,7 @@ class Analysis:
         if not all(each in described for each in with_gradient):  # a gradient of what several outputs are views of
             return {}
         lie_in = [set() if node is None else {*self.graph.nodes[node].storages} for node in self.outputs]
-        kept = self.resident.union(
+        not_dropped = self.resident.union(
             self._copied_outputs,
             *(storages for output, storages in zip(described, lie_in) if output in with_gradient),
         )
@@ -239,7 +239,7 @@ class Analysis:
         return {
             place: storages
             for place, storages in zip(places, lie_in)
-            if place is not None and storages and storages.isdisjoint(kept)
+            if place is not None and storages and storages.isdisjoint(not_dropped)
         }
 
     @cached_property

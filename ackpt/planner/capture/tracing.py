@@ -290,13 +290,13 @@ def _is_random(node) -> bool:
 def _returned(output):
     """Ids of the nodes that the model returns, and of the gradients by the parameters' names."""
     returned, gradients = [], {}
-    for node, what in zip(output.args[0], output.meta["desc"]):
+    for node, description in zip(output.args[0], output.meta["desc"]):
         if node is None:
             continue
-        if not hasattr(what, "grad_of"):
+        if not hasattr(description, "grad_of"):
             returned.append(node.meta["ackpt_id"])
-        elif hasattr(what.grad_of, "target"):
-            gradients[what.grad_of.target] = node.meta["ackpt_id"]
+        elif hasattr(description.grad_of, "target"):
+            gradients[description.grad_of.target] = node.meta["ackpt_id"]
     return returned, gradients
 
 
@@ -350,15 +350,15 @@ def own_gradients(module: fx.GraphModule) -> None:
 def summed(module: fx.GraphModule) -> dict[str, torch.dtype]:
     """The tensors that the step uses several times, in words, with the dtype in which `module` sums their gradients."""
     output = next(node for node in module.graph.nodes if node.op == "output")
-    found = {}
-    for gradient, what in zip(output.args[0], output.meta["desc"]):
-        if gradient is None or not hasattr(what, "grad_of"):
+    dtypes = {}
+    for gradient, description in zip(output.args[0], output.meta["desc"]):
+        if gradient is None or not hasattr(description, "grad_of"):
             continue
         while gradient.target is aten.clone.default or getattr(gradient.target, "is_view", False):
             gradient = gradient.args[0]
         if gradient.target is aten.add.Tensor and all(map(_is_backwards_own, gradient.all_input_nodes)):
-            found[getattr(what.grad_of, "target", "an argument")] = gradient.meta["val"].dtype
-    return found
+            dtypes[getattr(description.grad_of, "target", "an argument")] = gradient.meta["val"].dtype
+    return dtypes
 
 
 def _is_backwards_own(gradient: fx.Node) -> bool:

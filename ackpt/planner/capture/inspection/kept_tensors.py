@@ -229,7 +229,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 class Held(TorchFunctionMode):
     """Inside, operations on a tensor of the model's code use the traced tensor that replaces it.
 
-    ``traced``: ``{id of a tensor: its replacement}``. ``found``: ``{id: (tensor, line)}`` of tensors without one;
+    ``traced``: ``{id of a tensor: its replacement}``. ``new_inputs``: ``{id: (tensor, line)}`` of tensors without one;
     a second capture takes them as inputs. ``paused``: a context in which torch's own code runs.
     """
 
@@ -237,7 +237,7 @@ class Held(TorchFunctionMode):
         super().__init__()
         self._paused = paused
         self.traced = traced
-        self.found: dict[int, tuple[torch.Tensor, str]] = {}
+        self.new_inputs: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args = tuple(map(self._replaced, args))
@@ -268,7 +268,7 @@ class Held(TorchFunctionMode):
                 f"a tensor of shape {tuple(tensor.shape)} that requires grad is used{line()} but is not a parameter "
                 "of the model. Register it: self.name = nn.Parameter(...), or nn.ParameterList for several."
             )
-        self.found[id(tensor)] = tensor, line()
+        self.new_inputs[id(tensor)] = tensor, line()
         self.traced[id(tensor)] = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )

@@ -113,8 +113,10 @@ def first_opaque(model) -> str | None:
     """The first submodule of `model` that is scripted or compiled, in words; None if no submodule is."""
     if not isinstance(model, nn.Module) or _is_compiled(model):
         return None
-    found = ((name, module) for name, module in model.named_modules() if name and _is_compiled(module))
-    return next((f"module {name!r} ({type(module).__name__}) is scripted or compiled" for name, module in found), None)
+    compiled = ((name, module) for name, module in model.named_modules() if name and _is_compiled(module))
+    return next(
+        (f"module {name!r} ({type(module).__name__}) is scripted or compiled" for name, module in compiled), None
+    )
 
 
 def _is_compiled(module: nn.Module) -> bool:
