@@ -32,7 +32,7 @@ class CapturedStep:
     def __init__(self, model: nn.Module, *args: Any, loop: Loop = NO_LOOP, **kwargs: Any):
         self._watched, self._loop, self._autocast = WatchedModel(model), loop, Autocast()
         with shown(), _disable_current_modes(), capture(model, args, kwargs, outputs="drop") as self._captured:
-            self.graph = captured_graph(self._captured, model, args, kwargs, loop)
+            self.graph = captured_graph(self._captured, model, loop)
 
     def planned(self, plan: Plan) -> Callable[..., Any]:
         """The step as a function of the model's arguments, as `plan` says.

@@ -35,7 +35,7 @@ def without_gradient(outputs, differentiate) -> tuple[int, ...]:
     return tuple(p for p in places if p not in scalars) if differentiate == "loss" and len(scalars) == 1 else ()
 
 
-def refuse_overlaps(outputs, inputs, without=()) -> None:
+def refuse_overlaps(outputs, inputs, without) -> None:
     """Refuse outputs that overlap themselves in memory: torch would sum their gradients twice.
 
     Not those `without` a gradient, nor views of `inputs` or of what is returned too, which autograd itself makes.

@@ -25,7 +25,7 @@ from .inspection.calls import CHECKPOINTS
 from .inspection.model_checks import check_keywords, check_model
 from .joint_graph import BACKWARD, FORWARD, JointGraph, Node
 from .operations import may_draw, memory_order, storage_keys, tensors_of, with_accesses
-from .optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
+from .optimizer_state import Loop, check_optimizer, with_loop
 from .patches.kernels import keep_for_backward
 
 aten = torch.ops.aten
@@ -81,12 +81,10 @@ def trace(
     check_keywords(model, kwargs, ("differentiate", "outputs", "optimizer", "accumulation"), "ackpt.trace")
     check_optimizer(model, optimizer)
     with shown(), CAPTURING, capture(model, args, kwargs, differentiate, outputs) as captured:
-        return captured_graph(captured, model, args, kwargs, Loop(optimizer, accumulation))
+        return captured_graph(captured, model, Loop(optimizer, accumulation))
 
 
-def captured_graph(
-    captured: Capture, model, args, kwargs, loop: Loop = NO_LOOP, instance: fx.GraphModule | None = None
-) -> JointGraph:
+def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModule | None = None) -> JointGraph:
     """The graph of a captured step, with the facts that the capture recorded about the call.
 
     `instance`: the captured module at the sizes of the call, if it was captured with dynamic dimensions.

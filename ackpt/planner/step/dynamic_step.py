@@ -41,9 +41,7 @@ class DynamicStep:
         self.module = DynamicModule(module, self.symbols)
         self.module.require_known_sizes()
         values = self.symbols.values(call.leaves)
-        self.reference: JointGraph = captured_graph(
-            captured, model, call.args, call.kwargs, loop, self.module.at(values)
-        )
+        self.reference: JointGraph = captured_graph(captured, model, loop, self.module.at(values))
         self._reference_values = values
         self._compiled: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
         self._strides = gradient_strides(self.reference.analysis, self.module.fx)

@@ -201,7 +201,7 @@ class Variants:
                 start = time.perf_counter()
         with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs) as captured:
             self.returns(captured.gradient_shapes)
-            graph = captured_graph(captured, self.model, call.args, call.kwargs, self.loop)
+            graph = captured_graph(captured, self.model, self.loop)
             plan = self.planner(graph)
             step, strides = compiled_schedule(captured, graph, plan.schedule), gradient_strides(graph.analysis)
             run = self._checked(lambda inputs: step(inputs, strides), call)

@@ -176,7 +176,7 @@ class Reads:
         otherwise. `mode`: a context in which to compute the tensors.
         """
         tensors = self.kept.alive()
-        error = not_repeated(self._changed[0].refusal if self._changed else kept_message(*tensors[0]))
+        error = not_repeated(self._changed[0].refusal if self._changed else _kept_message(tensors[0][1]))
         is_constant = False
         with contextlib.suppress(NotConstant):
             self.kept.give_data([tensor for tensor, _ in tensors], mode)
@@ -189,7 +189,7 @@ class Reads:
             change.repeat()
         yield error
         if again := self.kept.alive():
-            raise not_repeated(kept_message(*again[0]))
+            raise not_repeated(_kept_message(again[0][1]))
 
     def undo(self) -> None:
         """Leave everything that the model's code keeps as it was before the capture."""
@@ -271,7 +271,7 @@ def _is_by_model(frame) -> bool:
     return frame is not None and is_of_model(frame.f_code.co_filename)
 
 
-def kept_message(tensor: torch.Tensor, made: str) -> str:
+def _kept_message(made: str) -> str:
     """The refusal of a tensor that something keeps; `made`: where the model's code made it."""
     return (
         f"the model's code stores a tensor that it computes {made}: in a hook, a global or another object, which a "
