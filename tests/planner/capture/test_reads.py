@@ -281,16 +281,49 @@ def test_a_first_call_that_computes_otherwise_is_refused_and_its_values_put_back
     assert CONFIG.scale == 2.0
 
 
-def first_deletes(model, x):
-    factor = 1.0 if CONFIG.scale is None else 2.0
-    CONFIG.scale = None
+class Holder:
+    pass
+
+
+HOLDER = Holder()
+
+
+def first_sets_none(model, x):
+    factor = 1.0 if HOLDER.scale is None else 2.0
+    HOLDER.scale = None
     return x * factor
 
 
-def test_a_first_call_that_sets_a_value_to_none_is_refused_and_the_value_put_back():
-    with pytest.raises(TraceError, match="'scale' of global 'CONFIG' .* from 2.0 to None"):
-        ackpt.compile(Model(first_deletes), X)
-    assert CONFIG.scale == 2.0
+def first_deletes(model, x):
+    factor = 2.0 if hasattr(HOLDER, "scale") else 1.0
+    vars(HOLDER).pop("scale", None)
+    return x * factor
+
+
+@pytest.mark.parametrize(("forward", "value"), [(first_sets_none, "None"), (first_deletes, "no value")])
+def test_a_first_call_that_sets_a_value_to_none_or_deletes_it_is_refused_and_the_value_put_back(forward, value):
+    HOLDER.scale = 2.0
+    with pytest.raises(TraceError, match=f"'scale' of global 'HOLDER' .*from 2.0 to {value}"):
+        ackpt.compile(Model(forward), X)
+    assert HOLDER.scale == 2.0
+
+
+class Counted:
+    count = 0
+
+
+COUNTED = Counted()
+
+
+def counts_in_instance(model, x):
+    COUNTED.count += 1  # creates an attribute of the instance, which hides that of the class
+    return x * COUNTED.count
+
+
+def test_a_forward_that_hides_an_attribute_of_a_class_is_refused_and_leaves_no_trace():
+    with pytest.raises(TraceError, match="'count' of global 'COUNTED' .*from no value to 1"):
+        ackpt.compile(Model(counts_in_instance), X)
+    assert vars(COUNTED) == {} and Counted.count == 0
 
 
 def test_a_profiler_goes_on_afterwards():

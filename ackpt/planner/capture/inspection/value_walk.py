@@ -30,7 +30,7 @@ from .attributes import OF_EVERY_MODULE, REGIONS, Change, Snapshot, module_snaps
 
 _SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 _DEPTH = 2  # attributes of attributes, and containers in containers
-_ABSENT: Any = object()
+_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "no value"})()
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
@@ -201,15 +201,15 @@ class Walk:
                 continue
             for name in names & vars(kind).keys():
                 if isinstance(vars(kind)[name], _METHODS) or _content(vars(kind)[name]) is not None:
-                    of_class = _Namespace(vars(kind).get, functools.partial(setattr, kind))
+                    put, pop = functools.partial(setattr, kind), functools.partial(delattr, kind)
+                    of_class = _Namespace(vars(kind).get, put, pop)
                     namespace = self._classes.setdefault(kind, of_class)
                     self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
                     shared.add(name)
                 elif isinstance(vars(kind)[name], types.MemberDescriptorType) and not isinstance(value, type):
-                    slots = _Namespace(
-                        lambda name, default, owner=value: getattr(owner, name, default),
-                        functools.partial(setattr, value),
-                    )
+                    get = functools.partial(_slot, value)
+                    put, pop = functools.partial(setattr, value), functools.partial(delattr, value)
+                    slots = _Namespace(get, put, pop)
                     self.note(slots, name, f"attribute {name!r} of {label}", depth + 1, owner=value)
         instance = None if isinstance(value, type) else getattr(value, "__dict__", None)
         if isinstance(instance, dict):
@@ -218,17 +218,23 @@ class Walk:
 
 
 class _Namespace:
-    """Names and values that `get` reads and `put` sets, such as the attributes of a class."""
+    """Names and values that `get` reads, `put` sets and `pop` deletes, such as the attributes of a class."""
 
-    def __init__(self, get, put):
-        self.get, self._put = get, put
+    def __init__(self, get, put, pop):
+        self.get, self._put, self.pop = get, put, pop
 
     def __setitem__(self, name: str, value) -> None:
         self._put(name, value)
 
 
+def _slot(owner, name: str, default):
+    return getattr(owner, name, default)
+
+
 # The environment variables of the process, as one hash; they are not restored.
-_ENVIRONMENT = _Namespace(lambda name, default: hash(frozenset(os.environ.items())), lambda name, value: None)
+_ENVIRONMENT = _Namespace(
+    lambda name, default: hash(frozenset(os.environ.items())), lambda name, value: None, lambda name: None
+)
 
 
 def _content(value, depth: int = 0):
@@ -245,8 +251,8 @@ def _content(value, depth: int = 0):
 
 
 def _is_set(was, now) -> bool:
-    """Whether a forward has set a plain value to another one, or anything to a tensor without data."""
-    if plain(was) is not None and plain(now) is not None:
+    """Whether a forward has set or deleted a plain value, or set anything to a tensor without data."""
+    if all(each is _ABSENT or plain(each) is not None for each in (was, now)):
         return plain(was) != plain(now)
     return was is not now and _is_traced(now)
 
