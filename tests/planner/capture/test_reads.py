@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import cProfile
 import dataclasses
 import gc
@@ -306,6 +307,49 @@ def test_a_first_call_that_sets_a_value_to_none_or_deletes_it_is_refused_and_the
     with pytest.raises(TraceError, match=f"'scale' of global 'HOLDER' .*from 2.0 to {value}"):
         ackpt.compile(Model(forward), X)
     assert HOLDER.scale == 2.0
+
+
+NAMES, QUEUE = set(), collections.deque()
+
+
+def adds_to_set(model, x):
+    factor = 1.0 if "name" in NAMES else 2.0
+    NAMES.add("name")
+    return x * factor
+
+
+def adds_to_own_set(model, x):
+    factor = 1.0 if "name" in model.names else 2.0
+    model.names.add("name")
+    return x * factor
+
+
+def adds_to_deque(model, x):
+    factor = 1.0 if QUEUE else 2.0
+    QUEUE.append("name")
+    return x * factor
+
+
+@pytest.mark.parametrize("forward", [adds_to_set, adds_to_own_set, adds_to_deque])
+def test_a_forward_that_adds_to_a_set_or_a_deque_is_refused_and_leaves_no_trace(forward):
+    model = Model(forward, names=set())
+    with pytest.raises(TraceError, match="changes .* from None to 'name'"):
+        ackpt.compile(model, X)
+    assert not NAMES and not QUEUE and not model.names
+
+
+def reads_set(model, x):
+    return x * (1.0 if "name" in NAMES else 2.0)
+
+
+def test_an_item_that_a_set_receives_gives_another_plan():
+    step = ackpt.compile(model := Model(reads_set), X, budget="1MiB")
+    assert torch.equal(step(X), model(X))
+    NAMES.add("name")
+    try:
+        assert torch.equal(step(X), model(X))
+    finally:
+        NAMES.clear()
 
 
 class Counted:

@@ -135,24 +135,29 @@ class Snapshot:
         items = _changed_items(self._container, self._copy)
         items = [(key, was, now, _same(was, now, is_same)) for key, was, now in items]
         items = [item for item in items if item[-1] or self._counts(*item[1:3])]
+        if not items:
+            return []
+        now = _copied(self._container)
         changes = [
-            Change((id(self._container), key), self._refusal(key, was, now), self._put(key, real), self._put(key))
-            for key, was, now, is_represented in items
+            Change(
+                (id(self._container), key),
+                self._refusal(key, before, after),
+                self._put(now, key, real),
+                self._put(self._copy, key, real),
+            )
+            for key, before, after, is_represented in items
             if not is_represented and key not in self._derived
         ]
-        if items:
-            fill(self._container, self._copy)
+        fill(self._container, self._copy)
         return changes
 
-    def _put(self, key, real=None) -> Callable[[], Any]:
-        """A function that sets an item as it is now, if `real` is given, or was; in a list, all items."""
-        container, values = self._container, self._copy if real is None else _copied(self._container)
-        real = real or (lambda value: value)
-        if not isinstance(container, dict):
-            return functools.partial(fill, container, list(map(real, values)))
+    def _put(self, values, key, real) -> Callable[[], Any]:
+        """A function that sets an item as in `values`; in anything but a dict, all items."""
+        if not isinstance(self._container, dict):
+            return functools.partial(fill, self._container, list(map(real, values)))
         if key in values:
-            return functools.partial(container.__setitem__, key, real(values[key]))
-        return functools.partial(container.pop, key, None)
+            return functools.partial(self._container.__setitem__, key, real(values[key]))
+        return functools.partial(self._container.pop, key, None)
 
 
 def module_snapshots(model: nn.Module) -> Iterator[Snapshot]:
@@ -212,7 +217,7 @@ def _containers(module: nn.Module):
 
 
 def _nested(name: str, value):
-    if isinstance(value, (list, dict, deque)):
+    if isinstance(value, (list, dict, deque, set)):
         yield name, value
         for item in value.values() if isinstance(value, dict) else value:
             yield from _nested(name, item)
@@ -222,15 +227,17 @@ def _nested(name: str, value):
 
 
 def _copied(container):
-    return dict(container) if isinstance(container, dict) else list(container)
+    return next((kind for kind in (dict, set) if isinstance(container, kind)), list)(container)
 
 
 def _changed_items(container, copy) -> Iterator[tuple[Any, Any, Any]]:
-    """(key, value before, value now) of every changed item; None means no value."""
+    """(key, value before, value now) of every changed item; None means no value; an item of a set is its key."""
     if is_filled_with(container, copy):
         return
     if isinstance(container, dict):
         pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
+    elif isinstance(container, set):
+        pairs = [(item, *(item if item in each else None for each in (copy, container))) for item in copy ^ container]
     else:
         now = list(container)
         size = max(len(copy), len(now))

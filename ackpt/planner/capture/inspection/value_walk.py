@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +34,7 @@ _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "no value"})()
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
-_CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict))
+_CONTAINERS = frozenset((list, tuple, deque, set, dict, OrderedDict, defaultdict, Counter))
 _STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 # torch computes with symbolic sizes by these, so they run during a forward that is captured with dynamic dimensions.
 _SYMBOLIC = tuple(
@@ -245,6 +245,8 @@ def _content(value, depth: int = 0):
         return (torch.Tensor, id(value)) if depth and isinstance(value, torch.Tensor) else plain(value)
     if len(value) > LONGEST_CONTAINER or depth > _DEPTH:
         return ()
+    if isinstance(value, set):
+        return frozenset(_content(item, depth + 1) for item in value)
     items = value.items() if isinstance(value, dict) else enumerate(value)
     compared = ((plain(key), _content(item, depth + 1)) for key, item in items)
     return tuple(pair for pair in compared if None not in pair)
@@ -258,7 +260,7 @@ def _is_set(was, now) -> bool:
 
 
 def _is_traced(value, depth: int = 0) -> bool:
-    if isinstance(value, (list, tuple, dict)) and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
+    if isinstance(value, (list, tuple, deque, set, dict)) and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
         return any(_is_traced(item, depth + 1) for item in _items(value))
     return isinstance(value, FunctionalTensor)
 
@@ -277,7 +279,7 @@ def _refusal(label: str, key, was, now) -> str:
 
 
 def _containers(value, depth: int = 0):
-    """Yield the lists and dicts in `value`, which may be one itself."""
+    """Yield the mutable containers in `value`, which may be one itself."""
     if type(value) is types.SimpleNamespace:
         value = vars(value)
     if type(value) in _CONTAINERS and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
