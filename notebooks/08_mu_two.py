@@ -475,9 +475,9 @@ figure
 # where *without* includes a second model.*
 #
 # Peaks are linear in the batch, but not in the published column *with*. Its last row is close to per-block
-# checkpointing next to a second model (4,406 MiB); the other rows are above it. On the Transformer, mu-TWO's greedy
-# choices cost more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of 30,000
-# words, so at most 36 % of the peak is saved. The last version of the source has 35 %.
+# checkpointing next to a second model (4,406 MiB); the other rows are above that line. On the Transformer, mu-TWO's
+# greedy choices cost more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of
+# 30,000 words, so at most 36 % of the peak is saved. The last version of the source has 35 %.
 #
 # :::{admonition} Takeaway
 # :class: tip
