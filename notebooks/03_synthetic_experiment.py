@@ -122,12 +122,12 @@ for T in lengths:
 #
 # **Without checkpointing.** {doc}`01_where_memory_goes` found that one block saves $A = 10 d + 2 f + 3 h + 2$ elements
 # per token, including its own input, and that the peak comes soon after backward begins. To predict the peak to the
-# byte, we need the exact moment: the backward of the last block's down-projection. By then the backward of the loss and
-# of the last norm has freed the tensors that they saved. The live elements per token are
+# byte, we need the exact moment: the backward of the last block's down-projection. By then, backward has freed the
+# tensors that the loss and the last norm saved. The live elements per token are
 #
 # - $L A$ that the blocks saved, including the model's input,
 # - $d$ for the gradient of the down-projection's output and $f$ for that of its input,
-# - $d$ for the loss, whose storage on the CPU is as large as its input.
+# - $d$ for the loss, whose storage is as large as its input.
 #
 # $$ s_\text{baseline} = 4 \, (L A + 2 d + f) \text{ bytes per token} $$
 #
