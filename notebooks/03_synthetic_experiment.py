@@ -366,9 +366,9 @@ print(f"largest error: {max(abs(row['predicted'] - row['bytes']) for row in conf
 # ```{include} ../../results/tables/03_published.md
 # ```
 #
-# The source prints MB and divides by $1024^2$, so we write MiB. Our model needs less in every row; the appendix lists
-# the causes. The seconds of the next table include a profiler and the export of its trace. {doc}`13_predictions`
-# predicts the ratios:
+# A published peak is `torch.cuda.max_memory_allocated` over 14 steps. The source divides it by $1024^2$ and prints MB;
+# we write MiB. Our model needs less in every row; the appendix lists the causes. The seconds of the next table include
+# a profiler and the export of its trace. {doc}`13_predictions` predicts the ratios:
 #
 # ```{include} ../../results/tables/03_times.md
 # ```

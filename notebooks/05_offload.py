@@ -719,10 +719,10 @@ figure
 # inputs, and sync offload without it. Async offload allocates the same tensors. Recomputed activations count as
 # temporaries.*
 #
-# The peaks in the table are higher: they include optimizer states and the last step's tensors. In backward, the
-# sawtooth rises with each block by the block's gradients, 24 MiB. Classic rises twice as fast, because each input stays
-# in an attribute of its autograd node and gets a gradient of its own size. So offload lowers this peak by about $2 (n -
-# 1) S$.
+# The peaks in the table are higher: they are those of two warm-up and three timed steps, with optimizer states and the
+# last step's tensors. In backward, the sawtooth rises with each block by the block's gradients, 24 MiB. Classic rises
+# twice as fast, because each input stays in an attribute of its autograd node and gets a gradient of its own size. So
+# offload lowers this peak by about $2 (n - 1) S$.
 #
 # ```{include} ../../results/tables/05_times.md
 # ```
