@@ -708,15 +708,15 @@ path = write_text_atomic("results/tables/05_times.md", markdown_table(rows, colu
 # Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer. The
 # source also plots the memory of one step in each checkpointed mode. The same step, predicted:
 
-# %% tags=["hide-input"] alt="Two memory timelines of a step of 12 blocks, one above the other. Classic checkpointing: the forward is a ramp of inputs, and backward is a sawtooth that rises with each block. With offload the forward is flat, and the sawtooth rises half as steeply to a peak about 500 MiB lower."
-shown = ("ckpt_classic", "ckpt_sync_offload")
+# %% tags=["hide-input"] alt="Three memory timelines of a step of 12 blocks, one above the other. Classic checkpointing: the forward is a ramp of inputs, and backward is a sawtooth that rises with each block. With sync and with async offload, which look the same, the forward is flat, and the sawtooth rises half as steeply to a peak about 500 MiB lower."
+shown = ("ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload")
 figure = offload_report.timelines_plot(Timelines().records("reference-offload", shown), "", shown)
 path = plots.save(figure, "results/figures/05_t4.png")
 figure
 
 # %% [markdown]
 # *First step of the published experiment, predicted from shapes at the published size: classic with its ramp of saved
-# inputs, and sync offload without it. Async offload allocates the same tensors. Recomputed activations count as
+# inputs, and offload without it. Async offload allocates the same tensors as sync. Recomputed activations count as
 # temporaries.*
 #
 # The peaks in the table are higher: they are those of two warm-up and three timed steps, with optimizer states and the
