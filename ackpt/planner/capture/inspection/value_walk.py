@@ -34,7 +34,7 @@ _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "no value"})()
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
-_CONTAINERS = frozenset((list, tuple, deque, set, dict, OrderedDict, defaultdict, Counter))
+_CONTAINERS = frozenset((list, tuple, deque, set, frozenset, dict, OrderedDict, defaultdict, Counter))
 _STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 # torch computes with symbolic sizes by these, so they run during a forward that is captured with dynamic dimensions.
 _SYMBOLIC = tuple(
@@ -245,7 +245,7 @@ def _content(value, depth: int = 0):
         return (torch.Tensor, id(value)) if depth and isinstance(value, torch.Tensor) else plain(value)
     if len(value) > LONGEST_CONTAINER or depth > _DEPTH:
         return ()
-    if isinstance(value, set):
+    if isinstance(value, (set, frozenset)):
         return frozenset(_content(item, depth + 1) for item in value)
     items = value.items() if isinstance(value, dict) else enumerate(value)
     compared = ((plain(key), _content(item, depth + 1)) for key, item in items)
@@ -253,14 +253,14 @@ def _content(value, depth: int = 0):
 
 
 def _is_set(was, now) -> bool:
-    """Whether a forward has set or deleted a plain value, or set anything to a tensor without data."""
-    if all(each is _ABSENT or plain(each) is not None for each in (was, now)):
-        return plain(was) != plain(now)
+    """Whether a forward has set or deleted what can be compared, or set anything to a tensor without data."""
+    if all(each is _ABSENT or _content(each) is not None for each in (was, now)):
+        return _content(was) != _content(now)
     return was is not now and _is_traced(now)
 
 
 def _is_traced(value, depth: int = 0) -> bool:
-    if isinstance(value, (list, tuple, deque, set, dict)) and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
+    if isinstance(value, (list, tuple, deque, set, frozenset, dict)) and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
         return any(_is_traced(item, depth + 1) for item in _items(value))
     return isinstance(value, FunctionalTensor)
 
@@ -283,7 +283,7 @@ def _containers(value, depth: int = 0):
     if type(value) is types.SimpleNamespace:
         value = vars(value)
     if type(value) in _CONTAINERS and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
-        if not isinstance(value, tuple):
+        if not isinstance(value, (tuple, frozenset)):
             yield value
         for item in _items(value):
             yield from _containers(item, depth + 1)
