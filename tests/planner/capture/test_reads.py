@@ -352,6 +352,26 @@ def test_an_item_that_a_set_receives_gives_another_plan():
         NAMES.clear()
 
 
+def replaces_object(model, x):
+    factor = 1.0 + HOLDER.state.scale
+    HOLDER.state = Config(HOLDER.state.scale + 1.0)
+    return x * factor
+
+
+def replaces_list(model, x):
+    factor = 1.0 + len(HOLDER.state)
+    HOLDER.state = [*HOLDER.state, "name"]
+    return x * factor
+
+
+@pytest.mark.parametrize(("forward", "state"), [(replaces_object, Config()), (replaces_list, [])])
+def test_a_forward_that_replaces_an_object_or_a_container_is_refused_and_leaves_no_trace(forward, state):
+    HOLDER.state = state
+    with pytest.raises(TraceError, match="'state' of global 'HOLDER'"):
+        ackpt.compile(Model(forward), X)
+    assert HOLDER.state is state
+
+
 class Counted:
     count = 0
 

@@ -253,14 +253,19 @@ def _content(value, depth: int = 0):
 
 
 def _is_set(was, now) -> bool:
-    """Whether a forward has set or deleted what can be compared, or set anything to a tensor without data."""
-    if all(each is _ABSENT or _content(each) is not None for each in (was, now)):
+    """Whether a forward has set or deleted a value, or stored a tensor without data; not if it creates an object.
+
+    An object that it creates where there was none may be a cache.
+    """
+    can_compare = [each is _ABSENT or _content(each) is not None for each in (was, now)]
+    if all(can_compare):
         return _content(was) != _content(now)
-    return was is not now and _is_traced(now)
+    return was is not now and (_is_traced(now) or not any(can_compare))
 
 
 def _is_traced(value, depth: int = 0) -> bool:
-    if isinstance(value, (list, tuple, deque, set, frozenset, dict)) and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
+    is_container = isinstance(value, (list, tuple, deque, set, frozenset, dict))
+    if is_container and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
         return any(_is_traced(item, depth + 1) for item in _items(value))
     return isinstance(value, FunctionalTensor)
 
