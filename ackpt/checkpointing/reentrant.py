@@ -43,8 +43,7 @@ import torch
 
 from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
-from ackpt.offloading.packed_tensors import saved_tensors_of
-from ackpt.offloading.saved_tensors import Offload, resolve
+from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
 from .region import Region
 from .summands import Summands
