@@ -65,15 +65,7 @@ class Block:
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """The blocks of `model`, none inside another.
-
-    Example:
-        >>> def block():
-        ...     return nn.Sequential(nn.Linear(4, 4), nn.GELU())
-        >>> model = nn.Sequential(nn.Linear(4, 4), block(), nn.ModuleList([block(), block()]))
-        >>> [each.path for each in blocks_of(model)]
-        ['1', '2.0', '2.1']
-    """
+    """The blocks of `model`, none inside another."""
     repeated = repeated_blocks(model)
     chosen = dict(_blocks_in(model, "", repeated, set()))
     while len(chosen) == 1 and not chosen.keys() & repeated.keys():

@@ -40,8 +40,18 @@ from ackpt.planner.step.variants import Variants
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
 from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
-from .records import BEGINS, ENDS, HELD, RECOMPUTED, Record, Run, SavedStorages
-from .regions_plan import CHECKPOINTED, SAVED, RegionsPlan
+from .regions_plan import (
+    BEGINS,
+    CHECKPOINTED,
+    ENDS,
+    HELD,
+    RECOMPUTED,
+    SAVED,
+    Record,
+    RegionsPlan,
+    Run,
+    SavedStorages,
+)
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CALL = nn.Module._call_impl.__code__
