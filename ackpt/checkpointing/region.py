@@ -11,7 +11,6 @@ import contextlib
 import functools
 import sys
 import weakref
-from typing import Any
 
 import torch
 
