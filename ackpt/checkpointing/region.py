@@ -21,7 +21,7 @@ from . import guards, refusals, rng
 from .closures import DetachClosedOver, current_detached, frozen
 from .reachable import ReachableState, graph_inputs, is_data, tensors_in
 from .recorder import Recorder, check_same_path, path
-from .tree import Tensors, fill, fill_arguments, is_plain, strip_arguments, strip_result
+from .tree import Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
 #: the region, because its contributions would take too much memory one by one.
@@ -198,7 +198,7 @@ class Region:
         return result
 
     def _call(self, tensors):
-        values = fill_arguments(self.template, tensors)
+        values = fill(self.template, tensors)
         if self.names:
             split = len(values) - len(self.names)
             result = self.function(*values[:split], **dict(zip(self.names, values[split:])))

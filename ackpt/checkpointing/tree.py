@@ -84,14 +84,6 @@ def strip_result(result) -> tuple[list, object]:
     return tensors, strip(result, tensors)
 
 
-def fill_arguments(stripped, tensors) -> list:
-    """`fill` for the items of `stripped`."""
-    return [
-        tensors[item.index] if type(item) is Slot else item if type(item) in _ATOMS else fill(item, tensors)
-        for item in stripped
-    ]
-
-
 def _map(obj, change):
     """Apply `change` to the leaves of `obj`; return `obj` itself when no leaf changed."""
     if type(obj) in _ATOMS:

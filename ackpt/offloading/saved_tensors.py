@@ -37,6 +37,7 @@ _CALL = nn.Module._call_impl.__code__
 _PLAIN = (torch.Tensor, nn.Parameter)
 _ALIGNMENT = 64  # bytes; a range of a storage starts at a multiple, so that it can be viewed in any dtype
 _NOTHING = contextlib.nullcontext()
+_task = torch._C._current_graph_task_id
 
 
 def offload_saved_tensors(
@@ -138,8 +139,7 @@ class Offload:
         return Offload, self._arguments
 
     def __repr__(self) -> str:
-        mode, store = self._arguments[:2]
-        return f"<ackpt offload: {mode}, store={store!r}>"
+        return f"<ackpt offload: {self._arguments[0]}, store={self._arguments[1]!r}>"
 
     def __enter__(self) -> Engine:
         entry = _Entry(self)
@@ -230,8 +230,8 @@ class _Entry:
 
     def _storages_of_running_module(self) -> frozenset:
         """Storages of the parameters and buffers of the outermost module that this thread is calling or recomputing."""
-        outermost = _module_called() if phase.function is None else _module_of(phase.function)
-        if outermost is None:
+        outermost = _module_called() if phase.function is None else getattr(phase.function, "__self__", phase.function)
+        if not isinstance(outermost, nn.Module):
             return frozenset()
         cached = self._modules.get(id(outermost))
         if cached is None or cached[0]() is not outermost:
@@ -247,11 +247,6 @@ def _module_called() -> nn.Module | None:
         call = frame if frame.f_code is _CALL else call
         frame = frame.f_back
     return None if call is None else call.f_locals["self"]
-
-
-def _module_of(function) -> nn.Module | None:
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -377,10 +372,6 @@ def saved_tensors_of(ctx):
             engine.prefetch(forward, position)
 
     return tensors, prefetch if postponed else None
-
-
-def _task() -> int:
-    return torch._C._current_graph_task_id()
 
 
 def _path(folder) -> str:
