@@ -148,12 +148,12 @@ class Region:
         self._check_inputs(inputs, versions)
         outputs, template = strip_result(result)
         if self.guarantees.exact_graph:
-            new = [i for i, output in enumerate(outputs) if _created_since(started, output)]
-            node_outputs = [i for i in new if id(outputs[i]) not in reachable.tensors]
-        else:
-            node_outputs = [
-                i for i, output in enumerate(outputs) if _may_need_grad(output) and not _is_in(output, aliases)
-            ]
+            computed = [i for i, each in enumerate(outputs) if each.grad_fn and each.grad_fn._sequence_nr() >= started]
+            node_outputs = [i for i in computed if id(outputs[i]) not in reachable.tensors]
+        else:  # the forward ran without a graph
+            computed = [i for i, each in enumerate(outputs) if not any(each is alias for alias in aliases)]
+            floats = [i for i in computed if outputs[i].is_floating_point() or outputs[i].is_complex()]
+            node_outputs = [i for i in floats if not outputs[i].requires_grad]
         self.node_outputs, self.output_template = node_outputs, template
         self.other_outputs = (
             [None] * len(outputs) if len(node_outputs) == len(outputs) else _passed_through(outputs, aliases, inputs)
@@ -453,24 +453,8 @@ def _passed_through(outputs, aliases, inputs) -> list:
     return [originals.get(id(output), output) for output in outputs]
 
 
-def _may_need_grad(output) -> bool:
-    return (output.is_floating_point() or output.is_complex()) and not output.requires_grad
-
-
-def _is_in(tensor, others) -> bool:
-    return any(tensor is other for other in others)
-
-
-def _created_since(started: int, tensor) -> bool:
-    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= started
-
-
-@contextlib.contextmanager
-def _identity_hooks():
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
-        yield
-
-
 def _no_saved_tensor_hooks():
     """Disable outer ``saved_tensors_hooks``, such as those of offload, for a graph that is dropped at once."""
-    return _NOTHING if _top_hooks(False) is None else _identity_hooks()
+    if _top_hooks(False) is None:
+        return _NOTHING
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)

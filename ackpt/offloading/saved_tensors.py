@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -209,7 +210,9 @@ class _Entry:
         if size < max(1, self._min_bytes):
             return TensorOnDevice(tensor)
         storage, position = self._engine.put(tensor, self._forward, begin, size)
-        return OffloadedTensor(tensor, self._engine, storage, self._forward, position)
+        layout = tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.itemsize
+        described = tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg()
+        return OffloadedTensor(self._engine, storage, self._forward, position, *described)
 
     def _stays_on_device(self, tensor) -> bool:
         # In a backward that this block did not start in, a recomputation saves tensors that are read right away.
@@ -286,33 +289,21 @@ class TensorOnDevice:
         return self.tensor
 
 
+@dataclass(eq=False, slots=True)
 class OffloadedTensor:
     """A saved tensor whose bytes the engine has."""
 
-    __slots__ = (
-        *("conjugate", "device", "dtype", "engine", "forward", "negative", "offset", "position", "shape", "storage"),
-        "stride",
-    )
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        engine: Engine,
-        storage: OffloadedStorage,
-        forward: ForwardState,
-        position: tuple[int, int],
-    ):
-        self.engine: Engine = engine
-        self.storage: OffloadedStorage = storage
-        self.forward: ForwardState = forward
-        self.position: tuple[int, int] = position
-        self.dtype: torch.dtype = tensor.dtype
-        self.device: torch.device = tensor.device
-        self.shape: torch.Size = tensor.shape
-        self.stride: tuple[int, ...] = tensor.stride()
-        self.offset: int = int(tensor.storage_offset()) * tensor.itemsize
-        self.conjugate: bool = tensor.is_conj()
-        self.negative: bool = tensor.is_neg()
+    engine: Engine
+    storage: OffloadedStorage
+    forward: ForwardState
+    position: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    stride: tuple[int, ...]
+    first_byte: int
+    is_conj: bool
+    is_neg: bool
 
     def unpack(self) -> torch.Tensor:
         _refuse_written_later()
@@ -324,9 +315,9 @@ class OffloadedTensor:
         with torch.no_grad():
             tensor = torch.empty(0, dtype=self.dtype, device=self.device)
             with _no_cache(tensor.fake_mode) if isinstance(tensor, FakeTensor) else _NOTHING:
-                tensor.set_(storage, (self.offset - first) // tensor.itemsize, self.shape, self.stride)
-            tensor = tensor.conj() if self.conjugate else tensor
-            return torch._neg_view(tensor) if self.negative else tensor
+                tensor.set_(storage, (self.first_byte - first) // tensor.itemsize, self.shape, self.stride)
+            tensor = tensor.conj() if self.is_conj else tensor
+            return torch._neg_view(tensor) if self.is_neg else tensor
 
 
 def _refuse_written_later() -> None:
