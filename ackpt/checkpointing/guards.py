@@ -257,10 +257,10 @@ class MutableState:
             silently = copy is not None if recorder is None else memory(tensor) in recorder.written
             if version(tensor) == mark and not silently:
                 if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
-                    _UNCHANGED_BUFFERS.setdefault(tensor.untyped_storage(), set()).add(_place(tensor))
+                    _UNCHANGED_BUFFERS.setdefault(tensor.untyped_storage(), set()).add(_view_of_storage(tensor))
                 continue
             if copy is None:
-                _UNCHANGED_BUFFERS[tensor.untyped_storage()].discard(_place(tensor))
+                _UNCHANGED_BUFFERS[tensor.untyped_storage()].discard(_view_of_storage(tensor))
                 raise CheckpointError(
                     f"buffer {name!r}, {describe(tensor)}, is changed by this checkpointed region for the first time "
                     "after steps that left it alone, and no copy of its old value was kept. Repeat the step (from now "
@@ -434,10 +434,10 @@ def _bytes(tensor) -> int:
 
 def _copy(tensor):
     if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
-        if _place(tensor) in _UNCHANGED_BUFFERS.get(tensor.untyped_storage(), ()):
+        if _view_of_storage(tensor) in _UNCHANGED_BUFFERS.get(tensor.untyped_storage(), ()):
             return None
     return tensor.detach().clone()
 
 
-def _place(tensor):
+def _view_of_storage(tensor):
     return tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -166,29 +166,25 @@ class _Recompute(torch.autograd.Function):
         region = ctx.region
         _refuse_unsupported(region)
         region.check_unchanged(ctx.leaves)
-        hooks = _take_hooks(ctx.leaves)
-        try:
-            with region.state.restored() if region.state is not None else _NOTHING:
-                # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
-                saved, prefetch = saved_tensors_of(ctx)
-                graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
-                del saved
-                if prefetch is not None:
-                    _middle_node(outputs).register_prehook(prefetch)
-                # Backward through that graph; outputs that the loss does not depend on have no gradient.
-                used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
-                if len(used) < len(outputs):
-                    outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
-                if region.accumulates_inside:
-                    if used:
-                        torch.autograd.backward(outputs, grad_outputs)
-                    return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
-                summands = Summands(outputs, received, region.uses)
-                del received
-                gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
-                return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
-        finally:
-            _return_hooks(ctx.leaves, hooks)
+        with _without_hooks(ctx.leaves), region.state.restored() if region.state is not None else _NOTHING:
+            # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
+            saved, prefetch = saved_tensors_of(ctx)
+            graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
+            del saved
+            if prefetch is not None:
+                _middle_node(outputs).register_prehook(prefetch)
+            # Backward through that graph; outputs that the loss does not depend on have no gradient.
+            used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
+            if len(used) < len(outputs):
+                outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
+            if region.accumulates_inside:
+                if used:
+                    torch.autograd.backward(outputs, grad_outputs)
+                return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
+            summands = Summands(outputs, received, region.uses)
+            del received
+            gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
+            return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
 
 
 class Summands:
@@ -306,24 +302,22 @@ def _gradients(outputs, grads, inputs):
     )
 
 
-def _hooks_of(leaf) -> list[dict]:
-    return [hooks for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if hooks is not None]
-
-
-def _take_hooks(leaves) -> list[tuple[dict, dict]]:
-    """Remove the hooks of `leaves` for the recomputation and its backward; they run once, in the outer graph."""
-    hooked = [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
-    taken = [(hooks, dict(hooks)) for leaf in hooked if leaf.grad_fn is None for hooks in _hooks_of(leaf)]
+@contextlib.contextmanager
+def _without_hooks(leaves):
+    """Remove the hooks of `leaves` in the body, which runs the inner graph: they run once, in the outer one."""
+    taken = [(hooks, dict(hooks)) for hooks in _hooks_of(leaves)]
     for hooks, _ in taken:
         hooks.clear()
-    return taken
+    try:
+        yield
+    finally:
+        for hooks in _hooks_of(leaves):  # also those that the recomputation has registered
+            hooks.clear()
+        for hooks, items in taken:
+            hooks.update(items)
 
 
-def _return_hooks(leaves, taken) -> None:
-    """Undo `_take_hooks`, and remove the hooks that the recomputation has registered."""
-    for leaf in leaves:
-        if (leaf._backward_hooks or leaf._post_accumulate_grad_hooks) and leaf.grad_fn is None:
-            for hooks in _hooks_of(leaf):
-                hooks.clear()
-    for hooks, items in taken:
-        hooks.update(items)
+def _hooks_of(leaves) -> list[dict]:
+    """The hooks of the `leaves` without a history, as the dicts that have them."""
+    pairs = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves if leaf.grad_fn is None)
+    return [hooks for pair in pairs for hooks in pair if hooks]

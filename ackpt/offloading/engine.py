@@ -1,14 +1,9 @@
 """The offload engine: decides when a saved storage is copied to the store and back, and when its memory is freed.
 
-The unit is the *storage*: views of one storage share one copy in the store and one reload. A saved storage passes
-through these states:
-
-1. on the device, while it is among the newest, which backward reads first;
-2. being copied out, its memory still allocated;
-3. in the store alone;
-4. being copied in, then on the device again.
-
-The bytes being copied at one time are bounded in each direction. The same code runs over every transport.
+The unit is the *storage*: views of one storage share one copy in the store and one reload. A saved storage is on the
+device while it is among the newest, which backward reads first. Then it is being copied out, with its memory still
+allocated, then in the store alone, then being copied in, and on the device again. The bytes being copied at one time
+are bounded in each direction. The same code runs over every transport.
 """
 
 from __future__ import annotations

@@ -40,18 +40,7 @@ from ackpt.planner.step.variants import Variants
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
 from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
-from .regions_plan import (
-    BEGINS,
-    CHECKPOINTED,
-    ENDS,
-    HELD,
-    RECOMPUTED,
-    SAVED,
-    Record,
-    RegionsPlan,
-    Run,
-    SavedStorages,
-)
+from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CALL = nn.Module._call_impl.__code__
