@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 import weakref
+from typing import Any
 
 import torch
 
@@ -198,7 +199,7 @@ class Region:
         return result
 
     def _call(self, tensors):
-        values = fill(self.template, tensors)
+        values: Any = fill(self.template, tensors)
         if self.names:
             split = len(values) - len(self.names)
             result = self.function(*values[:split], **dict(zip(self.names, values[split:])))

@@ -41,10 +41,10 @@ class Ended:
 class Transport:
     """The base of all transports, for meta and fake tensors: allocates like a real one, and copies nothing."""
 
-    stall_seconds = 0.0  # a longer wait counts as a stall
+    stall_seconds: float = 0.0  # a longer wait counts as a stall
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._device: torch.device = device
 
     def current(self) -> Any:
         """The current compute stream; None for a device without streams."""
