@@ -27,6 +27,7 @@ from .tree import Tensors, fill, is_plain, strip_arguments, strip_result
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
 #: the region, because its contributions would take too much memory one by one.
 MOST_USES = 8
+_PythonNode = torch.autograd.function.BackwardCFunction
 _NOTHING = contextlib.nullcontext()
 _NOT_WALKED = ReachableState()
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -281,12 +282,11 @@ class Region:
         if object_arguments and tensors_in(object_arguments).keys() != before.keys():
             raise refusals.changes_argument(self.function, object_arguments)
         outputs, _ = strip_result(result)
+        signatures = [self._signature(output) for output in outputs]
         if len(outputs) != self.output_count or any(
-            self._signature(outputs[i]) != signature for i, signature in self.output_signatures.items()
+            signatures[i] != signature for i, signature in self.output_signatures.items()
         ):
-            raise refusals.other_outputs(
-                self.output_count, self.output_signatures, [self._signature(output) for output in outputs]
-            )
+            raise refusals.other_outputs(self.output_count, self.output_signatures, signatures)
         computed = [outputs[index] for index in self.output_signatures]
         starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
         received = [tensor for tensor, needed in zip(inputs, self.needs_grad) if needed]
@@ -301,12 +301,8 @@ class Region:
             ends, node, nodes, _ = graph_inputs(computed, [], closed_over, before_inputs)
             if node is not None or any(tensor.grad_fn is not None for tensor in ends):
                 raise refusals.hidden_use()
-            if self.unread_changes and any(
-                isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes
-            ):
-                raise guards.changed_between(
-                    *next(iter(self.unread_changes.values()))
-                )  # its code may read what changed
+            if self.unread_changes and any(isinstance(node, _PythonNode) for node in nodes):  # it may read what changed
+                raise guards.changed_between(*next(iter(self.unread_changes.values())))
             if self.path is not None and recorder is not None:
                 check_same_path(self.path, path(recorder, nodes, started), recorder, self.function)
         return starts, received, computed
@@ -337,10 +333,8 @@ class Region:
     def _detach(self, closed_over):
         if not closed_over and self.detached is None:
             return None
-        outer = {} if self.detached is None else self.detached.leaves
-        return DetachClosedOver(
-            {**outer, **{id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}}
-        )
+        leaves = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}
+        return DetachClosedOver(leaves if self.detached is None else self.detached.leaves | leaves)
 
     def _repeat_call(self, aliases):
         """Repeat the forward's call, with its RNG states and autocast settings."""
