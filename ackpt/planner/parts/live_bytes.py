@@ -22,7 +22,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ackpt.metering.autograd_engine import is_dense
+from ackpt.metering.autograd_engine import PRODUCTS, SAVE_NUMBERS, is_dense, number_bytes, references
 from ackpt.metering.resident import storages_of
 from ackpt.metering.run_alone import begin_counting, end_counting, run_counted
 from ackpt.metering.timeline import MeterError
@@ -32,9 +32,6 @@ from ackpt.planner.policies.search.recompute_costs import FLOPS_PER_BYTE
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step
-# With a number as second operand, these save a tensor of 8 bytes that no operation returns.
-_PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
-_PRODUCT_NODES = ("MulBackward0", "DivBackward0")
 NUMBER_BYTES = torch.float64.itemsize
 _MOST_WORKSPACES = 10_000
 _SCALAR = 16  # bytes; a loop usually refers to the loss of the last step
@@ -194,9 +191,9 @@ class LiveBytes(Counter):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.follow(leaf, existing)
-        if self.in_forward and func in _PRODUCTS and not isinstance(args[1], torch.Tensor) and args[0].requires_grad:
-            self._numbers += NUMBER_BYTES
-            self.bytes += NUMBER_BYTES
+        if self.in_forward and func in SAVE_NUMBERS and args[0].requires_grad:
+            self._numbers += number_bytes(args[1])
+            self.bytes += number_bytes(args[1])
         self._reached(self.bytes + workspace)
         self._add_cost(func, args, kwargs, result)
         return result
@@ -282,7 +279,7 @@ class LiveBytes(Counter):
 
     def _watch_node(self, node: Any) -> None:
         name, targets, number = node.name(), node.next_functions, node._sequence_nr()
-        if name in _PRODUCT_NODES and (other := node._saved_other) is not None and other.dim() == 0:
+        if name in PRODUCTS and (other := node._saved_other) is not None and other.dim() == 0:
             self.follow(other)
         is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
         if is_python:  # a hook for its results would keep its gradients until it ends
@@ -474,11 +471,7 @@ def _is_summed_in_place(first: torch.Tensor | None) -> bool:
     if first is None or not is_dense(first):
         return False
     # A result in Python that arrives together with another one has no reference from the engine yet.
-    return all(count <= most for count, most in zip(_references(first), _references_of_one()))
-
-
-def _references(tensor: Any) -> tuple[int, int]:
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return all(count <= most for count, most in zip(references(first), _references_of_one()))
 
 
 @cache
@@ -491,7 +484,7 @@ def _references_of_one() -> tuple[int, int]:
 
     def arrives(results, gradients):
         if first:
-            counts.append(_references(first[0]()))
+            counts.append(references(first[0]()))
         first.append(weakref.ref(results[0]))
 
     outputs: Any = y.sin(), y.cos()
