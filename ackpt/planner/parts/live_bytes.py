@@ -32,7 +32,6 @@ from ackpt.planner.policies.search.recompute_costs import FLOPS_PER_BYTE
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step
-NUMBER_BYTES = torch.float64.itemsize
 _MOST_WORKSPACES = 10_000
 _SCALAR = 16  # bytes; a loop usually refers to the loss of the last step
 # Their formulas write out of place under a mode (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and

@@ -39,7 +39,7 @@ from ackpt.planner.step.call_facts import Call, Sizes
 from ackpt.planner.step.variants import Variants
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
-from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
+from .live_bytes import AllocatedBytes, Backward, LiveBytes
 from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
@@ -309,7 +309,7 @@ class _Forward:
         self.start_bytes = self.begin_bytes = 0
         self.key: Any = None
         self._numbers: Counter[str] = Counter()
-        self._fates: list[tuple[str, bool]] = []
+        self._checkpointed: list[str] = []  # the blocks that ran as regions
         self._in_block = False
         self._hooks = _top_hooks(True)
 
@@ -334,7 +334,7 @@ class _Forward:
             yield
         if record is not None:
             record.cost += live.cost - cost
-        self.key = live.sizes, tuple(self._fates)
+        self.key = live.sizes, tuple(self._checkpointed)
         self.is_counted = self.is_first or self.key not in self.planned.backwards
 
     def _open_record(self) -> Record | None:
@@ -349,7 +349,7 @@ class _Forward:
         if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
             block.refused = "it is called within saved_tensors_hooks or a checkpoint of the model itself"
             return block.forward(*args, **kwargs)
-        self._fates.append((block.path, False))
+        self._checkpointed.append(block.path)
         undo = None if block.has_run else Undo(block, args, kwargs)
         self._in_block = True
         try:
@@ -360,7 +360,7 @@ class _Forward:
             del result
             if (record := self._open_record()) is not None:
                 record.segments[-1] = record.segments[-1][0], None, ""
-            raise _Stores("it stores a tensor that it computes, such as a state or an output, in an object")
+            raise CheckpointError("it stores a tensor that it computes, such as a state or an output, in an object")
         except (BudgetError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -488,10 +488,6 @@ class _Forward:
         return "the model's own forward"
 
 
-class _Stores(Exception):
-    """A block cannot be a region, because a tensor of its graph is still alive after its forward."""
-
-
 class _Body(threading.local):
     """What the body of a region does in this thread.
 
@@ -533,7 +529,7 @@ def _recorded(live, run: Run, storages: SavedStorages):
     cost = live.cost
     with _first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         yield
-    run.cost, run.held_bytes = live.cost - cost, live.bytes + NUMBER_BYTES * storages.numbers
+    run.cost, run.held_bytes = live.cost - cost, live.bytes + storages.number_bytes
 
 
 def _first_sentence(error: Exception) -> str:
