@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ackpt.core.budget import dynamic_limit, is_share, least_share, readable, unit_hint
-from ackpt.core.errors import BudgetError, did_you_mean
+from ackpt.core.errors import BudgetError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
@@ -24,7 +22,7 @@ from ackpt.planner.costs.operation_runs import device_of
 from ackpt.planner.costs.profiles import Profile, default_rates, rates
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
-from ackpt.planner.policies import POLICIES, auto
+from ackpt.planner.policies import Policy, auto, check_options, check_policy, function_of, name_of
 from ackpt.planner.policies.search.decisions import decisions
 from ackpt.planner.policies.search.frontier import cheapest
 from ackpt.planner.policies.search.recompute_costs import added_cost, costs, packing_cost, step_cost
@@ -37,13 +35,12 @@ from ackpt.planner.schedule.simulator import Simulation, simulate
 from ackpt.planner.step.eager_step import eager_peak
 
 MEASURED = "measured"
-_KEYWORDS = ("budget", "policy", "profile", "cache")
 
 
 def plan(
     graph: JointGraph,
     budget: float | str | None = None,
-    policy: str = "auto",
+    policy: Policy = "auto",
     *,
     profile: Profile | None = None,
     cache: Cache | None = None,
@@ -57,7 +54,8 @@ def plan(
             fraction of the baseline's dynamic peak. An int or a string such as ``"6GiB"``: bytes of the whole peak,
             that is parameters, buffers, inputs, optimizer state and everything that the step allocates.
         policy: the policy that decides. Each takes the cheapest of its schedules whose simulated peak is within the
-            budget.
+            budget. It may also be a function of your own, ``schedule(graph, profile, limit_bytes, **options)``, which
+            returns a `Schedule`; the plan has its name.
 
             ``"auto"``, the default, searches for the cheapest plan. It recomputes activations, packs dropout masks
             where that is cheaper than drawing them again, and offloads if `profile` has times of copies to the host and
@@ -100,27 +98,31 @@ def plan(
     """
     if not isinstance(graph, JointGraph):
         raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
-    if policy not in list(POLICIES):
-        close = did_you_mean(policy, POLICIES)
-        raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
+    check_policy(policy, cache)
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile must come from ackpt.profile(graph, ...), got {type(profile).__name__}")
     folder = cache_folder(cache)
-    _check_options(policy, options)
+    check_options(policy, options)
     with shown():
         profile = default_profile(graph) if profile is None else profile
         baseline = baseline_of(graph, profile, budget)
         schedule = _searched(graph, profile, baseline.limit_bytes, policy, options, folder)
-        return plan_of(graph, profile, schedule, baseline, budget, policy)
+        return plan_of(graph, profile, schedule, baseline, budget, name_of(policy))
 
 
-def _searched(graph: JointGraph, profile: Profile, limit, policy: str, options, folder: Path | None) -> Schedule:
+def _searched(graph: JointGraph, profile: Profile, limit, policy: Policy, options, folder: Path | None) -> Schedule:
     """The policy's schedule; from the cache in `folder`, if it is there."""
-    stage(f"searching with policy {policy!r}")
-    schedule_function = _schedule_function(policy)
+    stage(f"searching with policy {name_of(policy)!r}")
+    schedule_function = function_of(policy)
     with no_collection():
         if folder is None:
-            return schedule_function(graph, profile, limit, **options)
+            schedule = schedule_function(graph, profile, limit, **options)
+            if not isinstance(schedule, Schedule):
+                raise TypeError(
+                    f"policy {name_of(policy)!r} returned a {type(schedule).__name__}: it must return a Schedule, such "
+                    "as ackpt.graph.lower(graph, saved) makes"
+                )
+            return schedule
         if policy == "auto":
             return cheapest(graph, profile, limit, CachedCandidates(folder, auto.candidates))
         about = {"policy": policy, "options": options, "limit": limit}
@@ -251,26 +253,6 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
     if plan.schedule.packed and not graph.replays_random:
         raise PlanError("this plan packs dropout masks, which Inductor does not run: use compiler='eager'")
     return plan
-
-
-def _schedule_function(policy: str):
-    return importlib.import_module(f"ackpt.planner.policies.{POLICIES[policy]}").schedule
-
-
-def options_of(policy: str) -> dict[str, inspect.Parameter]:
-    """The options of a policy by their names."""
-    parameters = inspect.signature(_schedule_function(policy)).parameters
-    return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-
-
-def _check_options(policy: str, options) -> None:
-    expected = options_of(policy)
-    if unknown := sorted(set(options) - set(expected)):
-        knows = f"knows {', '.join(expected)}" if expected else "knows no options"
-        hint = ": give policy='manual'" if unknown[0] == "fates" else did_you_mean(unknown[0], [*expected, *_KEYWORDS])
-        raise TypeError(f"{unknown[0]!r} is not an option of a plan; policy {policy!r} {knows}{hint}")
-    if missing := [name for name, p in expected.items() if p.default is p.empty and name not in options]:
-        raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
 
 
 def _plan(

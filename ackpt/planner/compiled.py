@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from ackpt.core.budget import dynamic_limit
-from ackpt.core.errors import TraceError, did_you_mean, warn
+from ackpt.core.errors import TraceError, warn
 from ackpt.planner.capture.dynamic_sizes import Dimension
 from ackpt.planner.capture.inspection.model_checks import check_call, check_keywords, forward_names, positional_names
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, loop_with
-from ackpt.planner.choose import check_runs, default_profile, device_of_costs, options_of
+from ackpt.planner.choose import check_runs, default_profile, device_of_costs
 from ackpt.planner.choose import plan as make_plan
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.dynamic_plans import DynamicPlans
 from ackpt.planner.parts.planned_regions import PlannedRegions
-from ackpt.planner.policies import POLICIES
+from ackpt.planner.policies import Policy, check_policy, name_of, options_of
 from ackpt.planner.policies.search.schedule_cache import Cache, cache_folder
 from ackpt.planner.saved_plan import SavedPlan, saved_dimensions
 from ackpt.planner.schedule.plan import Plan
@@ -43,7 +43,7 @@ def compile(
     model: nn.Module,
     *args: Any,
     budget: float | str | None = None,
-    policy: str = "auto",
+    policy: Policy = "auto",
     plan: Plan | None = None,
     differentiate: Literal["loss", "all"] = "loss",
     outputs: Literal["drop", "keep"] = "drop",
@@ -152,7 +152,7 @@ def compile(
 def planned_step(
     model: nn.Module,
     budget: float | str | None,
-    policy: str,
+    policy: Policy,
     plan: Plan | None = None,
     *,
     differentiate: str = "loss",
@@ -177,11 +177,10 @@ def planned_step(
         )
     if plan is not None and budget is not None:
         raise ValueError("give either a budget or a plan; a plan has its budget")
-    if plan is not None and policy not in ("auto", plan.policy):
+    if plan is None:
+        check_policy(policy, cache)
+    elif policy not in ("auto", plan.policy) and getattr(policy, "__name__", policy) != plan.policy:
         raise ValueError(f"give either a policy or a plan; this plan was made by policy {plan.policy!r}")
-    if policy not in list(POLICIES):
-        close = did_you_mean(policy, POLICIES)
-        raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     _check_options(options, plan)
     _check_regions(regions, on_exceed, plan, policy)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
@@ -211,12 +210,12 @@ def _check_shared(model, args, given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_keywords(model, args, kwargs, policy: str) -> None:
+def _check_keywords(model, args, kwargs, policy: Policy) -> None:
     """Refuse keywords that are probably not meant for the model; every name in its forward is allowed."""
     check_keywords(model, kwargs, _KEYWORDS, "ackpt.compile")
     if misplaced := sorted((set(kwargs) - forward_names(model)) & set(options_of(policy))):
         name = misplaced[0]
-        raise TypeError(f"{name!r} is an option of policy {policy!r}: give it as options={{{name!r}: ...}}")
+        raise TypeError(f"{name!r} is an option of policy {name_of(policy)!r}: give it as options={{{name!r}: ...}}")
     advice = f". The model is called with all keywords but those of ackpt.compile: {', '.join(_KEYWORDS)}."
     check_call(model, args, kwargs, advice)
 
@@ -249,7 +248,7 @@ class _Planner(Planner):
     """Plans a captured graph with the arguments of `compile`."""
 
     budget: float | str | None
-    policy: str
+    policy: Policy
     options: dict[str, Any]
     plan: Plan | None
     folder: Path | None
