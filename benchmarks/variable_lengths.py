@@ -25,8 +25,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ackpt
-from ackpt.planner.dynamic_plans import DynamicPlans
-from ackpt.planner.step import dynamic_step, variants
+from ackpt.planner.step.plans import Plans
+from ackpt.planner.step import runnable, variants
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def main() -> None:
     step = ackpt.compile(model, **batch(lengths[0], given.mask), budget=budget)
     step.prepare(**batch(lengths[1], given.mask))
     print(f"first two lengths captured and planned in {time.process_time() - start:.1f} s")
-    compiled = timed_calls(dynamic_step, "compiled_schedule")
-    searched = timed_calls(DynamicPlans, "_search")
+    compiled = timed_calls(runnable, "compiled_schedule")
+    searched = timed_calls(Plans, "_search")
     chosen = timed_calls(variants.Variants, "of")
     eager = first = recomputed = forced = 0.0
     lines: list[tuple[float, str, Callable]] = []

@@ -77,7 +77,8 @@ def check_policy(policy: Any, cache: Any = None) -> None:
         raise TypeError(f"policy {name!r} {error}: it is called as {called}") from None
     if cache is not None:
         raise ValueError(
-            f"cache stores what named policies decide, and the code of the function {name!r} may change: leave cache out"
+            f"cache stores what named policies decide, and the code of the function {name!r} may change: leave cache "
+            "out"
         )
 
 

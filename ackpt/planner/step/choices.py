@@ -1,23 +1,13 @@
-"""What runs a call: `Planner` and `Choice`; how long a compiled schedule runs before a cheaper one is: `Stopgap`."""
+"""What runs a call: `Choice`; how long a compiled schedule runs before a cheaper one is: `Stopgap`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from ackpt.planner.capture.dynamic_sizes import Dimension
-from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import Schedule
-
-if TYPE_CHECKING:
-    from ackpt.core.errors import TraceError
-
-    from .call_facts import Call
-    from .dynamic_step import DynamicStep
-    from .variants import Variants
-
 
 _COMPILE_SECONDS = 2e-5  # for each step of a schedule; a constant, so that two runs of a script choose the same
 
@@ -73,39 +63,3 @@ class Choice(NamedTuple):
     schedule: Schedule
     plan: Callable[[], Plan]
     stopgap: Stopgap | None = None
-
-
-Choose = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
-
-
-class Planner:
-    """Plans each graph by a function; every call with other sizes is then a graph of its own."""
-
-    # Whether one capture may serve several sizes, whether a model that cannot be one graph is planned in parts, and
-    # whether one with a scripted or compiled submodule is.
-    serves_sizes = False
-    splits = False
-    leaves_out = False
-
-    def __init__(self, function: Callable[[JointGraph], Plan]):
-        self.function = function
-
-    def __call__(self, graph: JointGraph) -> Plan:
-        return self.function(graph)
-
-    def dimensions(self, call: Call) -> set[Dimension]:
-        """The dimensions of `call` that must be dynamic for this planner to serve it."""
-        return set()
-
-    def for_sizes(self, step: DynamicStep) -> Choose:
-        """The function that chooses what `step` runs at given sizes."""
-        raise NotImplementedError
-
-    def in_parts(self, variants: Variants, refused: TraceError | str | None) -> Any:
-        """What replaces `variants` if the model cannot be captured as one graph; None if nothing does.
-
-        Args:
-            variants: of the step.
-            refused: the error of the capture; why no capture is possible, in words; or None before the first one.
-        """
-        return None

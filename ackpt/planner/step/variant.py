@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ackpt.planner.capture.aot import CAPTURING, Capture
+from ackpt.planner.capture.call_facts import Call
 from ackpt.planner.capture.outputs import (
     dropped_before_backward,
     gradients_before_backward,
@@ -18,7 +19,6 @@ from ackpt.planner.capture.outputs import (
 )
 from ackpt.planner.schedule.plan import Plan
 
-from .call_facts import Call
 from .choices import Stopgap
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.planner.schedule import schedule
-from ackpt.planner.step import choices, dynamic_step
+from ackpt.planner.step import choices, runnable
 
 WIDTH = 32
 
@@ -206,9 +206,9 @@ def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
 
 def test_a_compiled_schedule_runs_until_a_cheaper_one_would_have_saved_the_time_to_compile_it(monkeypatch):
     model, compiled = Words(2), []
-    compile_schedule = dynamic_step.compiled_schedule
+    compile_schedule = runnable.compiled_schedule
     monkeypatch.setattr(
-        dynamic_step, "compiled_schedule", lambda *given: compiled.append(given) or compile_schedule(*given)
+        runnable, "compiled_schedule", lambda *given: compiled.append(given) or compile_schedule(*given)
     )
     step = ackpt.compile(model, ids(8, 20), budget="450kB")
     for length in (44, 32):
@@ -324,8 +324,8 @@ def test_dynamic_false_never_shares_a_capture():
 def test_declared_bounds_are_searched_at_the_largest_size():
     model = Words()
     step = ackpt.compile(model, ids(6, 20), budget="600kB", dynamic={"ids": {1: (4, 80)}})
-    (dynamic,) = next(iter(step._ackpt_planned._groups.values())).dynamic
-    assert dynamic[0].search_at[:2] == [(20,), (80,)]
+    ((_, plans),) = next(iter(step._ackpt_planned._groups.values())).captures
+    assert plans.sizes[:2] == [(20,), (80,)]
     for length in (70, 80, 5):
         check(step, model, ids(6, length))
     assert kinds(step) == ["dynamic capture", "plan", "plan", "plan"]

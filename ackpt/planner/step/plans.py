@@ -1,73 +1,90 @@
-"""Choose the schedule for each new size of a dynamic capture from one shared search.
+"""Choose the schedule that runs a captured step at given sizes, and make its plan.
 
-The Pareto frontier is computed at the largest sizes seen so far. At other sizes, the schedules of this frontier
-whose simulated peak is within the budget may run. The cheapest compiled one runs until a cheaper one would have saved
-the time that its compilation takes (`Stopgap`). If none is within the budget, a search at these sizes adds its
-schedules to the others.
+With policy ``"auto"`` and dynamic dimensions, one search serves all sizes. The Pareto frontier is computed at the
+largest sizes seen so far. At other sizes, the schedules of this frontier whose simulated peak is within the budget may
+run. The cheapest compiled one runs until a cheaper one would have saved the time that its compilation takes
+(`Stopgap`). If none is within the budget, a search at these sizes adds its schedules to the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
 from ackpt.core.budget import dynamic_limit, is_share
 from ackpt.planner.capture.in_place import eager_graph
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.choose import MEASURED, baseline_of, check_runs, default_profile, plan, plan_of, resolved
-from ackpt.planner.costs.devices import Device
+from ackpt.planner.choose import (
+    baseline_of,
+    candidates_of_auto,
+    check_runs,
+    plan_of,
+    planned,
+    resolved,
+)
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.policies import auto
+from ackpt.planner.policies import name_of
 from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.policies.search.recompute_costs import costs, step_cost
-from ackpt.planner.policies.search.schedule_cache import CachedCandidates
+from ackpt.planner.request import MEASURED, Request
+from ackpt.planner.schedule.eager_step import eager_schedule
 from ackpt.planner.schedule.live_bytes import saved_bytes
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.schedule.simulator import peak_of
-from ackpt.planner.step.choices import Candidate, Choice, Stopgap
-from ackpt.planner.step.dynamic_step import DynamicStep
-from ackpt.planner.step.eager_step import eager_schedule
+
+from .choices import Candidate, Choice, Stopgap
+from .runnable import Runnable
+from .saved_plan import SavedPlan
 
 _SECONDS_PER_FLOP = 1e-11  # where the profile has no times, to compare costs with the time of compiling a schedule
 
+PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
 
-class DynamicPlans:
-    """Chooses the schedule for sizes of `step`; called with the sizes."""
 
-    def __init__(
-        self,
-        step: DynamicStep,
-        budget: float | str | None,
-        policy: str,
-        options: dict[str, Any],
-        folder: Path | None,
-        device: Device | str | None = None,
-    ):
-        self.step, self.budget, self.policy, self.options, self.folder = step, budget, policy, options, folder
-        self.device = device
+def plans_of(step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]) -> PlanAt:
+    """What `request` runs `step` with at given sizes; `sizes`: those that occurred or are declared."""
+    if request.plan is not None:
+        return SavedPlan(step, request.plan)
+    if request.planner is None:
+        return Plans(step, request, sizes)
+    planner = request.planner
+
+    def by_function(values: tuple[int, ...]) -> Choice:
+        graph = step.graph(values)
+        plan = planner(graph)
+        return Choice(plan.schedule if graph is step.reference else _of(plan.schedule, step.reference), lambda: plan)
+
+    return by_function
+
+
+class Plans:
+    """The plans of a policy: those of one search for all sizes of `step` where the policy allows it."""
+
+    def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]):
+        self.step, self.request, self.sizes = step, request, sizes
+        self._device = request.device
         self._candidates: list[Candidate] = []  # from the least cost
         self._seconds_per_byte = 0.0  # of the baseline, by its dynamic peak, where the candidates were searched
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
         self._everything = everything(step.reference)
-        self._eager = eager_schedule(eager_graph(step.reference))
-        self._is_share = budget is not None and is_share(budget)
+        self._is_share = request.budget is not None and is_share(request.budget)
 
     def __call__(self, values: tuple[int, ...]) -> Choice:
         baseline_is_unknown = self._is_share and bool(self.step.reference.as_compiled)
-        if self.policy != "auto" or baseline_is_unknown:  # for which the search raises an error
+        if not self.step.dimensions or self.request.policy != "auto" or baseline_is_unknown:
             return self._searched(values)
         graph, workspace = self.step.sized(values), self.step.workspace_bytes(values)
         peak_bytes = peak_of(graph, self._everything, workspace)
         eager_bytes = peak_of(eager_graph(graph), self._eager, workspace) if self._is_share else peak_bytes
-        limit = dynamic_limit(self.budget, min(peak_bytes, eager_bytes), graph.resident_bytes)
+        limit = dynamic_limit(self.request.budget, min(peak_bytes, eager_bytes), graph.resident_bytes)
         if limit is None or peak_bytes <= limit:
             return self._choice(self._everything, values)
         if not self._candidates:
-            self._search(max([*self.step.search_at, values], key=self._live_bytes))
+            self._search(max([*self.sizes, values], key=self._live_bytes))
         seconds = self._seconds_per_byte * peak_bytes
         chosen = self._fitting(graph, workspace, limit, seconds)
         if chosen is None:
@@ -103,13 +120,12 @@ class DynamicPlans:
         """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(values)
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
-        candidates = auto.candidates if self.folder is None else CachedCandidates(self.folder, auto.candidates)
         seconds = whole if profile.seconds is not None else whole * _SECONDS_PER_FLOP
         self._seconds_per_byte = seconds / (peak_of(graph, everything(graph), profile.workspace_bytes) or 1)
         added = [
             # Searches at other sizes have costs of other steps.
-            Candidate(point.cost / whole, self._of_reference(point.schedule))
-            for point in frontier(graph, profile, candidates)
+            Candidate(point.cost / whole, _of(point.schedule, self.step.reference))
+            for point in frontier(graph, profile, candidates_of_auto(self.request))
         ]
         self._candidates = sorted([*self._candidates, *added], key=lambda each: each.cost)
 
@@ -117,34 +133,39 @@ class DynamicPlans:
         """The baseline's dynamic peak at these sizes without workspace, to compare sizes by."""
         return peak_of(self.step.sized(values), self._everything, (0,) * len(self.step.reference.nodes))
 
-    def _of_reference(self, schedule: Schedule) -> Schedule:
-        return replace(schedule, graph=self.step.reference.hash)
+    @cached_property
+    def _eager(self) -> Schedule:
+        return eager_schedule(eager_graph(self.step.reference))
 
     def _at(self, values: tuple[int, ...]) -> tuple[JointGraph, Profile]:
-        if self.device == MEASURED:  # at the sizes of the first search; others use its rates
-            self.device = resolved(self.step.graph(values), MEASURED)
+        """The graph at these sizes and its profile; of the same graph, so that one search serves all callers."""
+        if self._device == MEASURED:  # at the sizes of the first search; others use its rates
+            self._device = resolved(self.step.graph(values), MEASURED)
         if self._described is None or self._described[0] != values:
-            self._described = values, described(self.step, values, self.device)
-        return self._described[1]  # of the same graph, so that one search serves all callers
+            self._described = values, self.step.described(values, self._device)
+        return self._described[1]
 
     def _choice(self, schedule: Schedule, values: tuple[int, ...], stopgap: Stopgap | None = None) -> Choice:
         def make_plan() -> Plan:
             graph, profile = self._at(values)
-            chosen = replace(schedule, graph=graph.hash)
-            baseline = baseline_of(graph, profile, self.budget)
-            made = plan_of(graph, profile, chosen, baseline, self.budget, self.policy)
-            return replace(made, dynamic=dynamic_of(self.step))
+            baseline = baseline_of(graph, profile, self.request.budget)
+            made = plan_of(
+                graph, profile, _of(schedule, graph), baseline, self.request.budget, name_of(self.request.policy)
+            )
+            return replace(made, dynamic=self.step.dynamic)
 
         return Choice(schedule, make_plan, stopgap)
 
     def _searched(self, values: tuple[int, ...]) -> Choice:
         """The plan of a search at these sizes alone."""
         graph, profile = self._at(values)
-        found = check_runs(
-            graph, plan(graph, self.budget, self.policy, profile=profile, cache=self.folder, **self.options)
-        )
-        found = replace(found, dynamic=dynamic_of(self.step))
-        return Choice(self._of_reference(found.schedule), lambda: found)
+        plan = replace(check_runs(graph, planned(graph, self.request, profile)), dynamic=self.step.dynamic)
+        return Choice(_of(plan.schedule, self.step.reference), lambda: plan)
+
+
+def _of(schedule: Schedule, graph: JointGraph) -> Schedule:
+    """`schedule` as one of `graph`, which has the same operations at other sizes."""
+    return replace(schedule, graph=graph.hash)
 
 
 def _stopgap(candidate: Candidate, others: list[Candidate], seconds: float) -> Stopgap | None:
@@ -156,16 +177,3 @@ def _stopgap(candidate: Candidate, others: list[Candidate], seconds: float) -> S
 def _fits(graph: JointGraph, schedule: Schedule, workspace, limit: int) -> bool:
     """Whether the peak of `schedule` is within the limit; in most cases, its saved bytes alone decide."""
     return saved_bytes(graph, schedule) <= limit and peak_of(graph, schedule, workspace) <= limit
-
-
-def described(
-    step: DynamicStep, values: tuple[int, ...], device: Device | str | None = None
-) -> tuple[JointGraph, Profile]:
-    """The graph at these sizes and its profile, at the rates of `device` or of the GPU that it runs on."""
-    graph = step.graph(values)
-    return graph, default_profile(graph, device, step.workspace_bytes(values))
-
-
-def dynamic_of(step: DynamicStep) -> tuple[tuple[int, int], ...]:
-    """The dynamic dimensions of `step`, as a `Plan` names them."""
-    return tuple((step.captured.given.index(each.leaf), each.dim) for each in step.symbols.dimensions)
