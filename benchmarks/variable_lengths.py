@@ -25,8 +25,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ackpt
-from ackpt.planner.step.plans import Plans
 from ackpt.planner.step import runnable, variants
+from ackpt.planner.step.plans import Plans
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
         seconds, gradients = {}, {}
         for name, call in calls if at % 2 else reversed(calls):
             seconds[name], gradients[name] = timed(model, call, inputs)
-        make_plan = step._ackpt_planned._last[-1].make_plan  # of the first step; later ones may run a cheaper schedule
+        make_plan = step._ackpt_planned._last[-1].make_plan
         eager, first = eager + seconds["eager"], first + seconds["planned"]
         newly, choosing = compiled[before:], sum(chosen) - chosen_before
         if len(step.history) > events:

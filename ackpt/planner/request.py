@@ -51,7 +51,7 @@ class Request:
     device: Device | str | None = None
     regions: bool | None = None
     on_exceed: str = "raise"
-    on_plan: Callable[[Plan], Any] | None = None
+    on_plan: Callable[[Any], Any] | None = None
     compiler: str = "eager"
     planner: Callable[[JointGraph], Plan] | None = None
 

@@ -1,9 +1,8 @@
 """Choose the schedule that runs a captured step at given sizes, and make its plan.
 
 With policy ``"auto"`` and dynamic dimensions, one search serves all sizes. The Pareto frontier is computed at the
-largest sizes seen so far. At other sizes, the schedules of this frontier whose simulated peak is within the budget may
-run. The cheapest compiled one runs until a cheaper one would have saved the time that its compilation takes
-(`Stopgap`). If none is within the budget, a search at these sizes adds its schedules to the others.
+largest sizes seen so far. At other sizes, the cheapest schedule of this frontier runs whose simulated peak is within
+the budget. If there is none, a search at these sizes adds its schedules to the others.
 """
 
 from __future__ import annotations
@@ -36,11 +35,8 @@ from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.schedule.simulator import peak_of
 
-from .choices import Candidate, Choice, Stopgap
 from .runnable import Runnable
-from .saved_plan import SavedPlan
-
-_SECONDS_PER_FLOP = 1e-11  # where the profile has no times, to compare costs with the time of compiling a schedule
+from .saved_plan import Choice, SavedPlan
 
 PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
 
@@ -67,10 +63,8 @@ class Plans:
     def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]):
         self.step, self.request, self.sizes = step, request, sizes
         self._device = request.device
-        self._candidates: list[Candidate] = []  # from the least cost
-        self._seconds_per_byte = 0.0  # of the baseline, by its dynamic peak, where the candidates were searched
+        self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
-        self._everything = everything(step.reference)
         self._is_share = request.budget is not None and is_share(request.budget)
 
     def __call__(self, values: tuple[int, ...]) -> Choice:
@@ -85,53 +79,37 @@ class Plans:
             return self._choice(self._everything, values)
         if not self._candidates:
             self._search(max([*self.sizes, values], key=self._live_bytes))
-        seconds = self._seconds_per_byte * peak_bytes
-        chosen = self._fitting(graph, workspace, limit, seconds)
-        if chosen is None:
+        schedule = self._cheapest(graph, workspace, limit)
+        if schedule is None:
             self._search(values)
-            chosen = self._fitting(graph, workspace, limit, seconds)
-        if chosen is None:
+            schedule = self._cheapest(graph, workspace, limit)
+        if schedule is None:
             return self._searched(values)  # raises, and names the smallest feasible budget
-        candidate, stopgap = chosen
-        candidate.is_compiled = True
-        return self._choice(candidate.schedule, values, stopgap)
+        return self._choice(schedule, values)
 
-    def _fitting(
-        self, graph: JointGraph, workspace, limit: int, seconds: float
-    ) -> tuple[Candidate, Stopgap | None] | None:
-        """The candidate that should run within the limit, and whether as a stopgap; None if none is within it.
-
-        `seconds`: the estimated time of the baseline's step.
-        """
-        workspace = np.array(workspace)
-        cheaper: list[Candidate] = []
-        for each in self._candidates:
-            if not _fits(graph, each.schedule, workspace, limit):
-                continue
-            if not each.is_compiled:
-                cheaper.append(each)
-                continue
-            stopgap = _stopgap(each, cheaper, seconds)
-            better = None if stopgap is None else stopgap.better()
-            return (each, stopgap) if better is None else (better, _stopgap(better, cheaper, seconds))
-        return (cheaper[0], None) if cheaper else None
+    def _cheapest(self, graph: JointGraph, workspace: tuple[int, ...], limit: int) -> Schedule | None:
+        """The cheapest candidate whose peak is within the limit; in most cases, its saved bytes alone decide."""
+        sizes = np.array(workspace)
+        for _, schedule in self._candidates:
+            if saved_bytes(graph, schedule) <= limit and peak_of(graph, schedule, sizes) <= limit:
+                return schedule
+        return None
 
     def _search(self, values: tuple[int, ...]) -> None:
         """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(values)
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
-        seconds = whole if profile.seconds is not None else whole * _SECONDS_PER_FLOP
-        self._seconds_per_byte = seconds / (peak_of(graph, everything(graph), profile.workspace_bytes) or 1)
-        added = [
-            # Searches at other sizes have costs of other steps.
-            Candidate(point.cost / whole, _of(point.schedule, self.step.reference))
-            for point in frontier(graph, profile, candidates_of_auto(self.request))
-        ]
-        self._candidates = sorted([*self._candidates, *added], key=lambda each: each.cost)
+        points = frontier(graph, profile, candidates_of_auto(self.request))
+        added = [(point.cost / whole, _of(point.schedule, self.step.reference)) for point in points]
+        self._candidates = sorted([*self._candidates, *added], key=lambda each: each[0])
 
     def _live_bytes(self, values: tuple[int, ...]) -> int:
         """The baseline's dynamic peak at these sizes without workspace, to compare sizes by."""
         return peak_of(self.step.sized(values), self._everything, (0,) * len(self.step.reference.nodes))
+
+    @cached_property
+    def _everything(self) -> Schedule:
+        return everything(self.step.reference)
 
     @cached_property
     def _eager(self) -> Schedule:
@@ -145,7 +123,7 @@ class Plans:
             self._described = values, self.step.described(values, self._device)
         return self._described[1]
 
-    def _choice(self, schedule: Schedule, values: tuple[int, ...], stopgap: Stopgap | None = None) -> Choice:
+    def _choice(self, schedule: Schedule, values: tuple[int, ...]) -> Choice:
         def make_plan() -> Plan:
             graph, profile = self._at(values)
             baseline = baseline_of(graph, profile, self.request.budget)
@@ -154,7 +132,7 @@ class Plans:
             )
             return replace(made, dynamic=self.step.dynamic)
 
-        return Choice(schedule, make_plan, stopgap)
+        return Choice(schedule, make_plan)
 
     def _searched(self, values: tuple[int, ...]) -> Choice:
         """The plan of a search at these sizes alone."""
@@ -166,14 +144,3 @@ class Plans:
 def _of(schedule: Schedule, graph: JointGraph) -> Schedule:
     """`schedule` as one of `graph`, which has the same operations at other sizes."""
     return replace(schedule, graph=graph.hash)
-
-
-def _stopgap(candidate: Candidate, others: list[Candidate], seconds: float) -> Stopgap | None:
-    """`candidate` in the place of those among `others` that cost less; None if it is no stopgap."""
-    saves = tuple((each, (candidate.cost - each.cost) * seconds) for each in others if each.cost < candidate.cost)
-    return Stopgap(saves) if saves else None
-
-
-def _fits(graph: JointGraph, schedule: Schedule, workspace, limit: int) -> bool:
-    """Whether the peak of `schedule` is within the limit; in most cases, its saved bytes alone decide."""
-    return saved_bytes(graph, schedule) <= limit and peak_of(graph, schedule, workspace) <= limit

@@ -6,7 +6,9 @@ bytes: the limit of the plan, less what the arguments take in addition.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from ackpt.core.errors import BudgetError
 from ackpt.metering.meter import memory_format
@@ -18,10 +20,17 @@ from ackpt.planner.choose import baseline_of, check_runs, plan_of
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError
 from ackpt.planner.schedule.plan_check import check_applies
+from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import peak_of
 
-from .choices import Choice
 from .runnable import Runnable
+
+
+class Choice(NamedTuple):
+    """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``."""
+
+    schedule: Schedule
+    plan: Callable[[], Plan]
 
 
 def saved_dimensions(plan: Plan, call: Call) -> set[Dimension]:

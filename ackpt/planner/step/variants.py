@@ -125,8 +125,8 @@ class Variants:
             self._regions = PlannedRegions(model, request, self.history, None, opaque or "regions=True")
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the last call."""
+    def plan(self) -> Any:
+        """The `Plan` of the last call, or its `RegionsPlan`."""
         if self._regions is not None:
             return self._regions.plan
         if self._last is None:
@@ -173,15 +173,15 @@ class Variants:
                 self._groups[facts] = self._groups.pop(call.facts)
                 if self._last is not None:
                     self._last = facts, self._last[1], self._last[2]
+            self._drop_oldest()
         elif self._last is not None and variant is not self._last[-1]:
             self._last = (*self._last[:-1], variant)
-        self._drop_oldest()
         return variant
 
     def _known(self, group: _Group, call: Call) -> Variant | None:
         for variant in group.variants.get(call.sizes, ()):
             if variant.captured.serves(call.leaves):
-                return None if variant.stopgap is not None and variant.stopgap.better() else variant
+                return variant
         return None
 
     def _new(self, group: _Group, call: Call) -> Variant:
@@ -215,8 +215,6 @@ class Variants:
             values = step.captured.symbols.values_in(call.sizes)
             if values is None or not step.captured.serves(call.leaves):
                 continue
-            if any(each.captured is step.captured for each in group.variants.get(call.sizes, ())):
-                cause = "a cheaper schedule pays for compiling it"
             variant = self._chosen(group, step, plan_at, call, values)
             self.history.add("plan", cause, time.perf_counter() - start)
             return variant
@@ -303,9 +301,8 @@ class Variants:
         choice = plan_at(values)
         run = self._checked(step.run(choice.schedule, values), call)
         dropped, accumulates = dropped_places(step.reference, choice.schedule), self.request.loop.accumulation
-        variant = Variant(step.captured, run, choice.plan, dropped, accumulates, choice.stopgap)
-        variants = group.variants.setdefault(call.sizes, [])
-        variants[:] = [variant, *(each for each in variants if values == () or each.captured is not step.captured)]
+        variant = Variant(step.captured, run, choice.plan, dropped, accumulates)
+        group.variants.setdefault(call.sizes, []).insert(0, variant)
         return variant
 
     def _checked(self, run, call: Call):
