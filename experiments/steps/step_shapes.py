@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ from ackpt.metering.prediction import predict
 from ackpt.planner.capture.optimizer_state import with_optimizer
 from ackpt.planner.costs.devices import device as device_rates
 from ackpt.planner.costs.profiles import with_gpu_workspace
-from ackpt.planner.policies import POLICIES
+from ackpt.planner.policies import function_of
 from ackpt.planner.schedule.simulator import simulate
 from ackpt.planner.workloads.cuda_capture import AS_ON, kernels_of_a_gpu
 from ackpt.planner.workloads.named_models import training_step
@@ -53,8 +52,7 @@ class Shapes:
         if method.policy is None or method.policy in UNBOUNDED:
             return self.predicted(method)["peak_bytes"]
         graph, profile = self._graph()
-        decide = importlib.import_module(f"ackpt.planner.policies.{POLICIES[method.policy]}").schedule
-        simulated = simulate(graph, profile, decide(graph, profile, 0))
+        simulated = simulate(graph, profile, function_of(method.policy)(graph, profile, 0))
         return simulated.peak_bytes + simulated.resident_bytes
 
     def _eager(self, method: Method) -> dict:

@@ -29,14 +29,15 @@ from ackpt.checkpointing.tree import strip_result
 from ackpt.core.autograd_state import phase
 from ackpt.core.budget import dynamic_limit, is_share, readable
 from ackpt.core.errors import BudgetError, CheckpointError, TraceError, warn
+from ackpt.core.history import History
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import Resident
+from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import own_call
 from ackpt.planner.capture.inspection.tensors import has_data, is_tensor
 from ackpt.planner.capture.optimizer_state import loop_bytes, scaled_loss_bytes
-from ackpt.planner.step.call_facts import Call, Sizes
-from ackpt.planner.step.variants import Variants
+from ackpt.planner.request import Request
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
 from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
@@ -98,27 +99,16 @@ class PlannedRegions:
     """The plans of a step in regions; runs each call.
 
     Args:
-        variants: of the step, whose capture as one graph was refused.
-        budget, policy: as in `ackpt.compile`; ``"full"`` checkpoints all blocks, ``"none"`` saves all.
-        warns: whether a step that exceeds the budget gives a warning instead of an error.
+        model, request, history: of the step; policy ``"full"`` checkpoints all blocks, ``"none"`` saves all.
         error: of the capture; None if the user asked for regions or the model contains a scripted module.
         reason: why the model is not one graph.
     """
 
-    def __init__(
-        self,
-        variants: Variants,
-        budget: float | str | None,
-        policy: str,
-        warns: bool,
-        error: TraceError | None,
-        reason: str,
-    ):
-        self.model, self.planner, self.loop = variants.model, variants.planner, variants.loop
-        self.differentiate, self.outputs, self.dynamic = variants.differentiate, variants.outputs, variants.dynamic
-        self.history, self.call, self.on_plan = variants.history, variants.call, variants.on_plan
-        self.budget, self.policy, self.warns, self.reason = budget, policy, warns, reason
-        self.saves_all = policy == "none" or (budget is None and policy != "full")
+    def __init__(self, model: nn.Module, request: Request, history: History, error: TraceError | None, reason: object):
+        self.model, self.request, self.history, self.reason = model, request, history, str(reason)
+        self.budget, self.policy, self.loop = request.budget, request.policy, request.loop
+        self.warns = request.on_exceed == "warn"
+        self.saves_all = self.policy == "none" or (self.budget is None and self.policy != "full")
         self.blocks = blocks_of(self.model)
         tensors = (*self.model.parameters(), *self.model.buffers())
         self.on_cpu = not any(tensor.is_cuda for tensor in tensors)
@@ -165,7 +155,7 @@ class PlannedRegions:
             reasons={},
             resident_bytes=resident_bytes,
             note=self.reason,
-            made_for=described(self.model, call.args, call.kwargs, self.differentiate),
+            made_for=described(self.model, call.args, call.kwargs, self.request.differentiate),
             limit_bytes=dynamic_limit(self.budget, 0, resident_bytes) if is_known else None,
         )
         return _Planned(self, call.sizes, plan, step_bytes)
@@ -263,8 +253,8 @@ class PlannedRegions:
             cost=sum(costs[path] for path in costs if path not in saved) / (3 * record.cost or 1.0),
         )
         self.history.add("regions", f"{self.reason}; {planned.plan!r}", time.perf_counter() - start)
-        if self.on_plan is not None:
-            self.on_plan(planned.plan)
+        if self.request.on_plan is not None:
+            self.request.on_plan(planned.plan)
         if limit is not None and least > limit:
             self.report(
                 f"the first step shows that planned regions cannot keep the budget {self.budget!r}: it leaves "
