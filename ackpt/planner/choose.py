@@ -19,15 +19,13 @@ from ackpt.planner.capture.analysis import once_per_graph
 from ackpt.planner.capture.gradients import summed
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.measured_rates import measured_rates
-from ackpt.planner.costs.operation_runs import device_of
+from ackpt.planner.costs.operation_runs import device_of, measured_rates
 from ackpt.planner.costs.profiles import Profile, default_rates, rates
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
 from ackpt.planner.policies import POLICIES, auto
-from ackpt.planner.policies.search.decisions import decisions
-from ackpt.planner.policies.search.frontier import cheapest
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs, packing_cost, step_cost
+from ackpt.planner.policies.search.frontier import added_cost, cheapest, costs, packing_cost, step_cost
+from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.policies.search.schedule_cache import Cache, CachedCandidates, cache_folder, cached
 from ackpt.planner.schedule.allocations import allocations, peak_in_words
 from ackpt.planner.schedule.host_copies import copies
@@ -67,7 +65,7 @@ def plan(
             ``"offloaded"`` if `profile` has times of copies to the host.
 
             ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
-            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.planner.policies.chains.selective`.
+            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.planner.policies.selective`.
 
             Four policies from papers treat the graph as a chain of blocks with single tensors between them:
             ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,
@@ -350,7 +348,7 @@ def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit
     if importlib.util.find_spec("scipy") is None:
         return None
     from ackpt.planner.policies.search.lower_bound import lower_bound
-    from ackpt.planner.policies.search.mask_packing import with_packed_masks
+    from ackpt.planner.policies.search.variants import with_packed_masks
 
     stage("computing the lower bound")
     bounded = with_packed_masks(graph) if schedule.packed else graph

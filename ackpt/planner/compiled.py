@@ -24,8 +24,7 @@ from ackpt.planner.parts.planned_regions import PlannedRegions
 from ackpt.planner.policies import POLICIES
 from ackpt.planner.policies.search.schedule_cache import Cache, cache_folder
 from ackpt.planner.saved_plan import SavedPlan, saved_dimensions
-from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.schedule.plan_check import check_applies
+from ackpt.planner.schedule.plan import Plan, check_applies
 from ackpt.planner.step.call_facts import Call
 from ackpt.planner.step.choices import Choose, Planner
 from ackpt.planner.step.dynamic_dimensions import DynamicArgument

@@ -21,13 +21,11 @@ from ackpt.planner.choose import MEASURED, baseline_of, check_runs, default_prof
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies import auto
-from ackpt.planner.policies.search.frontier import frontier
-from ackpt.planner.policies.search.recompute_costs import costs, step_cost
+from ackpt.planner.policies.search.frontier import costs, frontier, step_cost
 from ackpt.planner.policies.search.schedule_cache import CachedCandidates
-from ackpt.planner.schedule.live_bytes import saved_bytes
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import Schedule, everything
-from ackpt.planner.schedule.simulator import peak_of
+from ackpt.planner.schedule.simulator import peak_of, saved_bytes
 from ackpt.planner.step.choices import Candidate, Choice, Stopgap
 from ackpt.planner.step.dynamic_step import DynamicStep
 from ackpt.planner.step.eager_step import eager_schedule

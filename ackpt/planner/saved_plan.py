@@ -16,8 +16,7 @@ from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.choose import baseline_of, check_runs, plan_of
 from ackpt.planner.dynamic_plans import described
 from ackpt.planner.schedule.host_copies import copies
-from ackpt.planner.schedule.plan import Plan, PlanError
-from ackpt.planner.schedule.plan_check import check_applies
+from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
 from ackpt.planner.schedule.simulator import peak_of
 from ackpt.planner.step.call_facts import Call
 from ackpt.planner.step.choices import Choice

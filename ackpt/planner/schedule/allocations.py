@@ -1,6 +1,6 @@
 """List every allocation of a schedule with its lifetime and kind, and what is live at the peak.
 
-The same account as the simulator's (`live_bytes.follow`), block by block. `ackpt.explain` and the message of a
+The same account as the simulator's (`simulator.follow`), block by block. `ackpt.explain` and the message of a
 `BudgetError` are made from it.
 """
 
@@ -18,8 +18,8 @@ from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.analysis import once_per_graph
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.capture.places import operation, short_source
+from ackpt.planner.schedule.simulator import HOST, TEMPORARY, follow
 
-from .live_bytes import HOST, TEMPORARY, follow
 from .schedule import Schedule
 
 #: The kinds of live bytes, resident ones first.

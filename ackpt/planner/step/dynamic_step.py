@@ -13,8 +13,7 @@ from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import Loop
 from ackpt.planner.capture.outputs import gradient_strides
 from ackpt.planner.capture.tracing import captured_graph, described_graph, prepared
-from ackpt.planner.costs.dynamic_workspace import DynamicWorkspace
-from ackpt.planner.costs.workspace import workspace_bytes
+from ackpt.planner.costs.workspace import DynamicWorkspace, workspace_bytes
 from ackpt.planner.schedule.schedule import Schedule
 
 from .call_facts import Call

@@ -7,8 +7,7 @@ import torch
 
 import ackpt
 from ackpt.planner.capture.joint_graph import BACKWARD
-from ackpt.planner.schedule.late_orders import LateOrders
-from ackpt.planner.schedule.lifetimes import frees, unpacked_at_once
+from ackpt.planner.schedule.orders import LateOrders, frees, unpacked_at_once
 from ackpt.planner.schedule.schedule import live_before_backward, recompute_late
 
 

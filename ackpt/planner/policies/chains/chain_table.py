@@ -15,9 +15,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block_options import Option
-
 FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One choice for one block; sizes in bytes.
+
+    ``saved``: storages inside the block that its forward saves for its backward, ``saved_bytes`` of them.
+    ``forward_peak``, ``backward_peak``: the dynamic peak of each pass without the activations of other blocks.
+    ``cost``: of what its backward recomputes.
+    """
+
+    saved: frozenset[int]
+    saved_bytes: int
+    forward_peak: int
+    backward_peak: int
+    cost: float
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import itertools
 
 from ackpt.planner.capture.analysis import Analysis, once_per_graph
 from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.policies.chains.block_options import rows_by_price
 from ackpt.planner.policies.search.frontier import evenly_spaced, pareto
 from ackpt.planner.schedule.schedule import Schedule, everything, live_before_backward, lower
 
 from .block_options import options_of_blocks
-from .block_stages import rows_by_price
 from .blocks import BlockChain
 
 _WALKED = 400_000  # nodes of all schedules that are tried for one graph: small graphs get more tries

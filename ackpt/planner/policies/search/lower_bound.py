@@ -35,7 +35,7 @@ def lower_bound(
     Example:
         >>> import torch, ackpt
         >>> from ackpt.planner.policies.search.lower_bound import lower_bound
-        >>> from ackpt.planner.policies.search.recompute_costs import costs
+        >>> from ackpt.planner.policies.search.frontier import costs
         >>> def block():
         ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
         >>> model = torch.nn.Sequential(block(), block(), block())

@@ -1,7 +1,11 @@
-"""Add schedules between neighbors on a frontier by saving some of the recomputed activations."""
+"""Save some of the activations that a schedule recomputes.
+
+This gives the schedules between neighbors on a frontier, and the decisions of a plan.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -9,7 +13,9 @@ import numpy as np
 
 from ackpt.core.progress import counted
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-from ackpt.planner.schedule.schedule import Schedule, scheduled
+from ackpt.planner.schedule.offload_steps import offloadable, offloaded, packed
+from ackpt.planner.schedule.plan import Decision
+from ackpt.planner.schedule.schedule import Schedule, recomputed, scheduled
 from ackpt.planner.schedule.simulator import peak_of, step_peaks
 
 _WALKED = 600_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
@@ -179,3 +185,37 @@ def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] =
         remaining.append(node)
         read.update(reads[node])
     return scheduled(graph, None, remaining[::-1])
+
+
+def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, profile, count: int = 10):
+    """The `count` recomputed operations that cost most, the most expensive first.
+
+    Args:
+        graph, schedule: the plan.
+        cost: of every node; ``step_cost``: of the baseline step, in the same unit.
+        profile: with times of copies, if the schedule offloads.
+    """
+    analysis = graph.analysis
+    runs = Counter(recomputed(graph, schedule))
+    total = {node: number * cost[node] for node, number in runs.items() if cost[node] and node in analysis.allocated}
+    most_expensive = sorted(total, key=lambda node: (-total[node], node))[:count]
+    return tuple(
+        Decision(
+            name=graph.nodes[node].name,
+            module=graph.nodes[node].module,
+            cost=total[node] / step_cost,
+            bytes=sum(analysis.bytes[s] for s in analysis.allocated.get(node, ()) if s in analysis.savable),
+            runs=runs[node],
+            peak_if_kept_bytes=peak_of(graph, _with_saved(graph, schedule, node, profile), profile.workspace_bytes),
+        )
+        for node in most_expensive
+    )
+
+
+def _with_saved(graph: JointGraph, schedule: Schedule, node: int, profile) -> Schedule:
+    """`schedule` with the results of `node` saved, and the same storages packed and offloaded as far as possible."""
+    saving = with_saved(graph, schedule, node)
+    if masks := set(schedule.packed).intersection(saving.saved):
+        saving = packed(graph, saving, masks)
+    to_host = set(schedule.offloaded).intersection(offloadable(graph, saving))
+    return offloaded(graph, saving, to_host, profile) if to_host else saving

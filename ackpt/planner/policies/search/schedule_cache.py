@@ -26,8 +26,7 @@ from ackpt.core.files import RecordError, write_bytes_atomic
 from ackpt.core.progress import stage
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.schedule.schedule import Schedule
-from ackpt.planner.schedule.schedule_json import Steps, digest, from_json, to_json
+from ackpt.planner.schedule.schedule import Schedule, Steps, digest, from_json, to_json
 
 from .frontier import frontier
 

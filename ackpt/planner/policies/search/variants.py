@@ -1,23 +1,24 @@
-"""Add schedules that pack dropout masks instead of saving them whole or drawing them again.
+"""Add schedules to a frontier that pack dropout masks, and schedules that offload activations.
 
 On a CPU, drawing a mask takes as long as tens of elementwise operations, and packing it about as long as one or two. So
 the search runs a second time, on a graph whose masks have one bit per element, and the schedules that it finds then
 pack the masks. On a GPU, drawing is cheap, and the operation that draws a mask also computes the dropout's result. So
-only masks that a schedule saves are packed there.
+only masks that a schedule saves are packed there. Activations are offloaded as far as the copies overlap with compute.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import accumulate
 
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.schedule.offload_steps import packed
-from ackpt.planner.schedule.schedule import Schedule
-
-from .frontier import evenly_spaced, pareto
-from .refinement import without_runs
+from ackpt.planner.policies.search.frontier import evenly_spaced, pareto
+from ackpt.planner.policies.search.refinement import without_runs
+from ackpt.planner.schedule.offload_steps import offloadable, offloaded, packed
+from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 
 _SHARES = (0, 1 / 4, 1 / 2, 3 / 4, 1)  # of the masks that are packed
 _NODES = 120_000  # of all schedules that are packed for one graph: small graphs get more of them
@@ -95,3 +96,39 @@ def _with_shares(graph: JointGraph, schedule: Schedule, shares, drawn: set[int])
     )
     counts = dict.fromkeys(round(share * len(masks)) for share in shares)
     return [packed(graph, saving, masks[:count]) if count else saving for count in counts]
+
+
+_OFFLOADED_NODES = 1_000_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
+_BUSY_SHARES = (3 / 4, 1)  # of the forward's seconds that the link is busy
+
+
+def offloads(graph: JointGraph, profile, schedules) -> list[Schedule]:
+    """Evenly spaced schedules of the frontier, with as many activations offloaded as overlap with compute.
+
+    The one with the lowest peak also comes with all of its activations offloaded, at any cost. Empty if `profile` has
+    no times of copies, or if the graph's compiler does not run copies.
+    """
+    if profile.swap_seconds is None or profile.seconds is None or not graph.replays_random:
+        return []
+    points = pareto(graph, profile, schedules)
+    some = evenly_spaced(points, _OFFLOADED_NODES, each=len(_BUSY_SHARES) * len(graph.nodes))
+    chosen = [(point.schedule, storages) for point in some for storages in _overlapping(graph, point.schedule, profile)]
+    lowest = points[-1].schedule
+    return [offloaded(graph, *one, profile) for one in [*chosen, (lowest, offloadable(graph, lowest))] if one[1]]
+
+
+def _overlapping(graph: JointGraph, schedule: Schedule, profile) -> list[list[int]]:
+    """The storages that the link can copy during each share of the forward, those first that stay unused longest.
+
+    Backward reads in the reverse order, so the first one whose last forward reader is done stays unused longest.
+    """
+    order = sorted(offloadable(graph, schedule), key=lambda storage: (_last_use(graph, storage), storage))
+    copied = [0.0, *accumulate(profile.swap_seconds[storage] for storage in order)]
+    forward = sum(profile.seconds[step.id] for step in schedule.forward if step.kind == COMPUTE)
+    counts = {bisect_right(copied, share * forward) - 1 for share in _BUSY_SHARES}
+    return [order[:count] for count in sorted(counts)]
+
+
+def _last_use(graph: JointGraph, storage: int) -> int:
+    one = graph.storages[storage]
+    return one.producer if one.last_fw_access is None else one.last_fw_access
