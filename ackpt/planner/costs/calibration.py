@@ -64,15 +64,9 @@ class Example:
     def work(self, arguments, keywords, result) -> int:
         """What its rate counts: FLOPs, or else elements of the largest tensor, or bytes."""
         if self.counts_bytes:
-            tensors = [leaf for leaf in tree_leaves((arguments, result)) if isinstance(leaf, Tensor)]
-            return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            return sum(leaf.nbytes for leaf in tree_leaves((arguments, result)) if isinstance(leaf, Tensor))
         count = formula(self.overload.overloadpacket)
         return elements(arguments, keywords, result) if count is None else count(*arguments, **keywords, out_val=result)
-
-
-def _bytes(arguments, result) -> int:
-    tensors = [leaf for leaf in tree_leaves((arguments, result)) if isinstance(leaf, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _some(*shape: int) -> Callable[[torch.dtype], Tensor]:
@@ -280,11 +274,7 @@ def calibrate(path: str | os.PathLike[str]) -> Device:
 
 
 def load(path: str | os.PathLike[str]) -> Device:
-    """The rates in a file that `calibrate` wrote, on any machine.
-
-    Raises:
-        CalibrationError: if it cannot be read, is no calibration, or was written by another version.
-    """
+    """The rates in a file that `calibrate` wrote, on any machine; raises CalibrationError if it cannot be read."""
     return _device(_read(Path(path)))
 
 
@@ -373,7 +363,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _device(data: dict[str, Any]) -> Device:
     machine = data["machine"]
-    known = Device(
+    rates = Device(
         name="cpu",
         memory_bytes=0,
         flops_per_second=data["by_operation"]["mm"],
@@ -381,4 +371,4 @@ def _device(data: dict[str, Any]) -> Device:
         link_bytes_per_second=data["memory_bytes_per_second"],
         source=f"measured on {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}",
     )
-    return with_all_dtypes(replace(known, by_operation=data["by_operation"], seconds_per_call=data["seconds_per_call"]))
+    return with_all_dtypes(replace(rates, by_operation=data["by_operation"], seconds_per_call=data["seconds_per_call"]))

@@ -44,16 +44,7 @@ class Cost:
 
 
 def run(graph: JointGraph, inputs=None) -> dict[int, Cost]:
-    """The cost of every operation by node id, measured on the device that `graph` was traced on.
-
-    Args:
-        graph: from `ackpt.trace`.
-        inputs: the model and the arguments it was traced with, such as ``(model, args, kwargs)``; by default values
-            are made up, see `ackpt.planner.capture.example_values`. Neither the model nor the arguments change.
-
-    Raises:
-        MeterError: if the inputs do not fit the graph, its device cannot be measured, or an operation fails.
-    """
+    """The cost of every operation by node id, measured on the graph's device with `inputs`, or with made-up values."""
     device = device_of(graph)
     if device.type not in ("cpu", "cuda"):
         raise MeterError(f"operations are measured on cpu and cuda, and this graph is on {device}")
@@ -196,15 +187,7 @@ _SECONDS = 0.001  # per operation, after one call to warm up; at least one call
 
 
 def measured_rates(graph: JointGraph, base: Device) -> Device:
-    """`base` with the times of the operations of `graph`, measured on the device that holds its tensors.
-
-    Operations of the same shapes have the measured time. For other shapes, the average rate of the operation counts,
-    so that plans for other sizes need no new measurement. An operation that does not run with made-up arguments has the
-    rates of `base`.
-
-    Raises:
-        ValueError: if the graph was captured from a model without data.
-    """
+    """`base` with the measured time of every operation of `graph`; for other shapes, its average rate counts."""
     if not graph.has_data:
         raise ValueError(
             "costs='measured' times operations on the model's device, but this model has no data: give real tensors, "
@@ -215,7 +198,7 @@ def measured_rates(graph: JointGraph, base: Device) -> Device:
     for each in timed.values():
         totals[each.operation, each.dtype][0] += each.work
         totals[each.operation, each.dtype][1] += max(each.seconds - base.seconds_per_call, 0.1 * each.seconds)
-    rates: dict[str, dict[str, float]] = {name: dict(known) for name, known in base.by_operation.items()}
+    rates: dict[str, dict[str, float]] = {name: dict(by_dtype) for name, by_dtype in base.by_operation.items()}
     for (name, kind), (work, seconds) in totals.items():
         if work:
             rates.setdefault(name, {})[kind] = work / seconds

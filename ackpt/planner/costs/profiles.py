@@ -61,10 +61,10 @@ class Profile:
     Example:
         >>> import torch, ackpt
         >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
-        >>> found = ackpt.profile(graph)
-        >>> sum(found.flops), found.seconds, found.origin["flops"]
+        >>> costs = ackpt.profile(graph)
+        >>> sum(costs.flops), costs.seconds, costs.origin["flops"]
         (256, None, 'analytic')
-        >>> len(found.flops) == len(graph.nodes)
+        >>> len(costs.flops) == len(graph.nodes)
         True
     """
 
@@ -192,8 +192,8 @@ def profile(
     Example:
         >>> import torch, ackpt
         >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
-        >>> found = ackpt.profile(graph, "h200")
-        >>> sum(found.flops), found.origin["seconds"]
+        >>> costs = ackpt.profile(graph, "h200")
+        >>> sum(costs.flops), costs.origin["seconds"]
         (256, 'analytic')
     """
     if not isinstance(graph, JointGraph):
@@ -210,16 +210,14 @@ def profile(
 
 
 def default_rates(graph: JointGraph) -> devices.Device | None:
-    """The rates of the device that holds the tensors of `graph`: of a GPU by its name or properties, of the CPU as it
-    is calibrated; None if they are unknown.
-    """
+    """The rates of the device that holds the tensors of `graph`, a GPU or the CPU; None if they are unknown."""
     device = device_of(graph)
     if device.type == "cpu":
         return calibration.this_cpu()
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    known = devices.rates_of(torch.cuda.get_device_properties(device))
-    return None if known is None else devices.with_all_dtypes(known)
+    by_name = devices.rates_of(torch.cuda.get_device_properties(device))
+    return None if by_name is None else devices.with_all_dtypes(by_name)
 
 
 def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -> Profile:
@@ -303,10 +301,7 @@ def _measured(graph: JointGraph, device, inputs) -> Profile:
 
 
 def with_gpu_workspace(graph: JointGraph, costs: Profile) -> Profile:
-    """`costs` with the memory that the kernels of a GPU allocate and free within themselves, from shapes alone.
-
-    Blocks are multiples of 512 bytes. Workspaces of libraries are not included, see `ackpt.metering.kernel_memory`.
-    """
+    """`costs` with the memory that a GPU's kernels allocate and free internally (`metering.kernel_memory`)."""
     sizes = []
     for node, args, kwargs in _calls(graph):
         sizes.append(sum(rounded(size, BLOCK) for size in cuda_temporaries(node.target, args, kwargs)))
@@ -322,11 +317,7 @@ def _calls(graph: JointGraph):
 
 
 def rates(device: Any) -> devices.Device | None:
-    """The rates of a device that is named or passed; None for None.
-
-    Raises:
-        TypeError, ValueError: if it is neither, or unknown.
-    """
+    """The rates of a device that is named or passed; None for None. Raises TypeError or ValueError for others."""
     if device is None or isinstance(device, devices.Device):
         return device
     if not isinstance(device, str):
@@ -358,20 +349,9 @@ def _check_figures(name: str, values, flops, origin) -> None:
 
 
 def fused(graph: JointGraph, costs: Profile, rates: Device) -> Profile:
-    """`costs` of `graph` with the seconds of elementwise operations as Inductor fuses them.
+    """`costs` at these `rates`, with the seconds of elementwise operations as Inductor fuses them.
 
-    Args:
-        costs: at these `rates`, from `ackpt.profile`.
-
-    Example:
-        >>> import torch, ackpt
-        >>> from ackpt.planner.costs.devices import device
-        >>> from ackpt.planner.costs.profiles import fused
-        >>> model = torch.nn.Sequential(torch.nn.GELU(), torch.nn.Tanh(), torch.nn.Linear(8, 8))
-        >>> graph = ackpt.trace(model, torch.ones(4, 8))
-        >>> costs = ackpt.profile(graph, "h200")
-        >>> sum(fused(graph, costs, device("h200")).seconds) < sum(costs.seconds)
-        True
+    A chain of them reads once and writes once: a result that only elementwise operations read remains in registers.
     """
     if costs.seconds is None:
         return costs
@@ -418,4 +398,4 @@ def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
 
 def _bytes(node: torch.fx.Node) -> int:
     values = tree_leaves(node.meta.get("val"))
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -8,7 +8,6 @@ workspace. So the time grows with the kinds of layers of a model, not with their
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -37,78 +36,26 @@ _OWN = ("aten", "prims", "ackpt_graph")
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """A storage whose real size is not that in the graph.
-
-    ``node``: the node that allocates it. ``storage``: its id; None if the difference is in the sum of what the node
-    allocates and does not free.
-    """
-
-    node: int
-    target: str
-    storage: int | None
-    graph_bytes: int
-    real_bytes: int
-
-
 def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
     """The workspace of every node in bytes: what it allocates and frees internally, beyond its results.
 
-    Exact to the byte for what torch's CPU allocator hands out in the operation's own thread; memory that a library
-    (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. Some kernels allocate a buffer for
-    each of ``torch.get_num_threads()`` threads, so sizes depend on that number. The arguments consist of 0.5, True
-    and 0, and a workspace that depends on values (``index_put`` by a mask, ``ctc_loss``) is that of these values. A
-    collective, which cannot run alone, counts as 0, and so does an operation whose kernel is the user's Python code,
-    which planning does not run. Results that take more than in the graph, as those of ``EmbeddingBag``, count at every
-    node. Needs the memory of the largest operation.
-
-    Raises:
-        MeterError: if the graph is not on the CPU, or an operation cannot run with made-up arguments.
+    Exact to the byte for what torch's CPU allocator hands out in the operation's own thread, with 0.5, True and 0 as
+    values; memory that a library (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. Some
+    kernels allocate a buffer for each of ``torch.get_num_threads()`` threads. A collective counts as 0, and so does an
+    operation whose kernel is the user's Python code, which planning does not run. Results that take more than in the
+    graph, as those of ``EmbeddingBag``, count at every node. Needs the memory of the largest operation. Raises
+    MeterError if the graph is not on the CPU, or an operation cannot run with made-up arguments.
     """
-    allocations, _ = _measured(graph, torch.get_num_threads(), runs_alone)
-    beyond = sum(max(0, taken.left - _allocated_bytes(graph, node_id)) for node_id, taken in allocations.items())
+    allocations, _ = _measured(graph, torch.get_num_threads())
+    sizes, allocated = graph.analysis.bytes, graph.analysis.allocated
+    results = {node_id: sum(sizes[storage] for storage in allocated.get(node_id, ())) for node_id in allocations}
+    beyond = sum(max(0, taken.left - results[node_id]) for node_id, taken in allocations.items())
     return tuple(beyond + (allocations[node.id].workspace if node.id in allocations else 0) for node in graph.nodes)
-
-
-def _allocated_bytes(graph: JointGraph, node_id: int) -> int:
-    """What a node's results take in the graph."""
-    analysis = graph.analysis
-    return sum(analysis.bytes[storage] for storage in analysis.allocated.get(node_id, ()))
-
-
-def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
-    """The storages whose real size is not that in the graph, in the order of execution.
-
-    Torch's shape functions and its CPU kernels do not always agree: by the shape function, layer norm of bfloat16 with
-    float32 weights returns bfloat16 statistics; the result of ``mse_loss`` has a storage as large as its input.
-    Raises as `workspace_bytes` does.
-    """
-    analysis = graph.analysis
-    different = []
-    allocations, _ = _measured(graph, torch.get_num_threads(), _can_run)
-    for node_id, taken in allocations.items():
-        node, born = graph.nodes[node_id], analysis.allocated.get(node_id, frozenset())
-        values = tree_leaves(analysis.fx[node_id].meta.get("val"))
-        keys = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in values]
-        ids = dict(zip(dict.fromkeys(key for key in keys if key is not None), node.storages))
-        real = {ids[key]: 0 if result is None else result[1] for key, result in zip(keys, taken.results) if key in ids}
-        for storage in sorted(born):
-            if real[storage] != analysis.bytes[storage]:
-                different.append(Disagreement(node_id, node.target, storage, analysis.bytes[storage], real[storage]))
-        size = sum(real[storage] for storage in born)
-        if size != taken.left:
-            different.append(Disagreement(node_id, node.target, None, size, taken.left))
-    return tuple(different)
 
 
 def runs_alone(node: torch.fx.Node) -> bool:
     """Whether a node is an operation that allocates its results, needs no other process, and is not the user's code."""
-    return _can_run(node) and not has_users_kernel(node)
-
-
-def _can_run(node: torch.fx.Node) -> bool:
-    return allocates(node) and not communicates(node)
+    return allocates(node) and not communicates(node) and not has_users_kernel(node)
 
 
 def has_users_kernel(node: torch.fx.Node) -> bool:
@@ -122,15 +69,12 @@ def has_users_kernel(node: torch.fx.Node) -> bool:
 
 def results_agree(graph: JointGraph) -> bool:
     """Whether all operations return results with the shapes, strides and storages of the graph."""
-    return _measured(graph, torch.get_num_threads(), runs_alone)[1]
+    return _measured(graph, torch.get_num_threads())[1]
 
 
 @once_per_graph
-def _measured(graph: JointGraph, threads: int, runs: Callable) -> tuple[dict[int, Allocations], bool]:
-    """The bytes that each operation allocates with so many threads, by node id; whether all results match the graph.
-
-    `runs`: whether to run a node; others have no entry.
-    """
+def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], bool]:
+    """What each operation that runs alone allocates with so many threads; whether all results match the graph."""
     analysis = graph.analysis
     stage("measuring the workspace of operations")
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
@@ -154,7 +98,7 @@ def _measured(graph: JointGraph, threads: int, runs: Callable) -> tuple[dict[int
             if node.op != "call_function":
                 continue
             call = torch.fx.map_arg((node.args, node.kwargs), value)
-            if runs(node):
+            if runs_alone(node):
                 key = signature(node.target, call)
                 if key not in memory:
                     memory[key] = _run(graph.nodes[node_id], node.target, call)
@@ -175,10 +119,7 @@ def value_of(graph: JointGraph, node: torch.fx.Node):
 
 
 def allocation_of(node, target, call) -> Allocations:
-    """What one operation allocates that ran at other sizes before, called with tensors without data as arguments.
-
-    ``call`` is (args, kwargs).
-    """
+    """What an operation allocates that ran at other sizes before; ``call``: its (args, kwargs), without data."""
     return _run(node, target, call, runs=1)[0]
 
 
@@ -238,7 +179,7 @@ class DynamicWorkspace:
         self.dynamic, self.reference = dynamic, reference
         self._threads = torch.get_num_threads()
         self._at_reference = workspace_bytes(reference)
-        self._known: dict[tuple, int] = {}
+        self._measured: dict[tuple, int] = {}
 
     @property
     def is_exact(self) -> bool:
@@ -247,28 +188,28 @@ class DynamicWorkspace:
 
     def at(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Bytes by node id at these sizes of the dynamic dimensions."""
-        found = list(self._at_reference)
+        workspace = list(self._at_reference)
         numbers = iter(self.dynamic.symbols.evaluated(self._expressions, values))
         todo, threads = [], torch.get_num_threads()
-        for places, target, leaves, spec, formula in self._calls:
+        for node_ids, target, leaves, spec, formula in self._calls:
             call = [_evaluated(leaf, numbers) for leaf in leaves]
             key = target, spec, tuple(map(_key, call)), threads
-            if formula is not None and key not in self._known:
+            if formula is not None and key not in self._measured:
                 args, _ = tree_unflatten(call, spec)
-                self._known[key] = formula(threads, *args)
-            todo.append((places, target, call, spec, key))
-        if any(key not in self._known for *_, key in todo):
+                self._measured[key] = formula(threads, *args)
+            todo.append((node_ids, target, call, spec, key))
+        if any(key not in self._measured for *_, key in todo):
             in_own_thread(lambda: self._measure(todo))
-        for places, *_, key in todo:
-            for place in places:
-                found[place] = self._known[key]
-        return tuple(found)
+        for node_ids, *_, key in todo:
+            for node_id in node_ids:
+                workspace[node_id] = self._measured[key]
+        return tuple(workspace)
 
     def _measure(self, todo) -> None:
-        for places, target, call, spec, key in todo:
-            if key not in self._known:
+        for node_ids, target, call, spec, key in todo:
+            if key not in self._measured:
                 arguments = tree_unflatten([_meta(leaf) if isinstance(leaf, _Layout) else leaf for leaf in call], spec)
-                self._known[key] = allocation_of(self.reference.nodes[places[0]], target, arguments).workspace
+                self._measured[key] = allocation_of(self.reference.nodes[node_ids[0]], target, arguments).workspace
 
     @cached_property
     def _calls(self) -> list[tuple]:
@@ -296,9 +237,9 @@ class DynamicWorkspace:
     def _value(self, node: torch.fx.Node) -> Any:
         return node.meta["val"] if "val" in node.meta else getattr(self.dynamic.module, str(node.target))
 
-    def _formula(self, place: int) -> Callable[..., int] | None:
+    def _formula(self, node_id: int) -> Callable[..., int] | None:
         """The formula of an operation, if it gives the workspace at the captured sizes, so that nothing is copied."""
-        fx = self.reference.analysis.fx[place]
+        fx = self.reference.analysis.fx[node_id]
         if fx.target not in _FORMULAS:
             return None
         call = torch.fx.map_arg((fx.args, fx.kwargs), lambda node: value_of(self.reference, node))
@@ -306,20 +247,20 @@ class DynamicWorkspace:
         dtypes = {leaf.dtype for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)}
         formula = _FORMULAS[fx.target]
         is_exact = dtypes.issubset(FLOATS) and len(dtypes) == 1 and not kwargs
-        return formula if is_exact and formula(self._threads, *args) == self._at_reference[place] else None
+        return formula if is_exact and formula(self._threads, *args) == self._at_reference[node_id] else None
 
-    def _keeps_its_workspace(self, fx: torch.fx.Node, place: int) -> bool:
+    def _keeps_its_workspace(self, fx: torch.fx.Node, node_id: int) -> bool:
         values = [self._value(node) for node in fx.all_input_nodes]
         tensors = [value for value in tree_leaves((values, fx.meta.get("val"))) if isinstance(value, torch.Tensor)]
         if not any(map(_has_expressions, tree_leaves(values))):
             return not any(map(_has_expressions, tensors))
         dtypes = {tensor.dtype for tensor in tensors}
         if torch.Tag.pointwise in getattr(fx.target, "tags", ()) and len(dtypes) == 1:
-            return self._at_reference[place] <= SCALAR_BYTES
+            return self._at_reference[node_id] <= SCALAR_BYTES
         if fx.target is aten.sum.dim_IntList and all(size == 1 for size in fx.meta["val"].shape):
             return False  # the threads may share the elements of one sum, with a result each
         floats = {dtype for dtype in dtypes if dtype.is_floating_point}
-        return fx.target in WITHOUT and floats.issubset(FLOATS) and not self._at_reference[place]
+        return fx.target in WITHOUT and floats.issubset(FLOATS) and not self._at_reference[node_id]
 
 
 def _has_expressions(value) -> bool:

@@ -46,10 +46,7 @@ def _with_the_end(graph, saved: frozenset[int], peak) -> frozenset[int]:
 
 
 def segmentations(graph) -> list[frozenset[int]]:
-    """Sets of storages to save, two for each way in which a byte threshold cuts the chain of blocks.
-
-    The one saves the ends of segments alone, the other also the inside of the last segment.
-    """
+    """Storages to save: for each byte threshold, the ends of segments, and these with the last segment."""
     analysis = graph.analysis
     needed = everything(graph).saved
     fixed = {s for node in analysis.not_recomputable for s in graph.nodes[node].storages if s in analysis.savable}

@@ -372,11 +372,7 @@ def solve_graph(graph: JointGraph, profile: Profile, limit_bytes: int, time_limi
 
 
 def contracted(graph: JointGraph, profile) -> Contracted:
-    """The operations of `graph` that allocate storages or have an effect, one node for each group of their storages.
-
-    Raises:
-        ValueError: if there are too many for the solver.
-    """
+    """The operations of `graph` that allocate storages or have an effect, one node for each group of their storages."""
     analysis = graph.analysis
     baseline = everything(graph)
     order = {step.id for step in (*baseline.forward, *baseline.backward) if step.kind == COMPUTE}

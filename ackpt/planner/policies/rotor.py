@@ -304,8 +304,7 @@ def _with_taken(costs: np.ndarray, size: int) -> np.ndarray:
 
 
 def _in_units(chain: Chain, budget, slots: int):
-    """The chain's four sizes in units, rounded up; the budget without the chain's input in units, rounded down; the
-    bytes of a unit."""
+    """The four sizes in units, rounded up; the budget without the input in units, rounded down; the bytes of a unit."""
     sizes = (chain.output_bytes, chain.saved_bytes, chain.forward_overhead, chain.backward_overhead)
     # More than saving everything needs is of no use, and would only make the units coarser.
     left = Fraction(_Needs(*sizes).everything().item())

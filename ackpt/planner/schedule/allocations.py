@@ -147,9 +147,9 @@ def described(graph: JointGraph, block: Allocation) -> str:
         return getattr(described_by, "target", None) or f"input {getattr(described_by, 'idx', node.name)}"
     if block.kind == "gradients" and (name := _gradients(graph).get(block.storage)):
         return f"gradient of {name}"
-    place = ", ".join(part for part in (node.module, short_source(node.source)) if part) or "the model itself"
-    what = "" if block.storage is not None else "workspace of " if block.kind == "temporaries" else "random state of "
-    return f"{what}{operation_of(graph, node.id)} ({place})"
+    where = ", ".join(part for part in (node.module, short_source(node.source)) if part) or "the model itself"
+    prefix = "" if block.storage is not None else "workspace of " if block.kind == "temporaries" else "random state of "
+    return f"{prefix}{operation_of(graph, node.id)} ({where})"
 
 
 def peak_in_words(graph: JointGraph, blocks: Iterable[Allocation]) -> str:

@@ -69,8 +69,8 @@ def offloaded(
     if schedule.offloaded:
         raise ScheduleError("the schedule offloads already: name all storages at once")
     plan = _Placing(graph, schedule, storages, profile, limit_bytes)
-    plan.leave()
-    plan.come_back()
+    plan.place_offloads()
+    plan.place_prefetches()
     return plan.placed()
 
 
@@ -108,7 +108,7 @@ class _Placing:
         _add(self.backward, [(0, way.first, -way.size) for way in self.ways])
         self.limit = max(limit_bytes, *self.forward, *self.backward)
 
-    def leave(self) -> None:
+    def place_offloads(self) -> None:
         """Free each storage in the forward when its copy is complete, or earlier where it would exceed the limit."""
         now = idle = 0.0
         born, unused = _by(self.ways, "born"), _by(self.ways, "last")
@@ -133,7 +133,7 @@ class _Placing:
         for way in leaving:
             way.freed = len(self.seconds[0]) - 1
 
-    def come_back(self) -> None:
+    def place_prefetches(self) -> None:
         """Prefetch each storage in backward so that its copy is complete at its first use, if the limit allows."""
         begins = list(accumulate(self.seconds[1], initial=0.0))
         idle = begins[-1]  # from here on the link is busy with copies that are needed later
@@ -161,24 +161,8 @@ class _Placing:
 def packed(graph: JointGraph, schedule: Schedule, storages: Iterable[int]) -> Schedule:
     """`schedule`, but with these saved dropout masks packed between their uses in forward and backward.
 
-    Each mask is unpacked before its first reader in backward. If the next reader follows more than 30 operations later,
-    the mask is freed in between and unpacked again.
-
-    Raises:
-        ScheduleError: if `schedule` does not save one of `storages` or also recomputes it, or if one is not a dropout
-            mask.
-
-    Example:
-        >>> import torch, ackpt
-        >>> from ackpt.graph import simulate
-        >>> from ackpt.planner.schedule.schedule import everything
-        >>> from ackpt.planner.schedule.offload_steps import packed
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
-        >>> graph = ackpt.trace(model, torch.ones(64, 64))
-        >>> saving = everything(graph)
-        >>> found = packed(graph, saving, graph.analysis.masks.keys() & saving.saved)
-        >>> [simulate(graph, ackpt.profile(graph), each).saved_bytes for each in (saving, found)]
-        [32768, 16896]
+    Each mask is unpacked before its first reader in backward, and freed and unpacked again if the next one follows
+    late. Raises ScheduleError for storages that are not saved dropout masks.
     """
     analysis, storages = graph.analysis, set(storages)
     drawn = {s for node in schedule.backward_arrays.computed for s in analysis.allocated.get(node, ())}

@@ -1,13 +1,10 @@
-"""Orders of nodes: when each storage is freed, and when each missing activation is recomputed.
+"""Orders of nodes: when each storage is freed, and when results are taken from an operation that has several.
 
-Planning makes thousands of schedules for a graph, so this is its innermost loop: `frees` is one pass of numpy over a
-whole order, and the time of `LateOrders` grows with the recomputed nodes, not with the graph.
+Planning makes thousands of schedules for a graph, so this is its innermost loop: one pass of numpy over a whole order.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,8 +64,7 @@ def frees(graph: JointGraph, order, phase: str) -> Frees:
 def unpacked_at_once(graph: JointGraph, order: list[int]) -> list[int]:
     """`order` with every result of an operation that has several taken right after the operation has run.
 
-    The operation returns a tuple, which holds all of its results until the last of them is taken from it: a recomputed
-    batch norm's output, for example, until backward reads the mean.
+    The tuple of results holds all of them until the last is taken: a batch norm's output until backward reads the mean.
     """
     nodes = np.asarray(order, dtype=np.int64)
     operations = _operations(graph)[nodes]
@@ -108,62 +104,3 @@ def _table(graph: JointGraph, phase: str):
     entries = np.array([entry for row in rows for entry in row], dtype=np.int64).reshape(-1, 4)
     storages = entries[:, 0].astype(np.uint16 if len(graph.storages) <= 2**16 else np.int64)
     return np.cumsum(count) - count, count, (storages, *(entries[:, 1:] == 1).T.copy())
-
-
-_REMEMBERED = 16  # orders of one block; they differ in few ways, because a block reads few values of others
-
-
-class LateOrders:
-    """Orders in which the backward nodes `readers`, which are sorted, run with the recomputations that they need."""
-
-    def __init__(self, analysis: Analysis, readers: Sequence[int]):
-        self._readers = np.array(readers, dtype=np.int64)
-        self._reads, self._taken_from = analysis.backward_reads, analysis.taken_from
-        own = set(readers)
-        self._first: dict[int, int] = {}  # by node, the position of its first reader among the readers
-        for position, reader in enumerate(readers):
-            for node in self._reads[reader]:
-                if node not in own:
-                    self._first.setdefault(node, position)
-        self._remembered: list[tuple[tuple[int, ...], tuple[int, ...], list[int]]] = []
-
-    def order(self, live: set[int]) -> list[int]:
-        """The readers, each after the nodes that it needs and that are not among the values `live`.
-
-        The list must not be changed: an order depends only on which of the nodes met on the way are live.
-        """
-        for index, (recomputed, given, order) in enumerate(self._remembered):
-            if live.isdisjoint(recomputed) and live.issuperset(given):
-                if index:
-                    self._remembered.insert(0, self._remembered.pop(index))
-                return order
-        recomputed, given, order = self._found(live)
-        self._remembered.insert(0, (recomputed, given, order))
-        del self._remembered[_REMEMBERED:]
-        return order
-
-    def _found(self, live: set[int]) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
-        """The nodes that are recomputed, the live ones that they and the readers read, and the order."""
-        first = {node: position for node, position in self._first.items() if node not in live}
-        given = self._first.keys() - first.keys()
-        latest = [-node for node in first]  # each node comes before the nodes it reads
-        heapq.heapify(latest)
-        while latest:
-            node = -heapq.heappop(latest)
-            position = first[node]
-            for source in self._reads[node]:
-                if source in live:
-                    given.add(source)
-                    continue
-                before = first.get(source)
-                if before is None:
-                    heapq.heappush(latest, -source)
-                if before is None or position < before:
-                    first[source] = position
-        for node in first.keys() & self._taken_from.keys():
-            first[node] = first.get(self._taken_from[node], first[node])  # right after the operation
-        nodes = np.fromiter(first, np.int64, len(first))
-        positions = np.fromiter(first.values(), np.int64, len(first))
-        by_position = np.lexsort((nodes, positions))
-        order = np.insert(self._readers, positions[by_position], nodes[by_position]).tolist()
-        return tuple(first), tuple(given), order

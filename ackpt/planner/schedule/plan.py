@@ -50,8 +50,8 @@ class Activation:
     Example:
         >>> import torch, ackpt
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        >>> (kept,) = ackpt.plan(ackpt.trace(model, torch.ones(4, 8))).activations
-        >>> kept.name, kept.fate, kept.bytes, kept.module
+        >>> (activation,) = ackpt.plan(ackpt.trace(model, torch.ones(4, 8))).activations
+        >>> activation.name, activation.fate, activation.bytes, activation.module
         ('tanh', 'saved', 128, '1')
     """
 
@@ -302,10 +302,10 @@ def _group_row(group: tuple[Activation, ...]) -> str:
     first, modules = group[0], common(a.module for a in group) or "the model itself"
     source = f", {short_source(first.source)}" if first.source else ""
     if len(group) == 1:
-        what = f"{modules} ({first.name}){source}"
+        described = f"{modules} ({first.name}){source}"
     else:
-        what = f"{len(group)} x {modules} ({operation(first.name)}): {memory_format(first.bytes)} each{source}"
-    return f"{memory_format(sum(a.bytes for a in group)):<17} {first.fate:<11} {what}"
+        described = f"{len(group)} x {modules} ({operation(first.name)}): {memory_format(first.bytes)} each{source}"
+    return f"{memory_format(sum(a.bytes for a in group)):<17} {first.fate:<11} {described}"
 
 
 def activations(graph: JointGraph, baseline: Schedule, schedule: Schedule) -> tuple[Activation, ...]:
@@ -324,12 +324,8 @@ def check_applies(graph: JointGraph, plan: Plan, is_instance: bool = False) -> N
     """Refuse a plan of another graph, and one whose bytes are not those of its schedule.
 
     The peak may be higher than the simulated one, since the workspace of operations is unknown here. The resident bytes
-    may be higher by the state of an optimizer that `graph` was traced without.
-
-    `is_instance`: whether `graph` is an instance of a capture with dynamic dimensions, at the sizes of the plan.
-
-    Raises:
-        PlanError: names the field, or the two graphs.
+    may be higher by the state of an optimizer that `graph` was traced without. `is_instance`: whether `graph` is an
+    instance of a capture with dynamic dimensions, at the sizes of the plan.
     """
     made_for = plan.schedule.graph
     if made_for != graph.hash and is_instance and not plan.dynamic:

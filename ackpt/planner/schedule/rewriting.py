@@ -304,8 +304,7 @@ class _Builder:
 
 
 class _Sizes:
-    """The lines of the sizes that are expressions, in one listing: one line computes all from the dynamic
-    dimensions."""
+    """The lines of the sizes that are expressions, in one listing: one line computes them all."""
 
     def __init__(self, listing: Listing, symbols: Symbols, given: list[Line]):
         self.listing, self.symbols, self.place = listing, symbols, len(listing.lines)

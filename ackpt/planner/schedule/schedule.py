@@ -17,7 +17,7 @@ import numpy as np
 
 from ackpt.planner.capture.analysis import Analysis, once_per_graph
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-from ackpt.planner.schedule.orders import LateOrders, frees, unpacked_at_once
+from ackpt.planner.schedule.orders import frees, unpacked_at_once
 
 COMPUTE, FREE = "compute", "free"
 PACK, UNPACK = "pack", "unpack"
@@ -209,12 +209,9 @@ def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
     # The caller holds the outputs anyway.
     outputs = {s for node_id in analysis.outputs if node_id is not None for s in graph.nodes[node_id].storages}
     saved = {*saved, *(outputs - analysis.dropped)}
-    return scheduled(graph, None, _late_orders(graph).order(live_before_backward(analysis, saved)))
-
-
-@once_per_graph
-def _late_orders(graph: JointGraph) -> LateOrders:
-    return LateOrders(graph.analysis, graph.analysis.needed_backward)
+    return scheduled(
+        graph, None, recompute_late(analysis, analysis.needed_backward, live_before_backward(analysis, saved))
+    )
 
 
 @once_per_graph
@@ -248,22 +245,12 @@ def live_before_backward(analysis: Analysis, saved) -> set[int]:
 
 
 def recompute_late(analysis: Analysis, nodes: Iterable[int], live: set[int]) -> list[int]:
-    """Node ids in the order in which `nodes` run, each missing activation recomputed right before its first reader.
-
-    `live`: nodes whose values exist; every node of the returned order is added to it.
-    """
-    reads = analysis.backward_reads
+    """The order in which `nodes` run, each missing activation recomputed before its first reader; `live` grows."""
     order: list[int] = []
     for reader in nodes:
-        if reader in live:
-            continue
-        if live.issuperset(reads[reader]):  # nothing is missing
-            order.append(reader)
-            live.add(reader)
-        else:
-            runs = missing_for(analysis, (reader,), live)
-            order += runs
-            live.update(runs)
+        runs = missing(analysis, reader, live)
+        order += runs
+        live.update(runs)
     return order
 
 
@@ -279,14 +266,14 @@ def missing(analysis: Analysis, node_id: int, live) -> list[int]:
 def missing_for(analysis: Analysis, node_ids, live) -> list[int]:
     """`node_ids` and the nodes that have to run before them, in order, if the values in `live` are live."""
     reads = analysis.backward_reads
-    found = set()
+    needed = set()
     todo = list(node_ids)
     while todo:
         node = todo.pop()
-        if node not in live and node not in found:
-            found.add(node)
+        if node not in live and node not in needed:
+            needed.add(node)
             todo += reads[node]
-    return sorted(found)
+    return sorted(needed)
 
 
 def needed_forward(analysis: Analysis, saved) -> list[int]:
@@ -305,14 +292,14 @@ def needed_forward(analysis: Analysis, saved) -> list[int]:
     return sorted([*analysis.always_computed, *others])
 
 
-def _with_frees(graph: JointGraph, order, kept, phase: str) -> tuple[np.ndarray, set[int]]:
+def _with_frees(graph: JointGraph, order, never_freed, phase: str) -> tuple[np.ndarray, set[int]]:
     """The steps of `order` with every free as early as possible, and the storages that must be live before it.
 
     A step is a number: that of its node, or that of the storage it frees plus the number of nodes.
     """
     last_uses = frees(graph, order, phase)
     is_freed = np.ones(len(graph.storages), dtype=bool)
-    is_freed[list(kept)] = False
+    is_freed[list(never_freed)] = False
     is_freed = is_freed[last_uses.storages]
     positions, storages = last_uses.positions[is_freed], last_uses.storages[is_freed]
     before = np.cumsum(np.bincount(positions, minlength=len(order)))  # frees up to every position
@@ -361,15 +348,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any], steps: Steps | None = None) -> Schedule:
-    """The schedule that `to_json` wrote.
-
-    Args:
-        data: from `to_json`.
-        steps: shared by schedules that are read together, to save memory.
-
-    Raises:
-        KeyError, TypeError, ValueError: if the data are not complete.
-    """
+    """The schedule that `to_json` wrote; `steps` are shared by schedules that are read together, to save memory."""
     steps = Steps() if steps is None else steps
     forward, backward = (tuple([steps[_key(entry)] for entry in data[part]]) for part in ("forward", "backward"))
     return Schedule(data["graph"], forward, backward, tuple(data["saved"]), tuple(data["replayed"]))

@@ -276,10 +276,7 @@ def saved_bytes(graph: JointGraph, schedule: Schedule) -> int:
 
 
 def rng_state_bytes(graph: JointGraph) -> int:
-    """Bytes of the RNG state that the step saves for each recomputed random operation; 0 on a GPU.
-
-    The state is in host memory, which on the CPU is the device's own.
-    """
+    """Bytes of the RNG state that is saved for each recomputed random operation, on the CPU; 0 on a GPU."""
     return torch.get_rng_state().numel() if graph.on_cpu else 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.policies.chains.blocks import Block, BlockChain
 from ackpt.planner.policies.chains.chain_table import Option, Partial, Stage
 from ackpt.planner.policies.search.frontier import undominated
-from ackpt.planner.schedule.orders import LateOrders, Uses, uses_of
-from ackpt.planner.schedule.schedule import missing_for
+from ackpt.planner.schedule.orders import Uses, unpacked_at_once, uses_of
+from ackpt.planner.schedule.schedule import missing_for, recompute_late
 
 
 class BlockStep:
@@ -47,9 +48,7 @@ class BlockStep:
         self.incoming = {s for node in gradients for s in nodes[node].storages} - self.outside
         self.given |= gradients
         self.gradients = _read_later(analysis, block)
-        self._late_orders = LateOrders(analysis, block.backward)
-        self._last_recomputed: tuple[frozenset[int], frozenset[int], list[int]] | None = None
-        self._live: set[int] = set()  # when the nodes of the last recomputation run
+        self._last_recomputed: tuple[Any, list[int]] = None, []
         self._may_be_allocated = np.ones(len(analysis.bytes), dtype=bool)
         self._may_be_allocated[[*self.outside, *analysis.resident]] = False
         self._bytes, self._workspace = np.array(analysis.bytes), np.array(workspace)
@@ -62,7 +61,8 @@ class BlockStep:
         reallocated: set[int] | None = None
         while reallocated is None or reallocated & saved:
             saved = saved - (reallocated or set())
-            order = self._late_orders.order(self.given | _bases(analysis, saved | block.output))
+            live = self.given | _bases(analysis, saved | block.output)
+            order = unpacked_at_once(analysis.graph, recompute_late(analysis, block.backward, live))
             runs = [node for node in order if node < boundary]
             reallocated = {s for node in runs for s in analysis.allocated.get(node, ())}
         cost = sum(self.costs[node] for node in runs)
@@ -97,12 +97,11 @@ class BlockStep:
 
     def _recomputed(self, saved: frozenset[int], wanted: frozenset[int]) -> list[int]:
         """Forward nodes that are recomputed for the block's output and the storages `wanted` if `saved` are saved."""
-        if self._last_recomputed is None or self._last_recomputed[:2] != (saved, wanted):
-            if self._last_recomputed is None or self._last_recomputed[0] != saved:
-                self._live = self.given | _bases(self.analysis, saved)
+        if self._last_recomputed[0] != (saved, wanted):
             wanted_bases = _bases(self.analysis, self.block.output | wanted)
-            self._last_recomputed = saved, wanted, missing_for(self.analysis, wanted_bases, self._live)
-        return self._last_recomputed[2]
+            runs = missing_for(self.analysis, wanted_bases, self.given | _bases(self.analysis, saved))
+            self._last_recomputed = (saved, wanted), runs
+        return self._last_recomputed[1]
 
     def recompute_cost(self, saved: frozenset[int], wanted: frozenset[int]) -> float:
         """The cost of recomputing the block's output and the storages `wanted` if `saved` are saved."""
@@ -120,10 +119,7 @@ class BlockStep:
         return option
 
     def structure(self) -> tuple[tuple, tuple[int, ...]]:
-        """All that the options depend on, with nodes and storages numbered by rank, and the storages by rank.
-
-        If two blocks are equal in the first, their options are equal up to the ids of storages.
-        """
+        """All that the options depend on, with nodes and storages numbered by rank, and the storages by rank."""
         analysis, block = self.analysis, self.block
         nodes, reads, bases = analysis.graph.nodes, analysis.backward_reads, analysis.base_of
         may_run = sorted({*block.forward, *missing_for(analysis, block.backward, self.given)})
@@ -218,8 +214,8 @@ def options_of_blocks(graph: JointGraph, chain: BlockChain, costs: tuple, worksp
         if structure not in solved:
             solved[structure] = step.options(), storages
         of_first, storages_of_first = solved[structure]
-        own = dict(zip(storages_of_first, storages))
-        options.append([replace(option, saved=frozenset(own[s] for s in option.saved)) for option in of_first])
+        storage_of = dict(zip(storages_of_first, storages))
+        options.append([replace(option, saved=frozenset(storage_of[s] for s in option.saved)) for option in of_first])
     return options
 
 
@@ -328,10 +324,7 @@ def _rows_by_share(choices: list[list[_PartialOption]]) -> list[list[Option]]:
 
 
 def rows_by_price(choices: list[list[tuple[float, int]]]) -> list[tuple[int, ...]]:
-    """For falling prices of a saved byte, the index of every block's cheapest choice at that price, without repeats.
-
-    `choices`: for every block its choices as (cost, saved bytes).
-    """
+    """For falling prices of a saved byte, the index of every block's cheapest (cost, saved bytes), without repeats."""
     price = max((cost / max(1, size) for block_choices in choices for cost, size in block_choices), default=0.0)
     rows: dict[tuple[int, ...], None] = {}
     for _ in range(_PRICES):

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from ackpt.planner.capture.analysis import Analysis, once_per_graph
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
-from ackpt.planner.schedule.orders import LateOrders
 from ackpt.planner.schedule.schedule import Schedule, everything, needed_forward, recompute_late, scheduled
 
 _LONG = 40  # storages allocated without a cut between them: more than a block has
@@ -230,10 +229,7 @@ def _forward_blocks(analysis: Analysis, births) -> dict[int, int]:
 
 
 def _pinned(analysis: Analysis, outputs, block_of, skips) -> frozenset[int]:
-    """Storages that are always saved: outputs of the model, `skips`, fixed ones, and those that other blocks read.
-
-    The `outputs` of blocks are not among them.
-    """
+    """Storages that are always saved: outputs of the model, `skips`, fixed ones, and those that other blocks read."""
     graph = analysis.graph
     pinned = {*_outputs(analysis), *skips}
     for node in graph.nodes:
@@ -281,7 +277,7 @@ class Walk:
         self.read = set(everything(graph).saved)
         self.saved = {*self.analysis.sources, *(self.analysis.base_of[s] for s in chain.pinned)}
         self.order: list[int] = []
-        self._late_orders, self._own_bases = _late_orders(graph, chain), _own_bases(graph, chain)
+        self._bases = _bases_of_blocks(graph, chain)
         self._live = set(self.saved)  # and the backward nodes that have run; their results live until they are read
         self.in_first_forward = True
 
@@ -313,9 +309,8 @@ class Walk:
         live = self._live
         freed: set[int] = set()
         for block in reversed(self.blocks[first : last + 1]):
-            order = self._late_orders[block.index].order(live)
-            freed.update(set(order).difference(live, block.backward), self._own_bases[block.index])
-            live.update(order)
+            order = recompute_late(self.analysis, block.backward, live)
+            freed.update(set(order).difference(block.backward), self._bases[block.index])
             self.order += order
             self.in_first_forward &= not block.backward
         self.saved -= freed
@@ -327,13 +322,7 @@ class Walk:
 
 
 @once_per_graph
-def _late_orders(graph: JointGraph, chain: BlockChain) -> list[LateOrders]:
-    """Of the backward of every block."""
-    return [LateOrders(graph.analysis, block.backward) for block in chain.blocks]
-
-
-@once_per_graph
-def _own_bases(graph: JointGraph, chain: BlockChain) -> list[frozenset[int]]:
+def _bases_of_blocks(graph: JointGraph, chain: BlockChain) -> list[frozenset[int]]:
     """The base tensors of the storages of every block, as node ids."""
     base_of = graph.analysis.base_of
     return [frozenset(base_of[s] for unit in (*block.units, block.output) for s in unit) for block in chain.blocks]

@@ -331,10 +331,7 @@ class _Best:
         self.choose(np.full((1, len(self.costs)), costs, dtype=float), np.array([need]), np.array([decision]))
 
     def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray, start: int = 0) -> None:
-        """Offer every row of `costs`, from the slot `start` on, with its own need and its own of `decisions`.
-
-        This changes `costs`.
-        """
+        """Offer every row of `costs`, which changes, from the slot `start` on, with its own need and decision."""
         if not len(costs):
             return
         np.putmask(costs, np.arange(costs.shape[1]) < needs[:, None] - start, np.inf)
@@ -353,10 +350,6 @@ class _Rows:
     """The costs of all stretches by slots, in one array, so that many are read at once.
 
     ``least``: by row, the cost with all memory; ``first_finite``: the first slot whose cost is finite.
-
-    Args:
-        width: of a row.
-        most: number of rows.
     """
 
     def __init__(self, width: int, most: int):
@@ -376,10 +369,7 @@ class _Rows:
         return self._count
 
     def moved(self, rows: np.ndarray, by: np.ndarray, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The slots from `start` to `stop` of these rows, each moved to the right by its own number of slots.
-
-        What is left of a row has no meaning.
-        """
+        """The slots from `start` to `stop` of these rows, each moved to the right by its own number of slots."""
         return self._windows[rows * self._width - np.minimum(by, self._width), start:stop]
 
 

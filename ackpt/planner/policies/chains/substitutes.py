@@ -133,10 +133,7 @@ def _substitution(analysis: Analysis, saved: set[int], live: set[int], unit, res
 
 @once_per_graph
 def _results(graph: JointGraph, flops: tuple) -> list[tuple[frozenset[int], bool]]:
-    """By node of the forward, the storages whose base tensor it is, and whether they may be recomputed.
-
-    They may not if the operation is a matrix product, or cannot be recomputed.
-    """
+    """By node of the forward: the storages whose base tensor it is, and whether recomputing them is allowed."""
     analysis, results = graph.analysis, []
     for node in range(graph.boundary):
         storages = frozenset(s for s in analysis.storages(node, again=True) if analysis.base_of.get(s) == node)

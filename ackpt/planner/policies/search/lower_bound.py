@@ -69,10 +69,7 @@ class _Program:
         self.instants = self._instants(workspace_bytes)
 
     def _instants(self, workspace_bytes) -> list[tuple[int | None, int]]:
-        """Positions in backward, None for its beginning, and the bytes that are live there whatever is saved.
-
-        These are the positions with most live bytes, and evenly spaced ones.
-        """
+        """Some positions in backward (None: its beginning), and the bytes that are live there whatever is saved."""
         analysis = self.analysis
         size, touched_by = analysis.bytes, analysis.accessed[BACKWARD]
         last = {storage: at for at, node in enumerate(self.order) for storage in touched_by[node]}

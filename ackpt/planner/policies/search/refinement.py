@@ -168,10 +168,7 @@ def _bases(graph: JointGraph, node: int) -> set[int]:
 
 
 def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] = ()) -> Schedule:
-    """The schedule whose backward is `order` without the positions `skipped` and without recomputations nobody reads.
-
-    `order`: node ids of the backward; `skipped`: positions in it.
-    """
+    """The schedule whose backward is `order`, without the positions `skipped` and recomputations that nobody reads."""
     reads, boundary = graph.analysis.backward_reads, graph.boundary
     remaining: list[int] = []
     read: set[int] = set()
@@ -188,13 +185,7 @@ def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] =
 
 
 def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, profile, count: int = 10):
-    """The `count` recomputed operations that cost most, the most expensive first.
-
-    Args:
-        graph, schedule: the plan.
-        cost: of every node; ``step_cost``: of the baseline step, in the same unit.
-        profile: with times of copies, if the schedule offloads.
-    """
+    """The `count` most expensive recomputed operations, in order; ``step_cost``: the cost of the baseline step."""
     analysis = graph.analysis
     runs = Counter(recomputed(graph, schedule))
     total = {node: number * cost[node] for node, number in runs.items() if cost[node] and node in analysis.allocated}

@@ -36,12 +36,7 @@ _DAMAGES = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, Attr
 
 
 def cache_folder(cache: Cache | None) -> Path | None:
-    """The folder `cache`, which is made if it does not exist; None for None.
-
-    Raises:
-        TypeError: if it is no path.
-        RecordError: if it cannot be written.
-    """
+    """The folder `cache`, which is made if it does not exist; raises RecordError if it cannot be written."""
     if cache is None:
         return None
     if not isinstance(cache, (str, os.PathLike)):

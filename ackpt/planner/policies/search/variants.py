@@ -56,10 +56,7 @@ def _drawn(graph: JointGraph) -> set[int]:
 
 
 def with_packed_masks(graph: JointGraph, masks: Iterable[int] | None = None) -> JointGraph:
-    """`graph` in which `masks`, by default all, have one bit per element.
-
-    A lower bound on its cost also holds for plans that pack masks.
-    """
+    """`graph` in which `masks`, by default all, have one bit per element, for the lower bound of plans that pack."""
     storages = list(graph.storages)
     for storage in graph.analysis.masks if masks is None else masks:
         storages[storage] = replace(storages[storage], bytes=graph.analysis.masks[storage].packed_bytes)
@@ -83,10 +80,7 @@ def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGr
 
 
 def _with_shares(graph: JointGraph, schedule: Schedule, shares, drawn: set[int]) -> list[Schedule]:
-    """Variants of `schedule` that save the masks `drawn`; each packs another of the `shares` of all saved masks.
-
-    The largest masks are packed first.
-    """
+    """Variants of `schedule` that save the masks `drawn`; each packs another share, the largest masks first."""
     analysis, order = graph.analysis, schedule.backward_arrays.computed
     nodes = {analysis.base_of[storage] for storage in drawn}
     saving = without_runs(graph, order, {at for at, node in enumerate(order) if node in nodes})
