@@ -31,12 +31,14 @@ from ackpt.planner.schedule.simulator import peak_of
 from . import full, mu_two, rotor
 from .full import segmentations
 
-_SEGMENT_NODES = 40_000  # nodes of all segmentations that are recomputed one activation at a time
-_LEAST_SEGMENTATIONS = 4  # so many of them are tried on any graph
+_SEGMENT_NODES = (
+    40_000  # nodes of all segmentations that are recomputed one activation at a time: bounds the time of a search
+)
+_LEAST_SEGMENTATIONS = 4  # so many of them are tried on any graph (not tuned)
 _LONGEST = 4  # times the baseline's backward: longer schedules cost more than a step, and long to simulate
 _SLOT_STEP = 2  # every second amount of memory is tried; the others gain little
-_SMALL = 800  # nodes of a graph for which there is time for all candidates of `rotor` and `mu_two`
-_MEDIUM = 5000  # nodes of a graph for which there is time for a second search, with packed masks
+_SMALL = 800  # nodes; above, all candidates of `rotor` and `mu_two` would take most of the search's time
+_MEDIUM = 5000  # nodes; above, a second search, with packed masks, would double a search of many seconds
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

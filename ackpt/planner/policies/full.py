@@ -12,7 +12,7 @@ from ackpt.planner.policies.chains.blocks import cut_points
 from ackpt.planner.schedule.schedule import Schedule, everything, lower, recomputed
 from ackpt.planner.schedule.simulator import peak_of
 
-_THRESHOLD_GROWTH = 1.25  # from one byte threshold to the next
+_THRESHOLD_GROWTH = 1.25  # from one byte threshold to the next (not tuned)
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

@@ -29,6 +29,9 @@ from ackpt.planner.policies.search.frontier import added_cost, costs, step_cost
 from ackpt.planner.schedule.schedule import COMPUTE, FREE, Schedule, everything, recompute_late, scheduled
 from ackpt.planner.schedule.simulator import peak_of
 
+_EXACT = 1e-6  # of the step: the solver's sums of times, which are no integers, differ by less
+_MOST_NODES = 160  # the solver's time grows with a high power of them
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -250,10 +253,6 @@ def _refusal(dag: Dag, budget, time_limit: float | None) -> str:
             "smaller one is"
         )
     return f"no schedule of this graph of {len(dag.costs)} nodes fits into {budget} bytes; {which}."
-
-
-_EXACT = 1e-6  # of the step: the solver's sums of times, which are no integers, differ by less
-_MOST_NODES = 160  # the solver's time grows with a high power of them
 
 
 @dataclass(frozen=True)

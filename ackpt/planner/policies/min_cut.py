@@ -27,7 +27,7 @@ from ackpt.planner.policies.search.frontier import cheapest
 from ackpt.planner.policies.search.refinement import without_runs
 from ackpt.planner.schedule.schedule import Schedule, live_before_backward, lower, recompute_late
 
-_SETTINGS = [tenth / 10 for tenth in range(11)]
+_SETTINGS = [tenth / 10 for tenth in range(11)]  # steps of a tenth, since each runs torch's partitioner
 
 
 class Partition(NamedTuple):

@@ -24,6 +24,8 @@ from ackpt.planner.policies.search.frontier import cheapest, costs
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded
 from ackpt.planner.schedule.schedule import Schedule, everything, live_before_backward, lower, missing, scheduled
 
+_MOST_STATES = 100  # of more choices only evenly spaced ones are simulated, and the last: bounds the time of a search
+
 
 @dataclass(eq=False)
 class Intermediate:
@@ -208,9 +210,6 @@ class Link:
             if spend:
                 self.left[node] -= overlap
         return seconds
-
-
-_MOST_STATES = 100  # of more choices only evenly spaced ones are simulated, and the last
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

@@ -18,6 +18,13 @@ from ackpt.planner.policies.chains.blocks import BlockChain, Walk, fine_chain
 from ackpt.planner.policies.search.frontier import cheapest
 from ackpt.planner.schedule.schedule import Schedule
 
+_MOST_RUNS = (
+    16  # of a block on average: numbers of snapshots that need more are not tried, since the schedules are too long
+)
+_ALL_TRIED = (
+    64  # up to so many snapshots every number is tried; above, they grow by an eighth: bounds the time of a search
+)
+
 
 def beta(snapshots: int, repeats: int) -> int:
     """The most steps that `snapshots` snapshots can reverse if no step runs forward more than `repeats` times.
@@ -98,10 +105,6 @@ def _check(steps, snapshots) -> None:
     for name, number in (("steps", steps), ("snapshots", snapshots)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be a whole number, at least 1; got {number!r}")
-
-
-_MOST_RUNS = 16  # of a block on average: numbers of snapshots that need more are not tried
-_ALL_TRIED = 64  # up to so many snapshots every number is tried; above, they grow by an eighth
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

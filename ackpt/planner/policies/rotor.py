@@ -30,6 +30,12 @@ from ackpt.planner.schedule.schedule import Schedule
 
 FORWARD_ALL, FORWARD_CHECKPOINT, FORWARD_NONE = "forward all", "forward checkpoint", "forward none"
 BACKWARD = "backward"
+_SIZE_UNITS = (
+    500  # sizes are rounded to so many parts of all that can be saved, rotor's own 500; the simulator decides what fits
+)
+_MOST_STAGES = (
+    120  # more blocks than this are joined, equally many neighbors at a time: time grows with their third power
+)
 
 
 @dataclass(frozen=True)
@@ -315,10 +321,6 @@ def _in_units(chain: Chain, budget, slots: int):
     if not unit or left / unit > slots:
         unit = left / slots or Fraction(1)
     return [[ceil(Fraction(size) / unit) for size in group] for group in sizes], floor(left / unit), unit
-
-
-_SIZE_UNITS = 500  # sizes are rounded to 1/500 of everything that can be saved; the simulator decides what fits
-_MOST_STAGES = 120  # more blocks than this are joined, equally many neighbors at a time
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

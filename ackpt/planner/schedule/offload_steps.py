@@ -21,7 +21,7 @@ from ackpt.planner.costs.profiles import Profile
 from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError, Step
 from .simulator import step_peaks
 
-_SOON = 30  # two readers of a packed mask share one unpacking if the second follows within so many operations
+_SOON = 30  # two readers of a packed mask share one unpacking if the second follows this soon (not tuned)
 
 
 def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,13 @@ from ackpt.planner.policies.chains.chain_table import Option, Partial, Stage
 from ackpt.planner.policies.search.frontier import undominated
 from ackpt.planner.schedule.orders import Uses, unpacked_at_once, uses_of
 from ackpt.planner.schedule.schedule import missing_for, recompute_late
+
+_SHARES = (
+    1 / 8,
+    1 / 4,
+    1 / 2,
+)  # of the bytes inside all blocks, which partials save (not tuned; time grows with their number)
+_PRICES = 64  # prices of a byte that are tried, each lower by the square root of 2: they span a factor of 4e9
 
 
 class BlockStep:
@@ -249,25 +256,13 @@ def _backward_readers(graph: JointGraph) -> dict[int, set[int]]:
     return readers
 
 
-_SHARES = (1 / 8, 1 / 4, 1 / 2)  # of the bytes inside all blocks, which partials save
-_PRICES = 64  # prices of a byte that are tried
-
-
-@dataclass(frozen=True)
-class _PartialOption:
-    """An option as a partial; ``cost``: of recomputing the block's output and of its backward."""
-
-    option: Option
-    cost: float
-
-
 def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage]:
     """One stage of the chain table for each block of `chain`."""
     steps = [BlockStep(analysis, block, chain.pinned, cost, workspace) for block in chain.blocks]
     options = options_of_blocks(analysis.graph, chain, tuple(cost), tuple(workspace))
-    choices = [
+    choices = [  # with the cost of recomputing the block's output, too
         [
-            _PartialOption(option, option.cost + step.recompute_cost(option.saved, frozenset()))
+            (option.cost + step.recompute_cost(option.saved, frozenset()), option)
             for option in map(step.without_duplicates, step_options)
         ]
         for step, step_options in zip(steps, options)
@@ -307,13 +302,11 @@ def _least(options: list[Option]) -> Option:
     return min(options, key=lambda option: (option.saved_bytes, option.backward_peak, option.cost))
 
 
-def _rows_by_share(choices: list[list[_PartialOption]]) -> list[list[Option]]:
+def _rows_by_share(choices: list[list[tuple[float, Option]]]) -> list[list[Option]]:
     """For each share the row of options, one per block, whose saved bytes come closest to it."""
-    all_bytes = sum(max(choice.option.saved_bytes for choice in block_choices) for block_choices in choices)
-    picks = rows_by_price(
-        [[(choice.cost, choice.option.saved_bytes) for choice in block_choices] for block_choices in choices]
-    )
-    rows = [[block_choices[index].option for block_choices, index in zip(choices, row)] for row in picks]
+    all_bytes = sum(max(option.saved_bytes for _, option in block_choices) for block_choices in choices)
+    picks = rows_by_price([[(cost, option.saved_bytes) for cost, option in block_choices] for block_choices in choices])
+    rows = [[block_choices[index][1] for block_choices, index in zip(choices, row)] for row in picks]
     sizes = [(sum(option.saved_bytes for option in row), row) for row in rows]
     by_size: dict[int, list[Option]] = {}
     for share in _SHARES:

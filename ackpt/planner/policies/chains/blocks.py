@@ -18,7 +18,9 @@ from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.schedule.schedule import Schedule, everything, needed_forward, recompute_late, scheduled
 
 _LONG = 40  # storages allocated without a cut between them: more than a block has
-_LEAST_SPAN = 8  # a long skip lives for at least one part in so many of such a stretch
+_LEAST_SPAN = 8  # a long skip lives for at least one part in so many of such a stretch (not tuned)
+_LONG_RUN = 8  # successive blocks of single operations; shorter runs are the beginning or the end of a model
+_MOST_BLOCKS = 128  # of a coarse chain of single operations: time and memory of the chain table grow with their square
 
 
 def cut_points(graph: JointGraph, skips: frozenset[int] = frozenset()) -> list[int]:
@@ -95,10 +97,6 @@ def _on_gradient_path(graph: JointGraph) -> set[int]:
         if getattr(description, "target", None) in trained or any(source in of_parameter for source in node.inputs):
             of_parameter.add(node.id)
     return of_input & of_parameter & set(analysis.ancestors(node for node in analysis.outputs if node is not None))
-
-
-_LONG_RUN = 8  # successive blocks of single operations; shorter runs are the beginning or the end of a model
-_MOST_BLOCKS = 128  # of a coarse chain of single operations
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,12 @@ from ackpt.planner.policies.search.refinement import without_runs
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded, packed
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 
-_SHARES = (0, 1 / 4, 1 / 2, 3 / 4, 1)  # of the masks that are packed
-_NODES = 120_000  # of all schedules that are packed for one graph: small graphs get more of them
-_LEAST = 4  # schedules of each frontier, whatever their size
+# Of the masks that are packed; without those between none and all, plans cost up to 1 % of a step more.
+_SHARES = (0, 1 / 4, 1 / 2, 3 / 4, 1)
+_NODES = 120_000  # of all schedules that are packed for one graph, which bounds the time: small graphs get more of them
+_LEAST = 4  # schedules of each frontier, whatever their size (not tuned)
+_OFFLOADED_NODES = 1_000_000  # of all schedules that offload, which bounds the time: small graphs get more tries
+_BUSY_SHARES = (3 / 4, 1)  # of the forward's seconds that the link is busy (not tuned)
 
 
 def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], search: Callable | None) -> list[Schedule]:
@@ -90,10 +93,6 @@ def _with_shares(graph: JointGraph, schedule: Schedule, shares, drawn: set[int])
     )
     counts = dict.fromkeys(round(share * len(masks)) for share in shares)
     return [packed(graph, saving, masks[:count]) if count else saving for count in counts]
-
-
-_OFFLOADED_NODES = 1_000_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
-_BUSY_SHARES = (3 / 4, 1)  # of the forward's seconds that the link is busy
 
 
 def offloads(graph: JointGraph, profile, schedules) -> list[Schedule]:
