@@ -26,7 +26,7 @@ from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies import auto, rotor
 from ackpt.planner.policies.ilp_program import Dag, Result, rounded_up, run, solver, unit_of_bytes
 from ackpt.planner.policies.search.frontier import added_cost, costs, step_cost
-from ackpt.planner.schedule.schedule import COMPUTE, FREE, Schedule, everything, recompute_late, scheduled
+from ackpt.planner.schedule.schedule import COMPUTE, FREE, Schedule, bases_of, everything, recompute_late, scheduled
 from ackpt.planner.schedule.simulator import peak_of
 
 _EXACT = 1e-6  # of the step: the solver's sums of times, which are no integers, differ by less
@@ -445,7 +445,7 @@ def lowered(graph: JointGraph, program: Contracted, steps) -> Schedule:
     is_backward = False
     for number, (kind, at) in enumerate(steps):
         node, group = program.nodes[at], program.storages[at]
-        bases = {analysis.base_of[s] for s in group if s in analysis.base_of}
+        bases = bases_of(analysis, group)
         if node >= graph.boundary and not is_backward:
             live |= {*analysis.sources, *saved}
             is_backward = True
@@ -465,4 +465,4 @@ def _bases_of_run(analysis: Analysis, program: Contracted, steps) -> set[int]:
     node = program.nodes[steps[0][1]]
     computed = (at for kind, at in steps if kind == COMPUTE)
     of_run = takewhile(lambda at: program.nodes[at] == node, computed)
-    return {analysis.base_of[s] for at in of_run for s in program.storages[at] if s in analysis.base_of}
+    return bases_of(analysis, (storage for at in of_run for storage in program.storages[at]))

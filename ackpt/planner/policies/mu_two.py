@@ -22,7 +22,15 @@ from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies.search.frontier import cheapest, costs
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded
-from ackpt.planner.schedule.schedule import Schedule, everything, live_before_backward, lower, missing, scheduled
+from ackpt.planner.schedule.schedule import (
+    Schedule,
+    bases_of,
+    everything,
+    live_before_backward,
+    lower,
+    missing,
+    scheduled,
+)
 
 _MOST_STATES = 100  # of more choices only evenly spaced ones are simulated, and the last: bounds the time of a search
 
@@ -99,13 +107,13 @@ def intermediates(analysis: Analysis, baseline: Schedule, run_time, swap_seconds
     begins = list(accumulate(run_time, initial=0.0))
     rank_of = {storage: graph.storages[storage].producer for storage in baseline.saved}
     always_live = analysis.live_to_end | analysis.must_be_saved
-    live = {*analysis.sources, *_bases(analysis, always_live.union(baseline.saved))}
+    live = {*analysis.sources, *bases_of(analysis, always_live.union(baseline.saved))}
     by_rank = {}
     for rank in sorted(set(rank_of.values())):
         storages = frozenset(storage for storage in baseline.saved if rank_of[storage] == rank) - analysis.live_to_end
         if not storages:
             continue
-        others = live - _bases(analysis, analysis.allocated[rank])
+        others = live - bases_of(analysis, analysis.allocated[rank])
         nodes = frozenset(node for s in storages for node in missing(analysis, analysis.base_of[s], others))
         allocated = {s for n in nodes for s in analysis.storages(n, again=True) if s in analysis.allocated.get(n, ())}
         read = {source for node in nodes for source in analysis.reads(node, again=True)} & others
@@ -129,11 +137,6 @@ def intermediates(analysis: Analysis, baseline: Schedule, run_time, swap_seconds
             run_time=run_time,
         )
     return by_rank
-
-
-def _bases(analysis: Analysis, storages) -> set[int]:
-    """The base tensors of `storages`, as node ids."""
-    return {analysis.base_of[storage] for storage in storages if storage in analysis.base_of}
 
 
 def drop(chosen: Intermediate, recomps: list[Intermediate], kept: list[Intermediate]) -> None:

@@ -20,7 +20,7 @@ from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.capture.places import operation, short_source
 from ackpt.planner.schedule.simulator import HOST, TEMPORARY, follow
 
-from .schedule import Schedule
+from .schedule import Schedule, storages_of
 
 #: The kinds of live bytes, resident ones first.
 LIVE = ("parameters", "buffers", "inputs", "optimizer", "gradients", "saved", "outputs", "recomputed", "temporaries")
@@ -101,13 +101,9 @@ def allocations(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple
 
 def _kinds(graph: JointGraph, schedule: Schedule) -> dict[int, str]:
     """By storage, what its first content is."""
-
-    def storages(nodes: Iterable[int | None]) -> set[int]:
-        return {storage for node in nodes if node is not None for storage in graph.nodes[node].storages}
-
-    kinds = dict.fromkeys(storages(graph.analysis.outputs), "outputs")
+    kinds = dict.fromkeys(storages_of(graph, graph.analysis.outputs), "outputs")
     kinds |= dict.fromkeys((*schedule.saved, *schedule.offloaded, *schedule.packed), "saved")
-    return kinds | dict.fromkeys(storages(graph.analysis.bw_outputs), "gradients")
+    return kinds | dict.fromkeys(storages_of(graph, graph.analysis.bw_outputs), "gradients")
 
 
 def _is_forward(graph: JointGraph, node: int | None) -> bool:

@@ -207,8 +207,7 @@ def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
     """
     analysis = graph.analysis
     # The caller holds the outputs anyway.
-    outputs = {s for node_id in analysis.outputs if node_id is not None for s in graph.nodes[node_id].storages}
-    saved = {*saved, *(outputs - analysis.dropped)}
+    saved = {*saved, *(storages_of(graph, analysis.outputs) - analysis.dropped)}
     return scheduled(
         graph, None, recompute_late(analysis, analysis.needed_backward, live_before_backward(analysis, saved))
     )
@@ -240,8 +239,18 @@ def live_before_backward(analysis: Analysis, saved) -> set[int]:
     """Nodes whose values are live when backward begins if the storages `saved`, and their siblings, are saved."""
     live = set(analysis.sources)
     for producer in {analysis.graph.storages[storage].producer for storage in saved}:
-        live |= {analysis.base_of[storage] for storage in analysis.allocated[producer] if storage in analysis.base_of}
+        live |= bases_of(analysis, analysis.allocated[producer])
     return live
+
+
+def bases_of(analysis: Analysis, storages: Iterable[int]) -> set[int]:
+    """The base tensors of `storages`, as node ids."""
+    return {analysis.base_of[storage] for storage in storages if storage in analysis.base_of}
+
+
+def storages_of(graph: JointGraph, node_ids: Iterable[int | None]) -> set[int]:
+    """The storages that the results of nodes use; None counts as no node."""
+    return {storage for node_id in node_ids if node_id is not None for storage in graph.nodes[node_id].storages}
 
 
 def recompute_late(analysis: Analysis, nodes: Iterable[int], live: set[int]) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ackpt.metering.timeline import Copy, Timeline
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
+from ackpt.planner.capture.analysis import once_per_graph
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.host_copies import Host, clock
@@ -37,6 +37,7 @@ from ackpt.planner.schedule.schedule import (
     Step,
     StepArrays,
     recomputed,
+    storages_of,
 )
 
 CATEGORIES = ("gradients", "activations", "recomputed", "temporaries")
@@ -82,9 +83,9 @@ class Live:
         self.copies: list[list] = []
         self.packed: set[int] = set()  # storages whose bits are live
         self._unpacks = Counter(step.id for step in (*schedule.forward, *schedule.backward) if step.kind == UNPACK)
-        activations = {*schedule.saved, *schedule.offloaded, *schedule.packed, *_storages(analysis, analysis.outputs)}
+        activations = {*schedule.saved, *schedule.offloaded, *schedule.packed, *storages_of(graph, analysis.outputs)}
         self.category = dict.fromkeys(activations, _ACTIVATION)
-        self.category.update(dict.fromkeys(_storages(analysis, analysis.bw_outputs), _GRADIENT))
+        self.category.update(dict.fromkeys(storages_of(graph, analysis.bw_outputs), _GRADIENT))
 
     def run_forward(self, steps):
         node = None
@@ -260,12 +261,6 @@ class Live:
     def _name(self, node_id: int) -> str:
         node = self.graph.nodes[node_id]
         return f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r}"
-
-
-def _storages(analysis: Analysis, node_ids) -> set[int]:
-    return {
-        storage for node_id in node_ids if node_id is not None for storage in analysis.graph.nodes[node_id].storages
-    }
 
 
 def saved_bytes(graph: JointGraph, schedule: Schedule) -> int:

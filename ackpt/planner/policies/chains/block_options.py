@@ -21,13 +21,10 @@ from ackpt.planner.policies.chains.blocks import Block, BlockChain
 from ackpt.planner.policies.chains.chain_table import Option, Partial, Stage
 from ackpt.planner.policies.search.frontier import undominated
 from ackpt.planner.schedule.orders import Uses, unpacked_at_once, uses_of
-from ackpt.planner.schedule.schedule import missing_for, recompute_late
+from ackpt.planner.schedule.schedule import bases_of, missing_for, recompute_late, storages_of
 
-_SHARES = (
-    1 / 8,
-    1 / 4,
-    1 / 2,
-)  # of the bytes inside all blocks, which partials save (not tuned; time grows with their number)
+# Of the bytes inside all blocks, which partials save (not tuned; time grows with their number).
+_SHARES = (1 / 8, 1 / 4, 1 / 2)
 _PRICES = 64  # prices of a byte that are tried, each lower by the square root of 2: they span a factor of 4e9
 
 
@@ -46,8 +43,8 @@ class BlockStep:
             for node in reads
             if nodes[node].phase == FORWARD and node not in inside and not allocated & set(nodes[node].storages)
         }
-        self.given = {*analysis.sources, *_bases(analysis, pinned), *others}
-        self.given |= {base for node in others for base in _bases(analysis, nodes[node].storages)}
+        self.given = {*analysis.sources, *bases_of(analysis, pinned), *others}
+        self.given |= {base for node in others for base in bases_of(analysis, nodes[node].storages)}
         gradients = (
             {node for node in reads if nodes[node].phase != FORWARD} - set(block.backward) - set(analysis.sources)
         )
@@ -68,7 +65,7 @@ class BlockStep:
         reallocated: set[int] | None = None
         while reallocated is None or reallocated & saved:
             saved = saved - (reallocated or set())
-            live = self.given | _bases(analysis, saved | block.output)
+            live = self.given | bases_of(analysis, saved | block.output)
             order = unpacked_at_once(analysis.graph, recompute_late(analysis, block.backward, live))
             runs = [node for node in order if node < boundary]
             reallocated = {s for node in runs for s in analysis.allocated.get(node, ())}
@@ -105,8 +102,8 @@ class BlockStep:
     def _recomputed(self, saved: frozenset[int], wanted: frozenset[int]) -> list[int]:
         """Forward nodes that are recomputed for the block's output and the storages `wanted` if `saved` are saved."""
         if self._last_recomputed[0] != (saved, wanted):
-            wanted_bases = _bases(self.analysis, self.block.output | wanted)
-            runs = missing_for(self.analysis, wanted_bases, self.given | _bases(self.analysis, saved))
+            wanted_bases = bases_of(self.analysis, self.block.output | wanted)
+            runs = missing_for(self.analysis, wanted_bases, self.given | bases_of(self.analysis, saved))
             self._last_recomputed = (saved, wanted), runs
         return self._last_recomputed[1]
 
@@ -230,17 +227,12 @@ def _values(option: Option) -> tuple[float, ...]:
     return option.saved_bytes, option.forward_peak, option.backward_peak, option.cost
 
 
-def _bases(analysis: Analysis, storages) -> set[int]:
-    """The base tensors of `storages`, as node ids."""
-    return {analysis.base_of[s] for s in storages if s in analysis.base_of}
-
-
 def _read_later(analysis: Analysis, block: Block) -> set[int]:
     """Storages allocated in the block's backward that something after it reads: gradients."""
     graph = analysis.graph
     inside = set(block.backward)
     allocated = {s for node in block.backward for s in analysis.allocated.get(node, ())}
-    returned = {s for node in analysis.bw_outputs if node is not None for s in graph.nodes[node].storages}
+    returned = storages_of(graph, analysis.bw_outputs)
     readers = _backward_readers(graph)
     return {s for s in allocated if s in returned or not inside.issuperset(readers.get(s, ()))}
 

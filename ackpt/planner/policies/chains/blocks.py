@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ackpt.planner.capture.analysis import Analysis, once_per_graph
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
-from ackpt.planner.schedule.schedule import Schedule, everything, needed_forward, recompute_late, scheduled
+from ackpt.planner.schedule.schedule import Schedule, everything, needed_forward, recompute_late, scheduled, storages_of
 
 _LONG = 40  # storages allocated without a cut between them: more than a block has
 _LEAST_SPAN = 8  # a long skip lives for at least one part in so many of such a stretch (not tuned)
@@ -183,7 +183,7 @@ def coarse_chain(graph: JointGraph, skips: frozenset[int] = frozenset()) -> Bloc
 def inner_cuts(graph: JointGraph, skips: frozenset[int] = frozenset()) -> list[int]:
     """The cut points of `graph` that can be recomputed and that are not outputs, in execution order."""
     analysis = graph.analysis
-    outputs = _outputs(analysis)
+    outputs = storages_of(graph, analysis.outputs) & analysis.savable
     cuts = (cut for cut in cut_points(graph, skips) if graph.storages[cut].producer not in analysis.not_recomputable)
     return [cut for cut in cuts if cut not in outputs]
 
@@ -229,7 +229,7 @@ def _forward_blocks(analysis: Analysis, births) -> dict[int, int]:
 def _pinned(analysis: Analysis, outputs, block_of, skips) -> frozenset[int]:
     """Storages that are always saved: outputs of the model, `skips`, fixed ones, and those that other blocks read."""
     graph = analysis.graph
-    pinned = {*_outputs(analysis), *skips}
+    pinned = storages_of(graph, analysis.outputs) & analysis.savable | skips
     for node in graph.nodes:
         if node.id in analysis.effects and not node.is_random:
             continue
@@ -240,12 +240,6 @@ def _pinned(analysis: Analysis, outputs, block_of, skips) -> frozenset[int]:
                     pinned.add(storage)
     pinned |= {s for storage in pinned for s in siblings(analysis, graph.storages[storage].producer)}
     return frozenset(pinned - outputs)
-
-
-def _outputs(analysis: Analysis) -> frozenset[int]:
-    """Storages of the model's outputs, which the caller holds during the backward."""
-    outputs = [node for node in analysis.outputs if node is not None]
-    return frozenset({s for node in outputs for s in analysis.graph.nodes[node].storages} & analysis.savable)
 
 
 def _backward_blocks(analysis: Analysis, block_of, pinned, last: int) -> list[list[int]]:

@@ -15,18 +15,15 @@ from ackpt.core.progress import counted
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded, packed
 from ackpt.planner.schedule.plan import Decision
-from ackpt.planner.schedule.schedule import Schedule, recomputed, scheduled
+from ackpt.planner.schedule.schedule import Schedule, bases_of, recomputed, scheduled
 from ackpt.planner.schedule.simulator import peak_of, step_peaks
 
 _WALKED = (
     600_000  # nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries
 )
 _GUESSED = 20_000  # the same for trials that may not fit, for one plan
-_SHARES = (
-    0,
-    1 / 2,
-    1,
-)  # of the bytes between the peaks of two plans that a plan between them may use; the middle saves up to 9 % of a step
+# Of the bytes between the peaks of two plans that a plan between them may use; the middle saves up to 9 % of a step.
+_SHARES = (0, 1 / 2, 1)
 
 # Peaks that exceeded a limit: by the backward order, then by the positions of the runs dropped from that order.
 Tried = dict[tuple[int, ...], dict[frozenset[int], int]]
@@ -169,8 +166,7 @@ def with_saved(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
 
 def _bases(graph: JointGraph, node: int) -> set[int]:
     """`node` and the base tensors of the storages that it allocates."""
-    analysis = graph.analysis
-    return {node, *(analysis.base_of[s] for s in analysis.allocated.get(node, ()) if s in analysis.base_of)}
+    return {node, *bases_of(graph.analysis, graph.analysis.allocated.get(node, ()))}
 
 
 def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] = ()) -> Schedule:
