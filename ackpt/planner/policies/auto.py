@@ -31,9 +31,8 @@ from ackpt.planner.schedule.simulator import peak_of
 from . import full, mu_two, rotor
 from .full import segmentations
 
-_SEGMENT_NODES = (
-    40_000  # nodes of all segmentations that are recomputed one activation at a time: bounds the time of a search
-)
+# Nodes of all segmentations that are recomputed one activation at a time: bounds the time of a search.
+_SEGMENT_NODES = 40_000
 _LEAST_SEGMENTATIONS = 4  # so many of them are tried on any graph (not tuned)
 _LONGEST = 4  # times the baseline's backward: longer schedules cost more than a step, and long to simulate
 _SLOT_STEP = 2  # every second amount of memory is tried; the others gain little

@@ -18,12 +18,10 @@ from ackpt.planner.policies.chains.blocks import BlockChain, Walk, fine_chain
 from ackpt.planner.policies.search.frontier import cheapest
 from ackpt.planner.schedule.schedule import Schedule
 
-_MOST_RUNS = (
-    16  # of a block on average: numbers of snapshots that need more are not tried, since the schedules are too long
-)
-_ALL_TRIED = (
-    64  # up to so many snapshots every number is tried; above, they grow by an eighth: bounds the time of a search
-)
+# Of a block on average: numbers of snapshots that need more are not tried, since the schedules are too long.
+_MOST_RUNS = 16
+# Up to so many snapshots every number is tried; above, they grow by an eighth: bounds the time of a search.
+_ALL_TRIED = 64
 
 
 def beta(snapshots: int, repeats: int) -> int:

@@ -30,12 +30,10 @@ from ackpt.planner.schedule.schedule import Schedule
 
 FORWARD_ALL, FORWARD_CHECKPOINT, FORWARD_NONE = "forward all", "forward checkpoint", "forward none"
 BACKWARD = "backward"
-_SIZE_UNITS = (
-    500  # sizes are rounded to so many parts of all that can be saved, rotor's own 500; the simulator decides what fits
-)
-_MOST_STAGES = (
-    120  # more blocks than this are joined, equally many neighbors at a time: time grows with their third power
-)
+# Sizes are rounded to so many parts of all that can be saved, rotor's own 500; the simulator decides what fits.
+_SIZE_UNITS = 500
+# More blocks than this are joined, equally many neighbors at a time: time grows with their third power.
+_MOST_STAGES = 120
 
 
 @dataclass(frozen=True)

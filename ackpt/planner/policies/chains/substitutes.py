@@ -20,9 +20,8 @@ from ackpt.planner.schedule.schedule import Schedule, everything, live_before_ba
 from .block_options import options_of_blocks
 from .blocks import BlockChain
 
-_WALKED = (
-    400_000  # nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries
-)
+# Nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries.
+_WALKED = 400_000
 # Prices of a saved byte, as shares of the highest price that any option of a block pays (not tuned).
 _PRICE_SHARES = (1 / 30, 1 / 10, 1 / 3)
 

@@ -18,9 +18,8 @@ from ackpt.planner.schedule.simulator import step_peaks
 from .frontier import Point
 from .refinement import without_runs
 
-_WALKED = (
-    120_000  # nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries
-)
+# Nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries.
+_WALKED = 120_000
 # Places on a frontier, from least cost to lowest peak; with the last alone, plans cost up to 38 % of a step more.
 _STARTS = (1, 1 / 2, 1 / 4, 3 / 4)
 _LEAST_SHARE = 1 / 400  # of the peak that an evicted activation takes; smaller ones would use up the tries (not tuned)

@@ -18,9 +18,8 @@ from ackpt.planner.schedule.plan import Decision
 from ackpt.planner.schedule.schedule import Schedule, bases_of, recomputed, scheduled
 from ackpt.planner.schedule.simulator import peak_of, step_peaks
 
-_WALKED = (
-    600_000  # nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries
-)
+# Nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries.
+_WALKED = 600_000
 _GUESSED = 20_000  # the same for trials that may not fit, for one plan
 # Of the bytes between the peaks of two plans that a plan between them may use; the middle saves up to 9 % of a step.
 _SHARES = (0, 1 / 2, 1)
