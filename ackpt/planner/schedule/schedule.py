@@ -356,24 +356,20 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def from_json(data: Mapping[str, Any], steps: Steps | None = None) -> Schedule:
-    """The schedule that `to_json` wrote; `steps` are shared by schedules that are read together, to save memory."""
-    steps = Steps() if steps is None else steps
-    forward, backward = (tuple([steps[_key(entry)] for entry in data[part]]) for part in ("forward", "backward"))
+def from_json(data: Mapping[str, Any]) -> Schedule:
+    """The schedule that `to_json` wrote; KeyError, TypeError or ValueError if the data are not complete."""
+    forward, backward = (
+        tuple([_step(tuple(entry) if isinstance(entry, list) else entry) for entry in data[part]])
+        for part in ("forward", "backward")
+    )
     return Schedule(data["graph"], forward, backward, tuple(data["saved"]), tuple(data["replayed"]))
 
 
-class Steps(dict[Any, Step]):
-    """The steps by their packed form, each one object."""
-
-    def __missing__(self, packed) -> Step:
-        if isinstance(packed, tuple):
-            kind, storage = packed
-            step = Step(kind, storage)
-        else:
-            step = Step(COMPUTE, packed) if packed >= 0 else Step(FREE, -1 - packed)
-        self[packed] = step
-        return step
+@functools.cache  # schedules of a graph share these objects
+def _step(packed) -> Step:
+    if isinstance(packed, tuple):
+        return Step(*packed)
+    return Step(COMPUTE, packed) if packed >= 0 else Step(FREE, -1 - packed)
 
 
 def digest(data: Mapping[str, Any]) -> str:
@@ -386,7 +382,3 @@ def _packed(steps) -> list:
     """A compute step as its node's id, a free as -1 - the storage's, another as [kind, storage]."""
     numbers = {COMPUTE: lambda step: step.id, FREE: lambda step: -1 - step.id}
     return [numbers.get(step.kind, list)(step) for step in steps]
-
-
-def _key(entry):
-    return tuple(entry) if isinstance(entry, list) else entry
