@@ -1,8 +1,12 @@
-"""Measure the CPU workspace of operations by running each distinct operation once; at new sizes, only where it may
-differ.
+"""Measure the CPU workspace of operations by running each distinct operation once.
 
 Nodes with the same operation and constants, and arguments of the same shapes, dtypes and strides, have the same
 workspace. So the time grows with the kinds of layers of a model, not with their number.
+
+At new sizes, an operation is measured only if its workspace may depend on them. That of an elementwise operation on
+tensors of one dtype does not if it is at most a scalar at the captured sizes: TensorIterator in ATen allocates
+temporaries only to convert dtypes, but a kernel such as that of gelu's backward may copy an argument. Nor does that of
+the operations in `WITHOUT` that had none: their CPU kernels allocate nothing but results.
 """
 
 from __future__ import annotations
@@ -165,7 +169,7 @@ def _layer_norm_backward(threads: int, gradient: _Layout, x: _Layout, normalized
     return 2 * threads * prod(normalized) * x.dtype.itemsize if any(of_parameters) else 0
 
 
-# Of the number of threads and the operation's arguments.
+# Of the number of threads and the operation's arguments; each replaces a measurement if exact at the captured sizes.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     aten._safe_softmax.default: _safe_softmax,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
