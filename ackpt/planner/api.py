@@ -245,7 +245,7 @@ def plan(
             ``"offloaded"`` if `profile` has times of copies to the host.
 
             ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
-            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.planner.policies.chains.selective`.
+            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.planner.policies.selective`.
 
             Four policies from papers treat the graph as a chain of blocks with single tensors between them:
             ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,

@@ -17,15 +17,13 @@ from ackpt.planner.capture.analysis import once_per_graph
 from ackpt.planner.capture.gradients import summed
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.measured_rates import measured_rates
-from ackpt.planner.costs.operation_runs import device_of
+from ackpt.planner.costs.operation_runs import device_of, measured_rates
 from ackpt.planner.costs.profiles import Profile, default_rates, rates
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
 from ackpt.planner.policies import auto, check_options, function_of, name_of
-from ackpt.planner.policies.search.decisions import decisions
-from ackpt.planner.policies.search.frontier import cheapest
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs, packing_cost, step_cost
+from ackpt.planner.policies.search.frontier import added_cost, cheapest, costs, packing_cost, step_cost
+from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.policies.search.schedule_cache import CachedCandidates, cached
 from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.allocations import allocations, peak_in_words
@@ -266,7 +264,7 @@ def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit
     if importlib.util.find_spec("scipy") is None:
         return None
     from ackpt.planner.policies.search.lower_bound import lower_bound
-    from ackpt.planner.policies.search.mask_packing import with_packed_masks
+    from ackpt.planner.policies.search.variants import with_packed_masks
 
     stage("computing the lower bound")
     bounded = with_packed_masks(graph) if schedule.packed else graph

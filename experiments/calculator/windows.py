@@ -15,8 +15,8 @@ import ackpt
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
-from ackpt.planner.schedule.live_bytes import follow
 from ackpt.planner.schedule.schedule import Schedule, everything, lower, recomputed
+from ackpt.planner.schedule.simulator import follow
 from ackpt.planner.sharding.blocks import Blocks
 from ackpt.planner.sharding.sharding import Group, Sharding, groups_of
 from ackpt.planner.sharding.step import ROOT, Window, owners, step_windows

@@ -16,8 +16,7 @@ from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop
 from ackpt.planner.capture.outputs import gradient_strides
 from ackpt.planner.capture.tracing import captured_graph
-from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.schedule.plan_check import check_applies
+from ackpt.planner.schedule.plan import Plan, check_applies
 from ackpt.planner.step.compiled_schedule import compiled_schedule, dropped_places
 from ackpt.planner.step.variant import Variant
 

@@ -40,7 +40,7 @@ from ackpt.planner.capture.patches import casts
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.capture.tracing import joint_graph
 from ackpt.planner.choose import check_runs, default_profile, planned, resolved
-from ackpt.planner.costs.fusion import fused
+from ackpt.planner.costs.profiles import fused
 from ackpt.planner.request import Request
 from ackpt.planner.step.compiled_schedule import partitioner
 

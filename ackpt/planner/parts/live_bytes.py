@@ -28,7 +28,7 @@ from ackpt.metering.run_alone import begin_counting, end_counting, run_counted
 from ackpt.metering.timeline import MeterError
 from ackpt.planner.costs.operation_costs import flops, traffic
 from ackpt.planner.costs.workspace import allocation_of
-from ackpt.planner.policies.search.recompute_costs import FLOPS_PER_BYTE
+from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step

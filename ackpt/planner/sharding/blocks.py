@@ -17,7 +17,7 @@ from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies.chains.block_options import BlockStep
 from ackpt.planner.policies.chains.blocks import cut_at, inner_cuts
-from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.policies.search.frontier import costs
 from ackpt.planner.schedule.schedule import (
     COMPUTE,
     Schedule,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-from ackpt.planner.schedule.live_bytes import CATEGORIES, follow
 from ackpt.planner.schedule.schedule import Schedule
+from ackpt.planner.schedule.simulator import CATEGORIES, follow
 
 from .sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Group, GroupBytes, Sharding
 

@@ -16,9 +16,8 @@ from ackpt.planner.capture.outputs import gradient_strides
 from ackpt.planner.capture.tracing import captured_graph, described_graph, prepared
 from ackpt.planner.choose import default_profile
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.dynamic_workspace import DynamicWorkspace
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.costs.workspace import workspace_bytes
+from ackpt.planner.costs.workspace import DynamicWorkspace, workspace_bytes
 from ackpt.planner.schedule.schedule import Schedule
 
 from .compiled_schedule import Strides, compiled_schedule
