@@ -277,7 +277,7 @@ class MutableState:
             if len(namespace) > size:
                 bindings += self._made_names(namespace)
         _bind(bindings)
-        _fill([*(each for each in self._contents if not _is_filled_with(*each)), *self._added_hooks()])
+        _fill([*(each for each in self._contents if not is_filled_with(*each)), *self._added_hooks()])
         with torch.no_grad():
             for tensor, _, mark, copy in self._before:
                 if copy is None or (version(tensor) == mark and _is_equal(tensor, copy)):
@@ -299,7 +299,7 @@ class MutableState:
         for namespace, size in self._namespaces:
             if len(namespace) > size:
                 rebound += self._made_names(namespace)
-        contents = [each for each in self._contents if not _is_filled_with(*each)]
+        contents = [each for each in self._contents if not is_filled_with(*each)]
         contents += self._added_hooks()
         tensors = [tensor for tensor, _ in self._changed]
         rewritten = [(tensor, name, tensor.detach().clone()) for tensor, name in self._rewritten]
@@ -429,11 +429,16 @@ def _refilled(contents):
 
 def _fill(contents) -> None:
     for container, items in contents:
-        container.clear()
-        (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+        fill(container, items)
 
 
-def _is_filled_with(container, items) -> bool:
+def fill(container, items) -> None:
+    """Make the items of a container those of its copy `items`."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+
+
+def is_filled_with(container, items) -> bool:
     """Whether a container has the very same items as its copy `items`, in the same order."""
     if len(container) != len(items):
         return False

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ackpt.core.errors import warn
-from ackpt.planner.capture.inspection.calls import call_arguments
-from ackpt.planner.capture.inspection.trainer_calls import as_trainer_calls
+from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.choose import planned
 from ackpt.planner.costs.devices import Device

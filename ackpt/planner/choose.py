@@ -12,10 +12,9 @@ from ackpt.core.errors import BudgetError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
-from ackpt.planner.capture import as_compiled
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.gradients import summed
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.aot import compiling_note
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
+from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.operation_runs import device_of, measured_rates
 from ackpt.planner.costs.profiles import Profile, default_rates, rates
@@ -138,7 +137,7 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
         added = _added_cost(graph, profile, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
-            + (f" The model was {as_compiled.note(graph.as_compiled)}." if graph.as_compiled else ""),
+            + (f" The model was {compiling_note(graph.as_compiled)}." if graph.as_compiled else ""),
             least,
             budget,
         )
@@ -157,7 +156,7 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, 
     if is_share(budget):
         raise BudgetError(
             f"the budget {budget!r} is relative to the peak of the model's own step, which is not known: the model was "
-            f"{as_compiled.note(graph.as_compiled)}. Give bytes, such as '6GiB', or a model and a batch with data.",
+            f"{compiling_note(graph.as_compiled)}. Give bytes, such as '6GiB', or a model and a batch with data.",
             None,
             budget,
         )
@@ -225,7 +224,7 @@ def _plan(
 
 def _note(graph: JointGraph) -> str | None:
     """The exceptions to the plan's guarantees, in words; otherwise None."""
-    notes = [as_compiled.note(graph.as_compiled)] if graph.as_compiled else []
+    notes = [compiling_note(graph.as_compiled)] if graph.as_compiled else []
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")
     if sums := summed(graph.module):

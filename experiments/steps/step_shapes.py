@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ackpt
 from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
-from ackpt.planner.capture.optimizer_state import with_optimizer
+from ackpt.planner.capture.optimizer_state import Loop, with_loop
 from ackpt.planner.costs.devices import device as device_rates
 from ackpt.planner.costs.profiles import with_gpu_workspace
 from ackpt.planner.policies import function_of
@@ -105,7 +105,7 @@ class Shapes:
             )
             graph = captured(made, wanted, where)
             optimizer = adamw(made.model, self.setting.learning_rate)
-            graph = with_optimizer(graph, optimizer)
+            graph = with_loop(graph, made.model, Loop(optimizer))
             profile = ackpt.profile(graph)
             self._found = graph, with_gpu_workspace(graph, profile) if cuda else profile
         return self._found

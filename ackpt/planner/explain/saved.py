@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import Analysis, JointGraph
 from ackpt.planner.capture.places import block_of
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.allocations import operation_of

@@ -34,9 +34,8 @@ from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import Resident
 from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.inspection.calls import described
-from ackpt.planner.capture.inspection.model_checks import own_call
-from ackpt.planner.capture.inspection.tensors import has_data, is_tensor
-from ackpt.planner.capture.optimizer_state import loop_bytes, scaled_loss_bytes
+from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor, own_call
+from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
@@ -145,10 +144,10 @@ class PlannedRegions:
                 "allow: give a model and a batch with data"
             )
         gradient_bytes = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
-        state_bytes, step_bytes, accumulated_bytes = loop_bytes(self.model, self.loop, gradient_bytes, self.on_cpu)
+        loop = loop_bytes(self.model, self.loop, gradient_bytes, self.on_cpu)
         resident = Resident((self.model, *filter(is_tensor, call.leaves)))
         resident_bytes = sum(resident.bytes(lambda _: True, 1 if self.on_cpu else _CUDA_BLOCK).values())
-        resident_bytes += state_bytes + accumulated_bytes + scaled_loss_bytes(self.loop, self.on_cpu)
+        resident_bytes += loop.state + loop.accumulated + loop.scaled_loss
         is_known = self.budget is not None and not is_share(self.budget)
         plan = RegionsPlan(
             fates=self._fates(()),
@@ -158,7 +157,7 @@ class PlannedRegions:
             made_for=described(self.model, call.args, call.kwargs, self.request.differentiate),
             limit_bytes=dynamic_limit(self.budget, 0, resident_bytes) if is_known else None,
         )
-        return _Planned(self, call.sizes, plan, step_bytes)
+        return _Planned(self, call.sizes, plan, loop.step)
 
     def _fates(self, saved) -> dict[str, str]:
         is_saved = {each.path: self.saves_all or each.path in saved or bool(each.refused) for each in self.blocks}

@@ -17,20 +17,21 @@ from ackpt.core.progress import stage
 from ackpt.planner.capture.aot import Capture
 from ackpt.planner.capture.dynamic_sizes import DynamicModule
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, Node
-from ackpt.planner.capture.outputs import (
-    ARGUMENT,
-    depends_on,
-    gradients_as_planned,
-    leave_undefined,
-    plain_backward,
-    unchanged_outputs,
-    unchanged_until_backward,
-)
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.schedule.listing import Line, Listing, mapped
 from ackpt.planner.schedule.rewriting import Rewritten, rewrite_dynamic
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 
+from .backward_checks import (
+    ARGUMENT,
+    backward_node,
+    depends_on,
+    gradients_as_planned,
+    leave_undefined,
+    refuse_other_modes,
+    unchanged_outputs,
+    unchanged_until_backward,
+)
 from .generated_code import boxed
 
 Strides = Mapping[int, Sequence[int]]
@@ -69,11 +70,12 @@ def compiled_schedule(
 
     def step(inputs, strides: Strides) -> list[Any]:
         outputs = run(*inputs)
-        plain_backward(outputs)
-        gradients_as_planned(outputs, strides)
-        unchanged_until_backward(outputs, inputs, read)
-        unchanged_outputs(outputs, saved_outputs)
-        leave_undefined(outputs, depends)
+        if (node := backward_node(outputs)) is not None:
+            refuse_other_modes(node)
+            gradients_as_planned(node, outputs, strides)
+            unchanged_until_backward(node, inputs, read)
+            unchanged_outputs(node, outputs, saved_outputs)
+            leave_undefined(node, outputs, depends)
         return outputs
 
     return step

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.graph import Plan, PlannedStep, ScheduleError, Step, profile, rewrite, simulate
-from ackpt.planner.capture.patches import mask_bits
+from ackpt.planner.capture import mask_bits
 from ackpt.planner.choose import check_runs, default_profile
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.allocations import allocations
