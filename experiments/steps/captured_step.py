@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ackpt.checkpointing.autocast import Autocast
+from ackpt.checkpointing.region import Autocast
 from ackpt.core.progress import shown
 from ackpt.planner.capture.aot import capture
 from ackpt.planner.capture.call_facts import call_of

@@ -40,8 +40,7 @@ from ackpt.planner.request import Request
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
 from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
-from .records import BEGINS, ENDS, HELD, RECOMPUTED, Record, Run, SavedStorages
-from .regions_plan import CHECKPOINTED, SAVED, RegionsPlan
+from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CALL = nn.Module._call_impl.__code__
@@ -216,8 +215,8 @@ class PlannedRegions:
             first.planned.backwards[first.key] = first.begin_bytes, size
         limit = first.planned.plan.limit_bytes
         if limit is not None and size > limit:
-            place = f"in backward, at {node}," if node else "in backward"
-            first.report(self._exceeds(size, first.planned, place) + " All gradients of this step are complete.")
+            moment = f"in backward, at {node}," if node else "in backward"
+            first.report(self._exceeds(size, first.planned, moment) + " All gradients of this step are complete.")
 
     def _finish(self, planned: _Planned) -> None:
         """Make the plan from the record of the first step.
@@ -269,14 +268,14 @@ class PlannedRegions:
             raise BudgetError(message, least_bytes, self.budget)
         warn(message)
 
-    def _exceeds(self, size: int, planned: _Planned, place: str) -> str:
+    def _exceeds(self, size: int, planned: _Planned, moment: str) -> str:
         plan = planned.plan
         limit = plan.limit_bytes or 0
         earlier = "all blocks are checkpointed" if plan.peak_bytes is None else (
             f"its plan has a peak of {memory_format(plan.dynamic_peak_bytes or 0)}"
         )  # fmt: skip
         return (
-            f"this step allocates {memory_format(size)} ({size} bytes) {place} but at most {memory_format(limit)} "
+            f"this step allocates {memory_format(size)} ({size} bytes) {moment} but at most {memory_format(limit)} "
             f"({limit} bytes) keep the budget {self.budget!r}: {earlier}. {_FIX}"
         )
 
@@ -335,10 +334,10 @@ class _Forward:
         number = self._numbers[block.path]
         self._numbers[block.path] += 1
         if self._in_block or block.refused or self.planned.is_saved(block, number):
-            return block.own(*args, **kwargs)
+            return block.forward(*args, **kwargs)
         if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
             block.refused = "it is called within saved_tensors_hooks or a checkpoint of the model itself"
-            return block.own(*args, **kwargs)
+            return block.forward(*args, **kwargs)
         self._fates.append((block.path, False))
         undo = None if block.has_run else Undo(block, args, kwargs)
         self._in_block = True
@@ -364,7 +363,7 @@ class _Forward:
             _free(error)
         finally:
             self._in_block, phase.leaves_behind = False, None
-        result = block.own(*args, **kwargs)  # raises an error again that regions did not cause
+        result = block.forward(*args, **kwargs)  # raises an error again that regions did not cause
         block.refused = reason
         return result
 
@@ -374,7 +373,7 @@ class _Forward:
         phase.leaves_behind = False if not block.has_run else None
         try:
             with live.more(_RNG_STATE):  # a region keeps the states from before its forward
-                result = checkpoint(partial(_run_body, block.own), *args, **kwargs)
+                result = checkpoint(partial(_run_body, block.forward), *args, **kwargs)
                 run.held_bytes -= live.bytes
         finally:
             _body.first = None
@@ -497,16 +496,16 @@ class _Body(threading.local):
 _body = _Body()
 
 
-def _run_body(own, *args, **kwargs) -> Any:
+def _run_body(forward, *args, **kwargs) -> Any:
     first, _body.first = _body.first, None
     if first is None:
         live, recomputed = _body.live, _body.recomputed
-        result = own(*args, **kwargs) if live is None else live.recomputed(own, *args, **kwargs)
+        result = forward(*args, **kwargs) if live is None else live.recomputed(forward, *args, **kwargs)
         if recomputed is not None:
             recomputed()
         return result
     with first:
-        return own(*args, **kwargs)
+        return forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -540,9 +539,9 @@ def _free(error: BaseException | None) -> None:
 
 def _is_within(sizes: Sizes, largest: Sizes) -> bool:
     """Whether no tensor is larger than the other call's in any dimension, or in the unused bytes of its storage."""
-    pairs = zip(sizes, largest)
-    return all(_at_most((*size, unused), (*most, most_unused)) for (size, _, unused), (most, _, most_unused) in pairs)
-
-
-def _at_most(size: Sequence[int], most: Sequence[int]) -> bool:
-    return all(a <= b for a, b in zip(size, most))
+    pairs = (
+        pair
+        for (size, _, unused), (most, _, most_unused) in zip(sizes, largest)
+        for pair in zip((*size, unused), (*most, most_unused))
+    )
+    return all(size <= most for size, most in pairs)
