@@ -29,7 +29,7 @@ from ackpt.planner.policies.search.recompute_costs import step_cost
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import everything, recomputed
 from ackpt.planner.workloads.comparable_step import Workload
-from ackpt.planner.workloads.cuda_capture import kernels_of_a_gpu
+from ackpt.planner.workloads.planned_shapes import kernels_of_a_gpu
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
 from experiments.steps.frontier_models import checked_sizes, workload

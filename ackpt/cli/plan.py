@@ -210,8 +210,8 @@ def run_plan_command(arguments, command: str) -> int:
 
 def _check_names(arguments) -> None:
     """Refuse a wrong device, model or configuration before the imports that planning needs, which take seconds."""
+    from ackpt.planner.workloads.named_models import dtype_of_file
     from ackpt.planner.workloads.step_request import TRANSFORMERS, no_configuration, unknown_model
-    from ackpt.planner.workloads.transformers_models import dtype_of_file
 
     for name in filter(None, (arguments.device_profile or "").split(",")):
         device(name)
@@ -233,10 +233,9 @@ def _check_names(arguments) -> None:
 
 def configuration(arguments, **changes):
     """The configuration that the options ask for, with `changes` of options; ValueError for a wrong one."""
-    from ackpt.planner.workloads.adapters import Lora
+    from ackpt.planner.workloads.named_models import dtype_of_file
     from ackpt.planner.workloads.planned_shapes import PlanConfig
-    from ackpt.planner.workloads.step_request import DTYPES, StepRequest, dtype_called
-    from ackpt.planner.workloads.transformers_models import dtype_of_file
+    from ackpt.planner.workloads.step_request import DTYPES, Lora, StepRequest, dtype_called
 
     arguments = argparse.Namespace(**{**vars(arguments), **changes})
     dtype = dtype_called(arguments.dtype or dtype_of_file(arguments.model) or "float32")

@@ -23,7 +23,7 @@ from ackpt.metering.meter import compare_seconds, measure, memory_format
 from ackpt.metering.prediction import predict
 from ackpt.planner.costs.devices import DEVICES, rates_of
 from ackpt.planner.workloads.comparable_step import Workload, difference, transformer
-from ackpt.planner.workloads.cuda_capture import kernels_of_a_gpu
+from ackpt.planner.workloads.planned_shapes import kernels_of_a_gpu
 
 BUDGET = 0.5
 SIZES = {

@@ -21,8 +21,7 @@ from ackpt.metering.kernel_memory import Workspaces
 from ackpt.metering.run_alone import Allocations
 from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.planner.costs.devices import device
-from ackpt.planner.workloads.cuda_capture import CapturedCudaChoices
-from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
+from ackpt.planner.workloads.planned_shapes import CapturedCudaChoices, PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest, autocast
 
 pytestmark = pytest.mark.usefixtures("captured_once")
