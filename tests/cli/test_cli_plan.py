@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
+from ackpt.cli import main
 from ackpt.cli import plan_text as plan_report
-from ackpt.cli.command_line import main
 from ackpt.core.budget import readable
 from ackpt.graph import Plan, PlanError
 from ackpt.metering.autograd_engine import SavedNumbers
