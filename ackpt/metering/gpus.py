@@ -21,12 +21,7 @@ MIB = 2**20
 
 
 class Gpu(NamedTuple):
-    """A GPU as its memory sees it: `name`, and `capability`, its compute capability (major, minor).
-
-    Example:
-        >>> gpu("t4").capability, gpu("t4").cublas_workspace_bytes
-        ((7, 5), 8519680)
-    """
+    """A GPU as its memory sees it: `name`, and `capability`, its compute capability (major, minor)."""
 
     name: str
     capability: tuple[int, int]
@@ -102,10 +97,6 @@ class AllocatorSettings:
 
     ``max_split_bytes``: blocks of this size and more are not split, and serve only requests of this size and more.
     ``garbage_collection_threshold`` changes nothing here, as it is relative to a limit of the process.
-
-    Example:
-        >>> AllocatorSettings.parsed("max_split_size_mb:128,expandable_segments:True")
-        AllocatorSettings(expandable_segments=True, max_split_bytes=134217728)
     """
 
     expandable_segments: bool = False
@@ -184,12 +175,6 @@ class CachingAllocator:
 
     Segments get increasing addresses, so of equal free blocks the oldest serves first; a driver may place them
     otherwise. Not modeled: limits, CUDA graphs, several streams, and unmapped pages inside of an expandable segment.
-
-    Example:
-        >>> allocator = CachingAllocator()
-        >>> allocator.allocate("weight", 3 * MIB)
-        >>> allocator.allocated // MIB, allocator.reserved // MIB, allocator.largest_free_block // MIB
-        (3, 20, 17)
     """
 
     def __init__(self, settings: AllocatorSettings | None = None):

@@ -26,10 +26,6 @@ def dtype_called(name: str, option: str = "") -> str:
 
     Raises:
         ValueError: for any other name, the value of `option`.
-
-    Example:
-        >>> dtype_called("bf16"), dtype_called("torch.float16")
-        ('bfloat16', 'float16')
     """
     bare = name.removeprefix("torch.")
     full_name = _SHORT.get(bare, bare)
@@ -145,12 +141,7 @@ def autocast(device_type: str, dtype: str):
 
 @dataclass(frozen=True)
 class Lora:
-    """The value of ``--lora``: `fields` of peft's ``LoraConfig``; empty for peft's defaults.
-
-    Example:
-        >>> Lora.parsed(["r=16", "targets=q_proj,v_proj"]).fields
-        {'r': 16, 'target_modules': ['q_proj', 'v_proj']}
-    """
+    """The value of ``--lora``: `fields` of peft's ``LoraConfig``; empty for peft's defaults."""
 
     fields: dict[str, Any]
 
