@@ -60,12 +60,13 @@ class Record:
 
     ``segments``: the peak of each, then the call of a block and how it ends the segment; None for the last segment.
     ``forwards``: weak references to the forwards, which live as long as their graphs. ``is_reached``: whether a
-    backward has begun. ``cost``: of the forward.
+    backward has begun. ``start_bytes``: live before the step, without gradients. ``cost``: of the forward.
     """
 
     segments: list[tuple[int, Run | None, str]] = field(default_factory=list)
     forwards: list[weakref.ref[Any]] = field(default_factory=list)
     is_reached: bool = False
+    start_bytes: int = 0
     cost: float = 0.0
 
     def held_bytes(self) -> dict[str, int]:

@@ -24,12 +24,13 @@ class RegionsPlan:
     ``fates``: by the paths of blocks, ``"saved"`` (runs as it is) or ``"checkpointed"`` (saves its inputs, recomputes
     everything). ``reasons``: why blocks that cannot be checkpointed are saved. ``resident_bytes``: parameters, buffers,
     inputs and optimizer state. ``peak_bytes``: an upper bound on the peak, resident bytes included, of steps that need
-    no more memory than the first one. ``least_peak_bytes``: that with all blocks checkpointed, the smallest
-    feasible budget; ``baseline_peak_bytes``: that with all blocks saved. ``limit_bytes``: the bound on dynamic bytes
-    that follows from the budget, None without one. A fraction is relative to the baseline's dynamic peak. No step
-    exceeds the limit without an error. ``saved_bytes``: what the saved blocks hold for backward. ``cost``: of
-    recomputation, as a fraction of the baseline step, in FLOPs and traffic weighed against each other; backward counts
-    as twice the forward. ``note``: why the model is not one graph. ``made_for``: the call, in words.
+    no more memory than the first one; on a CPU, what it leaves allocated is added when the next step begins.
+    ``least_peak_bytes``: that with all blocks checkpointed, the smallest feasible budget; ``baseline_peak_bytes``: that
+    with all blocks saved. ``limit_bytes``: the bound on dynamic bytes that follows from the budget, None without one. A
+    fraction is relative to the baseline's dynamic peak. No step exceeds the limit without an error. ``saved_bytes``:
+    what the saved blocks hold for backward. ``cost``: of recomputation, as a fraction of the baseline step, in FLOPs
+    and traffic weighed against each other; backward counts as twice the forward. ``note``: why the model is not one
+    graph. ``made_for``: the call, in words.
 
     Example:
         >>> import torch, ackpt

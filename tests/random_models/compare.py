@@ -14,6 +14,7 @@ import torch
 
 import ackpt
 from ackpt.errors import BudgetError, CheckpointError, OffloadError
+from ackpt.regions.regions_plan import RegionsPlan
 
 from .model import Spec
 from .training import Run, measured_peak, train
@@ -76,7 +77,10 @@ def _outcome(spec: Spec, variant: Variant, expected: Run, baseline: Callable[[],
             return Outcome(variant.name, REGROUPED, text)
         return Outcome(variant.name, FINDING, text)
     if variant.plans:
-        text = _peak_beyond(spec, variant, baseline)
+        try:
+            text = _peak_beyond(spec, variant, baseline)
+        except BudgetError as error:  # a step that keeps more of the one before than the first step did
+            return Outcome(variant.name, REFUSED, in_words(error))
         if text is not None:
             return Outcome(variant.name, FINDING, text)
     return Outcome(variant.name, EQUAL)
@@ -124,6 +128,10 @@ def _peak_beyond(spec: Spec, variant: Variant, baseline) -> str | None:
         if measured > promised:
             return f"peak: {measured} bytes measured, {promised} planned"
         if variant.budget is None or call.plan.limit_bytes is None or _said(caught):
+            return None
+        if promised > call.plan.limit_bytes:
+            return f"peak: {promised} bytes planned, at most {call.plan.limit_bytes} keep the budget"
+        if isinstance(call.plan, RegionsPlan):  # of whose baseline, an upper bound, a fraction is
             return None
         asked = int(variant.budget * call.plan.baseline_dynamic_peak_bytes)
         if abs(call.plan.limit_bytes - asked) <= 1 and measured > variant.budget * baseline():
