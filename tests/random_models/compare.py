@@ -31,7 +31,7 @@ class Outcome:
     """What a variant ended in, in words: an error, the first difference, or the bytes of a peak.
 
     ``regrouped``: gradients differ in the last bits where a tensor is used three times or more, so that a region adds
-    its gradients in another order, or a plan those of two forwards, as documented. ``announced``: different, but a
+    its gradients in another order, or a plan those of two forwards or of a use outside of it, as documented. ``announced``: different, but a
     warning has said so.
     """
 
@@ -101,7 +101,7 @@ class _Baseline:
 def _documented(spec: Spec, variant: Variant, expected: Run) -> float:
     """The largest documented difference, relative to the largest element: that of another order of sums, or of one
     rounding where regions share a weight under autocast; 0 if results must be equal."""
-    if not (variant.recomputes or variant.plans and spec.accumulates):
+    if not (variant.recomputes or variant.plans and (spec.accumulates or spec.penalty)):
         return 0.0
     names = set(spec.names())
     in_bfloat16 = spec.autocast or "Autocast" in names
