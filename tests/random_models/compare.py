@@ -31,8 +31,8 @@ class Outcome:
     """What a variant ended in, in words: an error, the first difference, or the bytes of a peak.
 
     ``regrouped``: gradients differ in the last bits where a tensor is used three times or more, so that a region adds
-    its gradients in another order, or a plan those of two forwards or of a use outside of it, as documented. ``announced``: different, but a
-    warning has said so.
+    its gradients in another order, or a plan those of two forwards or of a use outside of it, as documented.
+    ``announced``: different, but a warning has said so.
     """
 
     variant: str
