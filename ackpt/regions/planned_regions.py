@@ -39,7 +39,7 @@ from ackpt.running.call_facts import Call, Sizes
 from ackpt.running.variants import Variants
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
-from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
+from .live_bytes import NUMBER_BYTES, RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
 from .records import BEGINS, ENDS, HELD, RECOMPUTED, Record, Run, SavedStorages
 from .regions_plan import CHECKPOINTED, SAVED, RegionsPlan
 
@@ -47,7 +47,6 @@ _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CALL = nn.Module._call_impl.__code__
 _CUDA_BLOCK = 512
 _REGION = "_RecomputeBackward"  # the autograd node of a region
-_RNG_STATE = torch.get_rng_state().nbytes
 _FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
 _DROP = (
     "drop outputs of the model before backward, and call optimizer.zero_grad(), or give accumulation=True if you "
@@ -406,7 +405,7 @@ class _Forward:
         _body.first = _first_forward(live) if record is None else _recorded(live, run, storages)
         phase.leaves_behind = False if not block.has_run else None
         try:
-            with live.more(_RNG_STATE):  # a region keeps the states from before its forward
+            with live.more(RNG_STATE_BYTES):  # a region keeps the states from before its forward
                 result = checkpoint(partial(_run_body, block.own), *args, **kwargs)
                 run.held_bytes -= live.bytes
         finally:
@@ -415,8 +414,9 @@ class _Forward:
         if record is not None:
             run.add_outputs(outputs, storages, (args, kwargs))
             record.segments.append((live.segment_peak(), run, HELD))
-        node: Any = next((each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION), None)
-        if node is not None:
+        nodes = (each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION)
+        node: Any = next(nodes, None)
+        if node is not None and "apply" not in vars(node):  # which an output that is an argument has of another block
             node.apply = partial(self._backward_of, block, run, weakref.ref(node))
             for _, state in node.region.streams:
                 if is_tensor(state):
@@ -546,7 +546,7 @@ def _run_body(own, *args, **kwargs) -> Any:
 def _first_forward(live):
     """Count what a region allocates for random numbers: it reads the state of torch's generator twice."""
     yield
-    with live.more(_RNG_STATE):
+    with live.more(RNG_STATE_BYTES):
         pass
 
 

@@ -463,3 +463,27 @@ def test_what_blocks_keep_for_the_next_step_counts():
     step = ackpt.compile(of_plan, budget=step.plan.least_peak_bytes, **batch)
     for _ in range(3):
         results(of_plan, step, batch)
+
+
+class Skips(nn.Module):
+    """A layer, or nothing."""
+
+    def __init__(self, skips: bool):
+        super().__init__()
+        self.layer, self.skips = feed_forward(), skips
+
+    def forward(self, x):
+        return x if self.skips else self.layer(x)
+
+
+def test_a_block_that_returns_its_argument_is_not_the_block_that_made_it():
+    torch.manual_seed(0)
+    skips = iter([False, True, True])
+    model, batch = Adds(lambda: Skips(next(skips)), is_residual=False), {"x": torch.randn(64, 16)}
+    step = ackpt.compile(model, budget="1GiB", **batch)
+    results(model, step, batch)
+    assert step.plan.baseline_peak_bytes == measured(model, model, batch).peak_bytes
+    step = ackpt.compile(model, budget=step.plan.least_peak_bytes, **batch)
+    for _ in range(2):
+        results(model, step, batch)
+    assert measured(model, step, batch).peak_bytes <= step.plan.peak_bytes
