@@ -39,14 +39,13 @@ from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
-from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
+from .live_bytes import NUMBER_BYTES, RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
 from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CALL = nn.Module._call_impl.__code__
 _CUDA_BLOCK = 512
 _REGION = "_RecomputeBackward"  # the autograd node of a region
-_RNG_STATE = torch.get_rng_state().nbytes
 _FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
 _DROP = (
     "drop outputs of the model before backward, and call optimizer.zero_grad(), or give accumulation=True if you "
@@ -60,10 +59,11 @@ class _Planned:
     """The plan of calls with sizes up to ``sizes``.
 
     ``step_bytes``: what the optimizer's step allocates in addition to gradients. ``start_bytes``: what earlier steps
-    had left allocated before the first step. ``record``: of the first step, while it runs. ``saved``: the blocks to
-    save, None before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live bytes at
-    its start with which it is saved. ``backwards``: by the sizes in a forward, the live bytes when its backward began,
-    and their peak in this backward.
+    had left allocated before the first step. ``record``: of the first step, while it runs. ``finished``: that record,
+    and what the optimizer's step takes in all, until the next step shows what each leaves allocated. ``saved``: the
+    blocks to save, None before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live
+    bytes at its start with which it is saved. ``backwards``: by the sizes in a forward, the live bytes when its
+    backward began, and their peak in this backward.
     """
 
     regions: PlannedRegions
@@ -72,6 +72,7 @@ class _Planned:
     step_bytes: int
     start_bytes: int = 0
     record: Record | None = None
+    finished: tuple[Record, int] | None = None
     saved: set[str] | None = None
     room_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
     backwards: dict[Any, tuple[int, int]] = field(default_factory=dict)
@@ -224,20 +225,35 @@ class PlannedRegions:
         Raises:
             BudgetError: if the step exceeds the budget with all blocks checkpointed.
         """
-        start = time.perf_counter()
         record, planned.record = planned.record, None
         assert record is not None
         record.segments.append((self.live.segment_peak(), None, ""))
         after = self.live.bytes + planned.step_bytes if planned.step_bytes else 0
+        self.plan_from(planned, record, after)
+        planned.finished = record, after
+        limit, least, resident = planned.plan.limit_bytes, planned.plan.least_peak_bytes, planned.plan.resident_bytes
+        if limit is not None and least is not None and least - resident > limit:
+            self.report(
+                f"the first step shows that planned regions cannot keep the budget {self.budget!r}: it leaves "
+                f"{memory_format(max(0, limit))} for what the step allocates, in addition to {memory_format(resident)} "
+                "of parameters, buffers, inputs and optimizer state. With all blocks checkpointed, the peak of this "
+                f"step is {readable(least)} ({least} bytes), which is the smallest feasible budget. The model is not "
+                f"one graph: {self.reason}.",
+                least,
+            )
+
+    def plan_from(self, planned: _Planned, record: Record, after: int, kept: int = 0) -> None:
+        """Make the plan from the record of the first step; `kept`: what it leaves allocated for the next step."""
+        start = time.perf_counter()
         held, costs = record.held_bytes(), record.costs()
-        least, baseline = (max(record.peak_bytes(saved), after) for saved in ((), held))
+        least, baseline = (max(record.peak_bytes(saved) + kept, after) for saved in ((), held))
         resident = planned.plan.resident_bytes
         limit = dynamic_limit(self.budget, baseline, resident)
-        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit)
-        peak = record.peak_bytes(saved)
+        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit - kept)
+        peak = record.peak_bytes(saved) + kept
         if limit is not None:
             entries = record.entry_bytes(saved)
-            planned.room_bytes = {key: live + max(0, limit - peak) for key, live in entries.items()}
+            planned.room_bytes = {key: live + kept + max(0, limit - peak) for key, live in entries.items()}
         planned.saved = saved
         planned.plan = replace(
             planned.plan,
@@ -253,15 +269,6 @@ class PlannedRegions:
         self.history.add("regions", f"{self.reason}; {planned.plan!r}", time.perf_counter() - start)
         if self.request.on_plan is not None:
             self.request.on_plan(planned.plan)
-        if limit is not None and least > limit:
-            self.report(
-                f"the first step shows that planned regions cannot keep the budget {self.budget!r}: it leaves "
-                f"{memory_format(max(0, limit))} for what the step allocates, in addition to {memory_format(resident)} "
-                "of parameters, buffers, inputs and optimizer state. With all blocks checkpointed, the peak of this "
-                f"step is {readable(resident + least)} ({resident + least} bytes), which is the smallest feasible "
-                f"budget. The model is not one graph: {self.reason}.",
-                resident + least,
-            )
 
     def report(self, message: str, least_bytes: int | None = None) -> None:
         if not self.warns:
@@ -305,9 +312,9 @@ class _Forward:
     @contextlib.contextmanager
     def counted(self):
         """Count the forward that runs inside, if there is a budget or the step is recorded."""
-        live, limit = self.live, self.planned.plan.limit_bytes
-        live.counts_cost, live.bound, live.exceeded = self.is_first, limit, self._exceeded
-        if limit is None and not self.is_first:
+        live, planned = self.live, self.planned
+        live.counts_cost, live.bound, live.exceeded = self.is_first, planned.plan.limit_bytes, self._exceeded
+        if live.bound is None and not self.is_first:
             yield
             return
         if (record := self._open_record()) is not None:
@@ -315,16 +322,30 @@ class _Forward:
         self.is_in_mode = self.regions.on_cpu or self.is_first
         cost = live.cost
         with live.forward():
+            live.gradients(())
+            self._count_kept(record, live.bytes)
             # With accumulation=True, gradients of earlier steps are resident.
             live.gradients(self.regions.gradients(), counts=not self.regions.loop.accumulation)
             self.start_bytes = live.bytes
             if record is not None:
-                self.planned.start_bytes = max(self.planned.start_bytes, live.bytes)
+                planned.start_bytes = max(planned.start_bytes, live.bytes)
             yield
         if record is not None:
             record.cost += live.cost - cost
         self.key = live.sizes, tuple(self._fates)
-        self.is_counted = self.is_first or self.key not in self.planned.backwards
+        self.is_counted = self.is_first or self.key not in planned.backwards
+
+    def _count_kept(self, record: Record | None, live_bytes: int) -> None:
+        """Plan again if the first step has left tensors allocated, such as the states that a block keeps."""
+        if record is not None:
+            if len(record.forwards) == 1:
+                record.start_bytes = live_bytes
+        elif self.planned.finished is not None:
+            (first, after), self.planned.finished = self.planned.finished, None
+            if (kept := live_bytes - first.start_bytes) > 0:
+                self.regions.plan_from(self.planned, first, after, kept)
+                self.live.bound = self.planned.plan.limit_bytes
+                self.planned.start_bytes += kept
 
     def _open_record(self) -> Record | None:
         return None if self.record is None else self.record()
@@ -372,7 +393,7 @@ class _Forward:
         _body.first = _first_forward(live) if record is None else _recorded(live, run, storages)
         phase.leaves_behind = False if not block.has_run else None
         try:
-            with live.more(_RNG_STATE):  # a region keeps the states from before its forward
+            with live.more(RNG_STATE_BYTES):  # a region keeps the states from before its forward
                 result = checkpoint(partial(_run_body, block.forward), *args, **kwargs)
                 run.held_bytes -= live.bytes
         finally:
@@ -381,8 +402,9 @@ class _Forward:
         if record is not None:
             run.add_outputs(outputs, storages, (args, kwargs))
             record.segments.append((live.segment_peak(), run, HELD))
-        node: Any = next((each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION), None)
-        if node is not None:
+        nodes = (each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION)
+        node: Any = next(nodes, None)
+        if node is not None and "apply" not in vars(node):  # which an output that is an argument has of another block
             node.apply = partial(self._backward_of, block, run, weakref.ref(node))
             for _, state in node.region.streams:
                 if is_tensor(state):
@@ -512,7 +534,7 @@ def _run_body(forward, *args, **kwargs) -> Any:
 def _first_forward(live):
     """Count what a region allocates for random numbers: it reads the state of torch's generator twice."""
     yield
-    with live.more(_RNG_STATE):
+    with live.more(RNG_STATE_BYTES):
         pass
 
 
