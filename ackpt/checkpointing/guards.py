@@ -337,7 +337,7 @@ class MutableState:
         for namespace, size in self._namespaces:
             if len(namespace) > size:
                 bindings += self._made_names(namespace)
-        return bindings, [*(each for each in self._contents if not _is_filled_with(*each)), *self._added_hooks()]
+        return bindings, [*(each for each in self._contents if not is_filled_with(*each)), *self._added_hooks()]
 
     def _made_names(self, namespace):
         """Bindings that remove the names that the forward added."""
@@ -408,8 +408,13 @@ def _bind(bindings) -> None:
 
 def _fill(contents) -> None:
     for container, items in contents:
-        container.clear()
-        (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+        fill(container, items)
+
+
+def fill(container, items) -> None:
+    """Make the items of a container those of its copy `items`."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
 
 
 def _set(tensor, value) -> None:
@@ -419,7 +424,7 @@ def _set(tensor, value) -> None:
         tensor.data = value
 
 
-def _is_filled_with(container, items) -> bool:
+def is_filled_with(container, items) -> bool:
     """Whether a container has the very same items as its copy `items`, in the same order."""
     if len(container) != len(items):
         return False

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._C._autograd import _profiler_enabled
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -28,11 +29,13 @@ from ackpt.metering.run_alone import begin_counting, end_counting, run_counted
 from ackpt.metering.timeline import MeterError
 from ackpt.planner.costs.operation_costs import flops, traffic
 from ackpt.planner.costs.workspace import allocation_of
-from ackpt.planner.policies.search.recompute_costs import FLOPS_PER_BYTE
+from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step
+RNG_STATE_BYTES = torch.get_rng_state().nbytes
 _MOST_WORKSPACES = 10_000
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _SCALAR = 16  # bytes; a loop usually refers to the loss of the last step
 # Their formulas write out of place under a mode (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and
 # aten/src/ATen/native/TensorAdvancedIndexing.cpp), and would allocate more: they are counted by a profiler.
@@ -184,6 +187,7 @@ class LiveBytes(Counter):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self._count_states()
         arguments = () if func is _LIFT else tree_leaves((args, kwargs))
         existing = {s._cdata for leaf in arguments if isinstance(leaf, torch.Tensor) for s in storages_of(leaf)}
         result, workspace = self._run(func, args, kwargs)
@@ -229,6 +233,15 @@ class LiveBytes(Counter):
                 self.bytes += size
             if self.in_forward:
                 self.sizes = hash((self.sizes, size))
+
+    def _count_states(self) -> None:
+        """Count the states of random numbers that torch's checkpoint keeps: as long as its hooks exist."""
+        pack = (_top_hooks(True) or (None,))[0]
+        if pack is not None and pack.__module__ == torch.utils.checkpoint.__name__ and id(pack) not in self._followed:
+            with self._lock:
+                key = id(pack)
+                self._followed[key] = weakref.ref(pack, lambda _: self._freed(key)), RNG_STATE_BYTES
+                self.bytes += RNG_STATE_BYTES
 
     def _freed(self, key: int) -> None:
         with self._lock:
@@ -278,7 +291,9 @@ class LiveBytes(Counter):
 
     def _watch_node(self, node: Any) -> None:
         name, targets, number = node.name(), node.next_functions, node._sequence_nr()
-        if name in PRODUCTS and (other := node._saved_other) is not None and other.dim() == 0:
+        # `_saved_other` would run hooks on saved tensors, and with them the recomputation of torch's own checkpoint.
+        other = node._raw_saved_other.data if name in PRODUCTS else None
+        if isinstance(other, torch.Tensor) and other.dim() == 0:
             self.follow(other)
         is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
         if is_python:  # a hook for its results would keep its gradients until it ends

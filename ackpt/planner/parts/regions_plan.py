@@ -34,8 +34,9 @@ class RegionsPlan:
     ``fates``: by the paths of blocks, ``"saved"`` (runs as it is) or ``"checkpointed"`` (saves its inputs, recomputes
     everything). ``reasons``: why blocks that cannot be checkpointed are saved. ``resident_bytes``: parameters, buffers,
     inputs and optimizer state. ``peak_bytes``: an upper bound on the peak, resident bytes included, of steps that need
-    no more memory than the first one. ``least_peak_bytes``: that with all blocks checkpointed, the smallest
-    feasible budget; ``baseline_peak_bytes``: that with all blocks saved. ``limit_bytes``: the bound on dynamic bytes
+    no more memory than the first one; on a CPU, what it leaves allocated is added when the next step begins.
+    ``least_peak_bytes``: that with all blocks checkpointed, the smallest feasible budget; ``baseline_peak_bytes``: that
+    with all blocks saved. ``limit_bytes``: the bound on dynamic bytes
     that follows from the budget, None without one. A fraction is relative to the baseline's dynamic peak. No step
     exceeds the limit without an error. ``saved_bytes``: what the saved blocks hold for backward. ``cost``: of
     recomputation, as a fraction of the baseline step, in FLOPs and traffic weighed against each other; backward counts
@@ -165,12 +166,13 @@ class Record:
 
     ``segments``: the peak of each, then the call of a block and how it ends the segment; None for the last segment.
     ``forwards``: weak references to the forwards, which live as long as their graphs. ``is_reached``: whether a
-    backward has begun. ``cost``: of the forward.
+    backward has begun. ``start_bytes``: live before the step, without gradients. ``cost``: of the forward.
     """
 
     segments: list[tuple[int, Run | None, str]] = field(default_factory=list)
     forwards: list[weakref.ref[Any]] = field(default_factory=list)
     is_reached: bool = False
+    start_bytes: int = 0
     cost: float = 0.0
 
     def held_bytes(self) -> dict[str, int]:

@@ -45,14 +45,14 @@ def prefetch(host: torch.Tensor, device: torch.device, dtype: torch.dtype, shape
     transport = None if isinstance(host, FakeTensor) else _transport(host, device)
     event = None
     if transport is None:
-        there = torch.empty(host.numel(), dtype=torch.uint8, device=device)
+        on_device = torch.empty(host.numel(), dtype=torch.uint8, device=device)
         if not isinstance(host, FakeTensor):
-            there.copy_(host)
+            on_device.copy_(host)
     else:
         storage = transport.allocate(host.numel())
         event = _Event(transport, transport.copy_in(host, storage, host.numel(), ()), storage)
-        there = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    whole = there[: host.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        on_device = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    whole = on_device[: host.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
     return whole.as_strided(shape, strides, offset), event
 
 
