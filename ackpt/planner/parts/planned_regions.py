@@ -242,18 +242,18 @@ class PlannedRegions:
                 least,
             )
 
-    def plan_from(self, planned: _Planned, record: Record, after: int, kept: int = 0) -> None:
-        """Make the plan from the record of the first step; `kept`: what it leaves allocated for the next step."""
+    def plan_from(self, planned: _Planned, record: Record, after: int, lasting: int = 0) -> None:
+        """Make the plan from the record of the first step; `lasting`: what it leaves allocated for the next step."""
         start = time.perf_counter()
         held, costs = record.held_bytes(), record.costs()
-        least, baseline = (max(record.peak_bytes(saved) + kept, after) for saved in ((), held))
+        least, baseline = (max(record.peak_bytes(saved) + lasting, after) for saved in ((), held))
         resident = planned.plan.resident_bytes
         limit = dynamic_limit(self.budget, baseline, resident)
-        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit - kept)
-        peak = record.peak_bytes(saved) + kept
+        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit - lasting)
+        peak = record.peak_bytes(saved) + lasting
         if limit is not None:
             entries = record.entry_bytes(saved)
-            planned.room_bytes = {key: live + kept + max(0, limit - peak) for key, live in entries.items()}
+            planned.room_bytes = {key: live + lasting + max(0, limit - peak) for key, live in entries.items()}
         planned.saved = saved
         planned.plan = replace(
             planned.plan,
@@ -323,7 +323,7 @@ class _Forward:
         cost = live.cost
         with live.forward():
             live.gradients(())
-            self._count_kept(record, live.bytes)
+            self._count_lasting(record, live.bytes)
             # With accumulation=True, gradients of earlier steps are resident.
             live.gradients(self.regions.gradients(), counts=not self.regions.loop.accumulation)
             self.start_bytes = live.bytes
@@ -335,17 +335,17 @@ class _Forward:
         self.key = live.sizes, tuple(self._checkpointed)
         self.is_counted = self.is_first or self.key not in planned.backwards
 
-    def _count_kept(self, record: Record | None, live_bytes: int) -> None:
+    def _count_lasting(self, record: Record | None, live_bytes: int) -> None:
         """Plan again if the first step has left tensors allocated, such as the states that a block keeps."""
         if record is not None:
             if len(record.forwards) == 1:
                 record.start_bytes = live_bytes
         elif self.planned.finished is not None:
             (first, after), self.planned.finished = self.planned.finished, None
-            if (kept := live_bytes - first.start_bytes) > 0:
-                self.regions.plan_from(self.planned, first, after, kept)
+            if (lasting := live_bytes - first.start_bytes) > 0:
+                self.regions.plan_from(self.planned, first, after, lasting)
                 self.live.bound = self.planned.plan.limit_bytes
-                self.planned.start_bytes += kept
+                self.planned.start_bytes += lasting
 
     def _open_record(self) -> Record | None:
         return None if self.record is None else self.record()
