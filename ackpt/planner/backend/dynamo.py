@@ -31,8 +31,9 @@ from ackpt.planner.capture.outputs import no_gradient, without_gradient
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight, stop_casting_once
 from ackpt.planner.capture.tracing import joint_graph
-from ackpt.planner.choose import check_runs, default_profile, device_of_costs, plan, resolved
-from ackpt.planner.costs.fusion import fused
+from ackpt.planner.choose import check_runs, default_profile, planned, resolved
+from ackpt.planner.costs.profiles import fused
+from ackpt.planner.request import Request
 from ackpt.planner.step.backward_checks import (
     backward_node,
     depends_on,
@@ -44,7 +45,7 @@ from ackpt.planner.step.backward_checks import (
 from ackpt.planner.step.compiled_schedule import partitioner
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
-from .options import Options, checked
+from .options import checked
 
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 _FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
@@ -159,8 +160,8 @@ def _counted(run, planned: bool):
 class _Partition(CustomPartitionerFn):
     """Plans the joint graph that Inductor passes, and splits it as planned."""
 
-    def __init__(self, gm: fx.GraphModule, options: Options):
-        self.options = options
+    def __init__(self, gm: fx.GraphModule, request: Request):
+        self.request = request
         self.kinds = {}
         self.depends: tuple[frozenset[int] | None, ...] = ()
         self.strides: dict[int, tuple[int, ...]] = {}
@@ -185,13 +186,13 @@ class _Partition(CustomPartitionerFn):
             again.propagate_dont_convert_inputs(*_flat(joint_inputs))
         graph = joint_graph(joint, replays_random=False)
         self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
-        use = self.options
+        use = self.request
         try:
-            device = resolved(graph, device_of_costs(use.device_profile, use.costs))
+            device = resolved(graph, use.device)
             profile = default_profile(graph, device)
             if device is not None:
                 profile = fused(graph, profile, device)
-            made = check_runs(graph, plan(graph, use.budget, use.policy, profile=profile, **use.of_policy))
+            made = check_runs(graph, planned(graph, use, profile))
         except BudgetError as error:
             if not (_compiled_before() and is_share(use.budget)):
                 raise

@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ackpt.core.errors import TraceError, did_you_mean
-from ackpt.metering.prediction import predict
+from ackpt.metering.prediction import LATE, predict
 from ackpt.metering.resident import rounded
-from ackpt.metering.storages import LATE
 
 from .joint_graph import JointGraph
 

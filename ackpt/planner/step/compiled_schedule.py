@@ -67,9 +67,16 @@ def compiled_schedule(
         )
     depends, read = depends_on(graph), _read_later(graph, schedule)
     saved_outputs = _saved_outputs(graph, schedule)
+    returned = {info.base_idx for info in captured.joint._aot_state.fw_metadata.output_info}
+    # Hooks on the gradient accumulators of unused parameters would run, which eager does not call.
+    unused = [place for place, needs in enumerate(depends) if needs is None and place not in returned]
 
     def step(inputs, strides: Strides) -> list[Any]:
-        outputs = run(*inputs)
+        differentiated = list(inputs)
+        for place in unused:
+            if isinstance(inputs[place], torch.Tensor) and inputs[place].requires_grad:
+                differentiated[place] = inputs[place].detach()
+        outputs = run(*differentiated)
         if (node := backward_node(outputs)) is not None:
             refuse_other_modes(node)
             gradients_as_planned(node, outputs, strides)

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ackpt.planner.capture.aot import CAPTURING, Capture
+from ackpt.planner.capture.call_facts import Call
 from ackpt.planner.schedule.plan import Plan
-
-from .backward_checks import (
-    backward_node,
+from ackpt.planner.step.backward_checks import (
     dropped_before_backward,
     gradients_before_backward,
     retained_after_backward,
 )
-from .call_facts import Call
-from .choices import Stopgap
+
+from .backward_checks import backward_node
 
 
 class _Room(NamedTuple):
@@ -39,7 +38,7 @@ class Variant:
     """What runs calls of some sizes: ``run`` with the inputs of ``captured``.
 
     ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward, and
-    which counts gradients of earlier steps if ``accumulates``. ``stopgap``: how long it runs, if not for good.
+    which counts gradients of earlier steps if ``accumulates``.
     """
 
     captured: Capture
@@ -47,12 +46,9 @@ class Variant:
     make_plan: Callable[[], Plan]
     dropped: tuple[int, ...] = ()
     accumulates: bool = False
-    stopgap: Stopgap | None = None
 
     def outputs(self, call: Call) -> Any:
         """The outputs of the planned step."""
-        if self.stopgap is not None:
-            self.stopgap.ran()
         with CAPTURING:
             inputs = self.captured.inputs(call.modules, call.leaves)
         outputs = self.run(inputs)

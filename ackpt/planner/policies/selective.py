@@ -80,11 +80,7 @@ def schedule(
 
 @once_per_graph
 def blocks(graph: JointGraph) -> tuple[str, ...]:
-    """The qualified names of the repeated blocks, in the order of their first operation.
-
-    Raises:
-        ValueError: if the model has no repeated blocks.
-    """
+    """The qualified names of the repeated blocks, in the order of their operations; ValueError if there are none."""
     names = dict.fromkeys(name for name in _block_of(graph)[: graph.boundary] if name)
     lists = Counter(map(_list_of, names))
     repeated = tuple(name for name in names if lists[_list_of(name)] > 1)
@@ -103,8 +99,8 @@ def _block_of(graph: JointGraph) -> tuple[str, ...]:
     parents = {prefix for module in modules for prefix in _prefixes(module)[:-1]}
     members = {}
     for module in modules:
-        found = _NUMBERS.match(module)
-        prefixes = [] if found is None else reversed(_prefixes(found.group()))
+        numbers = _NUMBERS.match(module)
+        prefixes = [] if numbers is None else reversed(_prefixes(numbers.group()))
         in_lists = (each for each in prefixes if each in parents and each.rpartition(".")[2].isdigit())
         members[module] = next(in_lists, "")
     return tuple(members[node.module] for node in graph.nodes)
@@ -141,7 +137,7 @@ def _crossing(graph: JointGraph, chosen) -> tuple[set[int], set[int]]:
 
 def _results(graph: JointGraph, chosen, save: str) -> set[int]:
     """The storages of the operations whose results the `chosen` blocks save."""
-    kept: set[int] = set()
+    saved: set[int] = set()
     products, owner = dict.fromkeys(chosen, 0), _block_of(graph)
     for node in graph.nodes[: graph.boundary]:
         block = owner[node.id]
@@ -150,12 +146,12 @@ def _results(graph: JointGraph, chosen, save: str) -> set[int]:
         is_product = node.target in _PRODUCTS
         products[block] += is_product
         if save == "matmuls":
-            is_kept = node.target in _MATMULS or "scaled_dot_product" in node.target
+            is_saved = node.target in _MATMULS or "scaled_dot_product" in node.target
         else:
-            is_kept = products[block] % 2 == 1 if is_product else "scaled_dot_product" in node.target
-        if is_kept:
-            kept |= graph.analysis.allocated.get(node.id, frozenset()) & graph.analysis.savable
-    return kept
+            is_saved = products[block] % 2 == 1 if is_product else "scaled_dot_product" in node.target
+        if is_saved:
+            saved |= graph.analysis.allocated.get(node.id, frozenset()) & graph.analysis.savable
+    return saved
 
 
 def _recomputed_by_block(graph: JointGraph, late: Schedule, chosen) -> Schedule:

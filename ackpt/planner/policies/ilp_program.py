@@ -1,22 +1,91 @@
-"""Checkmate's integer program (see `ackpt.planner.policies.ilp`) as matrices for HiGHS, and the solver's result."""
+"""Checkmate's integer program as matrices for HiGHS, and the solver's result.
+
+The nodes have one topological order; stage t ends with the first computation of node t. R[t, i] says that node i is
+computed in stage t, S[t, i] that its result is saved from before stage t. The objective is the paper's. The lifetime of
+a result within a stage has one variable for each stretch between two of its readers, instead of the paper's FREE: this
+describes the same plans with a tighter relaxation. They are optimal if the nodes of a stage run in the given order too,
+and if every result has one size and is live together with everything that its node reads.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil, gcd, inf
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from ackpt.planner.policies.ilp import Dag
 
 _OPTIMAL, _OUT_OF_TIME, _INFEASIBLE = 0, 1, 2  # statuses of scipy
 _RANGE = 10**6  # largest number given to the solver, which treats less than 1e-6 as zero
 _ROUNDING = 1e-6  # how far above a whole number a bound may be by the solver's rounding alone
+
+
+@dataclass(frozen=True)
+class Dag:
+    """A step's operations in topological order.
+
+    ``costs`` and ``bytes``: of every node's computation and result. ``edges``: (producer, consumer) pairs of indices.
+    ``workspace``: bytes that a node allocates while it runs. ``held``: nodes whose results live to the end; ``once``:
+    nodes that cannot be recomputed. Nothing is recomputed until all nodes before ``boundary`` have been computed.
+    ``siblings``: ``{node: earlier node}``, further results of one operation, which every later run of it allocates too.
+
+    Raises:
+        ValueError: for lengths that differ, negative numbers, or an edge that does not lead forward.
+
+    Example:
+        >>> dag = Dag(costs=[1, 1, 2], bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])
+        >>> dag.inputs, dag.readers
+        ([[], [0], [0, 1]], [[1, 2], [2], []])
+    """
+
+    costs: Sequence[float]
+    bytes: Sequence[int]
+    edges: Sequence[tuple[int, int]]
+    workspace: Sequence[int] = ()
+    held: Collection[int] = ()
+    once: Collection[int] = ()
+    boundary: int = 0
+    siblings: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        count = len(self.costs)
+        if not len(self.workspace):
+            object.__setattr__(self, "workspace", (0,) * count)
+        for name in ("bytes", "workspace"):
+            if len(getattr(self, name)) != count:
+                raise ValueError(f"{name} has {len(getattr(self, name))} values for a graph of {count} nodes")
+        if not count:
+            raise ValueError("a graph has at least one node")
+        if min(*self.costs, *self.bytes, *self.workspace) < 0:
+            raise ValueError("costs and bytes of a graph are not negative")
+        for producer, consumer in self.edges:
+            if not 0 <= producer < consumer < count:
+                raise ValueError(
+                    f"the edge {(producer, consumer)} does not lead from a node to a later one of the {count}: number "
+                    "the nodes in topological order"
+                )
+
+    @cached_property
+    def inputs(self) -> list[list[int]]:
+        """The nodes that each node reads."""
+        return [sorted({a for a, b in self.edges if b == node}) for node in range(len(self.costs))]
+
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """The nodes that read each node."""
+        return [sorted({b for a, b in self.edges if a == node}) for node in range(len(self.costs))]
+
+    @cached_property
+    def last_use(self) -> list[int]:
+        """The last stage in which each node's result is read, directly or to recompute something."""
+        last = list(range(len(self.costs)))
+        for node in reversed(last):
+            last[node] = max([node, *(last[reader] for reader in self.readers[node])])
+        return last
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Call(NamedTuple):
 class Facts(NamedTuple):
     """The facts of a call, in a form that compares and hashes.
 
-    ``shared``: as of `ackpt.planner.step.model_facts`, of the model's tensors followed by the call's, if one of the
+    ``shared``: as of `ackpt.planner.capture.model_facts`, of the model's tensors followed by the call's, if one of the
     latter shares its storage. ``settings``: the values of `_SETTINGS`.
     """
 

@@ -1,6 +1,6 @@
-"""When an order of nodes can free each storage: right after its last use. One pass of numpy over a whole order.
+"""Orders of nodes: when each storage is freed, and when results are taken from an operation that has several.
 
-Planning makes thousands of schedules for a graph, so this is its innermost loop.
+Planning makes thousands of schedules for a graph, so this is its innermost loop: one pass of numpy over a whole order.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def frees(graph: JointGraph, order, phase: str) -> Frees:
 def unpacked_at_once(graph: JointGraph, order: list[int]) -> list[int]:
     """`order` with every result of an operation that has several taken right after the operation has run.
 
-    The operation returns a tuple, which holds all of its results until the last of them is taken from it: a recomputed
-    batch norm's output, for example, until backward reads the mean.
+    The tuple of results holds all of them until the last is taken: a batch norm's output until backward reads the mean.
     """
     nodes = np.asarray(order, dtype=np.int64)
     operations = _operations(graph)[nodes]
