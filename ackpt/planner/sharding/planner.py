@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-import ackpt
 from ackpt.core.budget import dynamic_limit, readable
 from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.metering.gpus import MIB, gpu
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.costs.devices import device
+from ackpt.planner.costs.profiles import profile
 from ackpt.planner.workloads.device_memory import DeviceMemory, rank_memory
 from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.optimizers import optimizer_kind
@@ -152,7 +152,7 @@ class ShardedModel:
 
     def _blocks(self, step: TrainingStep) -> Blocks:
         graph = captured(step, replace(self.config, optimizer="none"), self.device)
-        return Blocks(graph, ackpt.profile(graph, self.device), groups_of(step.model))
+        return Blocks(graph, profile(graph, self.device), groups_of(step.model))
 
 
 class _Table:
