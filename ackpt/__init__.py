@@ -7,6 +7,7 @@ from ackpt.checkpointing.guards import guarantees
 from ackpt.checkpointing.reentrant import checkpoint
 from ackpt.checkpointing.sequential import checkpoint_sequential
 from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
+from ackpt.core import __version__ as __version__
 from ackpt.core.autograd_state import is_recomputing
 from ackpt.core.errors import BudgetError, CheckpointError, OffloadError, TraceError
 from ackpt.metering.meter import compare_seconds, count_flops, measure
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from ackpt.planner.explain.explanation import explain
     from ackpt.planner.explain.print_saved import print_saved
     from ackpt.planner.schedule.plan import Plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",

@@ -20,10 +20,11 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
     return found
 
 
-def imports(name: str, path: Path, known) -> set[str]:
-    """The modules among `known` that a module imports; those for type checkers alone do not count."""
+def imports(name: str, path: Path, known, *, for_type_checkers: bool = False) -> set[str]:
+    """The modules among `known` that a module imports; those for type checkers alone only if `for_type_checkers`."""
     found = set()
-    for node in _executed(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if for_type_checkers else _executed(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -57,10 +58,10 @@ def _executed(tree) -> Iterator[ast.AST]:
         yield from _executed(node)
 
 
-def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
+def graph(package: Path = PACKAGE, *, for_type_checkers: bool = False) -> dict[str, set[str]]:
     """Module -> the modules of the same package that it imports."""
     known = modules(package)
-    return {name: imports(name, path, known) for name, path in known.items()}
+    return {name: imports(name, path, known, for_type_checkers=for_type_checkers) for name, path in known.items()}
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:

@@ -62,7 +62,7 @@ def title_page(title: str) -> str:
     """The title page; what follows a colon in the title is its second line."""
     first, _, second = title.partition(": ")
     author, year = (value_of(f"{key}: ", "book/_config.yml") for key in ("author", "copyright"))
-    version = value_of("__version__ = ", "ackpt/__init__.py")
+    version = value_of("__version__ = ", "ackpt/core/__init__.py")
     lines = f'<p class="subtitle">{second}</p><p>{author}</p><p>Version {version}, {year}</p>'
     return f'<div class="title-page"><p class="title">{first}</p>{lines}</div>'
 

@@ -62,10 +62,10 @@ def run(
 
 def parser_of(program: str, description: str, commands: Iterable[Callable]) -> argparse.ArgumentParser:
     """The parser of a program with these commands, whose errors are one line each."""
-    import ackpt
+    from ackpt.core import __version__
 
     parser = _Parser(prog=program, description=description)
-    parser.add_argument("--version", action="version", version=f"ackpt {ackpt.__version__}")
+    parser.add_argument("--version", action="version", version=f"ackpt {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
     for add_command in commands:
         add_command(subparsers)

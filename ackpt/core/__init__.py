@@ -2,3 +2,5 @@
 
 Read `errors` first.
 """
+
+__version__ = "0.1.0"

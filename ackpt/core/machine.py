@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from . import __version__
+
 
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Device, versions, threads and the day in UTC; a GPU adds its capability, memory, driver, CUDA and cuDNN."""
@@ -62,9 +64,7 @@ def _package_version() -> str:
     try:
         return metadata.version("ackpt")
     except metadata.PackageNotFoundError:
-        import ackpt
-
-        return ackpt.__version__
+        return __version__
 
 
 def _device_name(device) -> str:

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ackpt.checkpointing.chunked_loss import chunked_cross_entropy
+
 from .checks import require_positive
 from .packed_attention import attention, is_readable
 
@@ -230,9 +232,7 @@ class LanguageModel(nn.Module):
         hidden = self.hidden(tokens, cu_seqlens, max_seqlen)
         if loss_chunks is None:
             return F.cross_entropy(self.head(hidden), targets, ignore_index=IGNORE_INDEX)
-        import ackpt  # at the top it would be circular
-
-        return ackpt.chunked_cross_entropy(hidden, self.head.weight, targets, chunks=loss_chunks)
+        return chunked_cross_entropy(hidden, self.head.weight, targets, chunks=loss_chunks)
 
     def _check_ids(self, name: str, ids: Tensor, ignore: int | None = None) -> None:
         if ids.ndim != 1 or ids.dtype != torch.int64 or ids.numel() == 0:

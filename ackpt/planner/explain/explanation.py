@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import pickle
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ackpt.core.files import write_bytes_atomic, write_text_atomic
 from ackpt.planner.capture.inspection.calls import call_arguments, sliced
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import optimizer_of
@@ -20,19 +20,27 @@ from ackpt.planner.choose import default_profile, planned
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.costs.profiles import profile as profiled
+<<<<<<< HEAD
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.allocations import Allocation, allocations, by_kind
+=======
+from ackpt.planner.schedule.allocations import allocations
+>>>>>>> main
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import without_budget
 
-from .saved import SavedLine, by_block, by_type, saved_lines
-from .suggestions import Suggestion, suggestions
+from .page import page
+from .saved import saved_lines
+from .snapshot import snapshot
+from .step_memory import StepMemory
+from .suggestions import suggestions
+from .text import text
 
 RANKS = 8
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(StepMemory):
     """Where the memory of a planned step goes; ``print(explanation)`` shows it.
 
     ``plan``: the plan of the step. ``saved``: a `SavedLine` for every module and source line that saves something for
@@ -51,44 +59,8 @@ class Explanation:
         True
     """
 
-    graph: JointGraph
-    profile: Profile
-    plan: Plan
-    saved: tuple[SavedLine, ...]
-    allocations: tuple[Allocation, ...]
-    suggestions: tuple[Suggestion, ...]
-    not_computed: tuple[str, ...]
-    types: Mapping[str, str]
-    views: str = ""
-
     def __repr__(self) -> str:
-        from .text import text
-
         return text(self)
-
-    @cached_property
-    def live(self) -> tuple[Allocation, ...]:
-        """The allocations that are live at the peak, the largest first."""
-        index = self.plan.timeline.peak_index
-        return tuple(sorted((a for a in self.allocations if a.is_live(index)), key=lambda a: -a.bytes))
-
-    @cached_property
-    def at_peak(self) -> dict[str, int]:
-        """Bytes at the peak by kind, such as ``gradients``, ``saved``, ``recomputed`` and ``temporaries``.
-
-        They add up to ``plan.peak_bytes``.
-        """
-        return by_kind(self.live)
-
-    @cached_property
-    def by_block(self) -> dict[str, int]:
-        """Bytes that the baseline saves by block, such as ``transformer.h.11``, the largest first."""
-        return by_block(self.saved)
-
-    @cached_property
-    def by_type(self) -> dict[str, int]:
-        """Bytes that the baseline saves by the class of the module, the largest first."""
-        return by_type(self.saved, self.types)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write the explanation as one HTML page, which needs no network, and return its path.
@@ -96,10 +68,6 @@ class Explanation:
         Raises:
             RecordError: if it cannot be written there.
         """
-        from ackpt.core.files import write_text_atomic
-
-        from .page import page
-
         return write_text_atomic(path, page(self))
 
     def to_memory_viz(self, path: str | os.PathLike[str]) -> Path:
@@ -111,12 +79,6 @@ class Explanation:
         Raises:
             RecordError: if it cannot be written there.
         """
-        import pickle
-
-        from ackpt.core.files import write_bytes_atomic
-
-        from .snapshot import snapshot
-
         # The page reads protocols up to 4 (torch/utils/viz/MemoryViz.js, unpickle).
         return write_bytes_atomic(path, pickle.dumps(snapshot(self), protocol=4))
 

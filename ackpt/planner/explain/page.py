@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from html import escape
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-import ackpt
+from ackpt.core import __version__
 from ackpt.metering.meter import memory_format
 from ackpt.planner.schedule.allocations import LIVE
 
 from .saved import SavedLine
+from .step_memory import StepMemory
 from .text import by_equal_blocks, cost_text, grouped, live_rows, where_text
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
 
 _POINTS = 600  # of the timeline
 _WIDTH, _HEIGHT = 720, 260
@@ -51,7 +48,7 @@ summary:focus-visible { outline: 2px solid var(--parameters); }
 """
 
 
-def page(explanation: Explanation) -> str:
+def page(explanation: StepMemory) -> str:
     """The page as text."""
     plan = explanation.plan
     title = f"Peak memory of one training step: {memory_format(plan.peak_bytes)}"
@@ -60,7 +57,7 @@ def page(explanation: Explanation) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="faint">{escape(explanation.types.get("", "model"))}, policy {escape(plan.policy)}, '
         f"{'FLOPs' if explanation.profile.seconds is None else 'seconds of ' + escape(explanation.profile.device)}, "
-        f"ackpt {escape(ackpt.__version__)}</p>",
+        f"ackpt {escape(__version__)}</p>",
         f"<p>The peak is reached at <code>{escape(plan.peak_node)}</code>.</p>",
         f"<p>{escape(explanation.views)}</p>" if explanation.views else "",
         "<h2>Live memory over the step</h2>",
@@ -102,7 +99,7 @@ def page(explanation: Explanation) -> str:
     return f"{head}<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
 
 
-def timeline_svg(explanation: Explanation) -> str:
+def timeline_svg(explanation: StepMemory) -> str:
     """Live bytes by kind after every allocation and free, stacked; the peak and the start of backward are marked."""
     plan = explanation.plan
     count, peak = len(plan.timeline.live), plan.timeline.peak_index
@@ -135,7 +132,7 @@ def timeline_svg(explanation: Explanation) -> str:
     )
 
 
-def live_series(explanation: Explanation) -> dict[str, list[int]]:
+def live_series(explanation: StepMemory) -> dict[str, list[int]]:
     """Bytes by kind at every entry of the plan's timeline; kinds that are always 0 are left out."""
     count = len(explanation.plan.timeline.live)
     changes = {kind: [0] * (count + 1) for kind in LIVE}
@@ -153,7 +150,7 @@ def _rule(x: float, dashes: str, title: str) -> str:
     )
 
 
-def _legend(explanation: Explanation) -> str:
+def _legend(explanation: StepMemory) -> str:
     at_peak = explanation.at_peak
     entries = [
         f'<li><i style="background: var(--{kind})"></i>{kind}: {memory_format(at_peak.get(kind, 0))} at the peak</li>'
@@ -162,7 +159,7 @@ def _legend(explanation: Explanation) -> str:
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
-def _suggestions(explanation: Explanation) -> str:
+def _suggestions(explanation: StepMemory) -> str:
     rows = []
     for each in explanation.suggestions:
         cost = "" if each.cost is None else f", recomputation {each.cost:.1%} of the step"

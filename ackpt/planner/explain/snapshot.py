@@ -6,17 +6,16 @@ that the one segment is about as large as the peak.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ackpt.planner.schedule.allocations import Allocation, described
 
-if TYPE_CHECKING:
-    from .explanation import Explanation
+from .step_memory import StepMemory
 
 START = 0x7F0000000000  # of the segment
 
 
-def snapshot(explanation: Explanation) -> dict[str, Any]:
+def snapshot(explanation: StepMemory) -> dict[str, Any]:
     """Segments and events of the step; resident blocks are allocated first."""
     frames = {id(block): _frames(explanation, block) for block in explanation.allocations}
     events: list[tuple[int, bool, Allocation]] = []
@@ -78,7 +77,7 @@ def _block(place: int, size: int, state: str, frames) -> dict[str, Any]:
     return {"address": START + place, "size": size, "requested_size": size, "state": state, "frames": frames}
 
 
-def _frames(explanation: Explanation, block: Allocation) -> list[dict[str, Any]]:
+def _frames(explanation: StepMemory, block: Allocation) -> list[dict[str, Any]]:
     """The frames of a block: its content as the innermost one, then the user's line, then the module."""
     name = f"{block.kind}: {described(explanation.graph, block)}"
     if block.node is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.inspection.calls import CHECKPOINTS
@@ -12,9 +11,7 @@ from ackpt.planner.schedule.allocations import RESIDENT, Allocation, described, 
 from ackpt.planner.schedule.plan import Plan
 
 from .saved import SavedLine
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
+from .step_memory import StepMemory
 
 LARGEST = 12  # lines of each list
 _NAMED = (*RESIDENT, "gradients")
@@ -24,7 +21,7 @@ _OWN_CHECKPOINTS = f"""left out          {CHECKPOINTS}, which the model calls; p
 _UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 
 
-def text(explanation: Explanation) -> str:
+def text(explanation: StepMemory) -> str:
     """The full text: the peak and the live bytes at it, saved activations by line, totals, and suggestions."""
     plan, lines = explanation.plan, explanation.saved
     baseline = sum(line.bytes for line in lines)
@@ -130,7 +127,7 @@ def cost_text(group: list[SavedLine]) -> str:
     raise AssertionError
 
 
-def live_rows(explanation: Explanation) -> list[tuple[int, str, str]]:
+def live_rows(explanation: StepMemory) -> list[tuple[int, str, str]]:
     """(bytes, kind, description) of what is live at the peak, equal modules as one, the largest first."""
     graph = explanation.graph
     groups: dict[tuple, list[Allocation]] = {}
@@ -156,6 +153,6 @@ def live_rows(explanation: Explanation) -> list[tuple[int, str, str]]:
     return sorted(rows, key=lambda row: -row[0])[:LARGEST]
 
 
-def _name(explanation: Explanation, block: Allocation) -> str:
+def _name(explanation: StepMemory, block: Allocation) -> str:
     """The name of a parameter, a buffer or an input, or of the parameter that a gradient is of."""
     return described(explanation.graph, block).removeprefix("gradient of ")

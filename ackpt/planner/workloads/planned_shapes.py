@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-import ackpt
 from ackpt.core.budget import dynamic_limit, is_share, readable
 from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.core.progress import shown, stage
@@ -25,8 +24,11 @@ from ackpt.metering.resident import rounded
 from ackpt.planner.capture.inspection.calls import MACHINE
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
+from ackpt.planner.capture.tracing import trace
+from ackpt.planner.choose import plan as planned
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
+from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.policies import POLICIES
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.simulator import simulate
@@ -162,7 +164,7 @@ def run_plan(config: PlanConfig) -> Planned:
         stage(f"building {config.step.model}")
         step = training_step(config.step)
         graph = captured(step, config, where)
-        profile = ackpt.profile(graph, where)
+        profile = profiled(graph, where)
         profile = profile if where is None else with_gpu_workspace(graph, profile)
         return Planned(config, step, graph, profile, *_planned(graph, profile, where, config))
 
@@ -171,7 +173,7 @@ def _planned(
     graph: JointGraph, profile: Profile, where: Device | None, config: PlanConfig
 ) -> tuple[Plan, Device | None, DeviceMemory | None]:
     policy = config.policy or ("none" if config.budget is None else "auto")
-    plan_within = partial(ackpt.plan, graph, policy=policy, profile=profile, **config.options)
+    plan_within = partial(planned, graph, policy=policy, profile=profile, **config.options)
 
     def memory_of(plan: Plan) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB
@@ -216,7 +218,7 @@ def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device |
     choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
     scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
     with autocast("cpu", config.autocast), choices, scaled:
-        graph = ackpt.trace(step.model, **step.inputs)
+        graph = trace(step.model, **step.inputs)
     if where is not None:
         graph = dataclasses.replace(
             graph,

@@ -16,6 +16,7 @@ from torch import nn
 
 import ackpt
 from ackpt.planner.policies import auto, min_cut
+from ackpt.planner.policies.search import schedule_cache
 
 
 def model(width=16, depth=3):
@@ -108,7 +109,7 @@ def test_whatever_a_search_depends_on_is_in_the_name(tmp_path, monkeypatch, chan
     elif change == "optimizer":
         assert planned(net, optimizer=torch.optim.Adam(net.parameters())) == 2
     else:
-        monkeypatch.setattr(torch if change == "torch" else ackpt, "__version__", "0.0.1")
+        monkeypatch.setattr(torch if change == "torch" else schedule_cache, "__version__", "0.0.1")
         assert planned(net) == 2
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-import ackpt
+from ackpt.core import __version__
 from ackpt.core.errors import warn
 from ackpt.core.files import RecordError, write_bytes_atomic
 from ackpt.core.progress import stage
@@ -108,7 +108,7 @@ def _key(graph: JointGraph, profile: Profile, about: Mapping[str, Any]) -> dict[
         "about": about,
     }
     hashes = {name: _hash(part) for name, part in parts.items()}
-    return {"ackpt": ackpt.__version__, "torch": torch.__version__, "graph": graph.hash, **hashes}
+    return {"ackpt": __version__, "torch": torch.__version__, "graph": graph.hash, **hashes}
 
 
 def _hash(data) -> str:
