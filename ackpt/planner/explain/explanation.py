@@ -20,12 +20,8 @@ from ackpt.planner.choose import default_profile, planned
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.costs.profiles import profile as profiled
-<<<<<<< HEAD
 from ackpt.planner.request import Request
-from ackpt.planner.schedule.allocations import Allocation, allocations, by_kind
-=======
 from ackpt.planner.schedule.allocations import allocations
->>>>>>> main
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import without_budget
 
