@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
