@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ackpt import plan
 from ackpt.core.errors import BudgetError
-from ackpt.planner.choose import plan
 from ackpt.planner.policies import auto, full, ilp, mu_two, rotor
 from ackpt.planner.policies.chains.blocks import coarse_chain, long_skips
 from ackpt.planner.policies.chains.substitutes import substituted

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ackpt import plan
 from ackpt.core.errors import BudgetError
 from ackpt.metering.meter import Measurement, measure
-from ackpt.planner.choose import plan
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.policies import revolve
 from ackpt.planner.schedule.plan import Plan

@@ -11,7 +11,7 @@ from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig, Planned, run_plan
 
 from . import plan_text
-from .options import UsageError
+from .command_line import UsageError
 
 SIZES = ("batch_size", "seq_len", "image_size")
 DEVICE = "device_profile"

@@ -11,14 +11,7 @@ IGNORE_INDEX = -100  # F.cross_entropy's default
 
 
 def require_positive(config: object, *names: str) -> None:
-    """ValueError unless each named attribute of `config` is a positive integer.
-
-    Example:
-        >>> import types
-        >>> require_positive(types.SimpleNamespace(layers=0), "layers")
-        Traceback (most recent call last):
-        ValueError: layers must be a positive integer, got 0
-    """
+    """ValueError unless each named attribute of `config` is a positive integer."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -29,11 +22,6 @@ def require_ids(name: str, ids: Tensor, shape: torch.Size, below: int, why: str,
     """ValueError unless `ids` are int64 of `shape`, each in [0, below) or equal to `ignore`; `why` ends the message.
 
     Values are read on the CPU only, where that costs no synchronisation, and not off meta or fake tensors.
-
-    Example:
-        >>> require_ids("labels", torch.tensor([3]), torch.Size([1]), 3, "num_classes is 3")
-        Traceback (most recent call last):
-        ValueError: labels holds values from 3 to 3, allowed are 0 to 2: num_classes is 3
     """
     if ids.dtype != torch.int64 or ids.shape != shape:
         raise ValueError(f"{name} must be int64 of shape {list(shape)}, got {ids.dtype} {list(ids.shape)}")

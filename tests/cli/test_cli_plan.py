@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
+from ackpt.cli import main
 from ackpt.cli import plan_text as plan_report
-from ackpt.cli.command_line import main
 from ackpt.core.budget import readable
 from ackpt.graph import Plan, PlanError
 from ackpt.metering.autograd_engine import SavedNumbers
@@ -21,8 +21,7 @@ from ackpt.metering.kernel_memory import Workspaces
 from ackpt.metering.run_alone import Allocations
 from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.planner.costs.devices import device
-from ackpt.planner.workloads.cuda_capture import CapturedCudaChoices
-from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
+from ackpt.planner.workloads.planned_shapes import CapturedCudaChoices, PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest, autocast
 
 pytestmark = pytest.mark.usefixtures("captured_once")

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import ackpt.planner.capture.patches.random_draws  # noqa: F401 (defines ackpt_graph::dropout_noise)
+import ackpt.planner.capture.patches.python_kernels  # noqa: F401 (defines ackpt_graph::dropout_noise)
 from ackpt.core.files import read_json, write_text_atomic
 from ackpt.core.machine import machine
 from ackpt.core.progress import stage
 from ackpt.metering.flops import formula
 from ackpt.metering.run_alone import in_own_thread
-from ackpt.planner.capture.patches.mask_bits import packed_bytes
+from ackpt.planner.capture.mask_bits import packed_bytes
 from ackpt.planner.costs.devices import Device, with_all_dtypes
 from ackpt.planner.costs.operation_costs import elements
 

@@ -23,9 +23,8 @@ from ackpt.core.progress import stage
 from ackpt.metering import cpu_meter, cuda_meter
 from ackpt.metering.run_alone import cannot_run, count_allocations, flagged, in_own_thread, stand_in
 from ackpt.metering.timeline import MeterError
-from ackpt.planner.capture.analysis import once_per_graph
 from ackpt.planner.capture.example_values import given, made_up, random_like
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.costs.devices import Device, call_of, operation_name
 from ackpt.planner.costs.operation_costs import allocates, dtype, elements, flops, traffic, written
 from ackpt.planner.costs.workspace import runs_alone, value_of

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ackpt.core.files import read_json, write_text_atomic
-from ackpt.metering.cuda_meter import BLOCK
+from ackpt.metering.gpus import BLOCK
 from ackpt.metering.kernel_memory import cuda_temporaries
 from ackpt.metering.resident import rounded
 from ackpt.metering.timeline import MeterError

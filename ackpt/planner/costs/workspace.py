@@ -31,9 +31,8 @@ from ackpt.metering.run_alone import (
     signature,
 )
 from ackpt.metering.timeline import MeterError
-from ackpt.planner.capture.analysis import communicates, once_per_graph
 from ackpt.planner.capture.dynamic_sizes import DynamicModule, expression
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph, communicates, once_per_graph
 from ackpt.planner.costs.operation_costs import allocates
 
 _OWN = ("aten", "prims", "ackpt_graph")

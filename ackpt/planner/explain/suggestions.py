@@ -14,17 +14,17 @@ from functools import partial
 
 import torch
 
+from ackpt.metering.gpus import BLOCK
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.capture.optimizer_state import eight_bit_bytes
 from ackpt.planner.capture.places import block_of, modules_text, pattern, short_source
-from ackpt.planner.choose import plan as make_plan
+from ackpt.planner.choose import planned
 from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import RECOMPUTED, Plan
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of, sharded_optimizer
-from ackpt.planner.sharding.step import peak_bytes, step_windows
-from ackpt.planner.workloads.planned_shapes import CUDA_BLOCK
+from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of, peak_bytes, sharded_optimizer, step_windows
 
 CHUNKS = 8  # of the loss, the default of ackpt.chunked_cross_entropy
 _aten = torch.ops.aten
@@ -61,7 +61,7 @@ def suggestions(
     """The changes that reduce the peak, the one that saves most first; and which were not computed, with the reason."""
     made: list[Suggestion] = []
     reasons: list[str] = []
-    full = make_plan(graph, policy="full", profile=profile)
+    full = planned(graph, Request(policy="full"), profile)
     made.append(
         _suggestion(
             plan,
@@ -79,7 +79,7 @@ def suggestions(
         how = f"simulated with the logits in {CHUNKS} chunks and their gradients computed in the forward"
         fix = "ackpt.chunked_cross_entropy(hidden.flatten(0, -2), head.weight, targets.flatten()) for head and loss"
         made.append(_suggestion(plan, chunked.peak(plan.schedule, profile), f"chunk {chunked.where}", None, fix, how))
-        both = make_plan(chunked.small, policy="full", profile=profile)
+        both = planned(chunked.small, Request(policy="full"), profile)
         peak = chunked.peak(both.schedule, profile)
         title = f"checkpoint {_recomputed_blocks(both)} and chunk the loss"
         if peak < min(suggestion.peak_bytes for suggestion in made):
@@ -220,7 +220,7 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
         return "plans that offload are not simulated for shards"
     if schedule.packed:
         return "plans that pack dropout masks are not simulated for shards"
-    sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else CUDA_BLOCK)
+    sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else BLOCK)
     kind = None if optimizer is None else _like(optimizer)
     try:
         groups = groups_of(model)

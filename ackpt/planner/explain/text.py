@@ -10,8 +10,7 @@ from ackpt.planner.capture.places import block_of, modules_text, pattern, short_
 from ackpt.planner.schedule.allocations import RESIDENT, Allocation, described, operation_of
 from ackpt.planner.schedule.plan import Plan
 
-from .saved import SavedLine
-from .step_memory import StepMemory
+from .saved import SavedLine, StepMemory
 
 LARGEST = 12  # lines of each list
 _NAMED = (*RESIDENT, "gradients")

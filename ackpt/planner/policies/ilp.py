@@ -20,8 +20,7 @@ from math import inf
 from numbers import Real
 
 from ackpt.core.errors import BudgetError, warn
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import Analysis, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies import auto, rotor
 from ackpt.planner.policies.ilp_program import Dag, Result, rounded_up, run, solver, unit_of_bytes

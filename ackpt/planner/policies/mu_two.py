@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies.search.frontier import cheapest, costs
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded

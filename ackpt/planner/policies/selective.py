@@ -19,8 +19,7 @@ from itertools import accumulate
 
 from ackpt.core.errors import did_you_mean
 from ackpt.metering.kernel_memory import MATMULS
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph, once_per_graph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded
 from ackpt.planner.schedule.schedule import Schedule, everything, lower, scheduled

@@ -1,7 +1,7 @@
 """The operations that a planned step adds to the captured ones: copies of storages, and replays of random operations.
 
 Storages move between the device and pinned host memory. A copy moves a whole storage; views of it are recomputed
-afterwards. On a GPU each direction has its own stream, by the rules of `ackpt.offloading.cuda_transport`. On the CPU a
+afterwards. On a GPU each direction has its own stream, by the rules of `ackpt.offloading.transport`. On the CPU a
 copy is complete when it returns, and the "host" is the same memory. The start of a copy returns its event together with
 the tensor and passes both to the wait. These are plain Python functions since operations registered with torch can
 return tensors only.
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ackpt.checkpointing.rng import TorchStream, drawn_from, snapshot
 from ackpt.core.errors import CheckpointError, warn
-from ackpt.offloading.cuda_transport import CudaTransport
+from ackpt.offloading.transport import CudaTransport
 from ackpt.planner.capture.operations import is_tagged
 
 

@@ -15,8 +15,7 @@ import torch
 
 from ackpt.core.budget import readable
 from ackpt.metering.meter import memory_format
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, once_per_graph
 from ackpt.planner.capture.places import operation, short_source
 from ackpt.planner.schedule.simulator import HOST, TEMPORARY, follow
 

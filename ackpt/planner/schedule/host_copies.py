@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ackpt.planner.capture.analysis import Analysis
+from ackpt.planner.capture.joint_graph import Analysis
 
 from .schedule import COMPUTE, KINDS, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError
 

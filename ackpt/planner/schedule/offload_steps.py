@@ -14,8 +14,7 @@ import dataclasses
 from collections.abc import Iterable
 from itertools import accumulate
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, Analysis, JointGraph
 from ackpt.planner.costs.profiles import Profile
 
 from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError, Step

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
-from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, Analysis, JointGraph, once_per_graph
 
 
 class Frees(NamedTuple):

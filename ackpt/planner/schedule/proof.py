@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from ackpt.planner.capture.fake_results import FakeResults, Value, storages_in
-
 from .added_operations import offload, run_again, run_and_save
+from .fake_results import FakeResults, Value, storages_in
 from .listing import Line, Listing, mapped
 
 

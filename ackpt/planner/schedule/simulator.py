@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from ackpt.metering.timeline import Copy, Timeline
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, once_per_graph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.host_copies import Host, clock
 from ackpt.planner.schedule.schedule import (

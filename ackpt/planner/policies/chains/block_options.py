@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from ackpt.core.progress import counted
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
-from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, Analysis, JointGraph, once_per_graph
 from ackpt.planner.policies.chains.blocks import Block, BlockChain
 from ackpt.planner.policies.chains.chain_table import Option, Partial, Stage
 from ackpt.planner.policies.search.frontier import undominated

@@ -13,8 +13,7 @@ import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph, once_per_graph
 from ackpt.planner.schedule.schedule import Schedule, everything, needed_forward, recompute_late, scheduled, storages_of
 
 _LONG = 40  # storages allocated without a cut between them: more than a block has

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import Analysis, JointGraph, once_per_graph
 from ackpt.planner.policies.chains.block_options import rows_by_price
 from ackpt.planner.policies.search.frontier import evenly_spaced, pareto
 from ackpt.planner.schedule.schedule import Schedule, everything, live_before_backward, lower

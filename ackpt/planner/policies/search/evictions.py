@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ackpt.core.progress import counted
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import BACKWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, JointGraph, once_per_graph
 from ackpt.planner.schedule.schedule import Schedule, missing_for, storages_of
 from ackpt.planner.schedule.simulator import step_peaks
 

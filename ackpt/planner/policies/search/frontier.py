@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from ackpt.core.progress import counted
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.host_copies import waiting
 from ackpt.planner.schedule.schedule import KINDS, PACK, UNPACK, Schedule, everything, recomputed

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import BACKWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, Analysis, JointGraph
 
 _INSTANTS = 256  # at most so many positions in backward at which the live bytes are bounded: the size of the program
 _INFEASIBLE = 2  # status of scipy

@@ -17,9 +17,8 @@ _MOST = 4  # captures for one cause, after which a warning says how to avoid the
 class Event:
     """One capture or choice of a plan.
 
-    ``kind``: ``"capture"`` (of one shape), ``"dynamic capture"`` (of all sizes of some dimensions), ``"search"`` (new
-    schedules), ``"plan"`` (a choice for new sizes, or a cheaper one for sizes that came back), ``"regions"`` (a plan in
-    parts), or ``"refused"`` (a dynamic capture that was not possible).
+    ``kind``: ``"capture"`` (of one shape), ``"dynamic capture"`` (of all sizes of some dimensions), ``"plan"`` (a
+    choice for new sizes), ``"regions"`` (a plan in parts), or ``"refused"`` (a dynamic capture that was not possible).
     ``cause``: what made it necessary. ``seconds``: how long it took.
 
     Example:

@@ -14,8 +14,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ackpt.planner.capture.aot import given_places
 from ackpt.planner.capture.dynamic_sizes import Layout, is_sized, layout
-from ackpt.planner.capture.inspection.comparable_values import plain
-from ackpt.planner.capture.inspection.tensors import is_tensor, public_attributes, require_no_arrays
+from ackpt.planner.capture.inspection.attributes import plain
+from ackpt.planner.capture.inspection.model_checks import is_tensor, public_attributes, require_no_arrays
 
 from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages
 
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 class Facts(NamedTuple):
     """The facts of a call, in a form that compares and hashes.
 
-    ``shared``: as of `ackpt.planner.step.model_facts`, of the model's tensors followed by the call's, if one of the
+    ``shared``: as of `ackpt.planner.capture.model_facts`, of the model's tensors followed by the call's, if one of the
     latter shares its storage. ``settings``: the values of `_SETTINGS`.
     """
 

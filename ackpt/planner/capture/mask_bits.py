@@ -25,12 +25,7 @@ torch.library.define(
 
 
 def packed_bytes(elements: int) -> int:
-    """The bytes of a packed mask with so many `elements`.
-
-    Example:
-        >>> packed_bytes(9)
-        2
-    """
+    """The bytes of a packed mask with so many `elements`."""
     return -(-elements // 8)
 
 
