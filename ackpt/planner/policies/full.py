@@ -16,16 +16,13 @@ _THRESHOLD_GROWTH = 1.25  # from one byte threshold to the next (not tuned)
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
-    def peak(saved):
-        return peak_of(graph, lower(graph, saved), profile.workspace_bytes)
-
     def rank(saved):
         candidate = lower(graph, saved)
         peak_bytes = peak_of(graph, candidate, profile.workspace_bytes)
         return peak_bytes, sum(profile.flops[node] for node in recomputed(graph, candidate))
 
     lowest = min(segmentations(graph), key=rank)
-    return lower(graph, _with_the_end(graph, lowest, peak))
+    return lower(graph, _with_the_end(graph, lowest, lambda saved: rank(saved)[0]))
 
 
 def _with_the_end(graph, saved: frozenset[int], peak) -> frozenset[int]:

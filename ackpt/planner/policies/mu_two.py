@@ -308,7 +308,7 @@ def schedules_of(graph: JointGraph, profile: Profile, state: State) -> list[Sche
     swapped = {storage for swap in state.swaps for storage in swap.storages}
     return [
         offloaded(graph, schedule, swapped.intersection(offloadable(graph, schedule)), profile)
-        for schedule in (lower(graph, saved), once_for_each_reader(analysis, saved))
+        for schedule in (lower(graph, saved), scheduled(graph, None, order_for_each_reader(analysis, saved)))
     ]
 
 
@@ -322,19 +322,11 @@ def _choice(candidates: list[Intermediate], link: Link) -> tuple[Intermediate, b
     return swap, True
 
 
-def once_for_each_reader(analysis: Analysis, saved) -> Schedule:
-    """As `lower`, but what a recomputation needs on the way is freed, and recomputed again for its own readers.
-
-    This is the recomputation of the paper's pseudocode.
-
-    Raises:
-        ScheduleError: if a value is not saved that cannot be recomputed.
-    """
-    return scheduled(analysis.graph, None, order_for_each_reader(analysis, saved))
-
-
 def order_for_each_reader(analysis: Analysis, saved) -> Iterator[int]:
-    """The backward of `once_for_each_reader`, one node after the other; on long chains it has millions."""
+    """The backward if the storages `saved` are saved, and each recomputation frees what only it needs on the way.
+
+    This is the recomputation of the paper's pseudocode. On long chains it has millions of nodes.
+    """
     graph = analysis.graph
     nodes = graph.nodes
     saved = {*saved, *(s for s in analysis.live_to_end if nodes[graph.storages[s].producer].phase == FORWARD)}

@@ -24,9 +24,6 @@ _GUESSED = 20_000  # the same for trials that may not fit, for one plan
 # Of the bytes between the peaks of two plans that a plan between them may use; the middle saves up to 9 % of a step.
 _SHARES = (0, 1 / 2, 1)
 
-# Peaks that exceeded a limit: by the backward order, then by the positions of the runs dropped from that order.
-Tried = dict[tuple[int, ...], dict[frozenset[int], int]]
-
 
 class Run(NamedTuple):
     """A run of the forward node `node` in backward, at `position` of its order.
@@ -50,29 +47,27 @@ def refined(graph: JointGraph, points, cost, workspace_bytes) -> list[Schedule]:
     """
     pairs = sorted(zip(points, points[1:]), key=lambda pair: (pair[0].cost - pair[1].cost, pair[1].peak_bytes))
     tries = _WALKED // len(graph.nodes)
-    tried: Tried = {}
     schedules = []
     for higher, lower in counted(pairs, "searching: between two schedules,"):
         for share in _SHARES:
             limit = lower.peak_bytes + int(share * (higher.peak_bytes - 1 - lower.peak_bytes))
-            schedule, tries = with_fewer_runs(graph, lower.schedule, cost, workspace_bytes, limit, tries, tried)
+            schedule, tries = with_fewer_runs(graph, lower.schedule, cost, workspace_bytes, limit, tries)
             if schedule is not lower.schedule:
                 schedules.append(schedule)
     return schedules
 
 
 def with_fewer_runs(
-    graph: JointGraph, schedule: Schedule, cost, workspace_bytes, limit_bytes: int, tries: int, tried: Tried
+    graph: JointGraph, schedule: Schedule, cost, workspace_bytes, limit_bytes: int, tries: int
 ) -> tuple[Schedule, int]:
     """`schedule` without the most expensive recomputations that the limit allows to drop, and the remaining `tries`.
 
     First those whose results surely fit, as many at once as fit together. Then single ones that may fit, because what
-    they read need not stay live. `tried`: earlier peaks above a limit, shared by the calls for one graph.
+    they read need not stay live.
     """
     failed: set[tuple[int, int]] = set()
     while tries > 0:
         order = schedule.backward_arrays.computed
-        peaks = tried.setdefault(tuple(order), {})
         live, every = runs(graph, schedule, order, workspace_bytes)
         by_cost = sorted((run for run in every if cost[run.node]), key=lambda run: (-cost[run.node], run))
         sure = _fitting(by_cost, live, limit_bytes)
@@ -81,13 +76,11 @@ def with_fewer_runs(
         trials = [sure, sure[:1]] if sure else [[run] for run in unsure[: max(0, guesses)]]
         for skipped in trials:
             tries -= 1
-            positions = frozenset(position for run in skipped for position in (run.position, *run.views))
-            if peaks.get(positions, 0) <= limit_bytes:
-                cheaper = without_runs(graph, order, positions)
-                if (peak := peak_of(graph, cheaper, workspace_bytes)) <= limit_bytes:
-                    schedule = cheaper
-                    break
-                peaks[positions] = peak
+            positions = {position for run in skipped for position in (run.position, *run.views)}
+            cheaper = without_runs(graph, order, positions)
+            if peak_of(graph, cheaper, workspace_bytes) <= limit_bytes:
+                schedule = cheaper
+                break
             failed.update((run.node, run.stop - run.start) for run in skipped)
             if tries <= 0:
                 break
