@@ -98,8 +98,8 @@ class InPlace:
 
     def _is_into_zeros(self, frames, zeros) -> bool:
         key, node = zeros.untyped_storage()._cdata, torch._C._current_autograd_node()
-        own = key in self._zeros and node is not None and self._allocated_by[key] == node._sequence_nr()
-        return own and frames is not None and {code.co_filename for code in frames} <= self._files_of_modes
+        is_of_node = key in self._zeros and node is not None and self._allocated_by[key] == node._sequence_nr()
+        return is_of_node and frames is not None and {code.co_filename for code in frames} <= self._files_of_modes
 
     def _is_sum(self, frames, first, second) -> bool:
         if not isinstance(second, torch.Tensor) or first.shape != second.shape:
