@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ackpt
 from ackpt.models import BertConfig, BertForMaskedLM, LanguageModel, ResNet, ResNetConfig, TransformerConfig
-from ackpt.planner.policies.chains.cut_points import cut_points
+from ackpt.planner.policies.chains.blocks import cut_points
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
