@@ -297,6 +297,8 @@ def _middle_node(outputs):
 
 def _gradients(outputs, grads, inputs):
     """``torch.autograd.grad`` without its checks of the gradients' shapes, which the outer engine has made already."""
+    if not inputs:  # the region itself has made all tensors that require grad
+        return ()
     return torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )

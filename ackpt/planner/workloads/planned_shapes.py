@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
