@@ -19,10 +19,10 @@ from ackpt.graph import Plan, PlanError
 from ackpt.metering.autograd_engine import SavedNumbers
 from ackpt.metering.kernel_memory import Workspaces
 from ackpt.metering.run_alone import Allocations
-from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.planner.costs.devices import device
 from ackpt.planner.workloads.planned_shapes import CapturedCudaChoices, PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest, autocast
+from experiments.models import BertConfig, BertForMaskedLM
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 BERT = ["bert-base", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=1", "heads=2", "vocab_size=100"]

@@ -14,11 +14,12 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import lower, profile, rewrite, simulate
-from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
+from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.planner.policies.mu_two import evictions, once_for_each_reader
 from ackpt.planner.policies.search.intermediates import Intermediate, Link, drop, intermediates
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.schedule import everything, missing
+from experiments.models import ResNet, ResNetConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
