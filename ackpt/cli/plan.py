@@ -51,8 +51,8 @@ def add_plan(commands) -> None:
     add(
         "model",
         metavar="MODEL",
-        help=f"{', '.join(BUILT_IN)}; or hf: and a configuration of transformers: the name of its class, such as hf:GPT2Config, or "
-        "the path of a config.json",
+        help=f"{', '.join(BUILT_IN)}; or hf: and a configuration of transformers: the name of its class, such as "
+        "hf:GPT2Config, or the path of a config.json",
     )
     add("--batch-size", type=int, metavar="N", help="sequences or images per batch (default 1)")
     add("--seq-len", type=int, metavar="N", help="tokens per sequence; required for models that read tokens")
