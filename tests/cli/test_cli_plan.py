@@ -530,7 +530,9 @@ def test_wrong_names_are_refused_before_slow_imports():
         "print([each for each in ('transformers', 'torch._dynamo', 'ackpt.planner.choose') if each in sys.modules])"
     )
     given = "lm --device-profile h300", "lmm --seq-len 8", "hf:GPT2Confg --seq-len 8", "hf:no-such.json --seq-len 8"
+    given += ("resnet50",)
     done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=120)
     words = "device 'h300'", "unknown model 'lmm'", "no configuration class 'GPT2Confg'", "no-such.json cannot be read"
+    words += ("run `python -m experiments plan resnet50` in a clone of the repository",)
     assert all(each in line for each, line in zip(words, done.stderr.splitlines(), strict=True))
     assert done.stdout == "[]\n"
