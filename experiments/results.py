@@ -160,7 +160,7 @@ def load_reference(name: str, folder: str | os.PathLike[str] = REFERENCES) -> di
 
 
 DASH = "–"
-NUMBER = re.compile(rf"[-+{DASH}]?[\d,.]* ?%?")
+NUMBER = re.compile(rf"(\*\*)?[-+{DASH}]?[\d,.]* ?%?(\*\*)?")
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str, name: str) -> str:

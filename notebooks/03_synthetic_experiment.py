@@ -123,12 +123,12 @@ for T in lengths:
 #
 # **Without checkpointing.** {doc}`01_where_memory_goes` found that one block saves $A = 10 d + 2 f + 3 h + 2$ elements
 # per token, including its own input, and that the peak comes soon after backward begins. To predict the peak to the
-# byte, we need the exact moment: the backward of the last block's down-projection. By then the backward of the loss and
-# of the last norm has freed the tensors that they saved. The live elements per token are
+# byte, we need the exact moment: the backward of the last block's down-projection. By then, backward has freed the
+# tensors that the loss and the last norm saved. The live elements per token are
 #
 # - $L A$ that the blocks saved, including the model's input,
 # - $d$ for the gradient of the down-projection's output and $f$ for that of its input,
-# - $d$ for the loss, whose storage on the CPU is as large as its input.
+# - $d$ for the loss, whose storage is as large as its input.
 #
 # $$ s_\text{baseline} = 4 \, (L A + 2 d + f) \text{ bytes per token} $$
 #
@@ -320,9 +320,9 @@ for method in methods:
 # %% [markdown]
 # ## The published table
 #
-# The published model has other layers, another norm and another optimizer than ours. `experiments.published` has
-# a step with these properties, with weights in fp32 and matrix products in bf16, so we can predict both models. We
-# begin with the longest sequence:
+# The published model differs from ours in its layers, its norm and its optimizer. `experiments.published` contains its
+# step, with weights in fp32 and matrix products in bf16, so we can predict both models. We begin with the longest
+# sequence:
 
 # %%
 profiles = {}
@@ -339,9 +339,9 @@ path = plots.save(figure, "results/figures/03_published_profiles.png")
 figure
 
 # %% [markdown]
-# *The published profiles at 16,384 tokens, predicted from shapes. The baseline's peak is in the loss, the checkpointed
-# one in the block that backward recomputes last. The last rise is the optimizer's temporary. Activations that the
-# published checkpoint recomputes count as temporaries.*
+# *The published profiles at 16,384 tokens, predicted from shapes. Each step first frees the gradients of the previous
+# one. The baseline's peak is in the loss, the checkpointed peak in the block that backward recomputes last. The last
+# rise is the optimizer's temporary. Recomputed activations count as temporaries here.*
 
 # %% tags=["hide-input"]
 published = synthetic.GPU
@@ -367,8 +367,9 @@ print(f"largest error: {max(abs(row['predicted'] - row['bytes']) for row in conf
 # ```{include} ../../results/tables/03_published.md
 # ```
 #
-# The source prints MB and divides by $1024^2$, so we write MiB. Our model needs less in every row; the appendix lists
-# the causes. {doc}`13_predictions` predicts the ratios of times and says what the seconds include:
+# A published peak is `torch.cuda.max_memory_allocated` over 14 steps. The source divides it by $1024^2$ and prints MB;
+# we write MiB. Our model needs less in every row; the appendix lists the causes. The seconds of the next table include
+# a profiler and the export of its trace. {doc}`13_predictions` predicts the ratios:
 #
 # ```{include} ../../results/tables/03_times.md
 # ```
@@ -424,7 +425,7 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
 # :class: note
 # A GPU has 24 GiB. How many tokens may a sequence have if you train the published model on this GPU, without and with
 # checkpointed blocks? Estimate both from the table and the slopes, then check with `predict_experiment`. Mind the bend:
-# for this model, it lies between the last two lengths of the table.
+# for this model, it is between the last two lengths of the table.
 # :::
 
 # %% tags=["solution"]
@@ -456,13 +457,15 @@ for method in methods:
 # - The published blocks read and write bf16, because a linear layer under autocast comes first.
 # - Queries, keys and values have separate projections. A copy stacks them for the attention kernel and replaces our
 #   joint projection, so the sum stays the same.
-# - The norm of torch 2.8 is not fused. Each of four norms saves its input and a product in fp32, $8 d$, not $2 d$.
+# - The norm of torch 2.8 is not fused. Each of four norms saves its input and a product in fp32: $8 d$ bytes instead of
+#   $2 d$.
 #
 # Once per step, the published model needs more for:
 #
 # - the last loss, which the loop's variable keeps during the next forward. `mse_loss` gives it a storage as large as
 #   its input;
-# - AdamW, which by default (`foreach`) allocates a temporary as large as all parameters;
+# - AdamW, which by default (`foreach`) allocates a temporary as large as all parameters, but only in the optimizer's
+#   step;
 # - the linear layers around the blocks and the biases, 16 bytes per parameter;
 # - two workspaces of cuBLAS, which the prediction for our model leaves out.
 
@@ -507,11 +510,11 @@ path = write_text_atomic("results/tables/03_causes.md", markdown_table(rows, col
 # ```{include} ../../results/tables/03_causes.md
 # ```
 #
-# With $P$ and $A$ of the published model, its peaks follow by hand. The baseline's is in the loss: weights, Adam states
-# and bf16 copies of the weights ($14 P$), the workspaces, the blocks, and $26 d$ bytes per token for the input and the
-# output in both dtypes, the last layer's input, the loss, a temporary of its size and the last step's loss. The
-# checkpointed peak of short sequences is in the optimizer: $20 P$, the input and the loss ($8 d$). Above 4096 tokens it
-# is in the recomputed first block, with a slope of $A + 24 d$.
+# With $P$ and $A$ of the published model, its peaks follow by hand. The baseline's peak is in the loss. It consists of
+# weights, Adam states and bf16 copies of the weights ($14 P$), the workspaces, the blocks, and $26 d$ bytes per token:
+# the input and the output in both dtypes, the last layer's input, the loss, a temporary of its size and the last step's
+# loss. The checkpointed peak of short sequences is in the optimizer: $20 P$, the input and the loss ($8 d$). Above 4096
+# tokens it is in the recomputed first block, with a slope of $A + 24 d$.
 
 # %%
 theirs = {(r["method"], r["seq_len"]): r["peak"] * 2**20 for r in figures["rows"]}

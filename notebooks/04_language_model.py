@@ -165,7 +165,7 @@ figure
 # %% [markdown]
 # *Loss without and with checkpointing. Their difference is exactly zero at every step.*
 #
-# {doc}`13_predictions` shows why the published losses are not those of a language model.
+# {doc}`13_predictions` shows why the published losses cannot be compared with those of other language models.
 #
 # ## What the head costs
 #
@@ -417,7 +417,9 @@ path = write_text_atomic("results/tables/04_chunked.md", markdown_table(rows, co
 # ```{include} ../../results/tables/04_published.md
 # ```
 #
-# {doc}`13_predictions` predicts the ratios of times:
+# The source's table says 500 steps. Its loop, `range(1, 500)` in `run_lm_model.py`, runs 499, and a published peak is
+# the largest of all of them. The seconds include reading and tokenizing the text, and a profiler that records ten
+# steps. {doc}`13_predictions` predicts the ratios:
 #
 # ```{include} ../../results/tables/04_times.md
 # ```
@@ -560,8 +562,8 @@ path = write_text_atomic("results/tables/04_causes.md", markdown_table(rows, col
 # ```
 #
 # All six published peaks are in the backward of the loss: weights, gradients and Adam states ($16 P$), the workspaces,
-# bf16 copies of all weights (with checkpointing, of the head), the blocks and norms, the logits, the head's input in
-# bf16 and the ids.
+# bf16 copies of all weights (with checkpointing, only of the head), the blocks and norms, the logits, the head's input
+# in bf16 and the ids.
 
 # %%
 saved_by_block = {"baseline": A_theirs, "checkpoint": 4 * D + norm}
@@ -572,7 +574,7 @@ for row in figures["rows"]:
     print(f"{m:10} {row['seq_len']:5,} tokens: published / by hand - 1 = {row['peak'] * 2**20 / by_hand - 1:+.5%}")
 
 # %% [markdown]
-# The differences are remainders of blocks that the allocator does not split. The prediction models some of them.
+# The differences are remainders of blocks that the allocator does not split. The prediction includes some of them.
 #
 # The numbers of this page were measured here:
 

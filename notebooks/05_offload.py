@@ -672,10 +672,11 @@ own_peaks
 # %% [markdown]
 # ## Appendix: the published experiment on a T4
 #
-# A published experiment trains 12 Transformer blocks in fp16 on a T4, with 12,000 tokens in 48 sequences: the baseline,
-# per-block checkpointing (`ckpt_classic`), and per-block checkpointing with the inputs offloaded. We wrote its model
-# and step from its source ({doc}`13_predictions`), and predict its peaks from shapes alone, next to those of our model.
-# `python -m experiments offload` runs our experiment in a terminal, and also measures the offload of other tools.
+# The public repository `polkadot21/activation-ckpt-offload` trains 12 Transformer blocks in fp16 on a T4, with 12,000
+# tokens in 48 sequences: the baseline, per-block checkpointing (`ckpt_classic`), and per-block checkpointing with the
+# inputs offloaded. We wrote its model and step from its source, and predict its peaks ({doc}`13_predictions` discusses
+# the errors) and those of our model from shapes alone. `python -m experiments offload` runs our experiment in a
+# terminal, and also measures the offload of other tools.
 
 # %% tags=["hide-input"]
 reference = load_reference("offload")
@@ -708,25 +709,27 @@ path = write_text_atomic("results/tables/05_times.md", markdown_table(rows, colu
 # Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer. The
 # source also plots the memory of one step in each checkpointed mode. The same step, predicted:
 
-# %% tags=["hide-input"] alt="Two memory timelines of a step of 12 blocks, one above the other. Classic checkpointing: the forward is a ramp of inputs, and backward is a sawtooth that rises with each block. With offload the forward is flat, and the sawtooth rises half as steeply to a peak about 500 MiB lower."
-shown = ("ckpt_classic", "ckpt_sync_offload")
+# %% tags=["hide-input"] alt="Three memory timelines of a step of 12 blocks, one above the other. Classic checkpointing: the forward is a ramp of inputs, and backward is a sawtooth that rises with each block. With sync and with async offload, which look the same, the forward is flat, and the sawtooth rises half as steeply to a peak about 500 MiB lower."
+shown = ("ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload")
 figure = offload_report.timelines_plot(Timelines().records("reference-offload", shown), "", shown)
 path = plots.save(figure, "results/figures/05_t4.png")
 figure
 
 # %% [markdown]
 # *First step of the published experiment, predicted from shapes at the published size: classic with its ramp of saved
-# inputs, and sync offload. Async offload allocates the same tensors.*
+# inputs, and offload without it. Async offload allocates the same tensors as sync. Recomputed activations count as
+# temporaries.*
 #
-# The steps in the table follow a warm-up, so they include optimizer states and the last step's tensors. The sawtooth of
-# backward rises by one block's gradients, 24 MiB. Classic rises twice as fast: each input stays in an attribute of its
-# autograd node, and gets a gradient as large as itself. So offload lowers this peak by about $2 \, (n - 1) \, S$.
+# The peaks in the table are higher: they are those of two warm-up and three timed steps, with optimizer states and the
+# last step's tensors. In backward, the sawtooth rises with each block by the block's gradients, 24 MiB. Classic rises
+# twice as fast, because each input stays in an attribute of its autograd node and gets a gradient of its own size. So
+# offload lowers this peak by about $2 (n - 1) S$.
 #
 # ```{include} ../../results/tables/05_times.md
 # ```
 #
-# What can you expect of a T4? A faster step, and a higher relative cost of checkpointing. We divide the FLOPs of the
-# baseline by its published time:
+# On a T4, you can expect a faster step, and a higher relative cost of checkpointing. We divide the FLOPs of the baseline
+# by its published time:
 
 # %%
 (baseline,) = Timelines().records("reference-offload", ["baseline"])
@@ -740,16 +743,17 @@ print(f"{flops / 1e12:.1f} TFLOP in {published_seconds:.2f} s: {share:.1%} of th
 print(f"gradients of slices: {slices:.2f} s; copying all inputs once: {1e3 * copies:.0f} ms")
 
 # %% [markdown]
-# Half of the time goes to slices. The attention loop slices queries, keys and values of each of the 48 sequences out of
-# one tensor. The backward of a slice writes a gradient as large as the *whole* tensor, and adding it to the sum of the
-# others reads twice and writes once more: four times its bytes, for each of 144 slices per block. `torch.split` has the
-# same result, and its backward is one concatenation. Checkpointing recomputes the forward, but does not repeat this part
-# of backward. Without it, the published 398 ms of recomputation would be 24 % of the step. By FLOPs it is a third.
+# Half of the time is spent on gradients of slices. The attention loop slices queries, keys and values of each of the 48
+# sequences out of one tensor. The backward of a slice writes a gradient as large as the *whole* tensor. Adding it to
+# the other gradients reads two such tensors and writes one: four times its bytes in total, for each of 144 slices per
+# block. `torch.split` gives the same slices, and its backward is one concatenation. Checkpointing recomputes the
+# forward, but does not repeat this part of backward. Without this part, the published 398 ms of recomputation would be
+# 24 % of the step. By FLOPs, recomputation is a third of the baseline.
 #
 # The other two modes show the rules of this chapter. `ckpt_sync_offload` copies into pageable memory and waits, which
-# adds 204 ms to classic, more than the rate of the link predicts. `ckpt_async_offload` has pinned buffers and a stream,
-# and adds 17 ms. That is the time of one copy of all inputs: its copies *out* overlap, but its copies back run in the
-# compute stream.
+# adds 204 ms to classic, more than the rate of the link predicts. `ckpt_async_offload` has pinned buffers and a second
+# stream, and adds 17 ms, the time of one copy of all inputs. Its copies *out* overlap with compute, but its copies back
+# run in the compute stream.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 predicted[0].environment

@@ -438,16 +438,17 @@ path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, col
 #
 # - **Largest batch.** The table supports a factor of about 2, the lower end of the claim for the ResNet. (The last row
 #   limits the factor for 32 images.)
-# - **Peak.** No row is in the claimed range of -45 % to -60 %.
+# - **Peak.** Four rows save less than the claimed 45 % to 60 %, the last one a little more.
 # - **Time.** For batches of 8 and more, the step with recomputation is reported as *faster*, although it computes
 #   everything that the baseline computes, and more.
 #
-# The source explains the times: its columns do not measure the same thing ({doc}`13_predictions`). *Without* agrees within
-# 3 % with a forward and a backward while a second model is resident; workspaces of convolutions are missing. In the
-# report's script, however, the measured function runs only forwards, and *with* has even numbers of MiB, as only
-# reserved memory has. It did not run mu-TWO: its rewriter fell back to `torch.utils.checkpoint` on bottleneck blocks.
-# Checkpointing does not explain the speed-up. The last version of the script measures a backward in both columns, and
-# its table is plausible: for batches of 8 to 64, 28 % to 35 % less memory for 1 % to 23 % more time.
+# The source suggests a reason: the two columns probably do not measure the same thing ({doc}`13_predictions`).
+# *Without* agrees within 3 % with a forward and a backward while a second model is resident; the prediction lacks the
+# workspaces of convolutions. *With* has even numbers of MiB, as only reserved memory has. The script next to the report
+# measures forwards only, so the table probably comes from other versions of it. The pipeline did not run mu-TWO either:
+# its rewriter fell back to `torch.utils.checkpoint` on bottleneck blocks. The last version of the source measures a
+# backward with both methods. Its table is plausible for batches of 8 to 64: memory falls by 28 % to 35 %, time rises by
+# 1 % to 23 %.
 #
 # What would such a table show? We predict per-block checkpointing of the same network, and plans with its peak as their
 # budget:
@@ -458,7 +459,7 @@ path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, col
 # Per-block checkpointing lowers the peak by 39 % (batch 4) to 62 % (batch 64), for 30 % more time, about as
 # claimed. mu-TWO adds 10 % to 13 % of time for the same peak.
 
-# %% tags=["hide-input"] alt="Four panels: peak and time of a step against the batch size, for a ResNet-152 and for a Transformer, each with lines for four methods. All are nearly straight. In memory, the three methods that recompute have the same line, with about a third of the baseline's slope for the ResNet and two thirds for the Transformer. In time, per-block checkpointing is the steepest line for the ResNet, and mu-TWO for the Transformer. The published points without the pipeline are on the baseline's line; those with it are between the lines, and the last one is on the lower line."
+# %% tags=["hide-input"] alt="Four panels: peak and time of a step against the batch size, for a ResNet-152 and for a Transformer, each with lines for four methods. All are nearly straight. In memory, the three methods that recompute have the same line, with about a third of the baseline's slope for the ResNet and two thirds for the Transformer. In time, per-block checkpointing is the steepest line for the ResNet, and mu-TWO for the Transformer. The published points without the pipeline are slightly above the baseline's line; those with it are between the lines, and the last one is near the lower line."
 marks = {
     name: {batch: row["peak"] for batch, row in table.items()}
     for name, table in {"without": without, "with": with_it}.items()
@@ -469,19 +470,19 @@ path = plots.save(figure, "results/figures/08_batches.png")
 figure
 
 # %% [markdown]
-# *Peak and time of a step, predicted for an H100: a ResNet-152, and a Transformer with the sizes of the course for which
-# the pipeline was written (6 blocks of width 512, 8 heads, 128 tokens, 30,000 words). Gray marks: published, next to a
-# second model.*
+# *Peak and time of a step, predicted for an H100: a ResNet-152, and a Transformer with the sizes of the course for
+# which the pipeline was written (6 blocks of width 512, 8 heads, 128 tokens, 30,000 words). Gray marks: published,
+# where *without* includes a second model.*
 #
-# Peaks are linear in the batch. The published column *with* is not: its last row is close to all blocks being
-# checkpointed (4,406 MiB next to a second model); others are higher. On the Transformer, mu-TWO's greedy choices cost
-# more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of 30,000 words: at most
-# 35 % of the peak is saved, as in the last version of the source.
+# Peaks are linear in the batch, but not in the published column *with*. Its last row is close to per-block
+# checkpointing next to a second model (4,406 MiB); the other rows are above that line. On the Transformer, mu-TWO's
+# greedy choices cost more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of
+# 30,000 words, so at most 36 % of the peak is saved. The last version of the source has 35 %.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A peak is linear in the batch size. Its slopes tell how much larger a batch a plan allows. If a step does more work
-# and is reported as faster, something else was measured.
+# A peak is linear in the batch size. Its slopes tell how much larger a batch a plan allows. If a step that does more
+# work is reported as faster, something else was measured.
 # :::
 #
 # The numbers on this page were produced in this environment:
@@ -560,8 +561,9 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 #
 # ## Sources
 #
-# - {cite:t}`purandare2023`: algorithms A to H. The published table is in `results/reference/mu-two-resnet.json`, with
-#   the known facts about its origin.
+# - {cite:t}`purandare2023`: algorithms A to H.
+# - The published table is from `REPORT.md` of the public repository `MoonetD/CS265-mlsys-project-final`, at commit
+#   `2aa6c7f`.
 # - {cite:t}`he2015residual`: ResNets.
 #
 # ## Appendix: errors in the printed pseudocode

@@ -473,9 +473,9 @@ path = write_text_atomic("results/tables/10_published.md", markdown_table(rows, 
 # cheap attention matrices. The fused kernel already recomputes these, and matrix products compute a larger part of the
 # remaining activations. So the same fraction costs more, but it is relative to a smaller peak.
 #
-# The published memory is the mean of what `nvidia-smi` showed over the run. Batch, length and precision are not stated,
-# so we do not predict it, and similar figures in the first row may be a coincidence. The time can be compared: an extra
-# forward of the blocks adds a little less than a third of the FLOPs, and the published time grows by a third.
+# The published memory is the mean of what `nvidia-smi` showed during the run, not a peak. Batch, length and precision
+# are not stated, so we do not predict it: the similar figures in the first row may be a coincidence. The times can be
+# compared: an extra forward of the blocks adds 30 % of the FLOPs, and the published time grows by 33 %.
 #
 # No plans are published. Ours for a budget of 0.3 comes close to the peak of per-block checkpointing, with three fifths of
 # its recomputation.

@@ -103,9 +103,9 @@ class _Parser(argparse.ArgumentParser):
         """Reports an unknown option as the command's own error, which points to the help of that command."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known, option = self._option_string_actions, unknown[0].partition("=")[0]
-            hint = did_you_mean(unknown[0], known)
-            if "--sweep" in known and option.endswith(("lengths", "lens", "sizes")):
+            options, option = self._option_string_actions, unknown[0].partition("=")[0]
+            hint = did_you_mean(unknown[0], options)
+            if "--sweep" in options and option.endswith(("lengths", "lens", "sizes")):
                 hint = ": for several sizes write --sweep seq_len=512,1024 or --sweep batch_size=4,8"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown

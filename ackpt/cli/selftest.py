@@ -206,8 +206,8 @@ def _peaks(work: Workload, call: Any, seed: int) -> dict[str, Any]:
     """Peaks of one step; on a GPU also those of its allocator."""
     work.model.zero_grad(set_to_none=True)  # gradients of an earlier step are no part of this one
     resident = (work.model, *work.args)
-    found = measure(partial(work.step, call, seed), work.device, resident=resident, warmup=0, repeats=0)
-    return {"measured_peak_bytes": found.dynamic_peak_bytes, **found.allocator}
+    measurement = measure(partial(work.step, call, seed), work.device, resident=resident, warmup=0, repeats=0)
+    return {"measured_peak_bytes": measurement.dynamic_peak_bytes, **measurement.allocator}
 
 
 def _predicted(config: SelftestConfig, method: Method) -> dict[str, int]:
@@ -217,9 +217,9 @@ def _predicted(config: SelftestConfig, method: Method) -> dict[str, int]:
         with method.on(work) as call, _kernels(config.device):
             resident = (work.model, *work.args)
             step = partial(work.step, call, config.seed)
-            found = ackpt.predict(step, resident=resident, device=_device_name(config.device), warmup=0)
-    reserved = {f"predicted_{name}": found.allocator[name] for name in (RESERVED,) if name in found.allocator}
-    return {"predicted_peak_bytes": found.dynamic_peak_bytes, **reserved}
+            prediction = ackpt.predict(step, resident=resident, device=_device_name(config.device), warmup=0)
+    reserved = {f"predicted_{name}": prediction.allocator[name] for name in (RESERVED,) if name in prediction.allocator}
+    return {"predicted_peak_bytes": prediction.dynamic_peak_bytes, **reserved}
 
 
 def _device_name(device: str) -> str:
@@ -257,14 +257,14 @@ def _times(work: Workload, methods: dict[str, Method], config: SelftestConfig) -
 def _checks(measured: dict[str, dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
     checks = []
 
-    def check(title: str, passed: bool, found: str) -> None:
-        checks.append({"check": title, "passed": passed, "found": found})
+    def check(title: str, passed: bool, result: str) -> None:
+        checks.append({"check": title, "passed": passed, "found": result})
 
     for name, row in measured.items():
         if name != "baseline":
             worst = row["gradients_difference"]
-            found = "bit-equal to the baseline's" if not worst else f"they differ by {worst:.2g} of the largest"
-            check(f"gradients of {name}", worst == 0.0, found)
+            result = "bit-equal to the baseline's" if not worst else f"they differ by {worst:.2g} of the largest"
+            check(f"gradients of {name}", worst == 0.0, result)
         predicted, real = row["predicted_peak_bytes"], row["measured_peak_bytes"]
         error = real / predicted - 1
         passed = abs(error) <= tolerance if tolerance else predicted == real
@@ -272,8 +272,8 @@ def _checks(measured: dict[str, dict[str, Any]], tolerance: float) -> list[dict[
         if RESERVED in row and f"predicted_{RESERVED}" in row:
             real, predicted = row[RESERVED], row[f"predicted_{RESERVED}"]
             passed = abs(real / predicted - 1) <= RESERVED_TOLERANCE
-            found = f"{real:,} bytes measured, {predicted:,} predicted ({real / predicted - 1:+.2%})"
-            check(f"reserved bytes of {name}", passed, found)
+            result = f"{real:,} bytes measured, {predicted:,} predicted ({real / predicted - 1:+.2%})"
+            check(f"reserved bytes of {name}", passed, result)
     plan = measured["plan"]
     within = plan["measured_peak_bytes"] <= plan["limit_bytes"]
     check("budget of plan", within, f"{plan['measured_peak_bytes']:,} of {plan['limit_bytes']:,} bytes")

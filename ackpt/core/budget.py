@@ -91,9 +91,9 @@ def least_share(peak_bytes: int, baseline_bytes: int) -> float | None:
     if not 0 < peak_bytes <= baseline_bytes:
         return None
     share = -(-(10**4) * peak_bytes // baseline_bytes) / 10**4
-    kept = dynamic_limit(share, baseline_bytes, 0)
+    bound = dynamic_limit(share, baseline_bytes, 0)
     # By rounding of floats, the bound of a fraction may be a byte too small.
-    return share if kept is not None and kept >= peak_bytes else min(1.0, (round(share * 10**4) + 1) / 10**4)
+    return share if bound is not None and bound >= peak_bytes else min(1.0, (round(share * 10**4) + 1) / 10**4)
 
 
 def unit_hint(budget) -> str:
@@ -134,11 +134,11 @@ def _other_units(text: str) -> str:
 
 
 def _size(text: str) -> int | None:
-    found = _PATTERN.fullmatch(text)
-    unit = found[2].lower() if found else ""
-    if found is None or unit not in _UNITS:
+    match = _PATTERN.fullmatch(text)
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in _UNITS:
         return None
-    size = math.floor(Fraction(found[1]) * _UNITS[unit])  # a float may be smaller than the number as written
+    size = math.floor(Fraction(match[1]) * _UNITS[unit])  # a float may be smaller than the number as written
     if size <= 0:
         raise ValueError(f"a budget in bytes must be positive, got {text!r}")
     return size

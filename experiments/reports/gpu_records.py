@@ -66,7 +66,7 @@ def _is_commit(commit: str, root) -> bool:
 
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
-_ON_GPU = re.compile("GPU|^ours, measured|^our time")
+_ON_GPU = re.compile("GPU|^our time")
 
 
 def unrecorded(table: str, folder=FOLDER) -> list[str]:

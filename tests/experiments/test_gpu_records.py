@@ -77,7 +77,7 @@ def test_every_record_of_a_gpu_names_a_commit_of_this_repository():
 
 
 def test_numbers_without_a_record_are_found(tmp_path):
-    columns = {"method": "method", "theirs": "published", "peak": "ours on a GPU, MiB", "memory": "ours, measured, %"}
+    columns = {"method": "method", "theirs": "published", "peak": "ours on a GPU, MiB", "memory": "ours on a GPU, %"}
     row = {"method": "checkpoint", "theirs": 9919.3, "peak": 25.0, "memory": -75.0}
     table = markdown_table([row, {**row, "peak": None}], columns, "A table.", "tab-a")
     assert gpu_columns(table) == [2, 3] and gpu_cells(table) == ["25.0", "75.0", "75.0"]

@@ -155,7 +155,7 @@ class TestTable:
         assert "| *not yet measured* |" in text and "–" not in text
 
     def test_numbers_as_text_are_aligned_to_the_right(self):
-        rows = [{"a": "14,064.5", "b": "+0.1 %", "c": "1 MiB"}, {"a": "–", "b": "-3 %", "c": "2"}]
+        rows = [{"a": "14,064.5", "b": "+0.1 %", "c": "1 MiB"}, {"a": "–", "b": "**-3 %**", "c": "2"}]
         assert "|---:|---:|:---|" in markdown_table(rows, dict(zip("abc", "abc")), "c", "t")
 
 

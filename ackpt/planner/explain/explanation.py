@@ -124,8 +124,8 @@ def explain(
     if device is not None:  # the same peak, with the seconds of the device
         profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
     plan = make_plan(graph, budget, policy or ("none" if budget is None else "auto"), profile=profile)
-    found = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
-    return replace(found, views=sliced(args, kwargs))
+    explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
+    return replace(explanation, views=sliced(args, kwargs))
 
 
 def explained(
@@ -164,19 +164,19 @@ def snapshot(explanation: StepMemory) -> dict[str, Any]:
     for time, is_allocation, block in events:
         if is_allocation:
             address[id(block)] = gaps.take(block.bytes)
-        place = address[id(block)] if is_allocation else address.pop(id(block))
+        offset = address[id(block)] if is_allocation else address.pop(id(block))
         for action in ("alloc",) if is_allocation else ("free_requested", "free_completed"):
-            trace.append(_event(action, place, block.bytes, frames[id(block)], time))
+            trace.append(_event(action, offset, block.bytes, frames[id(block)], time))
         if not is_allocation:
-            gaps.give(place, block.bytes)
+            gaps.give(offset, block.bytes)
     left = sorted((address[id(b)], b) for b in explanation.allocations if id(b) in address)
     blocks, end = [], 0
-    for place, block in [*left, (gaps.end, None)]:
-        if place > end:
-            blocks.append(_block(end, place - end, "inactive", []))
+    for offset, block in [*left, (gaps.end, None)]:
+        if offset > end:
+            blocks.append(_block(end, offset - end, "inactive", []))
         if block is not None:
-            blocks.append(_block(place, block.bytes, "active_allocated", frames[id(block)]))
-            end = place + block.bytes
+            blocks.append(_block(offset, block.bytes, "active_allocated", frames[id(block)]))
+            end = offset + block.bytes
     used = sum(block.bytes for _, block in left)
     segment = {
         "device": 0,
@@ -201,13 +201,13 @@ def snapshot(explanation: StepMemory) -> dict[str, Any]:
     }
 
 
-def _event(action: str, place: int, size: int, frames, time: int) -> dict[str, Any]:
-    event = {"action": action, "addr": START + place, "size": size, "stream": 0, "frames": frames, "time_us": time}
+def _event(action: str, offset: int, size: int, frames, time: int) -> dict[str, Any]:
+    event = {"action": action, "addr": START + offset, "size": size, "stream": 0, "frames": frames, "time_us": time}
     return {**event, "device": 0}
 
 
-def _block(place: int, size: int, state: str, frames) -> dict[str, Any]:
-    return {"address": START + place, "size": size, "requested_size": size, "state": state, "frames": frames}
+def _block(offset: int, size: int, state: str, frames) -> dict[str, Any]:
+    return {"address": START + offset, "size": size, "requested_size": size, "state": state, "frames": frames}
 
 
 def _frames(explanation: StepMemory, block: Allocation) -> list[dict[str, Any]]:
@@ -231,20 +231,20 @@ class _Gaps:
     def take(self, size: int) -> int:
         for number, gap in enumerate(self.free):
             if gap[1] >= size:
-                place = gap[0]
-                self.free[number] = [place + size, gap[1] - size]
+                offset = gap[0]
+                self.free[number] = [offset + size, gap[1] - size]
                 if gap[1] == size:
                     del self.free[number]
-                return place
-        place = self.end
+                return offset
+        offset = self.end
         if self.free and sum(self.free[-1]) == self.end:  # the last gap grows
-            place = self.free.pop()[0]
-        self.end = place + size
-        return place
+            offset = self.free.pop()[0]
+        self.end = offset + size
+        return offset
 
-    def give(self, place: int, size: int) -> None:
-        number = next((n for n, gap in enumerate(self.free) if gap[0] > place), len(self.free))
-        self.free.insert(number, [place, size])
+    def give(self, offset: int, size: int) -> None:
+        number = next((n for n, gap in enumerate(self.free) if gap[0] > offset), len(self.free))
+        self.free.insert(number, [offset, size])
         for n in (number, number - 1):  # join with the gaps after and before
             if 0 <= n < len(self.free) - 1 and sum(self.free[n]) == self.free[n + 1][0]:
                 self.free[n][1] += self.free.pop(n + 1)[1]

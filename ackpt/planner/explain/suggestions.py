@@ -197,17 +197,17 @@ def _of_size(graph: JointGraph, loss: int, elements: int) -> set[int]:
         value = fx[node].meta.get("val")
         return isinstance(value, torch.Tensor) and value.numel() == elements and node not in graph.analysis.sources
 
-    found: set[int] = set()
+    large: set[int] = set()
     todo = [loss]
     while todo:
         node = todo.pop()
-        if node in found or not is_large(node):
+        if node in large or not is_large(node):
             continue
-        found.add(node)
+        large.add(node)
         if fx[node].target not in _PRODUCTS:
             todo += graph.nodes[node].inputs
         todo += [user for user in users.get(node, ()) if fx[user].target not in _PRODUCTS]
-    return found
+    return large
 
 
 def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model, optimizer, ranks: int) -> int | str:

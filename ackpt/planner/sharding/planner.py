@@ -105,13 +105,15 @@ class Blocks:
         for block in range(1, len(self.groups)):
             saved |= row[block].kept[block]
         live = live_before_backward(self.analysis, saved)
-        there = {storage for node_id in live for storage in self.graph.nodes[node_id].storages}
+        live_storages = {storage for node_id in live for storage in self.graph.nodes[node_id].storages}
         order: list[int] = []
         begun = {ROOT}
         for node_id in self.analysis.needed_backward:
             block = self.owners[node_id]
             if block not in begun and row[block].again:
-                again = [n for n in self.forward[block] if not self.analysis.allocated.get(n, frozenset()) & there]
+                again = [
+                    n for n in self.forward[block] if not self.analysis.allocated.get(n, frozenset()) & live_storages
+                ]
                 order += recompute_late(self.analysis, again, live)
             begun.add(block)
             order += recompute_late(self.analysis, [node_id], live)
@@ -400,12 +402,11 @@ class _Table:
         shards = sum(GroupBytes(group, sharding).shards for group in model.groups)
         sizes = graph.bytes()
         self.resident = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
-        here = len(self.blocks.groups) - 1
+        captured_whole = len(self.blocks.groups) - 1 == self.count
         schedules = [self.blocks.uniform(choice) for choice in self.blocks.choices]
         workspace = self.blocks.profile.workspace_bytes
         rows = [step_windows(graph, schedule, workspace, self.blocks.groups, sharding) for schedule in schedules]
-        self.rows = [row if here == self.count else deep(row, self.count) for row in rows]
-        captured_whole = here == self.count
+        self.rows = [row if captured_whole else deep(row, self.count) for row in rows]
         inner = (block if captured_whole else stand_in_for(block, self.count) for block in range(1, self.count + 1))
         self.stands = [ROOT, *inner]
         self.added = [self.blocks.added(schedule) for schedule in schedules]
@@ -417,8 +418,8 @@ class _Table:
 
     def peak(self, row) -> int:
         most = total = 0
-        for place, group in enumerate(self.group):
-            highest, net = self.sizes[row[group]][place]
+        for position, group in enumerate(self.group):
+            highest, net = self.sizes[row[group]][position]
             most = max(most, total + highest)
             total += net
         return most
@@ -443,7 +444,7 @@ class _Table:
         return min(ranked, key=lambda each: (self.peak(each[-1]), *each))[-1]
 
     def windows(self, row) -> list[Window]:
-        return [self.rows[row[group]][place] for place, group in enumerate(self.group)]
+        return [self.rows[row[group]][position] for position, group in enumerate(self.group)]
 
     def plan(self, row, policy: str, baseline: int) -> ShardedPlan:
         flops_of = self.blocks.plain_flops()
@@ -473,8 +474,8 @@ class _Table:
 
     def _plain_cost(self) -> float:
         cost = [0.0] * len(self.blocks.groups)
-        for place, owner in enumerate(self.blocks.owners):
-            cost[owner] += self.blocks.cost[place]
+        for node_id, owner in enumerate(self.blocks.owners):
+            cost[owner] += self.blocks.cost[node_id]
         return sum(cost[self.stands[block]] for block in range(self.count + 1))
 
     def _communication(self) -> Communication:

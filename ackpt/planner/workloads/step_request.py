@@ -179,10 +179,10 @@ class Lora:
             raise ValueError(
                 "--lora needs the package peft, which is not installed: pip install 'ackpt[hf]'"
             ) from error
-        known = set(peft.LoraConfig.__dataclass_fields__)
-        if unknown := sorted(set(self.fields) - known):
+        fields_of_peft = set(peft.LoraConfig.__dataclass_fields__)
+        if unknown := sorted(set(self.fields) - fields_of_peft):
             raise ValueError(
-                f"--lora {unknown[0]}: peft's LoraConfig has no such field; it has {', '.join(sorted(known))}"
+                f"--lora {unknown[0]}: peft's LoraConfig has no such field; it has {', '.join(sorted(fields_of_peft))}"
             )
         config: Any = peft.LoraConfig
         try:
