@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from ackpt.graph import PlanError, ScheduleError, profile, trace
     from ackpt.metering.prediction import predict
     from ackpt.offloading.pays import offload_pays
-    from ackpt.planner.applied import apply_budget, remove_budget
+    from ackpt.planner.api import apply_budget, compile, plan, remove_budget
     from ackpt.planner.capture.shapes import from_shapes
-    from ackpt.planner.choose import plan
-    from ackpt.planner.compiled import compile
     from ackpt.planner.costs.calibration import calibrate
     from ackpt.planner.explain.explanation import explain
     from ackpt.planner.explain.print_saved import print_saved
@@ -69,19 +67,19 @@ _LATER = {
     "PlanError": ("ackpt.graph", "PlanError"),
     "RecordError": ("ackpt.core.files", "RecordError"),
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
-    "apply_budget": ("ackpt.planner.applied", "apply_budget"),
+    "apply_budget": ("ackpt.planner.api", "apply_budget"),
     "calibrate": ("ackpt.planner.costs.calibration", "calibrate"),
-    "compile": ("ackpt.planner.compiled", "compile"),
+    "compile": ("ackpt.planner.api", "compile"),
     "explain": ("ackpt.planner.explain.explanation", "explain"),
     "from_shapes": ("ackpt.planner.capture.shapes", "from_shapes"),
     "graph": ("ackpt.graph", None),
     "offload_pays": ("ackpt.offloading.pays", "offload_pays"),
-    "plan": ("ackpt.planner.choose", "plan"),
+    "plan": ("ackpt.planner.api", "plan"),
     "policies": ("ackpt.policies", None),
     "predict": ("ackpt.metering.prediction", "predict"),
     "print_saved": ("ackpt.planner.explain.print_saved", "print_saved"),
     "profile": ("ackpt.graph", "profile"),
-    "remove_budget": ("ackpt.planner.applied", "remove_budget"),
+    "remove_budget": ("ackpt.planner.api", "remove_budget"),
     "trace": ("ackpt.graph", "trace"),
 }
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ackpt
-from ackpt.planner.step.model_facts import ModelFacts, WatchedModel
+from ackpt.planner.capture.model_facts import ModelFacts, WatchedModel
 
 
 class Layers(nn.Module):

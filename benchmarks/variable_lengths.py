@@ -25,8 +25,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ackpt
-from ackpt.planner.dynamic_plans import DynamicPlans
-from ackpt.planner.step import dynamic_step, variants
+from ackpt.planner.step import runnable, variants
+from ackpt.planner.step.plans import Plans
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def main() -> None:
     step = ackpt.compile(model, **batch(lengths[0], given.mask), budget=budget)
     step.prepare(**batch(lengths[1], given.mask))
     print(f"first two lengths captured and planned in {time.process_time() - start:.1f} s")
-    compiled = timed_calls(dynamic_step, "compiled_schedule")
-    searched = timed_calls(DynamicPlans, "_search")
+    compiled = timed_calls(runnable, "compiled_schedule")
+    searched = timed_calls(Plans, "_search")
     chosen = timed_calls(variants.Variants, "of")
     eager = first = recomputed = forced = 0.0
     lines: list[tuple[float, str, Callable]] = []
@@ -63,7 +63,7 @@ def main() -> None:
         seconds, gradients = {}, {}
         for name, call in calls if at % 2 else reversed(calls):
             seconds[name], gradients[name] = timed(model, call, inputs)
-        make_plan = step._ackpt_planned._last[-1].make_plan  # of the first step; later ones may run a cheaper schedule
+        make_plan = step._ackpt_planned._last[-1].make_plan
         eager, first = eager + seconds["eager"], first + seconds["planned"]
         newly, choosing = compiled[before:], sum(chosen) - chosen_before
         if len(step.history) > events:

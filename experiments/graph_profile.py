@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ackpt import plan
 from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
-from ackpt.planner.choose import plan
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.schedule.plan import RECOMPUTED, Plan
 from ackpt.planner.schedule.simulator import simulate

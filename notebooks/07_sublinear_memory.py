@@ -326,7 +326,7 @@ path = write_text_atomic("results/tables/07_revolve.md", table)
 
 # %% tags=["hide-input"] alt="State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
 steps, snapshots = 16, 3
-figure = figures.schedule_plot(revolve.schedule(steps, snapshots), steps, "")
+figure = figures.schedule_plot(revolve.actions(steps, snapshots), steps, "")
 path = plots.save(figure, "results/figures/07_revolve.png")
 most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
 print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {most} times")

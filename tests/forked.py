@@ -16,7 +16,7 @@ import torch
 
 # Takes a second or more to import. A server that has imported all of them, and run nothing, forks the processes.
 _SLOW = (
-    *("torch", "torch._inductor.compile_fx", "ackpt.planner.compiled", "accelerate", "peft"),
+    *("torch", "torch._inductor.compile_fx", "ackpt.planner.api", "accelerate", "peft"),
     *("torch.distributed.fsdp", "torch.nn.parallel"),
     *("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )

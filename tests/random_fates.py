@@ -6,6 +6,7 @@ import torch
 
 import ackpt
 from ackpt.graph import PlannedStep
+from ackpt.planner.request import Request
 from experiments.graph_profile import random_fates
 
 
@@ -13,7 +14,7 @@ def planned(model, policy: str, *args, differentiate="loss", **kwargs):
     """`model` as a step under a policy: "eager" for the model itself, "manual 3" for random fates drawn by seed 3."""
     if policy == "eager":
         return model
-    step = PlannedStep(model, lambda graph: plan_of(graph, policy), differentiate)
+    step = PlannedStep(model, Request(planner=lambda graph: plan_of(graph, policy), differentiate=differentiate))
     step.prepare(*args, **kwargs)
     return step
 

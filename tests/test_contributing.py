@@ -1,40 +1,28 @@
 """The policy that CONTRIBUTING.md shows works as it stands there, and what the page names exists."""
 
 import re
-import sys
 
 import pytest
 from test_readme import ROOT, blocks
-
-from ackpt.planner import policies
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MODULE, TEST = blocks("python", TEXT)
 PATHS = sorted(set(re.findall(r"`((?:ackpt|experiments|tests|tools|results|book|notebooks)/[\w/.]+)`", TEXT)))
 
 
-def test_the_policy_of_the_page_keeps_budgets(tmp_path, monkeypatch):
+def test_the_policy_of_the_page_keeps_budgets():
     assert len(MODULE.splitlines() + TEST.splitlines()) <= 40
-    (tmp_path / "largest_first.py").write_text(MODULE)
-    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
-    monkeypatch.setitem(policies.POLICIES, "largest-first", "largest_first")
     names: dict = {}
-    exec(TEST, names)
+    exec(MODULE + TEST, names)
     (test,) = (value for name, value in names.items() if name.startswith("test_"))
     ((_, budgets),) = (mark.args for mark in test.pytestmark)
     for budget in budgets:
         test(budget)
-    monkeypatch.delattr(policies, "largest_first")
-    monkeypatch.delitem(sys.modules, "ackpt.planner.policies.largest_first")
-
-
-def test_the_policy_of_the_page_is_none_of_the_packages():
-    assert "largest-first" not in policies.POLICIES
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_file_that_the_page_names_exists(path):
-    made_later = ("ackpt/planner/policies/largest_first.py", "notebooks/NN_topic.py", "results/gpu", "book/_build/html")
+    made_later = ("notebooks/NN_topic.py", "results/gpu", "book/_build/html")
     assert (ROOT / path).exists() or path in made_later
 
 

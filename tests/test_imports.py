@@ -13,10 +13,10 @@ from structure import figures
 import ackpt
 
 IMPORTS = graph()
-# Every package imports only what stands before it; modules of the first level count as packages.
+# Every package imports only what stands before it; modules beside them count as packages.
 ORDER = (
-    "core offloading metering checkpointing models capture costs schedule step policies parts planner graph backend "
-    "workloads sharding explain cli"
+    "core offloading metering checkpointing models capture costs schedule policies request choose parts step graph "
+    "backend workloads sharding explain api planner cli"
 ).split()
 PART_ONE = {"offloading", "metering", "checkpointing"}
 EVERYTHING = {**modules(), **modules(EXPERIMENTS)}
@@ -96,7 +96,7 @@ assert not first & {"matplotlib", "IPython", "ackpt.graph"}, first
 import experiments.data
 assert not {"datasets", "tokenizers"} & set(sys.modules)
 assert callable(ackpt.trace) and "ackpt.graph" in sys.modules
-import ackpt.planner.compiled
+import ackpt.planner.api
 loaded = set(sys.modules) - before
 assert "ackpt.core.progress" in loaded and not any(name.split(".")[0] == "tqdm" for name in loaded), loaded
 """

@@ -40,8 +40,10 @@ STAGES = (
 
 @cache
 def packages() -> dict[str, set[str]]:
-    """Package -> the packages that it imports."""
-    drawn = {package_of(name) for name, path in modules().items() if path.name == "__init__.py"} - {""}
+    """Package, or file of the planner's first floor -> those that it imports."""
+    drawn = {package_of(name) for name, path in modules().items() if path.name == "__init__.py"}
+    drawn |= {package_of(name) for name in modules() if name.startswith("ackpt.planner.")}
+    drawn -= {"", "planner"}  # whose rooms are drawn
     edges: dict[str, set[str]] = {name: set() for name in sorted(drawn)}
     for module, imported in graph().items():
         if (source := package_of(module)) in drawn:
@@ -127,7 +129,7 @@ def figure() -> str:
         stages = [stage for stage in STAGES if stage.package == node]
         boxes.append(f'<rect x="{x - BOX[0] / 2:g}" y="{y}" width="{BOX[0]}" height="{BOX[1]}" rx="5"')
         boxes[-1] += f' class="{"stage" if stages else "package"}"/>'
-        boxes.append(f'<text x="{x:g}" y="{y + (16 if stages else 23)}">{node}</text>')
+        boxes.append(f'<text x="{x:g}" y="{y + (16 if stages else 23)}">{room(node).name}</text>')
         if stages:
             types = ", ".join(stage.returns for stage in stages)
             boxes.append(f'<text x="{x:g}" y="{y + 31}" class="type">{types}</text>')
@@ -147,7 +149,8 @@ def package_table() -> str:
                 continue
             path = room(name)
             files = [file for module, file in modules().items() if package_of(module) == name]
-            docstring = ast.get_docstring(ast.parse((path / "__init__.py").read_text(encoding="utf-8"))) or ""
+            described = path / "__init__.py" if path.is_dir() else path
+            docstring = ast.get_docstring(ast.parse(described.read_text(encoding="utf-8"))) or ""
             first = " ".join(re.split(r"\n\n|(?<=\.)\s", docstring)[0].split()).replace("``", "`")
             lines.append(f"| {link(path)} | {len(files)} | {first} |")
     return "\n".join([":::{table}", ":class: stacked", "", *lines, ":::"])

@@ -95,10 +95,10 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
 def package_of(module: str) -> str:
     """The room that a module belongs to, such as ``"capture"`` in ``ackpt.planner``; "" for `ackpt` itself."""
     below = module.split(".")[1:]
-    in_planner = below[:1] == ["planner"] and (PACKAGE / "planner" / "".join(below[1:2])).is_dir()
-    return below[1] if in_planner and len(below) > 1 else "".join(below[:1])
+    return "".join(below[1:2] if below[:1] == ["planner"] and len(below) > 1 else below[:1])
 
 
 def room(name: str) -> Path:
-    """The folder of a room, by the name that `package_of` returns."""
-    return PACKAGE / name if (PACKAGE / name).exists() else PACKAGE / "planner" / name
+    """The folder or file of a room, by the name that `package_of` returns."""
+    path = PACKAGE / name if (PACKAGE / name).exists() else PACKAGE / "planner" / name
+    return path if path.exists() else path.with_suffix(".py")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from imports import PACKAGE, cycles, graph, modules
 
-CHECKPOINT, APPLY_BUDGET = "ackpt.checkpointing.reentrant", "ackpt.planner.applied"
+CHECKPOINT, APPLY_BUDGET = "ackpt.checkpointing.reentrant", "ackpt.planner.api"
 
 
 class Figure(NamedTuple):

@@ -55,9 +55,11 @@ class TraceError(ValueError):
         it decides by the values of a tensor
     """
 
-    reason: str = ""  # the code that reads a tensor's values, if that is the cause
-    module: str | None = None  # the path of the innermost module whose code is the cause; None if unknown
-    can_split: bool = False  # whether the model may run in eager mode, so that its other modules can be planned
+    def __init__(self, message: str = "", *, reason: str = "", module: str | None = None, can_split: bool = False):
+        super().__init__(message)
+        self.reason = reason  # the code that reads a tensor's values, if that is the cause
+        self.module = module  # the path of the innermost module whose code is the cause; None if unknown
+        self.can_split = can_split  # whether the model may run in eager mode, so that its other modules can be planned
 
 
 class BudgetError(ValueError):

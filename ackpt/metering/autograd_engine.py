@@ -17,7 +17,7 @@ from torch.utils import flop_counter
 _CALL_ENGINE = ("torch.autograd.graph", "ackpt.checkpointing.reentrant")  # the modules that enter autograd's engine
 aten = torch.ops.aten
 SAVE_NUMBERS = (aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor)
-_PRODUCTS = ("MulBackward0", "DivBackward0")
+PRODUCTS = ("MulBackward0", "DivBackward0")
 # Derivative formulas write in place into zeros that they allocate, except for tensor subclasses and under a mode: see
 # areAnyTensorSubclassLike in torch's FunctionsManual.cpp and TensorAdvancedIndexing.cpp.
 INTO_ZEROS = ("aten::index_add", "aten::scatter_add", "aten::scatter", "aten::index_put", "aten::put")
@@ -107,7 +107,7 @@ class InPlace:
         if first.layout != torch.strided or second.layout != torch.strided:
             return False
         storage = first.untyped_storage()
-        signature = (frames, first._use_count(), torch._C._storage_Use_Count(storage._cdata))
+        signature = (frames, *references(first))
         if self._learning:
             self._in_place_signature = signature
             self._files_of_modes = {flop_counter.__file__, *(code.co_filename for code in frames or ())}
@@ -138,7 +138,7 @@ class SavedNumbers:
     def saved(self, func, args) -> int:
         """Bytes of the number that the derivative of a product reads: torch creates no new tensor for it."""
         node = torch._C._current_autograd_node()
-        is_derivative = node is not None and func in SAVE_NUMBERS and node.name() in _PRODUCTS
+        is_derivative = node is not None and func in SAVE_NUMBERS and node.name() in PRODUCTS
         return number_bytes(args[1]) if is_derivative and not torch.is_grad_enabled() else 0
 
     def follow(self) -> None:
@@ -146,7 +146,7 @@ class SavedNumbers:
         waiting = []
         for reference, size in self._products:
             node = getattr(reference(), "grad_fn", None)
-            if node is not None and node.name() in _PRODUCTS:
+            if node is not None and node.name() in PRODUCTS:
                 self._count += 1
                 key = "number", self._count
                 self._actions.append(("alloc", key, size))
@@ -175,6 +175,11 @@ def number_bytes(factor: Any) -> int:
     if isinstance(factor, torch.Tensor):
         return 0
     return {bool: 1, complex: 16}.get(type(factor), 8)
+
+
+def references(tensor: Any) -> tuple[int, int]:
+    """How many references torch counts to a tensor and to its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _frames_from_engine() -> tuple | None:

@@ -1,14 +1,9 @@
 """The offload engine: decides when a saved storage is copied to the store and back, and when its memory is freed.
 
-The unit is the *storage*: views of one storage share one copy in the store and one reload. A saved storage passes
-through these states:
-
-1. on the device, while it is among the newest, which backward reads first;
-2. being copied out, its memory still allocated;
-3. in the store alone;
-4. being copied in, then on the device again.
-
-The bytes being copied at one time are bounded in each direction. The same code runs over every transport.
+The unit is the *storage*: views of one storage share one copy in the store and one reload. A saved storage is on the
+device while it is among the newest, which backward reads first. Then it is being copied out, with its memory still
+allocated, then in the store alone, then being copied in, and on the device again. The bytes being copied at one time
+are bounded in each direction. The same code runs over every transport.
 """
 
 from __future__ import annotations
@@ -18,6 +13,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,12 +21,18 @@ import torch
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import OffloadError
 
-from .counters import Counters, observers
 from .saved_storages import DeviceStore, ForwardState, OffloadedStorage, live, root_of
 from .store import Folder, Pool, Slabs, host_memory, no_memory, pinned_memory
-from .transport import ShapeTransport, has_no_data, transport_for
+from .transport import Transport, has_no_data, transport_for
 
 __all__ = ["Engine", "observers"]
+
+# Each observer is called with ("out" or "in", event, bytes) when a copy is submitted, with ("waited", event, 0) when
+# compute waits for a copy, whose memory may be used or freed afterwards, and with ("store", engine, bytes) when the
+# number of bytes that an engine has in its store changes.
+observers: list[Callable[[str, Any, int], object]] = []
+
+_COUNTS = ("copies_out", "copies_in", "bytes_out", "bytes_in", "shared", "found", "just_in_time", "stalls")
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -72,7 +74,9 @@ class Engine:
         self._storages: dict[int, list[weakref.ref[OffloadedStorage]]] = {}  # by the storage's `_cdata`
         self._lock = threading.RLock()
         self.returned: deque[tuple[Any, ...]] = deque()  # what graphs have released, filled by `OffloadedStorage`
-        self._counters = Counters(self)
+        self._stored = self._store_bytes = 0
+        self._unfinished_waits: deque[tuple[Any, ...]] = deque()  # a wait, the longest that is no stall, and the copy
+        self._reset_counts()
         _engines.add(self)
 
     def put(
@@ -91,7 +95,7 @@ class Engine:
                 stored = OffloadedStorage(self.returned, device_store, forward, tensor, begin, size)
                 self._storages.setdefault(stored.storage_id, []).append(weakref.ref(stored))
             else:
-                self._counters.counts["shared"] += 1
+                self._counts["shared"] += 1
             position = forward.record(stored)
             try:
                 while len(forward.newest) > forward.keep_last:
@@ -121,10 +125,10 @@ class Engine:
                     "instead, or run backward before the change."
                 )
             if location is None:
-                self._counters.counts["just_in_time"] += 1
+                self._counts["just_in_time"] += 1
                 location = self._copy_in(stored), stored.begin
             else:
-                self._counters.counts["found"] += 1
+                self._counts["found"] += 1
             if stored.reloaded is not None:
                 self._hand_over(stored)
             elif stored.is_reloaded(location[0]):
@@ -157,7 +161,12 @@ class Engine:
         with self._lock:
             self._recycle_returned()
             pools = [device_store.pool for device_store in self._device_stores.values()]
-            return self._counters.as_dict() | {
+            self._add_finished_waits()
+            return {
+                "store_bytes": self._store_bytes,
+                "store_peak_bytes": self._peak,
+                "stored": self._stored,
+                **self._counts,
                 "pool_hits": sum(pool.hits for pool in pools),
                 "pool_misses": sum(pool.misses for pool in pools),
                 "pool_bytes": sum(pool.allocated_bytes for pool in pools),
@@ -168,7 +177,7 @@ class Engine:
         """Set the counters to zero. The content of the store does not change."""
         with self._lock:
             self._recycle_returned()
-            self._counters.reset()
+            self._reset_counts()
             for device_store in self._device_stores.values():
                 device_store.pool.hits = device_store.pool.misses = 0
 
@@ -202,14 +211,14 @@ class Engine:
         return match
 
     def _device_store(self, tensor) -> DeviceStore:
-        key = tensor.device, has_no_data(tensor)
+        key = device, without_data = tensor.device, has_no_data(tensor)
         if key not in self._device_stores:
-            self._device_stores[key] = self._new_device_store(*key)
+            self._device_stores[key] = self._new_device_store(device, without_data)
         return self._device_stores[key]
 
     def _new_device_store(self, device, without_data) -> DeviceStore:
         if without_data:
-            return DeviceStore(ShapeTransport(device), Pool(no_memory))
+            return DeviceStore(Transport(device), Pool(no_memory))
         transport = transport_for(device)
         if self._folder is not None:
             return DeviceStore(transport, Pool(self._folder.allocate))
@@ -233,8 +242,8 @@ class Engine:
             device_store.pool.give(buffer, buffer.after)
             raise
         stored.buffer = buffer
-        self._counters.store_changed(1, stored.size)
-        self._counters.submitted("out", stored.copy_out, stored.size)
+        self._store_changed(1, stored.size)
+        self._submitted("out", stored.copy_out, stored.size)
         stored.forward.copying_out.append(weakref.ref(stored))
 
     def _bound_copies_out(self, forward: ForwardState, allowed: int) -> None:
@@ -266,7 +275,7 @@ class Engine:
         reloaded = transport.allocate(stored.size)
         stored.copy_in = transport.copy_in(stored.buffer.bytes, reloaded, stored.size, stored.copies())
         stored.reloaded, stored.copy_in_pending = reloaded, True
-        self._counters.submitted("in", stored.copy_in, stored.size)
+        self._submitted("in", stored.copy_in, stored.size)
         return reloaded
 
     def _hand_over(self, stored: OffloadedStorage) -> None:
@@ -297,8 +306,11 @@ class Engine:
         forward.prefetched = [weakref.ref(stored) for stored in upcoming]
 
     def _wait(self, device_store, event, used=None) -> None:
+        """Let compute wait for a copy. A GPU knows the duration of a wait only after it."""
         wait = device_store.transport.wait_event(event, used)
-        self._counters.waited(wait, device_store.transport.stall_seconds, event)
+        self._unfinished_waits.append((wait, device_store.transport.stall_seconds, event))
+        _notify("waited", event, 0)
+        self._add_finished_waits()
 
     def _recycle_returned(self) -> None:
         """Free the memory and the buffers of storages whose graphs are gone."""
@@ -309,8 +321,38 @@ class Engine:
                     with contextlib.suppress(OffloadError):
                         self._wait(device_store, event)
             if buffer is not None:
-                self._counters.store_changed(-1, -size)
+                self._store_changed(-1, -size)
                 device_store.pool.give(buffer, [event for event in (copy_out, copy_in) if event is not None])
             references = [reference for reference in self._storages.pop(key, ()) if reference() is not None]
             if references:
                 self._storages[key] = references
+
+    def _reset_counts(self) -> None:
+        self._unfinished_waits.clear()
+        self._counts = {**dict.fromkeys(_COUNTS, 0), "seconds_copying": 0.0, "seconds_stalled": 0.0}
+        self._peak = self._store_bytes
+
+    def _submitted(self, direction: str, event, size: int) -> None:
+        self._counts[f"copies_{direction}"] += 1
+        self._counts[f"bytes_{direction}"] += size
+        _notify(direction, event, size)
+
+    def _store_changed(self, storages: int, size: int) -> None:
+        self._stored += storages
+        self._store_bytes += size
+        self._peak = max(self._peak, self._store_bytes)
+        _notify("store", self, self._store_bytes)
+
+    def _add_finished_waits(self) -> None:
+        while self._unfinished_waits and self._unfinished_waits[0][0].done():
+            wait, stall_seconds, copy = self._unfinished_waits.popleft()
+            seconds = wait.seconds()
+            if seconds > stall_seconds:
+                self._counts["stalls"] += 1
+                self._counts["seconds_stalled"] += seconds
+            self._counts["seconds_copying"] += copy.seconds()
+
+
+def _notify(*event) -> None:
+    for observer in observers:
+        observer(*event)

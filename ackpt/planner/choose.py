@@ -1,130 +1,76 @@
-"""`ackpt.plan`: runs a policy, simulates its schedule, and refuses it if it breaks the budget."""
+"""Plan a graph: run a policy, simulate its schedule, and refuse it if it breaks the budget."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import inspect
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ackpt.core.budget import dynamic_limit, is_share, least_share, readable, unit_hint
-from ackpt.core.errors import BudgetError, did_you_mean
+from ackpt.core.errors import BudgetError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
-from ackpt.planner.capture import as_compiled
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.gradients import summed
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.aot import compiling_note
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
+from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.measured_rates import measured_rates
-from ackpt.planner.costs.operation_runs import device_of
+from ackpt.planner.costs.operation_runs import device_of, measured_rates
 from ackpt.planner.costs.profiles import Profile, default_rates, rates
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
-from ackpt.planner.policies import POLICIES, auto
-from ackpt.planner.policies.search.decisions import decisions
-from ackpt.planner.policies.search.frontier import cheapest
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs, packing_cost, step_cost
-from ackpt.planner.policies.search.schedule_cache import Cache, CachedCandidates, cache_folder, cached
+from ackpt.planner.policies import auto, check_options, function_of, name_of
+from ackpt.planner.policies.search.frontier import added_cost, cheapest, costs, packing_cost, step_cost
+from ackpt.planner.policies.search.refinement import decisions
+from ackpt.planner.policies.search.schedule_cache import CachedCandidates, cached
+from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.allocations import allocations, peak_in_words
+from ackpt.planner.schedule.eager_step import eager_peak
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, activations
 from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.schedule.simulator import Simulation, simulate
-from ackpt.planner.step.eager_step import eager_peak
-
-MEASURED = "measured"
-_KEYWORDS = ("budget", "policy", "profile", "cache")
 
 
-def plan(
-    graph: JointGraph,
-    budget: float | str | None = None,
-    policy: str = "auto",
-    *,
-    profile: Profile | None = None,
-    cache: Cache | None = None,
-    **options: Any,
-) -> Plan:
-    """Return a plan of `graph` whose peak is within `budget`.
-
-    Args:
-        graph: from `ackpt.trace`.
-        budget: the upper bound on the peak; None for no bound. A float in (0, 1] or a string such as ``"50%"``: a
-            fraction of the baseline's dynamic peak. An int or a string such as ``"6GiB"``: bytes of the whole peak,
-            that is parameters, buffers, inputs, optimizer state and everything that the step allocates.
-        policy: the policy that decides. Each takes the cheapest of its schedules whose simulated peak is within the
-            budget.
-
-            ``"auto"``, the default, searches for the cheapest plan. It recomputes activations, packs dropout masks
-            where that is cheaper than drawing them again, and offloads if `profile` has times of copies to the host and
-            the copies overlap with compute. ``"none"`` saves everything that backward reads. ``"full"`` is per-block
-            checkpointing: it saves single tensors between blocks. ``"manual"`` takes fates by the names of nodes:
-            ``fates={"relu": "recomputed", "addmm": "saved"}``. It also takes ``"packed"`` for dropout masks, and
-            ``"offloaded"`` if `profile` has times of copies to the host.
-
-            ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
-            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.planner.policies.chains.selective`.
-
-            Four policies from papers treat the graph as a chain of blocks with single tensors between them:
-            ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,
-            ``"revolve"`` follows binomial coefficients, and ``"rotor"`` uses dynamic programming.
-
-            Three policies take any graph. ``"min-cut"`` saves what PyTorch's partitioner would save; for its options
-            see `ackpt.planner.policies.min_cut`. ``"mu-two"`` drops one activation after the other, or offloads it if
-            `profile` has times of copies. ``"ilp"`` proves that no plan is cheaper, on graphs of up to 160 operations;
-            after ``time_limit=`` seconds (60) it warns how large the optimality gap may be. It needs ``pip install
-            "ackpt[plan]"``.
-        profile: costs per node, from `ackpt.profile`. By default, times at the rates of the GPU or CPU that holds the
-            tensors; see `ackpt.calibrate` for a CPU. For real tensors on the CPU, the workspace of every operation is
-            measured by running each distinct operation once. Without data it counts as 0, so that the peak on a CPU may
-            be higher by some bytes: give ``ackpt.profile(graph, workspace="measured")``.
-        cache: a folder that stores the result of the search. Later calls for an equal graph and profile read it, in any
-            process. The plan is the same with and without it. Damaged files are replaced with a warning.
-        options: the options of the policy.
+def planned(graph: JointGraph, request: Request, profile: Profile | None = None) -> Plan:
+    """The plan of `graph` that the policy of `request` makes within its budget.
 
     Raises:
-        BudgetError: if the budget is infeasible for the policy; names the smallest feasible one. Also for a fraction if
-            the model has no data and was captured as ``torch.compile`` runs it: its own peak is then unknown.
-        RecordError: if the folder `cache` cannot be written.
-        ValueError, TypeError: for an unknown policy, an invalid budget, and options that the policy does not have.
-
-    Example:
-        >>> import torch, ackpt
-        >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.ones(4, 8))
-        >>> ackpt.plan(graph).fates
-        {'relu': 'saved'}
+        BudgetError: if the budget is infeasible for the policy; names the smallest feasible one.
+        TypeError: for an option that the policy does not have.
     """
-    if not isinstance(graph, JointGraph):
-        raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
-    if policy not in list(POLICIES):
-        close = did_you_mean(policy, POLICIES)
-        raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
-    if not isinstance(profile, (Profile, type(None))):
-        raise TypeError(f"profile must come from ackpt.profile(graph, ...), got {type(profile).__name__}")
-    folder = cache_folder(cache)
-    _check_options(policy, options)
+    check_options(request.policy, request.options)
     with shown():
-        profile = default_profile(graph) if profile is None else profile
-        baseline = baseline_of(graph, profile, budget)
-        schedule = _searched(graph, profile, baseline.limit_bytes, policy, options, folder)
-        return plan_of(graph, profile, schedule, baseline, budget, policy)
+        profile = default_profile(graph, request.device) if profile is None else profile
+        baseline = baseline_of(graph, profile, request.budget)
+        schedule = _searched(graph, profile, baseline.limit_bytes, request)
+        return plan_of(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
 
 
-def _searched(graph: JointGraph, profile: Profile, limit, policy: str, options, folder: Path | None) -> Schedule:
-    """The policy's schedule; from the cache in `folder`, if it is there."""
-    stage(f"searching with policy {policy!r}")
-    schedule_function = _schedule_function(policy)
+def _searched(graph: JointGraph, profile: Profile, limit: int | None, request: Request) -> Schedule:
+    """The policy's schedule; from the cache, if it is there."""
+    policy, options = request.policy, request.options
+    decide, name = function_of(policy), name_of(policy)
+    stage(f"searching with policy {name!r}")
     with no_collection():
-        if folder is None:
-            return schedule_function(graph, profile, limit, **options)
+        if request.folder is None:
+            schedule = decide(graph, profile, limit, **options)
+            if not isinstance(schedule, Schedule):
+                raise TypeError(
+                    f"policy {name!r} returned a {type(schedule).__name__}: it must return a Schedule, such as "
+                    "ackpt.graph.lower(graph, saved) makes"
+                )
+            return schedule
         if policy == "auto":
-            return cheapest(graph, profile, limit, CachedCandidates(folder, auto.candidates))
+            return cheapest(graph, profile, limit, candidates_of_auto(request))
         about = {"policy": policy, "options": options, "limit": limit}
-        return cached(folder, graph, profile, about, lambda: [schedule_function(graph, profile, limit, **options)])[0]
+        return cached(request.folder, graph, profile, about, lambda: [decide(graph, profile, limit, **options)])[0]
+
+
+def candidates_of_auto(request: Request) -> Callable[..., Any]:
+    """The schedules that policy ``"auto"`` considers, from the cache of `request` if it has one."""
+    return auto.candidates if request.folder is None else CachedCandidates(request.folder, auto.candidates)
 
 
 def default_profile(
@@ -152,19 +98,6 @@ def resolved(graph: JointGraph, device: Device | str | None) -> Device | None:
             )
         return measured_rates(graph, base)
     return default_rates(graph) if device is None else rates(device)
-
-
-def device_of_costs(device_profile: Device | str | None, costs: str) -> Device | str | None:
-    """The device that the arguments ``device_profile`` and ``costs`` of `ackpt.compile` name: rates or ``MEASURED``.
-
-    Raises:
-        ValueError, TypeError: for an unknown device or kind of costs, or if both are given.
-    """
-    if costs not in ("rates", MEASURED):
-        raise ValueError(f"costs must be 'rates' or 'measured', got {costs!r}")
-    if costs == MEASURED and device_profile is not None:
-        raise ValueError("costs='measured' times operations on the model's own device: leave device_profile out")
-    return MEASURED if costs == MEASURED else rates(device_profile)
 
 
 class Baseline(NamedTuple):
@@ -204,7 +137,7 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
         added = _added_cost(graph, profile, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
-            + (f" The model was {as_compiled.note(graph.as_compiled)}." if graph.as_compiled else ""),
+            + (f" The model was {compiling_note(graph.as_compiled)}." if graph.as_compiled else ""),
             least,
             budget,
         )
@@ -223,7 +156,7 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, 
     if is_share(budget):
         raise BudgetError(
             f"the budget {budget!r} is relative to the peak of the model's own step, which is not known: the model was "
-            f"{as_compiled.note(graph.as_compiled)}. Give bytes, such as '6GiB', or a model and a batch with data.",
+            f"{compiling_note(graph.as_compiled)}. Give bytes, such as '6GiB', or a model and a batch with data.",
             None,
             budget,
         )
@@ -251,26 +184,6 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
     if plan.schedule.packed and not graph.replays_random:
         raise PlanError("this plan packs dropout masks, which Inductor does not run: use compiler='eager'")
     return plan
-
-
-def _schedule_function(policy: str):
-    return importlib.import_module(f"ackpt.planner.policies.{POLICIES[policy]}").schedule
-
-
-def options_of(policy: str) -> dict[str, inspect.Parameter]:
-    """The options of a policy by their names."""
-    parameters = inspect.signature(_schedule_function(policy)).parameters
-    return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-
-
-def _check_options(policy: str, options) -> None:
-    expected = options_of(policy)
-    if unknown := sorted(set(options) - set(expected)):
-        knows = f"knows {', '.join(expected)}" if expected else "knows no options"
-        hint = ": give policy='manual'" if unknown[0] == "fates" else did_you_mean(unknown[0], [*expected, *_KEYWORDS])
-        raise TypeError(f"{unknown[0]!r} is not an option of a plan; policy {policy!r} {knows}{hint}")
-    if missing := [name for name, p in expected.items() if p.default is p.empty and name not in options]:
-        raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
 
 
 def _plan(
@@ -311,7 +224,7 @@ def _plan(
 
 def _note(graph: JointGraph) -> str | None:
     """The exceptions to the plan's guarantees, in words; otherwise None."""
-    notes = [as_compiled.note(graph.as_compiled)] if graph.as_compiled else []
+    notes = [compiling_note(graph.as_compiled)] if graph.as_compiled else []
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")
     if sums := summed(graph.module):
@@ -350,7 +263,7 @@ def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit
     if importlib.util.find_spec("scipy") is None:
         return None
     from ackpt.planner.policies.search.lower_bound import lower_bound
-    from ackpt.planner.policies.search.mask_packing import with_packed_masks
+    from ackpt.planner.policies.search.variants import with_packed_masks
 
     stage("computing the lower bound")
     bounded = with_packed_masks(graph) if schedule.packed else graph

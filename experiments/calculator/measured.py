@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ackpt.planner.capture.joint_graph import FORWARD
-from ackpt.planner.schedule.live_bytes import CATEGORIES
 from ackpt.planner.schedule.schedule import recomputed
+from ackpt.planner.schedule.simulator import CATEGORIES
 from ackpt.planner.sharding.planner import CAPTURED, deep
 from ackpt.planner.sharding.sharding import CATEGORIES_OF_A_RANK, ROOT, Sharding, ShardingError, Window, groups_of
 

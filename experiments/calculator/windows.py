@@ -16,8 +16,8 @@ from ackpt.metering.gpus import BLOCK
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
-from ackpt.planner.schedule.live_bytes import follow
 from ackpt.planner.schedule.schedule import Schedule, everything, lower, recomputed
+from ackpt.planner.schedule.simulator import follow
 from ackpt.planner.sharding.planner import Blocks
 from ackpt.planner.sharding.sharding import ROOT, Group, Sharding, Window, groups_of, owners, step_windows
 from ackpt.planner.workloads.named_models import training_step

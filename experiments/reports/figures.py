@@ -223,7 +223,7 @@ def losses_plot(losses: dict[str, dict[str, list[float]]], title: str):
 
 
 def schedule_plot(actions, steps: int, title: str):
-    """A Figure of a schedule of `revolve.schedule`: states from bottom to top, actions from left to right.
+    """A Figure of a schedule of `revolve.actions`: states from bottom to top, actions from left to right.
 
     An advance takes as long as it has steps, a reversal takes one; loads and saves take no time. A snapshot is drawn
     for as long as it is saved.

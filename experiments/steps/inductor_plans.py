@@ -7,9 +7,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from ackpt.cli.selftest import Workload
 from ackpt.core.errors import BudgetError
-from ackpt.planner.choose import MEASURED
 from ackpt.planner.costs.devices import Device, with_all_dtypes
-from ackpt.planner.policies.search.recompute_costs import FLOPS_PER_BYTE
+from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE
+from ackpt.planner.request import MEASURED
 from ackpt.planner.schedule.plan import Plan
 
 from .frontier_runs import Runs, promised

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from dataclasses import replace
 
 import torch
@@ -12,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ackpt
 from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
-from ackpt.planner.capture.optimizer_state import with_optimizer
+from ackpt.planner.capture.optimizer_state import Loop, with_loop
 from ackpt.planner.costs.devices import device as device_rates
 from ackpt.planner.costs.profiles import with_gpu_workspace
-from ackpt.planner.policies import POLICIES
+from ackpt.planner.policies import function_of
 from ackpt.planner.schedule.simulator import simulate
 from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import AS_ON, PlanConfig, captured, kernels_of_a_gpu
@@ -52,8 +51,7 @@ class Shapes:
         if method.policy is None or method.policy in UNBOUNDED:
             return self.predicted(method)["peak_bytes"]
         graph, profile = self._graph()
-        decide = importlib.import_module(f"ackpt.planner.policies.{POLICIES[method.policy]}").schedule
-        simulated = simulate(graph, profile, decide(graph, profile, 0))
+        simulated = simulate(graph, profile, function_of(method.policy)(graph, profile, 0))
         return simulated.peak_bytes + simulated.resident_bytes
 
     def _eager(self, method: Method) -> dict:
@@ -106,7 +104,7 @@ class Shapes:
             )
             graph = captured(made, wanted, where)
             optimizer = adamw(made.model, self.setting.learning_rate)
-            graph = with_optimizer(graph, optimizer)
+            graph = with_loop(graph, made.model, Loop(optimizer))
             profile = ackpt.profile(graph)
             self._found = graph, with_gpu_workspace(graph, profile) if cuda else profile
         return self._found

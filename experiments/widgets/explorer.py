@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ackpt import plan
 from ackpt.core.errors import BudgetError
 from ackpt.metering.timeline import CATEGORIES, Timeline
-from ackpt.planner.choose import plan
 from ackpt.planner.policies import auto
 from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.plan import PACKED, RECOMPUTED, SAVED, Plan

@@ -27,24 +27,25 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from ackpt.core.budget import is_share
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.planner.capture.inspection.outside_values import warn_of_checkpoints
-from ackpt.planner.capture.outputs import (
+from ackpt.planner.capture.outputs import no_gradient, without_gradient
+from ackpt.planner.capture.patches.eager_settings import like_eager
+from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight, stop_casting_once
+from ackpt.planner.capture.tracing import joint_graph
+from ackpt.planner.choose import check_runs, default_profile, planned, resolved
+from ackpt.planner.costs.profiles import fused
+from ackpt.planner.request import Request
+from ackpt.planner.step.backward_checks import (
+    backward_node,
     depends_on,
     gradient_strides,
     gradients_as_planned,
     leave_undefined,
-    no_gradient,
-    plain_backward,
-    without_gradient,
+    refuse_other_modes,
 )
-from ackpt.planner.capture.patches import casts
-from ackpt.planner.capture.patches.eager_settings import like_eager
-from ackpt.planner.capture.tracing import joint_graph
-from ackpt.planner.choose import check_runs, default_profile, device_of_costs, plan, resolved
-from ackpt.planner.costs.fusion import fused
 from ackpt.planner.step.compiled_schedule import partitioner
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
-from .options import Options, checked
+from .options import checked
 
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 _FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
@@ -116,11 +117,11 @@ def backend(
     output.args = (returned,)
     if torch.is_autocast_cache_enabled():
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        weights = [node for node in placeholders if casts.is_weight(node.meta.get("example_value"))]
+        weights = [node for node in placeholders if is_weight(node.meta.get("example_value"))]
         with gm.graph.inserting_after(placeholders[-1]):
-            gm.graph.call_function(casts.start, tuple(weights))
+            gm.graph.call_function(cast_once, tuple(weights))
         with gm.graph.inserting_before(output):
-            gm.graph.call_function(casts.stop)
+            gm.graph.call_function(stop_casting_once)
     gm.recompile()
     # A cached step would contain the plan of another budget.
     with like_eager(detect_fake_mode(example_inputs)), functorch_config.patch(enable_autograd_cache=False):
@@ -128,9 +129,10 @@ def backend(
 
     def call(*args):
         outputs = list(run(*args))
-        plain_backward(outputs)
-        gradients_as_planned(outputs, partition.strides)
-        leave_undefined(outputs, partition.depends)
+        if (node := backward_node(outputs)) is not None:
+            refuse_other_modes(node)
+            gradients_as_planned(node, outputs, partition.strides)
+            leave_undefined(node, outputs, partition.depends)
         for place in refused:
             outputs[place] = no_gradient(outputs[place])
         return outputs
@@ -158,8 +160,8 @@ def _counted(run, planned: bool):
 class _Partition(CustomPartitionerFn):
     """Plans the joint graph that Inductor passes, and splits it as planned."""
 
-    def __init__(self, gm: fx.GraphModule, options: Options):
-        self.options = options
+    def __init__(self, gm: fx.GraphModule, request: Request):
+        self.request = request
         self.kinds = {}
         self.depends: tuple[frozenset[int] | None, ...] = ()
         self.strides: dict[int, tuple[int, ...]] = {}
@@ -184,13 +186,13 @@ class _Partition(CustomPartitionerFn):
             again.propagate_dont_convert_inputs(*_flat(joint_inputs))
         graph = joint_graph(joint, replays_random=False)
         self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
-        use = self.options
+        use = self.request
         try:
-            device = resolved(graph, device_of_costs(use.device_profile, use.costs))
+            device = resolved(graph, use.device)
             profile = default_profile(graph, device)
             if device is not None:
                 profile = fused(graph, profile, device)
-            made = check_runs(graph, plan(graph, use.budget, use.policy, profile=profile, **use.of_policy))
+            made = check_runs(graph, planned(graph, use, profile))
         except BudgetError as error:
             if not (_compiled_before() and is_share(use.budget)):
                 raise

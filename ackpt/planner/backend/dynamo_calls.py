@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,9 +54,9 @@ def install(backend) -> None:
         context: Any = optimize(*args, **{**kwargs, "nopython": True})
         if not isinstance(context, OptimizeContext):  # of torch.compile(disable=True)
             return context
-        options = checked(wrapper.kwargs.get("options"), wrapper.kwargs.get("mode"))
-        if options.compiler == "eager":
-            return WithoutDynamo(options, kwargs.get("dynamic"))
+        request = checked(wrapper.kwargs.get("options"), wrapper.kwargs.get("mode"))
+        if request.compiler == "eager":
+            return WithoutDynamo(replace(request, dynamic=kwargs.get("dynamic")))
         context.fullgraph = False  # if True, torch fails where it compiles no frame, as in evaluation
         context.callback = _Convert(context.callback)
         return functools.partial(_outside_of_graphs, context)

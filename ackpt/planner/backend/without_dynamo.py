@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from ackpt.checkpointing.closures import bound
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, global_names
-from ackpt.planner.compiled import planned_step
+from ackpt.planner.request import Request
 from ackpt.planner.step.planned_step import InPlace, PlannedStep, without_budget
-
-from .options import Options
 
 _DEPTH = 4  # levels of helper functions, containers and plain objects in which modules are looked for
 
@@ -33,11 +31,10 @@ _DEPTH = 4  # levels of helper functions, containers and plain objects in which 
 class WithoutDynamo:
     """What ``torch.compile`` applies to a model or function, in place of Dynamo.
 
-    ``options``: of the backend; ``dynamic``: of ``torch.compile``. ``model``: the one that an ``OptimizedModule`` runs.
+    ``model``: the one that an ``OptimizedModule`` runs.
     """
 
-    options: Options
-    dynamic: bool | None
+    request: Request
     model: nn.Module | None = None
 
     def __call__(self, function: Any) -> Any:
@@ -66,21 +63,7 @@ class WithoutDynamo:
         return call
 
     def _step(self, model: nn.Module) -> PlannedStep:
-        use = self.options
-        return planned_step(
-            model,
-            use.budget,
-            use.policy,
-            differentiate=use.differentiate,
-            outputs=use.outputs,
-            loop=use.loop,
-            options=use.of_policy,
-            dynamic=self.dynamic,
-            cache=use.cache,
-            device_profile=use.device_profile,
-            costs=use.costs,
-            on_plan=use.on_plan,
-        )
+        return PlannedStep(model, self.request)
 
 
 class PlannedModule(OptimizedModule):

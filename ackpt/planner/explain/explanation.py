@@ -16,11 +16,11 @@ from ackpt.planner.capture.inspection.calls import call_arguments, sliced
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import optimizer_of
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.choose import default_profile
-from ackpt.planner.choose import plan as make_plan
+from ackpt.planner.choose import default_profile, planned
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.costs.profiles import profile as profiled
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.allocations import Allocation, allocations, described
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import without_budget
@@ -123,7 +123,7 @@ def explain(
     profile = default_profile(graph)
     if device is not None:  # the same peak, with the seconds of the device
         profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
-    plan = make_plan(graph, budget, policy or ("none" if budget is None else "auto"), profile=profile)
+    plan = planned(graph, Request(budget, policy or ("none" if budget is None else "auto")), profile)
     explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
     return replace(explanation, views=sliced(args, kwargs))
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import Analysis, JointGraph
 from ackpt.planner.capture.places import block_of
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.allocations import Allocation, by_kind, operation_of

@@ -18,8 +18,9 @@ from ackpt.metering.gpus import BLOCK
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.capture.optimizer_state import eight_bit_bytes
 from ackpt.planner.capture.places import block_of, modules_text, pattern, short_source
-from ackpt.planner.choose import plan as make_plan
+from ackpt.planner.choose import planned
 from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import RECOMPUTED, Plan
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import simulate
@@ -60,7 +61,7 @@ def suggestions(
     """The changes that reduce the peak, the one that saves most first; and which were not computed, with the reason."""
     made: list[Suggestion] = []
     reasons: list[str] = []
-    full = make_plan(graph, policy="full", profile=profile)
+    full = planned(graph, Request(policy="full"), profile)
     made.append(
         _suggestion(
             plan,
@@ -78,7 +79,7 @@ def suggestions(
         how = f"simulated with the logits in {CHUNKS} chunks and their gradients computed in the forward"
         fix = "ackpt.chunked_cross_entropy(hidden.flatten(0, -2), head.weight, targets.flatten()) for head and loss"
         made.append(_suggestion(plan, chunked.peak(plan.schedule, profile), f"chunk {chunked.where}", None, fix, how))
-        both = make_plan(chunked.small, policy="full", profile=profile)
+        both = planned(chunked.small, Request(policy="full"), profile)
         peak = chunked.peak(both.schedule, profile)
         title = f"checkpoint {_recomputed_blocks(both)} and chunk the loss"
         if peak < min(suggestion.peak_bytes for suggestion in made):

@@ -6,18 +6,90 @@ the code that policies for chains of blocks share; ``search`` has the Pareto fro
 Read `full` first, then `auto`.
 """
 
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ackpt.core.errors import did_you_mean
+
 #: Policy -> the module in `ackpt.planner.policies` whose `schedule(graph, profile, limit_bytes, **options)` decides
 POLICIES = {
     "none": "none",
     "full": "full",
     "manual": "manual",
     "auto": "auto",
-    "chen-sqrt": "chen_sqrt",
+    "chen-sqrt": "chen",
     "chen-log": "chen_log",
-    "revolve": "revolve_chain",
-    "rotor": "rotor_chain",
+    "revolve": "revolve",
+    "rotor": "rotor",
     "min-cut": "min_cut",
-    "ilp": "ilp_graph",
+    "ilp": "ilp",
     "mu-two": "mu_two",
-    "selective": "chains.selective",
+    "selective": "selective",
 }
+Policy = str | Callable[..., Any]  # a name in `POLICIES`, or a function that is called as their `schedule` are
+_KEYWORDS = ("budget", "policy", "profile", "cache")  # of `ackpt.plan`, which are no options of a policy
+
+
+def name_of(policy: Policy) -> str:
+    """The name of a policy in plans and messages."""
+    return policy if isinstance(policy, str) else policy.__name__
+
+
+def function_of(policy: Policy) -> Callable[..., Any]:
+    """The function that decides."""
+    if not isinstance(policy, str):
+        return policy
+    return importlib.import_module(f"ackpt.planner.policies.{POLICIES[policy]}").schedule
+
+
+def options_of(policy: Policy) -> dict[str, inspect.Parameter]:
+    """The parameters of a policy after the graph, the profile and the limit, by their names."""
+    parameters = list(inspect.signature(function_of(policy)).parameters.values())[3:]
+    return {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+
+
+def check_policy(policy: Any, cache: Any = None) -> None:
+    """Refuse what is neither the name of a policy nor a function that can be one, and a cache for a function.
+
+    Raises:
+        ValueError, TypeError: naming the policies, or what the function lacks.
+    """
+    if isinstance(policy, str) or not callable(policy):
+        if policy not in list(POLICIES):
+            close = did_you_mean(policy, POLICIES)
+            raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
+        return
+    called = "policy(graph, profile, limit_bytes, **options), and returns a Schedule"
+    name = getattr(policy, "__name__", None)
+    if name is None or isinstance(policy, type):
+        raise TypeError(f"policy must be a name or a function that is called as {called}, got {policy!r}")
+    if name in POLICIES:
+        raise ValueError(
+            f"the function {name!r} has the name of another policy, and a plan names its policy: rename it"
+        )
+    try:
+        inspect.signature(policy).bind_partial(None, None, None)
+    except TypeError as error:
+        raise TypeError(f"policy {name!r} {error}: it is called as {called}") from None
+    if cache is not None:
+        raise ValueError(
+            f"cache stores what named policies decide, and the code of the function {name!r} may change: leave cache "
+            "out"
+        )
+
+
+def check_options(policy: Policy, options: Mapping[str, Any]) -> None:
+    """Refuse options that `policy` does not have, and the lack of one that it needs."""
+    expected, name = options_of(policy), name_of(policy)
+    parameters = inspect.signature(function_of(policy)).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_all and (unknown := sorted(set(options) - set(expected))):
+        knows = f"knows {', '.join(expected)}" if expected else "knows no options"
+        hint = ": give policy='manual'" if unknown[0] == "fates" else did_you_mean(unknown[0], [*expected, *_KEYWORDS])
+        raise TypeError(f"{unknown[0]!r} is not an option of a plan; policy {name!r} {knows}{hint}")
+    if missing := [option for option, p in expected.items() if p.default is p.empty and option not in options]:
+        raise TypeError(f"policy {name!r} needs the option {missing[0]!r}: see help(ackpt.plan)")

@@ -25,7 +25,7 @@ from ackpt.planner.costs.devices import device
 from ackpt.planner.costs.profiles import Profile, profile
 from ackpt.planner.policies.chains.block_options import BlockStep
 from ackpt.planner.policies.chains.blocks import cut_at, inner_cuts
-from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.policies.search.frontier import costs
 from ackpt.planner.schedule.schedule import (
     COMPUTE,
     Schedule,

@@ -22,8 +22,8 @@ from ackpt.metering.resident import rounded
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.capture.optimizer_state import optimizer_bytes
-from ackpt.planner.schedule.live_bytes import CATEGORIES, follow
 from ackpt.planner.schedule.schedule import Schedule
+from ackpt.planner.schedule.simulator import CATEGORIES, follow
 
 COMMUNICATION = "collectives"
 GATHERED, REDUCED, UNREDUCED = "gathered parameters", "gradients", "unreduced gradients"

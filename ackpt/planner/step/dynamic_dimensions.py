@@ -8,14 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension, is_sized
 from ackpt.planner.capture.inspection.calls import named_leaves
-from ackpt.planner.capture.inspection.tensors import is_tensor
-
-from .call_facts import Call, Sizes
-
-Bounds = tuple[int, int]
-DynamicArgument = bool | Mapping[str, Mapping[int, Bounds | None]] | None
+from ackpt.planner.capture.inspection.model_checks import is_tensor
+from ackpt.planner.request import Bounds, DynamicArgument
 
 
 def declared(dynamic: DynamicArgument, model: nn.Module, call: Call) -> set[Dimension]:

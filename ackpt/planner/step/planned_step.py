@@ -17,23 +17,21 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ackpt.core.errors import TraceError
+from ackpt.core.history import Event
 from ackpt.planner.capture.inspection.model_checks import (
     check_call,
     check_model,
     first_opaque,
+    is_tensor,
     own_call,
     warn_of_evaluation,
 )
-from ackpt.planner.capture.inspection.tensors import is_tensor
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, check_optimizer
+from ackpt.planner.capture.optimizer_state import check_optimizer
 from ackpt.planner.capture.patches.dynamo_calls import break_graphs_at, keep_at_compile
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 
-from .call_facts import Call
-from .choices import Planner
-from .dynamic_dimensions import DynamicArgument
-from .history import Event
 from .uncovered import Uncovered
 from .variants import Variants
 
@@ -75,26 +73,16 @@ class PlannedStep(nn.Module):
     _ackpt_planned: Variants
     _ackpt_uncovered: Uncovered
 
-    def __init__(
-        self,
-        model: nn.Module,
-        planner: Callable[[JointGraph], Plan],
-        differentiate: str = "loss",
-        outputs: str = "drop",
-        loop: Loop = NO_LOOP,
-        dynamic: DynamicArgument = None,
-        on_plan: Callable[[Plan], Any] | None = None,
-    ):
-        planner = planner if isinstance(planner, Planner) else Planner(planner)
-        opaque = first_opaque(model) if planner.leaves_out else None
+    def __init__(self, model: nn.Module, planner: Request | Callable[[JointGraph], Plan]):
+        request = planner if isinstance(planner, Request) else Request(planner=planner)
+        opaque = first_opaque(model) if request.leaves_out else None
         check_model(model, except_opaque=opaque is not None)
-        check_optimizer(model, loop.optimizer)
+        check_optimizer(model, request.loop.optimizer)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
         # planned calls come first, and past both methods named __setattr__.
-        uncovered = Uncovered(model, getattr(planner, "budget", None), loop.optimizer is not None)
+        uncovered = Uncovered(model, request.budget, request.loop.optimizer is not None)
         object.__setattr__(self, "_ackpt_uncovered", uncovered)
-        planned = Variants(model, planner, differentiate, outputs, loop, dynamic, on_plan, uncovered.returns)
-        object.__setattr__(self, "_ackpt_planned", planner.in_parts(planned, opaque) or planned)
+        object.__setattr__(self, "_ackpt_planned", Variants(model, request, uncovered.returns, opaque))
         training = model.training
         super().__init__()
         self.training = training
@@ -154,27 +142,15 @@ class PlannedStep(nn.Module):
         """Capture and plan for these arguments without running anything; the plan."""
         check_call(self._ackpt_planned.model, args, kwargs)
         warn_of_evaluation(self._ackpt_planned.model)
-        self._variant(self._ackpt_planned.call(args, kwargs))
+        self._ackpt_planned.of(self._ackpt_planned.call(args, kwargs))
         return self.plan
-
-    def _variant(self, call: Call) -> Any:
-        """What serves `call`; from the first call on that is not one graph, the model is planned in parts."""
-        planned = self._ackpt_planned
-        try:
-            variant = planned.of(call)
-        except TraceError as error:
-            if not isinstance(planned, Variants) or not (parts := planned.planner.in_parts(planned, error)):
-                raise
-            variant = parts.of(call)
-            object.__setattr__(self, "_ackpt_planned", parts)
-        return variant
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model = self._ackpt_planned.model
         if _keeps_gradients(model, args, kwargs):
             call = self._ackpt_planned.call(args, kwargs)
-            variant = self._variant(call)
+            variant = self._ackpt_planned.of(call)
             return self._ackpt_uncovered.call(lambda: variant.outputs(call), lambda: self.plan)
         outputs = own_call(model)(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -204,9 +180,7 @@ class PlannedStep(nn.Module):
         return self
 
     def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
-        planned = self._ackpt_planned
-        use = planned.differentiate, planned.outputs
-        return PlannedStep, (planned.model, planned.planner, *use, planned.loop, planned.dynamic, planned.on_plan)
+        return PlannedStep, (self._ackpt_planned.model, self._ackpt_planned.request)
 
 
 class InPlace:

@@ -1,14 +1,16 @@
 """The captures of one `PlannedStep`, and which of them runs a given call.
 
 A call is looked up by its facts and its sizes (`call_facts`). New sizes first ask the captures with dynamic dimensions;
-if sizes differ from earlier ones in some dimensions, the step is captured once more with these dimensions dynamic.
+if sizes differ from earlier ones in some dimensions, the step is captured once more with these dimensions dynamic. A
+model that cannot be captured as one graph is planned in parts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -18,9 +20,11 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ackpt.core.errors import BudgetError, TraceError
+from ackpt.core.history import History
 from ackpt.core.progress import shown
 from ackpt.planner.capture.aot import CAPTURING, Capture, capture
-from ackpt.planner.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
+from ackpt.planner.capture.call_facts import Call, Facts, Sizes, call_of, changed_setting
+from ackpt.planner.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout, operations_in
 from ackpt.planner.capture.inspection.calls import (
     another_plan,
     described,
@@ -29,22 +33,18 @@ from ackpt.planner.capture.inspection.calls import (
     other_bytes,
     sliced,
 )
-from ackpt.planner.capture.inspection.model_checks import warn_of_hooks
-from ackpt.planner.capture.inspection.tensors import is_tensor
-from ackpt.planner.capture.joint_graph import operations_in
-from ackpt.planner.capture.optimizer_state import Loop
-from ackpt.planner.capture.outputs import gradient_strides
-from ackpt.planner.capture.tracing import captured_graph
+from ackpt.planner.capture.inspection.model_checks import is_tensor, warn_of_hooks
+from ackpt.planner.capture.model_facts import WatchedModel
+from ackpt.planner.parts.planned_regions import PlannedRegions
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan, PlanError
 from ackpt.planner.schedule.rewriting import RewriteError
 
-from .call_facts import Call, Facts, Sizes, call_of, changed_setting
-from .choices import Planner
-from .compiled_schedule import compiled_schedule, dropped_places
-from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
-from .dynamic_step import DynamicStep
-from .history import History
-from .model_facts import WatchedModel
+from .compiled_schedule import dropped_places
+from .dynamic_dimensions import declared, declared_bounds, differing, named_dimensions
+from .plans import PlanAt, plans_of
+from .runnable import Runnable
+from .saved_plan import saved_dimensions
 from .variant import Variant
 
 _MOST_CAPTURES = 64
@@ -61,51 +61,72 @@ _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes.
 class _Group:
     """The variants of calls with equal facts.
 
-    ``fixed``: those of a capture of their own, by their sizes; several where values differ that the code reads.
-    ``dynamic``: captures with dynamic dimensions, the latest first, with a variant for every sizes that occurred.
-    ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at a size that may be
-    special, such as the length of a whole table; ``refusal``: the latest reason.
+    ``variants``: by the sizes of calls, the latest first; several where values differ that the code reads.
+    ``captures``: those with dynamic dimensions, which may serve other sizes, the latest first, each with what it runs
+    there. ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at a size that may
+    be special, such as the length of a whole table; ``refusal``: the latest reason.
     """
 
-    fixed: dict[Sizes, list[Variant]] = field(default_factory=dict)
-    dynamic: list[tuple[DynamicStep, dict[tuple[int, ...], Variant]]] = field(default_factory=list)
+    variants: dict[Sizes, list[Variant]] = field(default_factory=dict)
+    captures: list[tuple[Runnable, PlanAt]] = field(default_factory=list)
     refused: set[Dimension] = field(default_factory=set)
     suspected: set[Dimension] = field(default_factory=set)
     refusal: str = ""
+
+    @property
+    def alone(self) -> list[tuple[Sizes, Variant]]:
+        """The variants that have a capture of their own, with their sizes."""
+        pairs = ((sizes, variant) for sizes, variants in self.variants.items() for variant in variants)
+        return [(sizes, variant) for sizes, variant in pairs if variant.captured.symbols is None]
+
+    def __len__(self) -> int:
+        return len(self.alone) + len(self.captures)
+
+    def number_served(self, step: Runnable) -> int:
+        """The number of sizes that a capture with dynamic dimensions runs."""
+        return sum(variant.captured is step.captured for each in self.variants.values() for variant in each)
+
+    def drop_first(self) -> None:
+        """Drop the variant with a capture of its own that was made first."""
+        sizes = self.alone[0][0]
+        first = [each for each in self.variants[sizes] if each.captured.symbols is None][-1]
+        self.variants[sizes] = [each for each in self.variants[sizes] if each is not first]
+        if not self.variants[sizes]:
+            del self.variants[sizes]
 
 
 class Variants:
     """The captures of one step, and what runs each call.
 
     Args:
-        model, planner, differentiate, outputs, loop: of the step.
-        dynamic: which dimensions become dynamic, see `ackpt.compile`.
-        on_plan: called with every new plan.
+        model: of the step.
+        request: what it is planned for.
         returns: called before planning with the shapes of the captured outputs that get a gradient.
+        opaque: why the model is planned in parts from the first call on, in words.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        planner: Planner,
-        differentiate: str,
-        outputs: str,
-        loop: Loop,
-        dynamic: DynamicArgument,
-        on_plan: Callable[[Any], Any] | None = None,
-        returns: Callable[[list[tuple[int, ...]]], None] = lambda shapes: None,
+        request: Request,
+        returns: Callable[[list[tuple[int, ...]]], None],
+        opaque: str | None,
     ):
-        self.model, self.planner, self.loop, self.dynamic = model, planner, loop, dynamic
-        self.differentiate, self.outputs, self.on_plan, self.returns = differentiate, outputs, on_plan, returns
+        self.model, self.request, self.returns = model, request, returns
         self.history = History()
         self._watched: WatchedModel | None = None
         self._groups: dict[Facts, _Group] = {}
         self._last: tuple[Facts, dict[str, str], Variant] | None = None  # no call, which would keep its tensors
         self._plan: tuple[Variant, Plan] | None = None
+        self._regions: PlannedRegions | None = None
+        if opaque is not None or request.regions:
+            self._regions = PlannedRegions(model, request, self.history, None, opaque or "regions=True")
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the last call."""
+    def plan(self) -> Any:
+        """The `Plan` of the last call, or its `RegionsPlan`."""
+        if self._regions is not None:
+            return self._regions.plan
         if self._last is None:
             raise AttributeError("this step has not been planned yet")
         variant = self._last[-1]
@@ -120,10 +141,23 @@ class Variants:
                 self._watched = WatchedModel(self.model)
             return call_of(self._watched, args, kwargs)
 
-    def of(self, call: Call) -> Variant:
-        """The variant that serves `call`; captures and plans if none does yet."""
-        with CAPTURING:
-            return self._of(call)
+    def of(self, call: Call) -> Any:
+        """What serves `call`; captures and plans if nothing does yet.
+
+        From the first call on that is not one graph, the model is planned in parts.
+        """
+        if self._regions is not None:
+            return self._regions.of(call)
+        try:
+            with CAPTURING:
+                return self._of(call)
+        except TraceError as error:
+            if not (self.request.splits and error.can_split):
+                raise
+            regions = PlannedRegions(self.model, self.request, self.history, error, error.reason)
+            planned = regions.of(call)
+            self._regions = regions
+            return planned
 
     def _of(self, call: Call) -> Variant:
         group = self._groups.pop(call.facts, None) or _Group()
@@ -137,22 +171,20 @@ class Variants:
                 self._groups[facts] = self._groups.pop(call.facts)
                 if self._last is not None:
                     self._last = facts, self._last[1], self._last[2]
+            self._drop_oldest()
         elif self._last is not None and variant is not self._last[-1]:
             self._last = (*self._last[:-1], variant)
-        self._drop_oldest()
         return variant
 
     def _known(self, group: _Group, call: Call) -> Variant | None:
-        for variant in group.fixed.get(call.sizes, ()):
+        for variant in group.variants.get(call.sizes, ()):
             if variant.captured.serves(call.leaves):
                 return variant
-        served = _served_by(group, call)
-        variant = None if served is None else served[1].get(served[2])
-        return None if variant is None or (variant.stopgap is not None and variant.stopgap.better()) else variant
+        return None
 
     def _new(self, group: _Group, call: Call) -> Variant:
-        declared_bounds(self.dynamic, self.model, call)  # raises for a size outside of them
-        made_for = described(self.model, call.args, call.kwargs, self.differentiate)
+        declared_bounds(self.request.dynamic, self.model, call)  # raises for a size outside of them
+        made_for = described(self.model, call.args, call.kwargs, self.request.differentiate)
         cause, group_of_causes = self._cause(call, made_for)
         try:
             variant = self._served(group, call, cause)
@@ -169,22 +201,22 @@ class Variants:
             said = " ".join(filter(None, (str(error), sliced(call.args, call.kwargs), earlier)))
             raise BudgetError(said, error.least_bytes, error.budget) from None
         self._last = call.facts, made_for, variant
-        if self.on_plan is not None:
-            self.on_plan(self.plan)
+        if self.request.on_plan is not None:
+            self.request.on_plan(self.plan)
         return variant
 
     def _served(self, group: _Group, call: Call, cause: str) -> Variant | None:
         """A variant for new sizes of a capture with dynamic dimensions."""
-        served = _served_by(group, call)
-        if served is None:
-            return None
         start = time.perf_counter()
-        step, variants, values = served
-        if values in variants:
-            cause = "a cheaper schedule pays for compiling it"
-        variants[values] = self._chosen(step, call, values)
-        self.history.add("plan", cause, time.perf_counter() - start)
-        return variants[values]
+        for step, plan_at in group.captures:
+            assert step.captured.symbols is not None
+            values = step.captured.symbols.values_in(call.sizes)
+            if values is None or not step.captured.serves(call.leaves):
+                continue
+            variant = self._chosen(group, step, plan_at, call, values)
+            self.history.add("plan", cause, time.perf_counter() - start)
+            return variant
+        return None
 
     def _captured(self, group: _Group, call: Call, cause: str, group_of_causes: str) -> Variant:
         start = time.perf_counter()
@@ -193,23 +225,17 @@ class Variants:
             try:
                 return self._captured_dynamic(group, call, cause, dimensions)
             except (TraceError, RewriteError) as error:
-                if dimensions & named_dimensions(self.dynamic, self.model, call):
+                if dimensions & named_dimensions(self.request.dynamic, self.model, call):
                     raise
-                if dimensions & self.planner.dimensions(call):
+                if dimensions & self._dimensions_of_plan(call):
                     raise PlanError(f"this plan cannot serve these sizes, because {str(error).rstrip('.')}.") from error
                 group.refused |= dimensions
                 group.refusal = str(error)
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
-        with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs) as captured:
-            self.returns(captured.gradient_shapes)
-            graph = captured_graph(captured, self.model, call.args, call.kwargs, self.loop)
-            plan = self.planner(graph)
-            step, strides = compiled_schedule(captured, graph, plan.schedule), gradient_strides(graph.analysis)
-            run = self._checked(lambda inputs: step(inputs, strides), call)
-            dropped = dropped_places(graph, plan.schedule)
-            variant = Variant(captured, run, lambda: plan, dropped, self.loop.accumulation)
-        group.fixed.setdefault(call.sizes, []).insert(0, variant)
+        with self._capture(call) as captured:
+            step = Runnable(captured, call, self.model, self.request.loop)
+            variant = self._chosen(group, step, plans_of(step, self.request, ()), call, ())
         seconds = time.perf_counter() - start
         self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group, group_of_causes))
         return variant
@@ -218,20 +244,20 @@ class Variants:
         """How to avoid captures of calls of `group`, one for each."""
         if cause == _VALUES:
             return _ONE_BRANCH
-        if len(group.fixed) == 1:
+        if len({sizes for sizes, _ in group.alone}) == 1:
             return _PASS_AS_TENSOR
-        if self.dynamic is False:
+        if self.request.dynamic is False:
             return _LET_DYNAMIC
         return f"One capture cannot serve all: {group.refusal}. {_FEW_SIZES}" if group.refusal else _PASS_AS_TENSOR
 
     def _captured_dynamic(self, group: _Group, call: Call, cause: str, dimensions: set[Dimension]) -> Variant:
         start = time.perf_counter()
-        ordered = sorted(dimensions)
-        with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs, ordered) as captured:
-            self.returns(captured.gradient_shapes)
-            step = DynamicStep(captured, call, self.model, self.loop)
-        if fixed := step.symbols.fixed():
-            named = named_dimensions(self.dynamic, self.model, call)
+        with self._capture(call, sorted(dimensions)) as captured:
+            step = Runnable(captured, call, self.model, self.request.loop)
+        symbols, values = captured.symbols, step.values
+        assert symbols is not None
+        if fixed := symbols.fixed():
+            named = named_dimensions(self.request.dynamic, self.model, call)
             if named := {each: line for each, line in fixed.items() if each in named}:
                 raise TraceError(
                     f"the model works for one size only of {_said(named, call)}. Leave it out of dynamic, or change "
@@ -241,37 +267,41 @@ class Variants:
             group.suspected |= set(fixed)
             group.refusal = f"the model works for one size only of {_said(fixed, call)}"
             self.history.add("refused", f"one size only of {_said(fixed, call)}", time.perf_counter() - start)
-        elif line := step.symbols.converted():
+        elif line := symbols.converted():
             group.refusal = f"the model converts a number that it computes from a size{line}"
-        values = step.symbols.values(call.leaves)
-        if not step.symbols.holds(values):
+        if not symbols.holds(values):
             raise TraceError(f"torch computes the sizes {list(values)} differently if they are symbols")
-        served = ((step.symbols.values_in(sizes), variant) for sizes, all_ in group.fixed.items() for variant in all_)
-        same = [(sizes, variant) for sizes, variant in served if _branches_alike(variant.captured, step.captured)]
-        earlier = {sizes: variant for sizes, variant in same if sizes is not None}
+        same = [(sizes, each) for sizes, each in group.alone if _branches_alike(each.captured, captured)]
+        earlier = {at: each for sizes, each in same if (at := symbols.values_in(sizes)) is not None}
         _require_equal_captures(step, earlier)
-        bounds = declared_bounds(self.dynamic, self.model, call)
-        largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.symbols.dimensions, values))
-        step.search_at = [each for each in (values, largest, *earlier) if step.symbols.holds(each)]
-        step.choose = self.planner.for_sizes(step)
-        variants: dict[tuple[int, ...], Variant] = {}
-        group.dynamic.insert(0, (step, variants))
+        bounds = declared_bounds(self.request.dynamic, self.model, call)
+        largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.dimensions, values))
+        plan_at = plans_of(step, self.request, [each for each in (values, largest, *earlier) if symbols.holds(each)])
+        group.captures.insert(0, (step, plan_at))
         try:
-            variants[values] = self._chosen(step, call, values)
+            variant = self._chosen(group, step, plan_at, call, values)
         except RewriteError:
-            group.dynamic.pop(0)
+            group.captures.pop(0)
             raise
         gc.collect()  # what the capture and the search left, which would otherwise take time in a later step
         self.history.add("dynamic capture", cause, time.perf_counter() - start)
-        return variants[values]
+        return variant
 
-    def _chosen(self, step: DynamicStep, call: Call, values: tuple[int, ...]) -> Variant:
-        """What runs `call`, whose dynamic dimensions have the sizes `values`."""
-        assert step.choose is not None
-        choice = step.choose(values)
+    @contextlib.contextmanager
+    def _capture(self, call: Call, dimensions: Sequence[Dimension] = ()) -> Iterator[Capture]:
+        use = self.request
+        with capture(self.model, call.args, call.kwargs, use.differentiate, use.outputs, dimensions) as captured:
+            self.returns(captured.gradient_shapes)
+            yield captured
+
+    def _chosen(self, group: _Group, step: Runnable, plan_at: PlanAt, call: Call, values: tuple[int, ...]) -> Variant:
+        """The variant for `call`, whose dynamic dimensions have the sizes `values`."""
+        choice = plan_at(values)
         run = self._checked(step.run(choice.schedule, values), call)
-        dropped = dropped_places(step.reference, choice.schedule)
-        return Variant(step.captured, run, choice.plan, dropped, self.loop.accumulation, choice.stopgap)
+        dropped, accumulates = dropped_places(step.reference, choice.schedule), self.request.loop.accumulation
+        variant = Variant(step.captured, run, choice.plan, dropped, accumulates)
+        group.variants.setdefault(call.sizes, []).insert(0, variant)
+        return variant
 
     def _checked(self, run, call: Call):
         """`run`, or a function that raises if either the model or the call has no data."""
@@ -298,19 +328,23 @@ class Variants:
 
     def _dimensions(self, group: _Group, call: Call) -> set[Dimension]:
         """The dimensions to capture as dynamic: those that are declared, and those in which earlier calls differ."""
-        latest = [len(variants) for _, variants in group.dynamic[:_MOST_ALONE]]
-        if not self.planner.serves_sizes or len(group.dynamic) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE:
+        latest = [group.number_served(step) for step, _ in group.captures[:_MOST_ALONE]]
+        if len(group.captures) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE:
             return set()
-        chosen = declared(self.dynamic, self.model, call)
-        if self.dynamic is not False:
-            chosen |= self.planner.dimensions(call)
-            changing = {dimension for step, _ in group.dynamic for dimension in step.symbols.dimensions}
-            for sizes in group.fixed:
+        chosen = declared(self.request.dynamic, self.model, call)
+        if self.request.dynamic is not False:
+            chosen |= self._dimensions_of_plan(call)
+            changing = {dimension for step, _ in group.captures for dimension in step.dimensions}
+            for sizes, _ in group.alone:
                 changing |= differing(sizes, call)
-            are_all = self.dynamic is None  # declared otherwise, for tensors
+            are_all = self.request.dynamic is None  # declared otherwise, for tensors
             chosen |= {each for each in changing if are_all or not is_tensor(call.leaves[each.leaf])}
         sizes = {each: layout(call.leaves[each.leaf])[0][each.dim] for each in chosen - group.refused}
         return {each for each, size in sizes.items() if SMALLEST <= size <= LARGEST}
+
+    def _dimensions_of_plan(self, call: Call) -> set[Dimension]:
+        """The dimensions of `call` that must be dynamic for the plan of the request to serve it."""
+        return set() if self.request.plan is None else saved_dimensions(self.request.plan, call)
 
     def _cause(self, call: Call, made_for: dict[str, str]) -> tuple[str, str]:
         """Why `call` needs something new, in words, and what changed, as a name under which such causes are counted."""
@@ -334,27 +368,19 @@ class Variants:
 
     def _drop_oldest(self) -> None:
         """Keep at most so many captures: of those for calls with other facts, the ones that were used last."""
-        while len(self._groups) > 1 and sum(map(_captures, self._groups.values())) > _MOST_CAPTURES:
+        while len(self._groups) > 1 and sum(map(len, self._groups.values())) > _MOST_CAPTURES:
             self._groups.pop(next(iter(self._groups)))
         (*_, latest) = self._groups.values()
-        while len(latest.fixed) > 1 and _captures(latest) > _MOST_CAPTURES:
-            latest.fixed.pop(next(iter(latest.fixed)))
+        while len(latest) > _MOST_CAPTURES:
+            latest.drop_first()
 
 
-def _served_by(group: _Group, call: Call) -> tuple[DynamicStep, dict[tuple[int, ...], Variant], tuple[int, ...]] | None:
-    """The capture with dynamic dimensions that is valid for `call`, its variants, and the sizes of these dimensions."""
-    for step, variants in group.dynamic:
-        values = step.symbols.values_in(call.sizes)
-        if values is not None and step.captured.serves(call.leaves):
-            return step, variants, values
-    return None
-
-
-def _require_equal_captures(step: DynamicStep, earlier: Mapping[tuple[int, ...], Variant]) -> None:
+def _require_equal_captures(step: Runnable, earlier: Mapping[tuple[int, ...], Variant]) -> None:
     """Raise a TraceError if `step` differs from one of the captures `earlier`, given by its sizes, at these sizes.
 
     A symbol is not an ``int`` and has no digits, so code that checks for either takes another branch without a guard.
     """
+    assert step.module is not None
     for values, variant in earlier.items():
         one, other = operations_in(step.module.at(values)), operations_in(variant.captured.joint.graph_module)
         for (text, line), (expected, _) in zip_longest(one, other, fillvalue=("", "")):
@@ -368,10 +394,6 @@ def _require_equal_captures(step: DynamicStep, earlier: Mapping[tuple[int, ...],
 def _branches_alike(one: Capture, other: Capture) -> bool:
     """Whether the model took the same branches in two captures."""
     return [branch.answer for branch in one.branches] == [branch.answer for branch in other.branches]
-
-
-def _captures(group: _Group) -> int:
-    return sum(map(len, group.fixed.values())) + len(group.dynamic)
 
 
 def _said(fixed: Mapping[Dimension, str], call: Call) -> str:

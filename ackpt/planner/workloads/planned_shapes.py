@@ -29,11 +29,12 @@ from ackpt.planner.capture.inspection.calls import MACHINE
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.choose import plan as planned
+from ackpt.planner.choose import planned
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.policies import POLICIES
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.simulator import simulate
 
@@ -174,7 +175,9 @@ def _planned(
     graph: JointGraph, profile: Profile, where: Device | None, config: PlanConfig
 ) -> tuple[Plan, Device | None, DeviceMemory | None]:
     policy = config.policy or ("none" if config.budget is None else "auto")
-    plan_within = partial(planned, graph, policy=policy, profile=profile, **config.options)
+
+    def plan_within(limit: float | str | None) -> Plan:
+        return planned(graph, Request(limit, policy, config.options), profile)
 
     def memory_of(plan: Plan) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import ackpt
+from ackpt import plan
 from ackpt.graph import PlannedStep
-from ackpt.planner.choose import plan
+from ackpt.planner.request import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,7 +72,7 @@ def test_what_autograd_copies_is_in_the_graph_and_in_the_peak(name):
         graphs.append(graph)
         return plan(graph, policy="none")
 
-    step = PlannedStep(model, planner, "all")
+    step = PlannedStep(model, Request(planner=planner, differentiate="all"))
     step.prepare(x)
     (graph,) = graphs
     copies = [n for n in graph.nodes if n.target == "aten.clone.default" and n.phase == "backward"]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ackpt
 from ackpt.models import LanguageModel, TransformerConfig
-from ackpt.planner.policies.chains.cut_points import cut_points
+from ackpt.planner.policies.chains.blocks import cut_points
 from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

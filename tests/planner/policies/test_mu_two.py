@@ -15,8 +15,7 @@ from torch import nn
 import ackpt
 from ackpt.graph import lower, profile, rewrite, simulate
 from ackpt.models import LanguageModel, TransformerConfig
-from ackpt.planner.policies.mu_two import evictions, once_for_each_reader
-from ackpt.planner.policies.search.intermediates import Intermediate, Link, drop, intermediates
+from ackpt.planner.policies.mu_two import Intermediate, Link, drop, evictions, intermediates, once_for_each_reader
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.schedule import everything, missing
 from experiments.models import ResNet, ResNetConfig

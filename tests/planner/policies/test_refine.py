@@ -7,10 +7,9 @@ from planned_models import MODELS, SKIPS, line, traced
 
 import ackpt
 from ackpt.graph import simulate
-from ackpt.planner.policies import rotor_chain
+from ackpt.planner.policies import rotor
 from ackpt.planner.policies.full import segmentations
-from ackpt.planner.policies.search.frontier import frontier
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs
+from ackpt.planner.policies.search.frontier import added_cost, costs, frontier
 from ackpt.planner.policies.search.refinement import Tried, with_fewer_runs, with_saved
 from ackpt.planner.schedule.schedule import everything, lower, recomputed
 
@@ -49,7 +48,7 @@ def test_the_lowest_peak_of_a_recursion_leaves_room_to_save_much_of_it():
     model, inputs = line(pairs=6, width=16)
     graph = ackpt.trace(model, *inputs)
     profile = ackpt.profile(graph)
-    lowest = frontier(graph, profile, rotor_chain.candidates)[-1]
+    lowest = frontier(graph, profile, rotor.candidates)[-1]
     cost = costs(graph, profile)
     less, _ = with_fewer_runs(graph, lowest.schedule, cost, profile.workspace_bytes, lowest.peak_bytes, TRIES, {})
     assert simulate(graph, profile, less).peak_bytes <= lowest.peak_bytes

@@ -14,8 +14,7 @@ from ackpt.graph import profile
 from ackpt.planner.policies import auto
 from ackpt.planner.policies.chains.blocks import coarse_chain
 from ackpt.planner.policies.chains.substitutes import smaller, substituted
-from ackpt.planner.policies.search.frontier import pareto
-from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.policies.search.frontier import costs, pareto
 from ackpt.planner.schedule.schedule import everything
 from ackpt.planner.schedule.simulator import peak_of
 from experiments import bert as bert_step

@@ -16,6 +16,7 @@ from programs import Program, program
 import ackpt
 from ackpt.graph import PlannedStep
 from ackpt.planner.costs.profiles import profile
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded
 from ackpt.planner.schedule.schedule import COMPUTE, lower, missing, scheduled
 from ackpt.planner.schedule.simulator import peak_of, simulate
@@ -97,7 +98,7 @@ def planned(model, lowering, number: int):
     def planner(graph):
         return types.SimpleNamespace(schedule=lowering(graph, number), limit_bytes=None)
 
-    return PlannedStep(model, planner, "all", "keep")
+    return PlannedStep(model, Request(planner=planner, differentiate="all", outputs="keep"))
 
 
 def outputs_of(result) -> list[torch.Tensor]:
@@ -226,7 +227,7 @@ def test_the_measured_peak_is_the_simulated_one_to_the_byte(number):
         return types.SimpleNamespace(schedule=lowering(graph, number), limit_bytes=None)
 
     keeps = bool(number % 2)
-    step = PlannedStep(module, planner, "all", "keep" if keeps else "drop")
+    step = PlannedStep(module, Request(planner=planner, differentiate="all", outputs="keep" if keeps else "drop"))
     step.prepare(*args)
     (graph,) = graphs
     schedule, costs = step.plan.schedule, profile(graph, workspace="measured")

@@ -27,11 +27,11 @@ from ackpt.graph import (
 )
 from ackpt.planner.choose import check_runs, default_profile
 from ackpt.planner.costs.devices import device
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.added_operations import offload, prefetch, wait
 from ackpt.planner.schedule.listing import Line
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded
 from ackpt.planner.schedule.schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, everything
-from ackpt.planner.step.choices import Choice, Planner
 
 VALUE = 2 * 4 * 4  # bytes of each result
 ANY = 10**9  # bytes: no limit
@@ -349,21 +349,13 @@ def test_a_plan_that_offloads_does_not_run_on_the_cpu():
         check_runs(elsewhere, plan)
 
 
-class Offloading(Planner):
-    """Plans at any size what `away_and_again` plans at the sizes of the capture."""
-
-    serves_sizes = True
-
-    def for_sizes(self, step):
-        schedule = away_and_again(step.reference)
-        plan = types.SimpleNamespace(schedule=schedule, limit_bytes=None)
-        return lambda values: Choice(schedule, lambda: plan)
-
-
 def test_a_schedule_that_offloads_serves_other_sizes():
     model, x = deep(layers=3, batch=8)
     plain = copy.deepcopy(model)
-    step = PlannedStep(model, Offloading(away_and_again), dynamic=True)
+    request = Request(
+        planner=lambda graph: types.SimpleNamespace(schedule=away_and_again(graph), limit_bytes=None), dynamic=True
+    )
+    step = PlannedStep(model, request)
     for rows in (8, 5, 13):
         for call in (plain, step):
             output = call(x.repeat(2, 1)[:rows].clone())

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import ackpt
+from ackpt import plan
 from ackpt.graph import PlannedStep
-from ackpt.planner.choose import plan
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.simulator import peak_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +55,7 @@ def test_incoming_gradients_have_memory_of_their_own(name, policy):
         graphs.append(graph)
         return plan(graph, policy=policy)
 
-    step = PlannedStep(model, planner, "all")
+    step = PlannedStep(model, Request(planner=planner, differentiate="all"))
     step.prepare(x)
     (graph,) = graphs
     analysis = graph.analysis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import re
@@ -16,8 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ackpt
-from ackpt.planner.schedule import schedule
-from ackpt.planner.step import choices, dynamic_step
+from ackpt.planner.schedule.simulator import simulate
 
 WIDTH = 32
 
@@ -204,43 +204,25 @@ def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
     check(step, model, ids(8, 22))
 
 
-def test_a_compiled_schedule_runs_until_a_cheaper_one_would_have_saved_the_time_to_compile_it(monkeypatch):
-    model, compiled = Words(2), []
-    compile_schedule = dynamic_step.compiled_schedule
-    monkeypatch.setattr(
-        dynamic_step, "compiled_schedule", lambda *given: compiled.append(given) or compile_schedule(*given)
-    )
+def test_at_each_length_the_cheapest_schedule_of_the_search_runs():
+    model = Words(2)
     step = ackpt.compile(model, ids(8, 20), budget="450kB")
-    for length in (44, 32):
+    for length in (44, 32, 44, 38):
         check(step, model, ids(8, length))
-    assert len(compiled) == 1
-    expensive = step.plan.cost
-    (candidate, seconds), *_ = step._ackpt_planned._last[-1].stopgap.saves  # the cheapest, which saves most
-    steps = (candidate.missed_seconds + 2.5 * seconds) / candidate.compile_seconds
-    monkeypatch.setattr(choices, "_COMPILE_SECONDS", choices._COMPILE_SECONDS * steps)
-    check(step, model, ids(8, 32))  # two steps
-    assert step.prepare(ids(8, 32)).cost < expensive
-    assert len(compiled) == 2
-    assert step.history[-1].cause == "a cheaper schedule pays for compiling it"
-    check(step, model, ids(8, 32))
-    check(step, model, ids(8, 44))
-    assert len(compiled) == 2
+        plan = step.prepare(ids(8, length))
+        assert plan.schedule.backward == cheapest_within(step, length, 450_000).backward
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan"]
 
 
-def test_what_a_schedule_would_have_saved_before_it_is_compiled_is_at_most_what_compiling_it_costs():
-    everything = schedule.everything(ackpt.trace(Words(), ids(8, 20)))
-    cheap, cheaper = choices.Candidate(0.2, everything), choices.Candidate(0.1, everything)
-    short = choices.Stopgap(((cheaper, 0.2 * cheaper.compile_seconds), (cheap, 0.1 * cheap.compile_seconds)))
-    long = choices.Stopgap(((cheap, 0.5 * cheap.compile_seconds),))
-    for stopgap in (short, long, short):
-        assert stopgap.better() is None
-        stopgap.ran()
-    assert long.better() is cheap  # with another step, it would have saved 1.2 times what compiling it costs
-    assert short.better() is None
-    cheap.is_compiled = True
-    assert short.better() is cheap
-    cheaper.is_compiled = True
-    assert short.better() is cheaper
+def cheapest_within(step, length: int, budget: int):
+    """The first schedule of the search, in the order of costs, whose simulated peak at this length is in the budget."""
+    ((capture, plans),) = next(iter(step._ackpt_planned._groups.values())).captures
+    graph, profile = capture.described((length,))
+    schedules = [dataclasses.replace(each, graph=graph.hash) for _, each in plans._candidates]
+    peaks = [simulate(graph, profile, each).peak_bytes + graph.resident_bytes for each in schedules]
+    assert [cost for cost, _ in plans._candidates] == sorted(cost for cost, _ in plans._candidates)
+    assert min(peaks) <= budget < max(peaks)
+    return next(each for each, peak in zip(schedules, peaks) if peak <= budget)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +306,8 @@ def test_dynamic_false_never_shares_a_capture():
 def test_declared_bounds_are_searched_at_the_largest_size():
     model = Words()
     step = ackpt.compile(model, ids(6, 20), budget="600kB", dynamic={"ids": {1: (4, 80)}})
-    (dynamic,) = next(iter(step._ackpt_planned._groups.values())).dynamic
-    assert dynamic[0].search_at[:2] == [(20,), (80,)]
+    ((_, plans),) = next(iter(step._ackpt_planned._groups.values())).captures
+    assert plans.sizes[:2] == [(20,), (80,)]
     for length in (70, 80, 5):
         check(step, model, ids(6, length))
     assert kinds(step) == ["dynamic capture", "plan", "plan", "plan"]

@@ -1,0 +1,283 @@
+"""The public functions that plan: `compile`, `apply_budget`, `remove_budget` and `plan`.
+
+Each makes a `Request` of its keywords, which checks them, and passes it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ackpt.core.errors import warn
+from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.choose import planned
+from ackpt.planner.costs.devices import Device
+from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.policies import Policy
+from ackpt.planner.policies.search.schedule_cache import Cache
+from ackpt.planner.request import DynamicArgument, Request, refuse_misplaced_keywords, refuse_values_for_the_model
+from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
+
+
+def compile(
+    model: nn.Module,
+    *args: Any,
+    budget: float | str | None = None,
+    policy: Policy = "auto",
+    plan: Plan | None = None,
+    differentiate: Literal["loss", "all"] = "loss",
+    outputs: Literal["drop", "keep"] = "drop",
+    optimizer: torch.optim.Optimizer | str | None = None,
+    accumulation: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    options: Mapping[str, Any] | None = None,
+    dynamic: DynamicArgument = None,
+    cache: Cache | None = None,
+    device_profile: Device | str | None = None,
+    costs: Literal["rates", "measured"] = "rates",
+    regions: bool | None = None,
+    on_exceed: Literal["raise", "warn"] = "raise",
+    **kwargs: Any,
+) -> PlannedStep:
+    """Return a module that runs `model`'s training step according to a plan.
+
+    Args:
+        model: an ``nn.Module``; its parameters and buffers are shared, not copied.
+        args, kwargs: example inputs. They are planned for at once, before anything runs. A later call with other
+            shapes, or in another mode with gradients enabled, replans under the same budget; a fraction is then
+            relative to the baseline of that call.
+        budget, policy: as in `ackpt.plan`; a budget is, for example, ``0.5``, ``"50%"`` or ``"6GiB"``. On a GPU, policy
+            ``"auto"`` also offloads activations whose copies overlap with compute.
+        options: the options of the policy, a dict such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
+        plan: a `Plan` of this model to run instead, made for arguments of these or other sizes. Its schedule runs at
+            all sizes, within the bytes that its budget allows.
+        differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
+        outputs: ``"drop"`` or ``"keep"``, as in `ackpt.trace`. With ``"drop"``, backward raises an error if outputs
+            that are still referenced would exceed the budget.
+        optimizer: the optimizer that trains the model, or the name of one in ``torch.optim`` with its default options,
+            such as ``"adamw"``; its state and its step then count toward the budget.
+        accumulation: whether gradients of earlier steps exist when the step runs, as in gradient accumulation; they
+            then count toward the budget, in addition to those of the step. Without it, backward raises an error if
+            existing gradients would exceed the budget.
+        scaler: the scaler of the loss, as in ``scaler.scale(loss).backward()``; its state, the scaled loss and what it
+            allocates in the optimizer's step then count toward the budget.
+        dynamic: which sizes may change without a new capture. With None, the dimensions in which a second call differs
+            from the first become dynamic, as in ``torch.compile``; so do those that ``torch._dynamo.mark_dynamic``
+            marks. True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of
+            arguments, with bounds or None: ``{"input_ids": {1: (16, 512)}}``. The search then uses the largest sizes,
+            and a training step with a size outside of the bounds raises a ValueError.
+            Integers among the arguments become dynamic when they change, except with False.
+        cache: a folder that stores results of searches, as in `ackpt.plan`. A second run of the same script captures
+            the step, but does not search again.
+        device_profile: the device whose times are minimized: a name such as ``"h200"``, or a `Device`, see
+            `ackpt.planner.costs.devices`. By default the GPU that holds the tensors, or this CPU, whose rates are
+            measured once per machine, see `ackpt.calibrate`.
+        costs: ``"rates"`` models the time of every operation by the rates of the device. ``"measured"`` times every
+            distinct operation of the model on its device in a fraction of a second; two runs may give two plans.
+        regions: whether to plan the model in parts, for models that branch on values or contain a scripted or compiled
+            module. None plans in parts if there is a budget and the model cannot be captured as one graph, and always
+            if it contains such a module, with policy ``"auto"``, ``"none"`` or ``"full"``. True always does, False
+            never. The plan is then a `RegionsPlan`: the first training step checkpoints all blocks, and from the second
+            one on, as many blocks as fit are saved. A fraction is relative to the baseline that is predicted from the
+            first step.
+        on_exceed: with regions, what happens if a step needs more memory than its budget allows: ``"raise"`` a
+            `BudgetError`, in the forward at once and in backward at its end, or ``"warn"``.
+
+    Returns:
+        A `PlannedStep`, whose ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients. If no
+        gradient is needed, it runs the model itself.
+
+    Raises:
+        BudgetError: if the budget is infeasible; names the smallest feasible one. Also if `plan` would exceed its own
+            budget at the sizes of a call.
+        TraceError: if the model cannot be captured as one graph, and is not planned in parts.
+        RecordError: if the folder `cache` cannot be written.
+        TypeError: for a keyword that looks like a misspelled keyword of `compile` and that the model's forward does not
+            have; for a tensor or a number that was probably meant for the model, but is the value of a keyword of
+            `compile`. If the model's forward has a parameter of the same name as a keyword, a warning says so.
+        PlanError: if `plan` was made for another model, other arguments or another version of torch, or if it offloads
+            and the model is on the CPU; names the difference.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> step = ackpt.compile(model, torch.ones(4, 8), policy="full")
+        >>> step(torch.ones(4, 8)).sum().backward()
+        >>> step.plan.policy
+        'full'
+    """
+    given = {name: value for name, value in locals().items() if name in _DEFAULTS}
+    refuse_values_for_the_model(model, args, given, _DEFAULTS)
+    request = Request.of(**given)
+    step = PlannedStep(model, request)
+    refuse_misplaced_keywords(model, args, kwargs, request, _DEFAULTS)
+    step.prepare(*args, **kwargs)
+    return step
+
+
+_KEYWORDS = (each for each in signature(compile).parameters.values() if each.kind is each.KEYWORD_ONLY)
+_DEFAULTS = {each.name: each.default for each in _KEYWORDS}
+
+
+def apply_budget(
+    model: nn.Module,
+    batch: Any,
+    budget: float | str | None = None,
+    *,
+    policy: Policy = "auto",
+    optimizer: torch.optim.Optimizer | str | None = None,
+    accumulation: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    differentiate: Literal["loss", "all"] = "loss",
+    outputs: Literal["drop", "keep"] = "drop",
+    options: Mapping[str, Any] | None = None,
+    dynamic: DynamicArgument = None,
+    cache: Cache | None = None,
+    device_profile: Device | str | None = None,
+    costs: Literal["rates", "measured"] = "rates",
+    regions: bool | None = None,
+    on_exceed: Literal["raise", "warn"] = "raise",
+) -> PlannedStep:
+    """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
+
+    The model keeps its class, its attributes and methods, and its state_dict. Evaluation and ``generate`` run without
+    the plan, and so do copies of the model and models loaded from its pickle. In planned steps, forward hooks of the
+    model and its modules run only during the capture; a hook that changes values is refused. `remove_budget` removes
+    the budget, and a second budget replaces the first.
+
+    Args:
+        model: an ``nn.Module``.
+        batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. They are
+            planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If the program has imported
+            the Trainer of transformers, the call that the Trainer makes for this batch is planned.
+        budget: the upper bound on the peak; None for no bound, of which policy ``"auto"`` warns. An int or a string
+            such as ``"22GiB"``: bytes of the whole peak, that is parameters, buffers, inputs, optimizer state and
+            everything that the step allocates. A float in (0, 1] or a string such as ``"50%"``: a fraction of the
+            baseline's dynamic peak.
+        policy, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
+        dynamic, cache, device_profile, costs, regions, on_exceed: as in `ackpt.compile`.
+
+    Returns:
+        The `PlannedStep`, with its ``plan``, ``history`` and ``prepare``. Keep calling `model` itself.
+
+    Raises:
+        BudgetError, TraceError, RecordError, TypeError: as in `ackpt.compile`; the model is then unchanged.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> step = ackpt.apply_budget(model, torch.ones(4, 8), budget="100%")
+        >>> model(torch.ones(4, 8)).sum().backward()
+        >>> step.plan.recompute_flops, type(model).__name__
+        (0, 'Sequential')
+    """
+    request = Request.of(**{name: value for name, value in locals().items() if name in _DEFAULTS})
+    args, kwargs = call_arguments(batch)
+    kwargs = as_trainer_calls(model, kwargs) if isinstance(model, nn.Module) else kwargs
+    with without_budget(model):
+        step = PlannedStep(model, request)
+        step.prepare(*args, **kwargs)
+    if budget is None and policy == "auto":
+        warn(
+            "apply_budget without a budget plans the step for any peak, and recomputes nothing: give budget='22GiB', "
+            "bytes of the whole peak, or budget='50%' of what the step allocates without ackpt"
+        )
+    put_in_place(step)
+    torch._dynamo.reset()  # what was compiled before has the model's own operations in it
+    return step
+
+
+def remove_budget(model: nn.Module) -> None:
+    """Undo `apply_budget`: calls of `model` run the model itself again.
+
+    Raises:
+        ValueError: if `model` has no budget.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> step = ackpt.apply_budget(model, torch.ones(4, 8), budget="100%")
+        >>> ackpt.remove_budget(model)
+        >>> model(torch.ones(4, 8)).sum().backward()
+        >>> len(step.history)
+        1
+    """
+    if in_place_of(model) is None:
+        raise ValueError(
+            f"this {type(model).__name__} has no budget: give the object that ackpt.apply_budget was called with, "
+            "which is the one inside of a wrapper such as DistributedDataParallel"
+        )
+    take_away(model)
+
+
+def plan(
+    graph: JointGraph,
+    budget: float | str | None = None,
+    policy: Policy = "auto",
+    *,
+    profile: Profile | None = None,
+    cache: Cache | None = None,
+    **options: Any,
+) -> Plan:
+    """Return a plan of `graph` whose peak is within `budget`.
+
+    Args:
+        graph: from `ackpt.trace`.
+        budget: the upper bound on the peak; None for no bound. A float in (0, 1] or a string such as ``"50%"``: a
+            fraction of the baseline's dynamic peak. An int or a string such as ``"6GiB"``: bytes of the whole peak,
+            that is parameters, buffers, inputs, optimizer state and everything that the step allocates.
+        policy: the policy that decides. Each takes the cheapest of its schedules whose simulated peak is within the
+            budget. It may also be a function of your own, ``schedule(graph, profile, limit_bytes, **options)``, which
+            returns a `Schedule`; the plan has its name.
+
+            ``"auto"``, the default, searches for the cheapest plan. It recomputes activations, packs dropout masks
+            where that is cheaper than drawing them again, and offloads if `profile` has times of copies to the host and
+            the copies overlap with compute. ``"none"`` saves everything that backward reads. ``"full"`` is per-block
+            checkpointing: it saves single tensors between blocks. ``"manual"`` takes fates by the names of nodes:
+            ``fates={"relu": "recomputed", "addmm": "saved"}``. It also takes ``"packed"`` for dropout masks, and
+            ``"offloaded"`` if `profile` has times of copies to the host.
+
+            ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
+            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.planner.policies.selective`.
+
+            Four policies from papers treat the graph as a chain of blocks with single tensors between them:
+            ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,
+            ``"revolve"`` follows binomial coefficients, and ``"rotor"`` uses dynamic programming.
+
+            Three policies take any graph. ``"min-cut"`` saves what PyTorch's partitioner would save; for its options
+            see `ackpt.planner.policies.min_cut`. ``"mu-two"`` drops one activation after the other, or offloads it if
+            `profile` has times of copies. ``"ilp"`` proves that no plan is cheaper, on graphs of up to 160 operations;
+            after ``time_limit=`` seconds (60) it warns how large the optimality gap may be. It needs ``pip install
+            "ackpt[plan]"``.
+        profile: costs per node, from `ackpt.profile`. By default, times at the rates of the GPU or CPU that holds the
+            tensors; see `ackpt.calibrate` for a CPU. For real tensors on the CPU, the workspace of every operation is
+            measured by running each distinct operation once. Without data it counts as 0, so that the peak on a CPU may
+            be higher by some bytes: give ``ackpt.profile(graph, workspace="measured")``.
+        cache: a folder that stores the result of the search. Later calls for an equal graph and profile read it, in any
+            process. The plan is the same with and without it. Damaged files are replaced with a warning.
+        options: the options of the policy.
+
+    Raises:
+        BudgetError: if the budget is infeasible for the policy; names the smallest feasible one. Also for a fraction if
+            the model has no data and was captured as ``torch.compile`` runs it: its own peak is then unknown.
+        RecordError: if the folder `cache` cannot be written.
+        ValueError, TypeError: for an unknown policy, an invalid budget, and options that the policy does not have.
+
+    Example:
+        >>> import torch, ackpt
+        >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.ones(4, 8))
+        >>> ackpt.plan(graph).fates
+        {'relu': 'saved'}
+    """
+    if not isinstance(graph, JointGraph):
+        raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
+    request = Request.of(budget=budget, policy=policy, cache=cache, options=options)
+    if not isinstance(profile, (Profile, type(None))):
+        raise TypeError(f"profile must come from ackpt.profile(graph, ...), got {type(profile).__name__}")
+    return planned(graph, request, profile)

@@ -1,0 +1,183 @@
+"""`Request`: every option of a planned step, as one value that is checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ackpt.core.budget import dynamic_limit
+from ackpt.core.errors import warn
+from ackpt.planner.capture.inspection.model_checks import check_call, check_keywords, forward_names, positional_names
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, loop_with
+from ackpt.planner.capture.outputs import check_differentiate, check_outputs
+from ackpt.planner.costs.devices import Device
+from ackpt.planner.costs.profiles import rates
+from ackpt.planner.policies import Policy, check_policy, name_of, options_of
+from ackpt.planner.policies.search.schedule_cache import cache_folder
+from ackpt.planner.schedule.plan import Plan
+
+Bounds = tuple[int, int]
+DynamicArgument = bool | Mapping[str, Mapping[int, Bounds | None]] | None
+COMPILERS = ("eager", "inductor")
+MEASURED = "measured"
+_WORDS = ("policy", "differentiate", "outputs", "costs", "on_exceed")  # keywords whose values are strings
+_IN_PARTS = ("auto", "none", "full")  # policies of models with a scripted or compiled submodule
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a step is to be planned for, as `ackpt.compile` describes it.
+
+    ``loop``: from optimizer, accumulation and scaler. ``folder``: the cache's. ``device``: from device_profile and
+    costs; ``MEASURED`` times the operations. ``on_plan``: called with every new plan before it runs. ``compiler``: of
+    the backend. ``planner``: a function that plans each graph in place of the policy; every size is then a graph of its
+    own.
+    """
+
+    budget: float | str | None = None
+    policy: Policy = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    differentiate: str = "loss"
+    outputs: str = "drop"
+    loop: Loop = NO_LOOP
+    dynamic: DynamicArgument = None
+    folder: Path | None = None
+    device: Device | str | None = None
+    regions: bool | None = None
+    on_exceed: str = "raise"
+    on_plan: Callable[[Any], Any] | None = None
+    compiler: str = "eager"
+    planner: Callable[[JointGraph], Plan] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        optimizer: torch.optim.Optimizer | str | None = None,
+        accumulation: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        device_profile: Device | str | None = None,
+        costs: str = "rates",
+        cache: Any = None,
+        options: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> Request:
+        """The request with these keywords of `ackpt.compile`; refuses invalid ones before any work."""
+        loop = loop_with(optimizer, accumulation, scaler)
+        request = cls(loop=loop, options={} if options is None else options, **others)
+        device = _device_of(device_profile, costs)
+        if cache is not None and request.plan is None:
+            check_policy(request.policy, cache)
+        return replace(request, device=device, folder=cache_folder(cache))
+
+    def __post_init__(self):
+        if self.plan is None:
+            check_policy(self.policy)
+        else:
+            self._check_plan()
+        self._check_options()
+        self._check_regions()
+        dynamic_limit(self.budget, 0, 0)  # refuses an invalid budget
+        check_differentiate(self.differentiate)
+        check_outputs(self.outputs)
+        if self.on_plan is not None and not callable(self.on_plan):
+            raise TypeError(f"on_plan must be a function of a plan, got {type(self.on_plan).__name__}")
+        if self.compiler not in COMPILERS:
+            raise ValueError(f"compiler {self.compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
+
+    @property
+    def splits(self) -> bool:
+        """Whether a model that cannot be captured as one graph is planned in parts."""
+        if self.regions is None:
+            return self.budget is not None and self.policy == "auto"
+        return self.regions
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a scripted or compiled submodule stays outside of the plan."""
+        is_searched = self.plan is None and self.planner is None
+        return self.regions is not False and is_searched and self.policy in _IN_PARTS
+
+    def _check_plan(self) -> None:
+        if not isinstance(self.plan, Plan):
+            raise TypeError(
+                f"plan must be an ackpt.Plan, got {type(self.plan).__name__}; read a file with ackpt.Plan.load(path)"
+            )
+        if self.budget is not None:
+            raise ValueError("give either a budget or a plan; a plan has its budget")
+        if self.policy not in ("auto", self.plan.policy) and getattr(self.policy, "__name__", "") != self.plan.policy:
+            raise ValueError(f"give either a policy or a plan; this plan was made by policy {self.plan.policy!r}")
+
+    def _check_options(self) -> None:
+        options = self.options
+        if not isinstance(options, Mapping):
+            raise TypeError(
+                f"options must be a dict of options of the policy, such as {{'time_limit': 60}}, got "
+                f"{type(options).__name__}"
+            )
+        if misplaced := sorted({"budget", "policy", "graph", "cache"} & set(options)):
+            raise TypeError(f"{misplaced[0]!r} is not an option of a policy: pass it as a keyword of ackpt.compile")
+        if foreign := sorted({"compiler", "on_plan"} & set(options)):
+            raise TypeError(f"{foreign[0]!r} is an option of torch.compile(model, backend='ackpt', options=...)")
+        if options and self.plan is not None:
+            raise ValueError("give either options or a plan; a plan is made already")
+
+    def _check_regions(self) -> None:
+        if self.regions not in (None, True, False):
+            raise TypeError(f"regions must be None, True or False, got {self.regions!r}")
+        if self.on_exceed not in ("raise", "warn"):
+            raise ValueError(f"on_exceed must be 'raise' or 'warn', got {self.on_exceed!r}")
+        if self.regions and (self.plan is not None or self.policy != "auto"):
+            raise ValueError("regions=True plans the model in parts: give a budget, and neither a plan nor a policy")
+
+
+def _device_of(device_profile: Device | str | None, costs: str) -> Device | str | None:
+    """The rates that ``device_profile`` and ``costs`` name, or ``MEASURED``.
+
+    Raises:
+        ValueError, TypeError: for an unknown device or kind of costs, or if both are given.
+    """
+    if costs not in ("rates", MEASURED):
+        raise ValueError(f"costs must be 'rates' or 'measured', got {costs!r}")
+    if costs == MEASURED and device_profile is not None:
+        raise ValueError("costs='measured' times operations on the model's own device: leave device_profile out")
+    return MEASURED if costs == MEASURED else rates(device_profile)
+
+
+def refuse_values_for_the_model(model, args, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse values of keywords of `compile` that are meant for the model; warn if its forward has the same name."""
+    names = forward_names(model) - set(positional_names(model, args))
+    for name, value in given.items():
+        default = defaults[name]
+        if value is default or (isinstance(value, str) and value == default):
+            continue
+        instead = f"pass it by position, or call ackpt.apply_budget(model, {{{name!r}: value, ...}}, budget)"
+        is_word = isinstance(value, str) or callable(value)
+        if isinstance(value, torch.Tensor) or (name in names and name in _WORDS and not is_word):
+            got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise TypeError(
+                f"{name}= is a keyword of ackpt.compile, and got {got}. If the model's forward has an argument "
+                f"{name!r}, {instead}"
+            )
+        if name in names:
+            warn(
+                f"{name}={value!r} is the keyword of ackpt.compile, and the model's forward has an argument {name!r}, "
+                f"too, which keeps its default: if you mean that one, {instead}"
+            )
+
+
+def refuse_misplaced_keywords(model, args, kwargs, request: Request, keywords) -> None:
+    """Refuse keywords for the model that are probably not meant for it; every name in its forward is allowed."""
+    check_keywords(model, kwargs, keywords, "ackpt.compile")
+    options = {} if request.plan is not None else options_of(request.policy)
+    if misplaced := sorted((set(kwargs) - forward_names(model)) & set(options)):
+        name, policy = misplaced[0], name_of(request.policy)
+        raise TypeError(f"{name!r} is an option of policy {policy!r}: give it as options={{{name!r}: ...}}")
+    advice = f". The model is called with all keywords but those of ackpt.compile: {', '.join(keywords)}."
+    check_call(model, args, kwargs, advice)

@@ -1,0 +1,144 @@
+"""Choose the schedule that runs a captured step at given sizes, and make its plan.
+
+With policy ``"auto"`` and dynamic dimensions, one search serves all sizes. The Pareto frontier is computed at the
+largest sizes seen so far. At other sizes, the cheapest schedule of this frontier runs whose simulated peak is within
+the budget. If there is none, a search at these sizes adds its schedules to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from ackpt.core.budget import dynamic_limit, is_share
+from ackpt.planner.capture.in_place import eager_graph
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.choose import (
+    baseline_of,
+    candidates_of_auto,
+    check_runs,
+    plan_of,
+    planned,
+    resolved,
+)
+from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.policies import name_of
+from ackpt.planner.policies.search.frontier import costs, frontier, step_cost
+from ackpt.planner.request import MEASURED, Request
+from ackpt.planner.schedule.eager_step import eager_schedule
+from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.schedule.schedule import Schedule, everything
+from ackpt.planner.schedule.simulator import peak_of, saved_bytes
+
+from .runnable import Runnable
+from .saved_plan import Choice, SavedPlan
+
+PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
+
+
+def plans_of(step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]) -> PlanAt:
+    """What `request` runs `step` with at given sizes; `sizes`: those that occurred or are declared."""
+    if request.plan is not None:
+        return SavedPlan(step, request.plan)
+    if request.planner is None:
+        return Plans(step, request, sizes)
+    planner = request.planner
+
+    def by_function(values: tuple[int, ...]) -> Choice:
+        graph = step.graph(values)
+        plan = planner(graph)
+        return Choice(plan.schedule if graph is step.reference else _of(plan.schedule, step.reference), lambda: plan)
+
+    return by_function
+
+
+class Plans:
+    """The plans of a policy: those of one search for all sizes of `step` where the policy allows it."""
+
+    def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]):
+        self.step, self.request, self.sizes = step, request, sizes
+        self._device = request.device
+        self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
+        self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
+        self._is_share = request.budget is not None and is_share(request.budget)
+
+    def __call__(self, values: tuple[int, ...]) -> Choice:
+        baseline_is_unknown = self._is_share and bool(self.step.reference.as_compiled)
+        if not self.step.dimensions or self.request.policy != "auto" or baseline_is_unknown:
+            return self._searched(values)
+        graph, workspace = self.step.sized(values), self.step.workspace_bytes(values)
+        peak_bytes = peak_of(graph, self._everything, workspace)
+        eager_bytes = peak_of(eager_graph(graph), self._eager, workspace) if self._is_share else peak_bytes
+        limit = dynamic_limit(self.request.budget, min(peak_bytes, eager_bytes), graph.resident_bytes)
+        if limit is None or peak_bytes <= limit:
+            return self._choice(self._everything, values)
+        if not self._candidates:
+            self._search(max([*self.sizes, values], key=self._live_bytes))
+        schedule = self._cheapest(graph, workspace, limit)
+        if schedule is None:
+            self._search(values)
+            schedule = self._cheapest(graph, workspace, limit)
+        if schedule is None:
+            return self._searched(values)  # raises, and names the smallest feasible budget
+        return self._choice(schedule, values)
+
+    def _cheapest(self, graph: JointGraph, workspace: tuple[int, ...], limit: int) -> Schedule | None:
+        """The cheapest candidate whose peak is within the limit; in most cases, its saved bytes alone decide."""
+        sizes = np.array(workspace)
+        for _, schedule in self._candidates:
+            if saved_bytes(graph, schedule) <= limit and peak_of(graph, schedule, sizes) <= limit:
+                return schedule
+        return None
+
+    def _search(self, values: tuple[int, ...]) -> None:
+        """Add the frontier at these sizes to the candidates."""
+        graph, profile = self._at(values)
+        whole = step_cost(self._everything, costs(graph, profile)) or 1.0
+        points = frontier(graph, profile, candidates_of_auto(self.request))
+        added = [(point.cost / whole, _of(point.schedule, self.step.reference)) for point in points]
+        self._candidates = sorted([*self._candidates, *added], key=lambda each: each[0])
+
+    def _live_bytes(self, values: tuple[int, ...]) -> int:
+        """The baseline's dynamic peak at these sizes without workspace, to compare sizes by."""
+        return peak_of(self.step.sized(values), self._everything, (0,) * len(self.step.reference.nodes))
+
+    @cached_property
+    def _everything(self) -> Schedule:
+        return everything(self.step.reference)
+
+    @cached_property
+    def _eager(self) -> Schedule:
+        return eager_schedule(eager_graph(self.step.reference))
+
+    def _at(self, values: tuple[int, ...]) -> tuple[JointGraph, Profile]:
+        """The graph at these sizes and its profile; of the same graph, so that one search serves all callers."""
+        if self._device == MEASURED:  # at the sizes of the first search; others use its rates
+            self._device = resolved(self.step.graph(values), MEASURED)
+        if self._described is None or self._described[0] != values:
+            self._described = values, self.step.described(values, self._device)
+        return self._described[1]
+
+    def _choice(self, schedule: Schedule, values: tuple[int, ...]) -> Choice:
+        def make_plan() -> Plan:
+            graph, profile = self._at(values)
+            baseline = baseline_of(graph, profile, self.request.budget)
+            made = plan_of(
+                graph, profile, _of(schedule, graph), baseline, self.request.budget, name_of(self.request.policy)
+            )
+            return replace(made, dynamic=self.step.dynamic)
+
+        return Choice(schedule, make_plan)
+
+    def _searched(self, values: tuple[int, ...]) -> Choice:
+        """The plan of a search at these sizes alone."""
+        graph, profile = self._at(values)
+        plan = replace(check_runs(graph, planned(graph, self.request, profile)), dynamic=self.step.dynamic)
+        return Choice(_of(plan.schedule, self.step.reference), lambda: plan)
+
+
+def _of(schedule: Schedule, graph: JointGraph) -> Schedule:
+    """`schedule` as one of `graph`, which has the same operations at other sizes."""
+    return replace(schedule, graph=graph.hash)
