@@ -93,14 +93,15 @@ class TrainingStep:
 
 def unknown_model(name: str, known) -> ValueError:
     """The error for a `name` that is not among the `known` built-in models."""
-    others = f"choose from {', '.join(known)}, or {TRANSFORMERS}<configuration class of transformers, or path of a "
-    others += "config.json>"
+    configuration = f"{TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
     if name in OF_THE_STUDY:
-        command = f"python -m experiments plan {name}"
         return ValueError(
-            f"{name} is not part of the package: run `{command}` in a clone of the repository, or {others}"
+            f"{name} is not part of the package: run `python -m experiments plan {name}` in a clone of the repository, "
+            f"or choose from {', '.join(known)}, or {configuration}"
         )
-    return ValueError(f"unknown model {name!r}{did_you_mean(name, known)}: {others}")
+    return ValueError(
+        f"unknown model {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}, or {configuration}"
+    )
 
 
 def no_configuration(library: str, name: str, hint: str = "") -> ValueError:
