@@ -10,8 +10,7 @@ import torch
 
 import ackpt
 from ackpt.offloading.cpu_streams import Stream
-from ackpt.offloading.engine import Engine
-from ackpt.offloading.saved_storages import DeviceStore
+from ackpt.offloading.engine import DeviceStore, Engine
 from ackpt.offloading.store import Pool, host_memory
 from ackpt.offloading.transport import CpuTransport, Ended
 

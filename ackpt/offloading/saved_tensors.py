@@ -25,8 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import OffloadError
 
-from .engine import Engine
-from .saved_storages import ForwardState, OffloadedStorage, root_of
+from .engine import Engine, ForwardState, OffloadedStorage, root_of
 
 MODES = ("sync", "async")
 STORES = ("host", "disk")

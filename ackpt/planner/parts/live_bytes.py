@@ -33,7 +33,6 @@ from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step
-NUMBER_BYTES = torch.float64.itemsize
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
 _MOST_WORKSPACES = 10_000
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]

@@ -39,7 +39,7 @@ from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
-from .live_bytes import NUMBER_BYTES, RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
+from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
 from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
@@ -242,18 +242,18 @@ class PlannedRegions:
                 least,
             )
 
-    def plan_from(self, planned: _Planned, record: Record, after: int, kept: int = 0) -> None:
-        """Make the plan from the record of the first step; `kept`: what it leaves allocated for the next step."""
+    def plan_from(self, planned: _Planned, record: Record, after: int, lasting: int = 0) -> None:
+        """Make the plan from the record of the first step; `lasting`: what it leaves allocated for the next step."""
         start = time.perf_counter()
         held, costs = record.held_bytes(), record.costs()
-        least, baseline = (max(record.peak_bytes(saved) + kept, after) for saved in ((), held))
+        least, baseline = (max(record.peak_bytes(saved) + lasting, after) for saved in ((), held))
         resident = planned.plan.resident_bytes
         limit = dynamic_limit(self.budget, baseline, resident)
-        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit - kept)
-        peak = record.peak_bytes(saved) + kept
+        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit - lasting)
+        peak = record.peak_bytes(saved) + lasting
         if limit is not None:
             entries = record.entry_bytes(saved)
-            planned.room_bytes = {key: live + kept + max(0, limit - peak) for key, live in entries.items()}
+            planned.room_bytes = {key: live + lasting + max(0, limit - peak) for key, live in entries.items()}
         planned.saved = saved
         planned.plan = replace(
             planned.plan,
@@ -305,7 +305,7 @@ class _Forward:
         self.start_bytes = self.begin_bytes = 0
         self.key: Any = None
         self._numbers: Counter[str] = Counter()
-        self._fates: list[tuple[str, bool]] = []
+        self._checkpointed: list[str] = []  # the blocks that ran as regions
         self._in_block = False
         self._hooks = _top_hooks(True)
 
@@ -323,7 +323,7 @@ class _Forward:
         cost = live.cost
         with live.forward():
             live.gradients(())
-            self._count_kept(record, live.bytes)
+            self._count_lasting(record, live.bytes)
             # With accumulation=True, gradients of earlier steps are resident.
             live.gradients(self.regions.gradients(), counts=not self.regions.loop.accumulation)
             self.start_bytes = live.bytes
@@ -332,20 +332,20 @@ class _Forward:
             yield
         if record is not None:
             record.cost += live.cost - cost
-        self.key = live.sizes, tuple(self._fates)
+        self.key = live.sizes, tuple(self._checkpointed)
         self.is_counted = self.is_first or self.key not in planned.backwards
 
-    def _count_kept(self, record: Record | None, live_bytes: int) -> None:
+    def _count_lasting(self, record: Record | None, live_bytes: int) -> None:
         """Plan again if the first step has left tensors allocated, such as the states that a block keeps."""
         if record is not None:
             if len(record.forwards) == 1:
                 record.start_bytes = live_bytes
         elif self.planned.finished is not None:
             (first, after), self.planned.finished = self.planned.finished, None
-            if (kept := live_bytes - first.start_bytes) > 0:
-                self.regions.plan_from(self.planned, first, after, kept)
+            if (lasting := live_bytes - first.start_bytes) > 0:
+                self.regions.plan_from(self.planned, first, after, lasting)
                 self.live.bound = self.planned.plan.limit_bytes
-                self.planned.start_bytes += kept
+                self.planned.start_bytes += lasting
 
     def _open_record(self) -> Record | None:
         return None if self.record is None else self.record()
@@ -359,7 +359,7 @@ class _Forward:
         if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
             block.refused = "it is called within saved_tensors_hooks or a checkpoint of the model itself"
             return block.forward(*args, **kwargs)
-        self._fates.append((block.path, False))
+        self._checkpointed.append(block.path)
         undo = None if block.has_run else Undo(block, args, kwargs)
         self._in_block = True
         try:
@@ -370,7 +370,7 @@ class _Forward:
             del result
             if (record := self._open_record()) is not None:
                 record.segments[-1] = record.segments[-1][0], None, ""
-            raise _Stores("it stores a tensor that it computes, such as a state or an output, in an object")
+            raise CheckpointError("it stores a tensor that it computes, such as a state or an output, in an object")
         except (BudgetError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -499,10 +499,6 @@ class _Forward:
         return "the model's own forward"
 
 
-class _Stores(Exception):
-    """A block cannot be a region, because a tensor of its graph is still alive after its forward."""
-
-
 class _Body(threading.local):
     """What the body of a region does in this thread.
 
@@ -544,7 +540,7 @@ def _recorded(live, run: Run, storages: SavedStorages):
     cost = live.cost
     with _first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         yield
-    run.cost, run.held_bytes = live.cost - cost, live.bytes + NUMBER_BYTES * storages.numbers
+    run.cost, run.held_bytes = live.cost - cost, live.bytes + storages.number_bytes
 
 
 def _first_sentence(error: Exception) -> str:

@@ -207,3 +207,15 @@ def test_the_allocator_of_a_gpu_counts(monkeypatch):
     with counter.forward():
         allocate(600, peak=6000)
     assert sizes == [6600]
+
+
+@pytest.mark.parametrize(("number", "size"), [(2.0, 8), (3, 8), (True, 1)])
+def test_the_number_that_a_product_saves_counts_in_the_forward(number, size):
+    live = LiveBytes(lambda backward: None)
+    x = torch.ones(100, requires_grad=True)
+    with live.forward():
+        y = x.exp()
+        before = live.bytes
+        y.mul_(number)
+        assert live.bytes == before + size
+    assert live.bytes == before
