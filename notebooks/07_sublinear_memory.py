@@ -45,6 +45,7 @@ from ackpt.metering import plots
 from ackpt.planner.policies.chains.blocks import fine_chain
 from ackpt.policies import chen, revolve, rotor
 from experiments import graph_profile, sublinear
+from experiments.models import ResNet, ResNetConfig
 from experiments.reports import figures
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
@@ -519,7 +520,7 @@ figure
 sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}
 lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=4))
 tokens, lm_offsets = torch.randint(64, (256,)), torch.tensor([0, 256], dtype=torch.int32)
-resnet = models.ResNet(models.ResNetConfig("basic", (2, 2, 2, 2), width=8, num_classes=10))
+resnet = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=8, num_classes=10))
 pictures, labels = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
 cases = {
     "36 equal blocks": (sublinear.Chain(*(sublinear.Block(4) for _ in range(36))), (x,), {}),

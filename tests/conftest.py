@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import ackpt
+import experiments  # noqa: F401  its models are among those that the planner knows by name
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.patches import kernels
 from ackpt.planner.workloads import planned_shapes

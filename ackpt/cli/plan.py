@@ -26,7 +26,7 @@ from ackpt.planner.workloads.step_request import (
 from .command_line import UsageError, add_set, field, writable
 
 EXAMPLES = """examples:
-  ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
+  ackpt plan hf:BertConfig --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
   ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
   ackpt plan hf:LlamaConfig --seq-len 2048 --dtype bfloat16 --lora r=16 targets=q_proj,v_proj --device-profile l4
   ackpt plan hf:LlamaConfig --dtype bfloat16 --device-profile h200 --sweep seq_len=256:2048 --budget "120GiB reserved"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ackpt.cli.selftest import Workload, transformer
 from ackpt.core.errors import did_you_mean
-from ackpt.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
+from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 
 TRANSFORMER = {
     "batch_size": 2,

@@ -17,6 +17,7 @@ from ackpt.core.errors import did_you_mean
 
 IMAGE_SIZE = 224
 TRANSFORMERS = "hf:"
+OF_THE_STUDY = ("resnet18", "resnet50", "resnet152", "bert-base", "bert-large", "sdxl-unet")  # models in a checkout
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -92,9 +93,14 @@ class TrainingStep:
 
 def unknown_model(name: str, known) -> ValueError:
     """The error for a `name` that is not among the `known` built-in models."""
+    configuration = f"{TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
+    if name in OF_THE_STUDY:
+        return ValueError(
+            f"{name} is not part of the package: run `python -m experiments plan {name}` in a clone of the repository, "
+            f"or choose from {', '.join(known)}, or {configuration}"
+        )
     return ValueError(
-        f"unknown model {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}, or {TRANSFORMERS}"
-        "<configuration class of transformers, or path of a config.json>"
+        f"unknown model {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}, or {configuration}"
     )
 
 

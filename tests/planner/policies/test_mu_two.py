@@ -14,10 +14,11 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import lower, profile, rewrite, simulate
-from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
+from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.planner.policies.mu_two import Intermediate, Link, drop, evictions, intermediates, order_for_each_reader
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.schedule import everything, missing, scheduled
+from experiments.models.resnet import ResNet, ResNetConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import IGNORE_INDEX, require_ids, require_positive
+from ackpt.models.transformer import require_positive
+
+from .checks import IGNORE_INDEX, require_ids
 
 __all__ = ["Bert", "BertBlock", "BertConfig", "BertForMaskedLM", "bert_base", "bert_large"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import ackpt
-from ackpt.models import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet18, resnet50, resnet152
+from experiments.models import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet18, resnet50, resnet152
 
 TINY = {kind: ResNetConfig(kind, (2, 1, 2, 2), width=8, num_classes=10) for kind in ("basic", "bottleneck")}
 LABELS = torch.tensor([3, 9, 0, 3])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import require_positive
+from ackpt.models.transformer import require_positive
 
 __all__ = ["UNet", "UNetConfig"]
 

@@ -12,7 +12,7 @@ from conftest import assert_equal
 from torch._subclasses import FakeTensorMode
 
 import ackpt
-from ackpt.models import Bert, BertBlock, BertConfig, BertForMaskedLM, bert_base, bert_large
+from experiments.models import Bert, BertBlock, BertConfig, BertForMaskedLM, bert_base, bert_large
 
 TINY = BertConfig(dim=32, ff_dim=64, layers=3, heads=4, vocab_size=50, positions=20)
 IDS = torch.arange(1, 33).view(2, 16)

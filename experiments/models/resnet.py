@@ -13,7 +13,9 @@ import dataclasses
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import IGNORE_INDEX, require_ids, require_positive
+from ackpt.models.transformer import require_positive
+
+from .checks import IGNORE_INDEX, require_ids
 
 __all__ = ["BasicBlock", "Bottleneck", "ResNet", "ResNetConfig", "resnet18", "resnet50", "resnet152"]
 

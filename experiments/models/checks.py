@@ -1,21 +1,13 @@
-"""What the models refuse: sizes that are no sizes, and ids that an embedding or a loss could not look up."""
+"""What the models refuse: ids that an embedding or a loss could not look up."""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .packed_attention import is_readable
-
-__all__ = ["require_ids", "require_positive"]
+from ackpt.models.packed_attention import is_readable
 
 IGNORE_INDEX = -100  # F.cross_entropy's default
-
-
-def require_positive(config: object, *names: str) -> None:
-    """ValueError unless each named attribute of `config` is a positive integer."""
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
 def require_ids(name: str, ids: Tensor, shape: torch.Size, below: int, why: str, ignore: int | None = None) -> None:
