@@ -189,23 +189,23 @@ class ChainTable:
 
         `partial`: None for the first forward of the blocks from `s` on, which costs nothing, and their backward.
         """
-        best, is_first = _Best(self.slots), partial is None
-        if s == t and not is_first:
+        best = _Best(self.slots)
+        if s == t and partial is not None:
             option = self.stages[s].partials[partial].option
             best.offer(_GoBack(), option.cost, self._slots(option.backward_peak))
             return self._solved(best)
-        incoming = 0 if is_first else self.stages[t].incoming_bytes
-        saved = 0 if is_first else self.saved[partial][t + 1] - self.saved[partial][s + 1]
+        incoming = 0 if partial is None else self.stages[t].incoming_bytes
+        saved = 0 if partial is None else self.saved[partial][t + 1] - self.saved[partial][s + 1]
         gradients = self.gradients[t + 1] - self.gradients[s + 1]
         options = self.options[s][partial or 0]
         needs = self._slots(np.maximum(options.forward_peaks + incoming + saved, options.backward_peaks + gradients))
         rest = np.zeros((len(needs), self.slots + 1))
         if s < t:
-            after = self.first_passes[s + 1] if is_first else self.later_passes[partial, s + 1, t]
+            after = self.first_passes[s + 1] if partial is None else self.later_passes[partial, s + 1, t]
             rest, needs = self._after(options, after), np.maximum(options.saved_slots, needs)
-        rest += (options.costs if is_first else options.costs_again)[:, None]
+        rest += (options.costs if partial is None else options.costs_again)[:, None]
         best.choose(rest, needs, options.decisions)
-        if is_first:
+        if partial is None:
             rests = np.array([self.first_passes[j].row for j in range(s + 1, t + 1)], dtype=np.int64)
         else:
             rests = self._later_rows[partial, s + 1 : t + 1, t]
