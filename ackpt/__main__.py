@@ -1,5 +1,5 @@
 """``python -m ackpt``."""
 
-from ackpt.cli.command_line import main
+from ackpt.cli import main
 
 raise SystemExit(main())

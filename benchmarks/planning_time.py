@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.models import resnet152
+from experiments.models import resnet152
 
 Call = tuple[nn.Module, dict[str, Any]]  # a model and the keywords that it is called with
 

@@ -21,17 +21,16 @@ from tqdm import tqdm
 
 import ackpt
 from ackpt import plan
+from ackpt.cli.selftest import Workload
 from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
 from ackpt.planner.choose import default_profile
 from ackpt.planner.policies import POLICIES, auto
-from ackpt.planner.policies.search.frontier import frontier
-from ackpt.planner.policies.search.recompute_costs import step_cost
+from ackpt.planner.policies.search.frontier import frontier, step_cost
 from ackpt.planner.request import MEASURED
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import everything, recomputed
-from ackpt.planner.workloads.comparable_step import Workload
-from ackpt.planner.workloads.cuda_capture import kernels_of_a_gpu
+from ackpt.planner.workloads.planned_shapes import kernels_of_a_gpu
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
 from experiments.steps.frontier_models import checked_sizes, workload

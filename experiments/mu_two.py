@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.policies.mu_two import State, schedules_of, states
-from ackpt.planner.policies.search.intermediates import Intermediate, intermediates
-from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.policies.mu_two import Intermediate, State, intermediates, schedules_of, states
+from ackpt.planner.policies.search.frontier import costs
 from ackpt.planner.schedule.schedule import everything
 from ackpt.planner.schedule.simulator import peak_of, step_peaks
 

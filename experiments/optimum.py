@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from ackpt import plan
 from ackpt.core.errors import BudgetError
-from ackpt.planner.policies import auto, full, ilp_graph, mu_two, rotor_chain
-from ackpt.planner.policies.chains.blocks import coarse_chain
-from ackpt.planner.policies.chains.cut_points import long_skips
+from ackpt.planner.policies import auto, full, ilp, mu_two, rotor
+from ackpt.planner.policies.chains.blocks import coarse_chain, long_skips
 from ackpt.planner.policies.chains.substitutes import substituted
-from ackpt.planner.policies.search.frontier import Point, frontier, pareto
-from ackpt.planner.policies.search.recompute_costs import costs, step_cost
+from ackpt.planner.policies.search.frontier import Point, costs, frontier, pareto, step_cost
 from ackpt.planner.policies.search.refinement import refined
 from ackpt.planner.schedule.schedule import everything
 from ackpt.planner.schedule.simulator import peak_of
@@ -78,7 +76,7 @@ def distances(graph, profile, budgets, policies, *, exact: bool = False) -> list
         limit = math.floor(budget * plain.dynamic_peak_bytes)
         row: dict = {"budget": budget, "bound": None}
         if exact:
-            best = ilp_graph.solve(graph, profile, limit, None)
+            best = ilp.solve_graph(graph, profile, limit, None)
             fits = peak_of(graph, best.schedule, profile.workspace_bytes) <= limit
             row["ilp"], row["ilp_bound"] = (best.cost / unit, best.lower_bound / unit) if fits else (None, None)
         for policy in policies:
@@ -111,7 +109,7 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
         candidates += substituted(graph, coarse_chain(graph, skips), profile, costs(graph, profile))
     fronts["instead"] = pareto(graph, profile, candidates)
     candidates += [
-        *rotor_chain.candidates(graph, profile),
+        *rotor.candidates(graph, profile),
         *mu_two.evictions(graph, replace(profile, swap_seconds=None)),
     ]
     fronts["policies"] = pareto(graph, profile, candidates)

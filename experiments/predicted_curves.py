@@ -65,7 +65,7 @@ class Timelines(Predictions):
 
 
 _CODE = ("ackpt/planner/costs", "ackpt/planner/schedule/simulator.py", "ackpt/planner/schedule/schedule.py")
-_CODE += tuple(f"ackpt/planner/policies/{name}" for name in ("chains/selective.py", "mu_two.py", "search"))
+_CODE += tuple(f"ackpt/planner/policies/{name}" for name in ("selective.py", "mu_two.py", "search"))
 POLICIES = {"without": "none", "per-block": "selective", "mu-two": "mu-two", "auto": "auto"}
 _SIZES = {"dim": 512, "ff_dim": 2048, "layers": 6, "head_dim": 64, "vocab_size": 30_000}
 MODELS: dict[str, dict[str, Any]] = {

@@ -225,6 +225,7 @@ for name, size in measured.categories.items():
 print(f"{'peak':12} {memory_format(measured.peak_bytes):>10}")
 
 # %% tags=["hide-input"]
+from experiments.reports.figures import bar_plot, line_plot
 from experiments.widgets.chain_steps import chain_steps
 
 schematics.publish(chain_steps(["baseline"]), "01_chain")
@@ -270,7 +271,7 @@ formula = [4 * n * (L * A + d + 1) for n in tokens]
 print("measured minus predicted bytes:", [a - b for a, b in zip(saved, formula)])
 
 # %% tags=["hide-input"] alt="Memory over the number of tokens: the saved activations lie on the straight line of the formula and cross the constant 16 bytes per parameter near 680 tokens."
-figure = plots.line_plot(
+figure = line_plot(
     tokens,
     measured={"saved by the forward": saved},
     predicted={"saved by the forward": formula, "16 bytes per parameter": [16 * P] * len(tokens)},
@@ -348,7 +349,7 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```
 
 # %% tags=["hide-input"] alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, saved activations nearly vanish, recomputed ones appear, and gradients are larger."
-figure = plots.bar_plot(
+figure = bar_plot(
     names,
     {label: [run.categories[name] for name in names] for label, run in runs.items()},
     "",

@@ -148,6 +148,7 @@ ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / baseli
 # :::
 
 # %% tags=["hide-input"]
+from experiments.reports.figures import line_plot
 from experiments.widgets.chain_steps import chain_steps
 
 schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
@@ -202,7 +203,7 @@ cuts = [[64 // k] * k for k in ks]
 runs = [measured(functools.partial(chain, lengths)) for lengths in cuts]
 peaks = [run.dynamic_peak_bytes for run in runs]
 formula = [predicted_peak(lengths) for lengths in cuts]
-figure = plots.line_plot(ks, {"64 layers": peaks}, {"64 layers": formula}, "", xlabel="regions")
+figure = line_plot(ks, {"64 layers": peaks}, {"64 layers": formula}, "", xlabel="regions")
 path = plots.save(figure, "results/figures/02_segments.png")
 figure
 

@@ -44,6 +44,7 @@ from experiments.published import Predictions, reference
 from experiments.published import rows as published_figures
 from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
 from experiments.reports import training as report
+from experiments.reports.figures import line_plot
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import environment, load_reference, markdown_table, write_text_atomic
 from experiments.steps.predicted import predict_experiment
@@ -202,7 +203,7 @@ print(f"T* = P_block / d = {T_star:.0f} tokens")
 
 # %% tags=["hide-input"] alt="Peak memory over tokens. Baseline: a steep straight line. Checkpointed: a line that rises six to nine times more slowly and bends upwards a little at 768 tokens. The measured points are on the predicted lines."
 ticks = (256, 512, 768, 1024)
-figure = plots.line_plot(
+figure = line_plot(
     ticks,
     measured={m: [runs[m, T].peak_bytes if T in lengths else None for T in ticks] for m in methods},
     predicted={

@@ -141,6 +141,7 @@ order
 
 # %% tags=["hide-input"]
 from experiments.reports import schematics
+from experiments.reports.figures import line_plot
 from experiments.widgets.offload_lanes import offload_lanes
 
 schematics.publish(offload_lanes(), "05_lanes")
@@ -328,7 +329,7 @@ constant = [peaks["sync"][0]] * len(ns)
 ramp = [constant[0] + (n - 2) * S for n in ns]
 shown = {"no offload": peaks["None"], "sync": peaks["sync"], "async": peaks["async"]}
 lines = {"no offload": ramp, "sync": constant}
-figure = plots.line_plot(ns, shown, lines, "", xlabel="regions", ylabel="dynamic peak (MiB)")
+figure = line_plot(ns, shown, lines, "", xlabel="regions", ylabel="dynamic peak (MiB)")
 path = plots.save(figure, "results/figures/05_regions.png")
 figure
 
@@ -514,7 +515,7 @@ points = {"copy": [shares[T][1] for T in lengths], "forward": list(forward.value
 points["half of backward"] = [seconds / 2 for seconds in backward.values()]
 curves = {"copy": [fit.copy_seconds for fit in fits], "forward": [fit.forward_seconds for fit in fits]}
 curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
-plots.line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
+line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
 
 # %% [markdown]
 # *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer than the copies. We set

@@ -45,6 +45,7 @@ from ackpt import models
 from ackpt.graph import PlannedStep, lower, rewrite, scheduled, simulate
 from ackpt.metering import plots
 from experiments import graph_profile
+from experiments.models import ResNet, ResNetConfig
 from experiments.results import environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
@@ -461,8 +462,8 @@ for name, state in states.items():
 # with the baseline's.
 
 # %% tags=["hide-input"]
-config = models.ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)
-resnet = (models.ResNet(config), (torch.randn(4, 3, 64, 64),), {"labels": torch.randint(10, (4,))})
+config = ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)
+resnet = (ResNet(config), (torch.randn(4, 3, 64, 64),), {"labels": torch.randint(10, (4,))})
 rows = []
 for name, case in {"language model": (lm, call, targets), "ResNet": resnet}.items():
     for policy, row in graph_profile.compare(*case, ("none", "full", "manual")).items():

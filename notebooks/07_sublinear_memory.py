@@ -45,6 +45,7 @@ from ackpt.metering import plots
 from ackpt.planner.policies.chains.blocks import fine_chain
 from ackpt.policies import chen, revolve, rotor
 from experiments import graph_profile, sublinear
+from experiments.models import ResNet, ResNetConfig
 from experiments.reports import figures
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
@@ -325,7 +326,7 @@ path = write_text_atomic("results/tables/07_revolve.md", table)
 
 # %% tags=["hide-input"] alt="State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
 steps, snapshots = 16, 3
-figure = figures.schedule_plot(revolve.schedule(steps, snapshots), steps, "")
+figure = figures.schedule_plot(revolve.actions(steps, snapshots), steps, "")
 path = plots.save(figure, "results/figures/07_revolve.png")
 most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
 print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {most} times")
@@ -519,7 +520,7 @@ figure
 sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}
 lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=4))
 tokens, lm_offsets = torch.randint(64, (256,)), torch.tensor([0, 256], dtype=torch.int32)
-resnet = models.ResNet(models.ResNetConfig("basic", (2, 2, 2, 2), width=8, num_classes=10))
+resnet = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=8, num_classes=10))
 pictures, labels = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
 cases = {
     "36 equal blocks": (sublinear.Chain(*(sublinear.Block(4) for _ in range(36))), (x,), {}),

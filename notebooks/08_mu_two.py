@@ -43,9 +43,8 @@ from ackpt import models
 from ackpt.graph import simulate
 from ackpt.metering import plots
 from ackpt.planner.costs.devices import device
-from ackpt.planner.policies.mu_two import schedules_of, states
-from ackpt.planner.policies.search.intermediates import Link, drop
-from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.policies.mu_two import Link, drop, schedules_of, states
+from ackpt.planner.policies.search.frontier import costs
 from ackpt.planner.schedule.schedule import everything
 from experiments import graph_profile, mu_two
 from experiments.predicted_curves import BatchCurves
@@ -604,5 +603,7 @@ last = next(i for i in every if mu_two.name_of(tower, i) == "exp_5")
 paths, as_set = mu_two.along_paths(every, last), end.recomp_time["exp_5"]
 print(f"D: the last exp takes {1e9 * paths:.0f} ns along all paths, {1e9 * as_set:.0f} ns as a set")
 first, *_, end = mu_two.choices(graph, no_link)
-print(f"G: the estimate of the peak goes from {first.printed_bytes:,} to {end.printed_bytes:,} bytes if all are dropped")
+print(
+    f"G: the estimate of the peak goes from {first.printed_bytes:,} to {end.printed_bytes:,} bytes if all are dropped"
+)
 print(f"   the simulated peak goes from {first.each_bytes:,} to {end.each_bytes:,} bytes")

@@ -38,10 +38,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ackpt
-from ackpt import models
 from ackpt.metering import plots
 from ackpt.policies import ilp
-from experiments import graph_profile, optimum, sublinear
+from experiments import graph_profile, models, optimum, sublinear
 from experiments.frontier import PLANNED, FrontierConfig, run_frontier
 from experiments.reports import frontier as frontier_report
 from experiments.reports import frontier_methods, frontier_times

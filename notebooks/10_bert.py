@@ -41,9 +41,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ackpt
-from ackpt import models
 from ackpt.metering import plots
-from experiments import bert
+from experiments import bert, models
 from experiments.graph_profile import orders_plot
 from experiments.reports import bert as bert_report
 from experiments.reports.figures import curves_plot

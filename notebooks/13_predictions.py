@@ -45,6 +45,7 @@ from experiments.calculator.sample import difference, rows_of
 from experiments.calculator.settings import Setting, by_formula, by_plan
 from experiments.data import packed_batches, token_stream
 from experiments.published import Predictions, all_predicted, excluded, reference, report, rows, time_ratios
+from experiments.reports.figures import bar_plot
 from experiments.results import load_reference, markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls transformers by its old names
@@ -488,7 +489,7 @@ policies = {
 }
 peaks = {label: by_formula(grid, setting)["at_peak"] for label, setting in policies.items()}
 names = ["parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries"]
-figure = plots.bar_plot(
+figure = bar_plot(
     names,
     {label: [peak.get(name, 0) for name in names] for label, peak in peaks.items()},
     "LoRA of Llama 3 8B, 4 sequences of 4096 tokens: activations decide",

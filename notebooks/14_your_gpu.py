@@ -8,7 +8,7 @@
 # %%
 import torch
 
-from ackpt.cli.selftest_checks import SelftestConfig, failed, run_selftest, text_table
+from ackpt.cli.selftest import SelftestConfig, failed, run_selftest, text_table
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cpu":

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import ackpt
+import experiments  # noqa: F401  its models are among those that the planner knows by name
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.patches import fake_cache
+from ackpt.planner.capture.patches import kernels
 from ackpt.planner.workloads import planned_shapes
 
 # The committed rates of a CPU, for subprocesses too: plans do not depend on the machine that runs the tests.
@@ -276,7 +277,7 @@ def fresh_dynamo():
 @pytest.fixture
 def fresh_results():
     """No result on tensors without data is known from an earlier capture."""
-    fake_cache._RESULTS.clear()
+    kernels._RESULTS.clear()
 
 
 _CAPTURED: dict[str, JointGraph] = {}

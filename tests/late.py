@@ -10,10 +10,9 @@ import torch
 
 import ackpt
 from ackpt.offloading.cpu_streams import Stream
-from ackpt.offloading.engine import Engine
-from ackpt.offloading.saved_storages import DeviceStore
+from ackpt.offloading.engine import DeviceStore, Engine
 from ackpt.offloading.store import Pool, host_memory
-from ackpt.offloading.transport import CpuTransport, Wait
+from ackpt.offloading.transport import CpuTransport, Ended
 
 LONG = 30  # seconds that no test comes near
 
@@ -168,14 +167,14 @@ class FreesSourceEarly(LateTransport):
     """Broken: the source of a copy out is freed without waiting."""
 
     def wait_event(self, event, used=None):
-        return Wait(0.0) if used is None else super().wait_event(event, used)
+        return Ended() if used is None else super().wait_event(event, used)
 
 
 class UsesTargetEarly(LateTransport):
     """Broken: the target of a copy in is used without waiting."""
 
     def wait_event(self, event, used=None):
-        return super().wait_event(event, used) if used is None else Wait(0.0)
+        return super().wait_event(event, used) if used is None else Ended()
 
 
 class IgnoresEarlierCopies(LateTransport):

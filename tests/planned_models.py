@@ -13,7 +13,8 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import simulate
-from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
+from ackpt.models import LanguageModel, TransformerConfig
+from experiments.models import ResNet, ResNetConfig
 from experiments.steps.captured_step import CapturedStep
 
 WORDS, LENGTH = 20, 24

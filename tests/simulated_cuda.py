@@ -14,7 +14,7 @@ import weakref
 
 import torch
 
-from ackpt.offloading.cuda_transport import CudaEvent, CudaTransport
+from ackpt.offloading.transport import CudaEvent, CudaTransport
 
 DEVICE = torch.device("cuda", 0)
 

@@ -9,8 +9,7 @@ import torch
 from simulated_cuda import DEVICE, Machine, SimulatedTransport, join
 
 import ackpt
-from ackpt.offloading.engine import Engine
-from ackpt.offloading.saved_storages import DeviceStore
+from ackpt.offloading.engine import DeviceStore, Engine
 from ackpt.offloading.store import Pool
 
 SIZES = (256, 1024)  # elements

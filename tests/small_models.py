@@ -6,15 +6,8 @@ import torch
 import transformers
 from torch import nn
 
-from ackpt.models import (
-    BertConfig,
-    BertForMaskedLM,
-    LanguageModel,
-    ResNet,
-    ResNetConfig,
-    Transformer,
-    TransformerConfig,
-)
+from ackpt.models import LanguageModel, Transformer, TransformerConfig
+from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 
 WORDS, LENGTH = 40, 8
 _SIZES = TransformerConfig(dim=16, ff_dim=32, layers=1, head_dim=8, vocab_size=WORDS)

@@ -9,7 +9,8 @@ import pytest
 from address import colab_address, repository_address
 
 import ackpt
-from ackpt.core import errors, graph
+from ackpt import graph
+from ackpt.core import errors
 from ackpt.metering import flops
 from experiments import data
 

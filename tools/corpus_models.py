@@ -17,15 +17,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from ackpt.models import (
-    BertConfig,
-    BertForMaskedLM,
-    LanguageModel,
-    ResNet,
-    ResNetConfig,
-    Transformer,
-    TransformerConfig,
-)
+from ackpt.models import LanguageModel, Transformer, TransformerConfig
+from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 
 WORDS, LENGTH, BATCH = 20, 16, 4
 OFFSETS = LENGTH * torch.arange(BATCH + 1, dtype=torch.int32)

@@ -1,10 +1,8 @@
 """``chunked_cross_entropy``: the loss of a language model without ever allocating all logits.
 
-With 8192 tokens and a vocabulary of 50257, fp32 logits take 1.5 GiB, and cross-entropy needs several tensors of this
-size. In the published language-model experiment they take more memory than the blocks. The loss needs only a few rows
-of logits at a time. The gradient with respect to the logits is softmax minus one-hot, times a scalar that backward
-provides. So the forward computes the gradients of the hidden states and of the weight chunk by chunk, and saves only
-these two; nothing is recomputed.
+The loss needs only a few rows of logits at a time. The gradient with respect to the logits is softmax minus one-hot,
+times a scalar that backward provides. So the forward computes the gradients of the hidden states and of the weight
+chunk by chunk, and saves only these two; nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -92,9 +90,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             del grad_logits  # otherwise it would be live together with the next chunk's
         # The gradients are saved without the 1/N of the mean, with which small probabilities would underflow in fp16.
         rows_counted = counted.sum().to(precise) if reduction == "mean" else torch.ones_like(total)
-        scale = rows_counted.clamp(
-            min=1
-        ).reciprocal()  # if all rows are ignored, torch's loss is nan and its gradients are 0
+        scale = rows_counted.clamp(min=1).reciprocal()  # if all rows are ignored, torch's gradients are 0
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(scale, *([grad_hidden] * needs_hidden), *([grad_weight] * needs_weight))
         return total / rows_counted

@@ -257,10 +257,10 @@ class MutableState:
             silently = copy is not None if recorder is None else memory(tensor) in recorder.written
             if version(tensor) == mark and not silently:
                 if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
-                    _UNCHANGED_BUFFERS.setdefault(tensor.untyped_storage(), set()).add(_place(tensor))
+                    _UNCHANGED_BUFFERS.setdefault(tensor.untyped_storage(), set()).add(_view_of_storage(tensor))
                 continue
             if copy is None:
-                _UNCHANGED_BUFFERS[tensor.untyped_storage()].discard(_place(tensor))
+                _UNCHANGED_BUFFERS[tensor.untyped_storage()].discard(_view_of_storage(tensor))
                 raise CheckpointError(
                     f"buffer {name!r}, {describe(tensor)}, is changed by this checkpointed region for the first time "
                     "after steps that left it alone, and no copy of its old value was kept. Repeat the step (from now "
@@ -272,66 +272,72 @@ class MutableState:
 
     def undo(self) -> None:
         """Restore the values from before the forward; call this instead of `after_forward`."""
-        bindings = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
-        for namespace, size in self._namespaces:
-            if len(namespace) > size:
-                bindings += self._made_names(namespace)
+        bindings, contents = self._changes()
         _bind(bindings)
-        _fill([*(each for each in self._contents if not _is_filled_with(*each)), *self._added_hooks()])
+        _fill(contents)
         with torch.no_grad():
             for tensor, _, mark, copy in self._before:
                 if copy is None or (version(tensor) == mark and _is_equal(tensor, copy)):
                     continue
                 with torch.autograd._unsafe_preserve_version_counter(tensor):
-                    if tensor.shape == copy.shape:
-                        tensor.copy_(copy)
-                    else:
-                        tensor.data = copy
+                    _set(tensor, copy)
 
     @contextlib.contextmanager
     def restored(self):
         """Restore the values from before the forward in the body, and the present ones after it; keep versions.
 
-        The body includes the backward of the recomputed graph, which may read a buffer that the region has updated.
+        The body includes the backward of the recomputed graph, which may read a buffer that the region has updated. A
+        value that it assigns stays if it equals the present one and has a history: after the backward its graph has no
+        saved tensors, but the graph of the forward's value still has them.
         """
-        rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
-        rebound = [each for each in rebound if not _is_made(each[0].get(each[1], _ABSENT), each[2])]
-        for namespace, size in self._namespaces:
-            if len(namespace) > size:
-                rebound += self._made_names(namespace)
-        contents = [each for each in self._contents if not _is_filled_with(*each)]
-        contents += self._added_hooks()
-        tensors = [tensor for tensor, _ in self._changed]
+        bindings, contents = self._changes()
+        bindings = [each for each in bindings if not _is_made(each[0].get(each[1], _ABSENT), each[2])]
         rewritten = [(tensor, name, tensor.detach().clone()) for tensor, name in self._rewritten]
-        if not tensors and not rebound and not contents and not self._overwritten and not rewritten:
+        if not (self._changed or bindings or contents or self._overwritten or rewritten):
             yield
             return
-        resized = [(tensor, old, tensor.data) for tensor, old in self._changed if tensor.shape != old.shape]
-        present = [(tensor, old, tensor.detach().clone()) for tensor, old in self._changed if tensor.shape == old.shape]
+        names = [*(binding[:2] for binding in bindings), *self._overwritten]
+        values = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]
+        items = [(container, container.copy()) for container, _ in contents]
+        tensors = []
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_rebound(rebound, self._overwritten))
-            stack.enter_context(_refilled(contents))
-            for tensor in tensors:
+            for tensor, _ in self._changed:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
+                _bind(bindings)
+                _fill(contents)
                 with torch.no_grad():
-                    for tensor, old, _ in present:
-                        tensor.copy_(old)
-                    for tensor, old, _ in resized:
-                        tensor.data = old.clone()
+                    for tensor, old in self._changed:
+                        is_resized = tensor.shape != old.shape
+                        tensors.append((tensor, tensor.data if is_resized else tensor.detach().clone(), is_resized))
+                        _set(tensor, old.clone() if is_resized else old)
                 yield
                 for tensor, name, value in rewritten:
                     if not torch.equal(tensor.detach(), value):
                         raise changes_parameter(tensor, name)
             finally:
                 with torch.no_grad():
-                    for tensor, _, value in present:
-                        if tensor.shape == value.shape:
-                            tensor.copy_(value)
-                        else:
+                    for tensor, value, is_resized in tensors:
+                        if is_resized:
                             tensor.data = value
-                    for tensor, _, value in resized:
-                        tensor.data = value
+                        else:
+                            _set(tensor, value)
+                _fill([each for each in items if not (_has_history(each[1]) and _is_equal(*each))])
+                _bind(
+                    [
+                        each
+                        for each in values
+                        if not (_has_history(each[2]) and _is_equal(each[0].get(each[1]), each[2]))
+                    ]
+                )
+
+    def _changes(self):
+        """The bindings and the containers' items from before the forward, where the present ones are others."""
+        bindings = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
+        for namespace, size in self._namespaces:
+            if len(namespace) > size:
+                bindings += self._made_names(namespace)
+        return bindings, [*(each for each in self._contents if not is_filled_with(*each)), *self._added_hooks()]
 
     def _made_names(self, namespace):
         """Bindings that remove the names that the forward added."""
@@ -392,22 +398,6 @@ def _is_equal(value, other) -> bool:
     return isinstance(value, FakeTensor) or value.is_meta or torch.equal(value.detach(), other.detach())
 
 
-@contextlib.contextmanager
-def _rebound(bindings, results):
-    """Set ``namespace[name] = value`` for all bindings in the body, and restore the present values after it.
-
-    `results`: other names that the body may assign to. A value that it assigns stays if it is equal to the present one:
-    after the backward, its graph has no saved tensors, but the graph of the forward's result still has them.
-    """
-    names = [*(binding[:2] for binding in bindings), *results]
-    present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]
-    _bind(bindings)
-    try:
-        yield
-    finally:
-        _bind([each for each in present if not (_has_history(each[2]) and _is_equal(each[0].get(each[1]), each[2]))])
-
-
 def _bind(bindings) -> None:
     for namespace, name, value in bindings:
         if value is _ABSENT:
@@ -416,24 +406,25 @@ def _bind(bindings) -> None:
             namespace[name] = value
 
 
-@contextlib.contextmanager
-def _refilled(contents):
-    """Restore the items of containers in the body, and the present ones after it, if these differ: see `_rebound`."""
-    present = [(container, container.copy()) for container, _ in contents]
-    _fill(contents)
-    try:
-        yield
-    finally:
-        _fill([each for each in present if not (_has_history(each[1]) and _is_equal(*each))])
-
-
 def _fill(contents) -> None:
     for container, items in contents:
-        container.clear()
-        (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+        fill(container, items)
 
 
-def _is_filled_with(container, items) -> bool:
+def fill(container, items) -> None:
+    """Make the items of a container those of its copy `items`."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+
+
+def _set(tensor, value) -> None:
+    if tensor.shape == value.shape:
+        tensor.copy_(value)
+    else:
+        tensor.data = value
+
+
+def is_filled_with(container, items) -> bool:
     """Whether a container has the very same items as its copy `items`, in the same order."""
     if len(container) != len(items):
         return False
@@ -448,10 +439,10 @@ def _bytes(tensor) -> int:
 
 def _copy(tensor):
     if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
-        if _place(tensor) in _UNCHANGED_BUFFERS.get(tensor.untyped_storage(), ()):
+        if _view_of_storage(tensor) in _UNCHANGED_BUFFERS.get(tensor.untyped_storage(), ()):
             return None
     return tensor.detach().clone()
 
 
-def _place(tensor):
+def _view_of_storage(tensor):
     return tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -1,31 +1,10 @@
 """``checkpoint``, from scratch: save a region's inputs, drop its activations, recompute them in backward.
 
-The method takes ten lines. The forward runs the function and saves only its inputs. When the gradient of the output
-arrives, backward runs the function again, this time with a graph, and sends the gradient through that graph:
-
-    class Checkpoint(torch.autograd.Function):
-        def forward(ctx, function, x):
-            ctx.function = function
-            ctx.save_for_backward(x)
-            with torch.no_grad():
-                return function(x)
-        def backward(ctx, grad):
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            with torch.enable_grad():
-                y = ctx.function(x)
-            return None, *torch.autograd.grad(y, [x], grad)
-
-The rest of the package makes these lines return the baseline's gradients bit for bit, or raise an error. This file has
-the call and its autograd node. ``region.py`` has the two runs of the function. ``reachable.py``, ``guards.py``,
-``recorder.py``, ``rng.py`` and ``autocast.py`` make sure that both runs see the same parameters, buffers, random
-numbers and settings. The inner backward runs inside the outer one, hence the name *reentrant*. Source: Chen et al. 2016
-(arXiv:1604.06174), section 3.
-
-Two decisions differ from ``torch.utils.checkpoint(use_reentrant=True)``:
+This file has the call and its autograd node; ``region.py`` has the two runs of the function. The inner backward runs
+inside the outer one, hence the name *reentrant*. Two decisions differ from torch's reentrant checkpoint:
 
 - The first forward runs in grad mode, and its graph is dropped when the region ends. So the same kernels run as in the
-  baseline, and the graph shows which outputs need a gradient and which parameters receive one. The transient memory of
-  the first forward never exceeds that of the recomputation.
+  baseline, and the graph shows which outputs need a gradient and which parameters receive one.
 - These parameters are inputs of the autograd node, so their gradients pass through the outer graph. Hooks fire once,
   DDP counts every gradient once, and the engine sums the gradients of shared parameters.
 """
@@ -43,11 +22,10 @@ import torch
 
 from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
-from ackpt.offloading.packed_tensors import saved_tensors_of
-from ackpt.offloading.saved_tensors import Offload, resolve
+from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
+from .reachable import ACCUMULATE_GRAD
 from .region import Region
-from .summands import Summands
 
 __all__ = ["checkpoint"]
 
@@ -144,7 +122,7 @@ def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
     if isinstance(owner := getattr(function, "__self__", None), torch.nn.Module):
         _modules_run.add(owner)
     region = Region(function, args, kwargs, preserve_rng_state)
-    inputs, leaves, uses = region.first_forward()
+    inputs, leaves = region.first_forward()
     if not region.node_outputs:  # no output needs a gradient
         return region.result(())
     # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
@@ -152,7 +130,7 @@ def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
     inputs_with_grad = [tensor for tensor, needs_grad in zip(inputs, region.needs_grad) if needs_grad]
     with offload.for_region().hooks if offload is not None else _NOTHING:
         # A tensor is an input once for each of its uses: the engine then sums their gradients as in the baseline.
-        sources = [tensor for tensor, count in zip((*inputs_with_grad, *leaves), uses) for _ in range(count)]
+        sources = [tensor for tensor, count in zip((*inputs_with_grad, *leaves), region.uses) for _ in range(count)]
         outputs = _apply(region, inputs, leaves, anchor, *sources)
         del sources
         region.accumulators = None
@@ -188,29 +166,102 @@ class _Recompute(torch.autograd.Function):
         region = ctx.region
         _refuse_unsupported(region)
         region.check_unchanged(ctx.leaves)
-        hooks = _take_hooks(ctx.leaves)
-        try:
-            with region.state.restored() if region.state is not None else _NOTHING:
-                # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
-                saved, prefetch = saved_tensors_of(ctx)
-                graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
-                del saved
-                if prefetch is not None:
-                    _middle_node(outputs).register_prehook(prefetch)
-                # Backward through that graph; outputs that the loss does not depend on have no gradient.
-                used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
-                if len(used) < len(outputs):
-                    outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
-                if region.accumulates_inside:
-                    if used:
-                        torch.autograd.backward(outputs, grad_outputs)
-                    return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
-                summands = Summands(outputs, received, region.uses)
-                del received
-                gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
-                return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
-        finally:
-            _return_hooks(ctx.leaves, hooks)
+        with _without_hooks(ctx.leaves), region.state.restored() if region.state is not None else _NOTHING:
+            # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
+            saved, prefetch = saved_tensors_of(ctx)
+            graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
+            del saved
+            if prefetch is not None:
+                _middle_node(outputs).register_prehook(prefetch)
+            # Backward through that graph; outputs that the loss does not depend on have no gradient.
+            used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
+            if len(used) < len(outputs):
+                outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
+            if region.accumulates_inside:
+                if used:
+                    torch.autograd.backward(outputs, grad_outputs)
+                return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
+            summands = Summands(outputs, received, region.uses)
+            del received
+            gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
+            return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
+
+
+class Summands:
+    """Collects the gradients of tensors that a graph uses several times, while the engine runs through that graph.
+
+    If several regions, or a region and other code, use a tensor, the engine adds the gradients of all uses one by one,
+    latest use first. A region that returned their sum would change the order of this summation, and with it the last
+    bits. So a region is connected to a tensor once per use, and returns the gradient of every use separately.
+
+    `tensors`: where the graph of `outputs` starts; `uses`: how often it used each of them in the first run.
+    """
+
+    def __init__(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], uses: list[int]):
+        self._uses = uses
+        self._collected: dict[int, list[torch.Tensor]] = {}
+        several = {_source(tensor): index for index, tensor in enumerate(tensors) if uses[index] > 1}
+        if several:
+            self._collected = {index: [] for index in several.values()}
+            self._watch(outputs, several)
+
+    def of(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients with those of tensors with several uses replaced by one for each use; None where missing."""
+        separate: list[torch.Tensor | None] = []
+        for index, count in enumerate(self._uses):
+            each = self._collected.pop(index, None)
+            if each is None:
+                separate.append(gradients[index])
+                continue
+            while len(each) > count:  # only scripted code has another graph in its second run
+                last = each.pop()
+                each[-1] = each[-1] + last
+            separate += [*each, *[None] * (count - len(each))]
+            each.clear()  # the graph's hooks refer to the list, and the model's code may keep the graph
+        return separate
+
+    def _watch(self, outputs: list[torch.Tensor], several: dict[Any, int]) -> None:
+        seen: set[Any] = {output.grad_fn for output in outputs}
+        left = list(seen)
+        while left:
+            node = left.pop()
+            edges = node.next_functions
+            wanted = {}
+            for slot, edge in enumerate(edges):
+                if (index := several.get(_key(*edge))) is not None:
+                    wanted[slot] = self._collected[index]
+                elif edge[0] is not None and edge[0] not in seen:
+                    seen.add(edge[0])
+                    left.append(edge[0])
+            if wanted:
+                node.register_hook(_collector(wanted))
+
+
+def _collector(wanted: dict[int, list[torch.Tensor]]):
+    """A hook of a node: appends its gradients in these slots to lists, and passes on only the first of a list.
+
+    The engine would sum what is passed on; with nothing, hooks of the tensor would not run.
+    """
+
+    def collect(gradients, _):
+        passed = list(gradients)
+        for slot, collected in wanted.items():
+            if gradients[slot] is not None:
+                if collected:
+                    passed[slot] = None
+                collected.append(gradients[slot])
+        return tuple(passed)
+
+    return collect
+
+
+def _source(tensor: torch.Tensor):
+    return (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+
+def _key(node, number: int):
+    """What `_source` returns for the tensor at the end of an edge."""
+    return (id(node.variable), 0) if type(node) is ACCUMULATE_GRAD else (node, number)
 
 
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
@@ -246,29 +297,29 @@ def _middle_node(outputs):
 
 def _gradients(outputs, grads, inputs):
     """``torch.autograd.grad`` without its checks of the gradients' shapes, which the outer engine has made already."""
+    if not inputs:  # the region itself has made all tensors that require grad
+        return ()
     return torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
 
 
-def _hooks_of(leaf) -> list[dict]:
-    return [hooks for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if hooks is not None]
-
-
-def _take_hooks(leaves) -> list[tuple[dict, dict]]:
-    """Remove the hooks of `leaves` for the recomputation and its backward; they run once, in the outer graph."""
-    hooked = [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
-    taken = [(hooks, dict(hooks)) for leaf in hooked if leaf.grad_fn is None for hooks in _hooks_of(leaf)]
+@contextlib.contextmanager
+def _without_hooks(leaves):
+    """Remove the hooks of `leaves` in the body, which runs the inner graph: they run once, in the outer one."""
+    taken = [(hooks, dict(hooks)) for hooks in _hooks_of(leaves)]
     for hooks, _ in taken:
         hooks.clear()
-    return taken
+    try:
+        yield
+    finally:
+        for hooks in _hooks_of(leaves):  # also those that the recomputation has registered
+            hooks.clear()
+        for hooks, items in taken:
+            hooks.update(items)
 
 
-def _return_hooks(leaves, taken) -> None:
-    """Undo `_take_hooks`, and remove the hooks that the recomputation has registered."""
-    for leaf in leaves:
-        if (leaf._backward_hooks or leaf._post_accumulate_grad_hooks) and leaf.grad_fn is None:
-            for hooks in _hooks_of(leaf):
-                hooks.clear()
-    for hooks, items in taken:
-        hooks.update(items)
+def _hooks_of(leaves) -> list[dict]:
+    """The hooks of the `leaves` without a history, as the dicts that have them."""
+    pairs = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves if leaf.grad_fn is None)
+    return [hooks for pair in pairs for hooks in pair if hooks]

@@ -32,12 +32,6 @@ def changes_containers() -> CheckpointError:
     )
 
 
-def _describe(signature) -> str:
-    shape, dtype, device, requires_grad = signature
-    dtype = str(dtype).removeprefix("torch.")
-    return f"shape {list(shape)} {dtype} on {device}{'' if requires_grad else ' without grad'}"
-
-
 def changes_inputs(tensor: str) -> CheckpointError:
     return CheckpointError(
         f"this checkpointed region changes {tensor} in place, so the old value is lost for the recompute. Work on a "
@@ -87,8 +81,13 @@ def other_outputs(count: int, expected: dict, recomputed: list) -> CheckpointErr
     `count`: number of tensors that the forward returned; `expected`: signatures, by index, of those that the region
     computed; `recomputed`: signatures of all outputs of the recomputation.
     """
+
+    def described(shape, dtype, device, requires_grad):
+        dtype = str(dtype).removeprefix("torch.")
+        return f"shape {list(shape)} {dtype} on {device}{'' if requires_grad else ' without grad'}"
+
     different = [
-        f"output {index}: {_describe(signature)} in forward, {_describe(recomputed[index])} in recompute"
+        f"output {index}: {described(*signature)} in forward, {described(*recomputed[index])} in recompute"
         for index, signature in expected.items()
         if index < len(recomputed) and recomputed[index] != signature
     ]

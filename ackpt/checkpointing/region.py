@@ -19,17 +19,19 @@ from ackpt.core.autograd_state import phase, recomputation_begins, recomputation
 from ackpt.core.errors import CheckpointError
 
 from . import guards, refusals, rng
-from .autocast import OFF, Autocast, any_enabled
 from .closures import DetachClosedOver, current_detached, frozen
 from .reachable import ReachableState, graph_inputs, is_data, tensors_in
 from .recorder import Recorder, check_same_path, path
-from .tree import Tensors, fill, fill_arguments, is_plain, strip_arguments, strip_result
+from .tree import Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
 #: the region, because its contributions would take too much memory one by one.
 MOST_USES = 8
+_PythonNode = torch.autograd.function.BackwardCFunction
 _NOTHING = contextlib.nullcontext()
 _NOT_WALKED = ReachableState()
+_any_autocast = torch._C._is_any_autocast_enabled
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -54,18 +56,17 @@ class Region:
         self.preserve_rng_state = preserve_rng_state
         self.guarantees = guards.current()
         self.is_nested = phase.recomputing
-        self.autocast = Autocast() if any_enabled() else None
+        self.autocast = Autocast() if _any_autocast() else None
         self.streams = []
         self.state = self.watch = self.recorder = self.path = self.unread_changes = self.accumulators = None
-        self.uses: Any = {}  # id of an alias or leaf -> how many operations of the region use it
         self.detached = current_detached()
         if self.detached is not None:
             self.inputs[:] = self.detached.replaced(list(self.inputs))
 
     def first_forward(self):
-        """Run the function; return what becomes inputs of the autograd node: ``(arguments, leaves, uses)``.
+        """Run the function; return what becomes inputs of the autograd node: ``(arguments, leaves)``.
 
-        `uses` has a number for every argument that needs a gradient, then for every leaf: how often the region uses it.
+        ``uses`` then has, for every argument that needs a gradient and for every leaf, how often the node gets it.
         """
         inputs = self.inputs
         self.needs_grad = [tensor.requires_grad for tensor in inputs]
@@ -83,8 +84,8 @@ class Region:
         versions = [guards.version(tensor) for tensor in inputs]
         object_arguments = self._object_arguments()
         before = tensors_in(object_arguments) if object_arguments else {}
-        leaves = self._forward(inputs, aliases, versions, reachable)
-        uses = [self.uses.get(id(alias), 1) for alias, needed in zip(aliases, self.needs_grad) if needed]
+        leaves, counts = self._forward(inputs, aliases, versions, reachable)
+        uses = [counts.get(id(alias), 1) for alias, needed in zip(aliases, self.needs_grad) if needed]
         self._move_hooks(aliases, inputs)
         del aliases
         if object_arguments and any(
@@ -106,14 +107,13 @@ class Region:
                 phase.leaves_behind = bool(self.recorder.left_results())
             self.recorder.forget()
         if self.node_outputs:
-            self._record_state(inputs, versions, leaves, reachable)
-        uses += [self.uses.get(id(leaf), 1) for leaf in leaves]
-        self.uses = [count if count <= MOST_USES else 1 for count in uses]
-        if self.autocast is not None:  # it casts a leaf once for all its uses, and a computed tensor for each
-            computed = [computed for computed, needed in zip(self.is_computed, self.needs_grad) if needed]
-            separate = [*computed, *[False] * len(leaves)]
-            self.uses = [count if each else 1 for count, each in zip(self.uses, separate)]
-        return inputs, leaves, self.uses
+            self._record_state(inputs, leaves, reachable)
+        uses += [counts.get(id(leaf), 1) for leaf in leaves]
+        # Autocast casts a leaf once for all its uses, and a computed tensor for each.
+        computed = [computed for computed, needed in zip(self.is_computed, self.needs_grad) if needed]
+        separate = [*computed, *[False] * len(leaves)] if self.autocast is not None else [True] * len(uses)
+        self.uses = [count if each and count <= MOST_USES else 1 for count, each in zip(uses, separate)]
+        return inputs, leaves
 
     def _move_hooks(self, aliases, inputs) -> None:
         """Let hooks that the function has registered on its inputs run for the tensors that it was called with."""
@@ -141,26 +141,29 @@ class Region:
         return fill(self.output_template, tensors)
 
     def _forward(self, inputs, aliases, versions, reachable):
-        """Run the function, drop its graph, and return the ``leaves`` at which the graph ended."""
+        """Run the function and drop its graph.
+
+        Returns the leaves at which the graph ended, and by id of an alias or leaf how many operations use it.
+        """
         started = torch.autograd._get_sequence_nr()
         result = self._first_forward(aliases, reachable)
         self._check_inputs(inputs, versions)
         outputs, template = strip_result(result)
         if self.guarantees.exact_graph:
-            new = [i for i, output in enumerate(outputs) if _created_since(started, output)]
-            node_outputs = [i for i in new if id(outputs[i]) not in reachable.tensors]
-        else:
-            node_outputs = [
-                i for i, output in enumerate(outputs) if _may_need_grad(output) and not _is_in(output, aliases)
-            ]
+            computed = [i for i, each in enumerate(outputs) if each.grad_fn and each.grad_fn._sequence_nr() >= started]
+            node_outputs = [i for i in computed if id(outputs[i]) not in reachable.tensors]
+        else:  # the forward ran without a graph
+            computed = [i for i, each in enumerate(outputs) if not any(each is alias for alias in aliases)]
+            floats = [i for i in computed if outputs[i].is_floating_point() or outputs[i].is_complex()]
+            node_outputs = [i for i in floats if not outputs[i].requires_grad]
         self.node_outputs, self.output_template = node_outputs, template
         self.other_outputs = (
             [None] * len(outputs) if len(node_outputs) == len(outputs) else _passed_through(outputs, aliases, inputs)
         )
         if not node_outputs:
-            return []
+            return [], {}
         starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
-        leaves = self._leaves([outputs[index] for index in node_outputs], starts, reachable, started)
+        leaves, counts = self._leaves([outputs[index] for index in node_outputs], starts, reachable, started)
         if reachable.walked:  # leaves that only the graph refers to were created by the function itself
             leaves = [leaf if id(leaf) in reachable.tensors else weakref.ref(leaf) for leaf in leaves]
         self.output_signatures = {index: self._signature(outputs[index]) for index in node_outputs}
@@ -168,7 +171,7 @@ class Region:
         self.output_values = _detached([outputs[index] for index in node_outputs])
         for index in node_outputs:
             self.other_outputs[index] = None
-        return leaves
+        return leaves, counts
 
     def _reachable_state(self):
         is_needed = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
@@ -197,7 +200,7 @@ class Region:
         return result
 
     def _call(self, tensors):
-        values = fill_arguments(self.template, tensors)
+        values: Any = fill(self.template, tensors)
         if self.names:
             split = len(values) - len(self.names)
             result = self.function(*values[:split], **dict(zip(self.names, values[split:])))
@@ -216,27 +219,27 @@ class Region:
                 raise refusals.changes_inputs(f"its input tensor number {index} ({guards.describe(tensor)})")
 
     def _leaves(self, outputs, aliases, reachable, started):
-        """The parameters and closed-over tensors at which the graph ends: they become inputs of the autograd node."""
+        """The parameters and closed-over tensors at which the graph ends, and how often operations use each tensor."""
         # FSDP reduces gradients in hooks inside the region, so gradients must be accumulated there.
         self.accumulates_inside = reachable.sharded or not self.guarantees.exact_graph
         if self.accumulates_inside:
-            return []
+            return [], {}
         self.accumulators = []
-        leaves, node, nodes, self.uses = graph_inputs(outputs, aliases, _tensors(reachable), started, self.accumulators)
-        if node is not None and not reachable.walked:
+        while True:
+            tensors = [tensor for tensor, _ in reachable.tensors.values()]
+            leaves, node, nodes, counts = graph_inputs(outputs, aliases, tensors, started, self.accumulators)
+            if node is None:
+                break
+            if reachable.walked:
+                raise refusals.unreachable(node)
             reachable = ReachableState(self.function, self.template)
-            leaves, node, nodes, self.uses = graph_inputs(
-                outputs, aliases, _tensors(reachable), started, self.accumulators
-            )
-        if node is not None:
-            raise refusals.unreachable(node)
         # New nodes of a parameter that is released after its use would expect gradients of its current shape.
         self.accumulators = [node for node in self.accumulators if id(node.variable) in reachable.tensors]
         if self.recorder is not None:
             self.path = path(self.recorder, nodes, started)
-        return leaves
+        return leaves, counts
 
-    def _record_state(self, inputs, versions, leaves, reachable):
+    def _record_state(self, inputs, leaves, reachable):
         """Freeze the function's closure, and record the versions of all tensors that must not change until backward."""
         self.function = frozen(self.function)
         if self.state is not None:
@@ -279,12 +282,11 @@ class Region:
         if object_arguments and tensors_in(object_arguments).keys() != before.keys():
             raise refusals.changes_argument(self.function, object_arguments)
         outputs, _ = strip_result(result)
+        signatures = [self._signature(output) for output in outputs]
         if len(outputs) != self.output_count or any(
-            self._signature(outputs[i]) != signature for i, signature in self.output_signatures.items()
+            signatures[i] != signature for i, signature in self.output_signatures.items()
         ):
-            raise refusals.other_outputs(
-                self.output_count, self.output_signatures, [self._signature(output) for output in outputs]
-            )
+            raise refusals.other_outputs(self.output_count, self.output_signatures, signatures)
         computed = [outputs[index] for index in self.output_signatures]
         starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
         received = [tensor for tensor, needed in zip(inputs, self.needs_grad) if needed]
@@ -299,12 +301,8 @@ class Region:
             ends, node, nodes, _ = graph_inputs(computed, [], closed_over, before_inputs)
             if node is not None or any(tensor.grad_fn is not None for tensor in ends):
                 raise refusals.hidden_use()
-            if self.unread_changes and any(
-                isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes
-            ):
-                raise guards.changed_between(
-                    *next(iter(self.unread_changes.values()))
-                )  # its code may read what changed
+            if self.unread_changes and any(isinstance(node, _PythonNode) for node in nodes):  # it may read what changed
+                raise guards.changed_between(*next(iter(self.unread_changes.values())))
             if self.path is not None and recorder is not None:
                 check_same_path(self.path, path(recorder, nodes, started), recorder, self.function)
         return starts, received, computed
@@ -335,10 +333,8 @@ class Region:
     def _detach(self, closed_over):
         if not closed_over and self.detached is None:
             return None
-        outer = {} if self.detached is None else self.detached.leaves
-        return DetachClosedOver(
-            {**outer, **{id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}}
-        )
+        leaves = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}
+        return DetachClosedOver(leaves if self.detached is None else self.detached.leaves | leaves)
 
     def _repeat_call(self, aliases):
         """Repeat the forward's call, with its RNG states and autocast settings."""
@@ -346,9 +342,9 @@ class Region:
         phase.recomputing, phase.dropping, phase.function, phase.leaked = True, False, self.function, self.leaked
         try:
             with torch.enable_grad():
-                if not self.streams and self.autocast is None and not any_enabled():
+                if not self.streams and self.autocast is None and not _any_autocast():
                     return self._call(aliases)
-                with rng.replay(self.streams), (self.autocast or OFF).restored():
+                with rng.replay(self.streams), (self.autocast or _AUTOCAST_OFF).restored():
                     result = self._call(aliases)
                     if name := rng.ended_elsewhere(self.streams, self.marks):
                         raise refusals.other_draws(name, self.function)
@@ -371,8 +367,43 @@ class Region:
             self.unread_changes[id(tensor)] = change
 
 
-def _tensors(reachable):
-    return [tensor for tensor, _ in reachable.tensors.values()]
+class Autocast:
+    """The autocast state of all devices in this thread, to be restored in a recomputation; ``off``: that without any.
+
+    `restored` sets the switches directly, because ``torch.autocast("cuda")`` disables itself without a GPU, for example
+    when `predict` runs a step from shapes alone.
+    """
+
+    __slots__ = ("modes", "cache")
+
+    def __init__(self, off: bool = False):
+        is_on = torch.is_autocast_enabled
+        self.modes = [(name, not off and is_on(name), torch.get_autocast_dtype(name)) for name in _DEVICES]
+        self.cache = torch.is_autocast_cache_enabled()
+
+    def _apply(self):
+        for name, enabled, dtype in self.modes:
+            torch.set_autocast_enabled(name, enabled)
+            torch.set_autocast_dtype(name, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+
+    @contextlib.contextmanager
+    def restored(self):
+        """Apply this state in the body, and the present one after it."""
+        present = Autocast()
+        torch.autocast_increment_nesting()
+        self._apply()
+        # A cached cast made outside the region has its autograd history there; the recomputation needs its own cast.
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            present._apply()
+
+
+_AUTOCAST_OFF = Autocast(off=True)
 
 
 def _aliases(tensors, needs_grad):
@@ -417,24 +448,8 @@ def _passed_through(outputs, aliases, inputs) -> list:
     return [originals.get(id(output), output) for output in outputs]
 
 
-def _may_need_grad(output) -> bool:
-    return (output.is_floating_point() or output.is_complex()) and not output.requires_grad
-
-
-def _is_in(tensor, others) -> bool:
-    return any(tensor is other for other in others)
-
-
-def _created_since(started: int, tensor) -> bool:
-    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= started
-
-
-@contextlib.contextmanager
-def _identity_hooks():
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
-        yield
-
-
 def _no_saved_tensor_hooks():
     """Disable outer ``saved_tensors_hooks``, such as those of offload, for a graph that is dropped at once."""
-    return _NOTHING if _top_hooks(False) is None else _identity_hooks()
+    if _top_hooks(False) is None:
+        return _NOTHING
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)

@@ -22,53 +22,46 @@ import torch
 LOCK = threading.RLock()
 
 
-class TorchStream:
+class Stream:
+    """A source of random numbers, whose state subclasses ``get`` and ``set``."""
+
+    name: str
+    get: Any
+    set: Any
+
+    def comparable(self, state):
+        return state
+
+    def moved(self, state) -> bool:
+        """Whether the stream has another state now."""
+        return self.comparable(state) != self.comparable(self.get())
+
+    def mark(self) -> int:
+        return hash(self.comparable(self.get()))
+
+
+class TorchStream(Stream):
     """A ``torch.Generator``, either a device's default generator or the user's."""
 
     name = "torch"
 
     def __init__(self, generator: torch.Generator):
-        self.generator = generator
+        self.generator, self.get, self.set = generator, generator.get_state, generator.set_state
 
-    def get(self):
-        return self.generator.get_state()
-
-    def set(self, state):
-        self.generator.set_state(state)
-
-    def moved(self, state) -> bool:
-        return _words(state) != _words(self.generator.get_state())
-
-    def mark(self) -> int:
-        return hash(_words(self.generator.get_state()))
+    def comparable(self, state: torch.Tensor) -> bytes:
+        return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def _words(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-class PythonStream:
+class PythonStream(Stream):
     """Python's global ``random`` or a ``random.Random`` object."""
 
     name = "Python's random"
 
     def __init__(self, source: Any = random):
-        self.source = source
-
-    def get(self):
-        return self.source.getstate()
-
-    def set(self, state):
-        self.source.setstate(state)
-
-    def moved(self, state) -> bool:
-        return state != self.source.getstate()
-
-    def mark(self) -> int:
-        return hash(self.source.getstate())
+        self.source, self.get, self.set = source, source.getstate, source.setstate
 
 
-class NumpyStream:
+class NumpyStream(Stream):
     """A user's ``numpy.random.Generator`` or ``RandomState``."""
 
     name = "numpy.random"
@@ -86,21 +79,18 @@ class NumpyStream:
         else:
             self.bits.state = state
 
-    def moved(self, state) -> bool:
-        return repr_state(state) != repr_state(self.get())
-
-    def mark(self) -> int:
-        return hash(repr(repr_state(self.get())))
+    def comparable(self, state) -> str:
+        return repr(_without_arrays(state))
 
 
-def repr_state(state):
-    """A numpy state with its arrays turned into bytes, so that two of them compare by ``==``."""
+def _without_arrays(state):
+    """A numpy state with its arrays turned into bytes."""
     if isinstance(state, dict):
-        return {key: repr_state(value) for key, value in state.items()}
+        return {key: _without_arrays(value) for key, value in state.items()}
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-class NumpyGlobalStream:
+class NumpyGlobalStream(Stream):
     """numpy's legacy global state (Mersenne Twister).
 
     Reading the full state takes about 30 microseconds. So the stream first compares the raw words, at the address that
@@ -109,6 +99,7 @@ class NumpyGlobalStream:
     """
 
     name = "numpy.random"
+    comparable = NumpyStream.comparable
     _WORDS = 624 * 4 + 4  # key and position of the Mersenne Twister, in bytes
 
     def __init__(self, numpy_random):
@@ -137,10 +128,10 @@ class NumpyGlobalStream:
         words = self._read_words()
         if words is not None and words == self._last_read[0] and state is self._last_read[1]:
             return False
-        return repr_state(state) != repr_state(self.random.get_state(legacy=False))
+        return self.comparable(state) != self.comparable(self.random.get_state(legacy=False))
 
     def mark(self) -> int:
-        return hash(self._read_words() or repr(repr_state(self.random.get_state(legacy=False))))
+        return hash(self._read_words()) if self.address is not None else super().mark()
 
     def _read_words(self):
         return None if self.address is None else ctypes.string_at(self.address, self._WORDS)

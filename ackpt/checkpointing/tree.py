@@ -84,30 +84,19 @@ def strip_result(result) -> tuple[list, object]:
     return tensors, strip(result, tensors)
 
 
-def fill_arguments(stripped, tensors) -> list:
-    """`fill` for the items of `stripped`."""
-    return [
-        tensors[item.index] if type(item) is Slot else item if type(item) in _ATOMS else fill(item, tensors)
-        for item in stripped
-    ]
-
-
 def _map(obj, change):
     """Apply `change` to the leaves of `obj`; return `obj` itself when no leaf changed."""
     if type(obj) in _ATOMS:
         return obj
     if type(obj) is Slot or isinstance(obj, torch.Tensor):
         return change(obj)
-    if isinstance(obj, tuple):
+    if isinstance(obj, (tuple, list)):
         items = [_map(item, change) for item in obj]
         if all(new is old for new, old in zip(items, obj)):
             return obj
-        make = getattr(obj, "_make", type(obj))  # a named tuple takes its fields one by one
-        return make(items)
-    if isinstance(obj, list):
-        items = [_map(item, change) for item in obj]
-        if all(new is old for new, old in zip(items, obj)):
-            return obj
+        if isinstance(obj, tuple):
+            make = getattr(obj, "_make", type(obj))  # a named tuple takes its fields one by one
+            return make(items)
         if type(obj) is list:
             return items
         new = copy.copy(obj)
@@ -118,10 +107,11 @@ def _map(obj, change):
         changed = {key: value for key, value in items.items() if value is not obj[key]}
         if not changed:
             return obj
-        new = items if type(obj) is dict else copy.copy(obj)
-        if new is not items:
-            for key, value in changed.items():
-                new[key] = value
+        if type(obj) is dict:
+            return items
+        new = copy.copy(obj)
+        for key, value in changed.items():
+            new[key] = value
         return _map_fields(obj, new, change) if dataclasses.is_dataclass(obj) else new
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return _map_fields(obj, None, change)

@@ -98,8 +98,7 @@ def apply_activation_checkpointing(
     for module in chosen.values():
         if not isinstance(module, _Checkpointed):
             module.__class__ = _checkpointed_class(type(module))
-        options = {"preserve_rng_state": preserve_rng_state, "offload": offload}
-        vars(module)["_checkpoint_options"] = options
+        vars(module)["_checkpoint_options"] = {"preserve_rng_state": preserve_rng_state, "offload": offload}
         _modules_run.discard(module)
     _stop_checking(model)
     model.register_forward_hook(_check_regions_ran)
@@ -120,7 +119,7 @@ def remove_activation_checkpointing(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         _stop_checking(module)
         if isinstance(module, _Checkpointed):
-            _replace_class(module)
+            module.__class__ = _original_class(type(module))
             del module._checkpoint_options
             names.append(name)
     return names
@@ -155,10 +154,6 @@ def _original_class(cls):
             f"{cls.__name__} was changed by another library after activation checkpointing was applied; undo that first"
         )
     return bases[1]
-
-
-def _replace_class(module):
-    module.__class__ = _original_class(type(module))
 
 
 def _rebuild(cls):
@@ -270,31 +265,23 @@ def _check_regions_ran(model, args, result) -> None:
     if torch.compiler.is_dynamo_compiling():
         return
     outputs = [tensor for tensor in strip_result(result)[0] if tensor.grad_fn is not None]
-    if not outputs or any(
-        type(output) is not torch.Tensor for output in outputs
-    ):  # for example, while the model is captured
+    if {type(output) for output in outputs} != {torch.Tensor}:  # others, for example, while the model is captured
         return
     _stop_checking(model)
     regions: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, _Checkpointed)}
+    not_run = {name: module for name, module in regions.items() if module not in _modules_run}
     covered = {id(p) for module in regions.values() if module in _modules_run for p in module.parameters()}
     reached = {id(leaf) for leaf in graph_inputs(outputs, [], [], started=0)[0]} - covered
-    unused = [
-        name
-        for name, module in regions.items()
-        if module not in _modules_run and any(id(parameter) in reached for parameter in module.parameters())
-    ]
+    unused = [name for name, module in not_run.items() if not reached.isdisjoint(map(id, module.parameters()))]
     if unused:
         raise CheckpointError(_not_run(unused, regions))
 
 
 def _not_run(names, regions) -> str:
     first = regions[names[0]]
-    inside = sorted(
-        {type(child).__name__ for _, child in callable_members(first, "") if _is_not_empty(child.parameters())}
-    )
-    better = (
-        f"check_fn=lambda module: type(module).__name__ in {inside!r}" if inside else "check_fn= with other modules"
-    )
+    children = [child for _, child in callable_members(first, "") if _is_not_empty(child.parameters())]
+    inside = sorted({type(child).__name__ for child in children})
+    better = f"check_fn=lambda module: type(module).__name__ in {inside}" if inside else "check_fn= with other modules"
     return (
         f"{len(names)} of {len(regions)} chosen modules were not called in this forward although their parameters took "
         f"part in it, so they are not checkpointed: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} "

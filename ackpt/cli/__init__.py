@@ -1,10 +1,35 @@
-"""The command line: ``ackpt plan | selftest | doctor``, one module per command, named after it.
+"""The command line: ``ackpt plan | selftest | doctor``, also ``python -m ackpt``, one module per command.
 
-Read `command_line` first: it holds the table of commands and the exit statuses. `options` holds the options that
-commands share. `plan_text` writes the output of ``ackpt plan``, and `plan_fsdp` that for a model sharded by FSDP2.
-`selftest_checks` holds what ``ackpt selftest`` checks.
+Read `command_line` first: it holds the parser, the exit statuses and the options that commands share. `plan_text`
+writes the output of ``ackpt plan``, `plan_fsdp` that for a model sharded by FSDP2, and `plan_sweep` that for several
+sizes.
 """
 
-from .command_line import main
+from __future__ import annotations
+
+import sys
+
+from .command_line import parser_of, run
+from .doctor import add_doctor
+from .plan import add_plan
+from .selftest import add_selftest
 
 __all__ = ["main"]
+
+#: The table of commands, in the order of ``ackpt --help``: each adds its options and sets the function that runs it.
+COMMANDS = (add_plan, add_selftest, add_doctor)
+#: Commands of the study, which is in a checkout and not in the package.
+MOVED = ("synthetic", "lm", "offload", "frontier", "batch-size", "bert", "published", "gpu-suite")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in MOVED:
+        command = f"python -m experiments {argv[0]}"
+        print(
+            f"ackpt {argv[0]}: it is not part of the package: run `{command}` in a clone of the repository",
+            file=sys.stderr,
+        )
+        return 2
+    return run(parser_of("ackpt", "Activation checkpointing in PyTorch: plans and checks.", COMMANDS), argv)

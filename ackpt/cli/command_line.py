@@ -1,4 +1,4 @@
-"""The command line: ``ackpt plan | selftest | doctor``, also ``python -m ackpt``.
+"""The parser of a command line, the exit statuses, and the options that several commands share.
 
 Invalid input ends in one line on standard error and exit status 2; a broken promise (gradients that differ, an offload
 that failed) in status 1.
@@ -7,33 +7,61 @@ that failed) in status 1.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+from ackpt.core import __version__
 from ackpt.core.errors import CheckpointError, OffloadError, did_you_mean
 
-from .doctor import add_doctor
-from .plan import add_plan
-from .selftest import add_selftest
 
-#: The table of commands, in the order of ``ackpt --help``: each adds its options and sets the function that runs it.
-COMMANDS = (add_plan, add_selftest, add_doctor)
-#: Commands of the study, which is in a checkout and not in the package.
-MOVED = ("synthetic", "lm", "offload", "frontier", "batch-size", "bert", "published", "gpu-suite")
+class UsageError(ValueError):
+    """An option with an invalid value, or incompatible options; the message says what to type instead."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in MOVED:
-        now = f"python -m experiments {argv[0]}"
-        print(
-            f"ackpt {argv[0]}: it is not part of the package: run `{now}` in a clone of the repository", file=sys.stderr
-        )
-        return 2
-    return run(parser_of("ackpt", "Activation checkpointing in PyTorch: plans and checks.", COMMANDS), argv)
+def field(text: str) -> tuple[str, Any]:
+    """Name and value of a ``FIELD=VALUE`` of --set; a value that is not JSON is a string."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise ValueError(f"--set {text}: write FIELD=VALUE, as in --set n_layer=48")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def add_set(add, example: str) -> None:
+    """Add --set, whose values `field` reads; `example`: fields of the commands' models."""
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FIELD=VALUE",
+        help=f"fields of the model's configuration, with values as in JSON: {example}",
+    )
+
+
+def writable(folder: str | None, option: str) -> Path | None:
+    """The folder, created if need be; None stays None.
+
+    Raises:
+        UsageError: if nothing can be written there.
+    """
+    if folder is None:
+        return None
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".ackpt-write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"{option}: cannot write to {folder} ({error.strerror}); name another folder") from error
+    return path
 
 
 def run(
@@ -62,8 +90,6 @@ def run(
 
 def parser_of(program: str, description: str, commands: Iterable[Callable]) -> argparse.ArgumentParser:
     """The parser of a program with these commands, whose errors are one line each."""
-    from ackpt.core import __version__
-
     parser = _Parser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"ackpt {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
@@ -77,9 +103,9 @@ class _Parser(argparse.ArgumentParser):
         """Reports an unknown option as the command's own error, which points to the help of that command."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known, option = self._option_string_actions, unknown[0].partition("=")[0]
-            hint = did_you_mean(unknown[0], known)
-            if "--sweep" in known and option.endswith(("lengths", "lens", "sizes")):
+            options, option = self._option_string_actions, unknown[0].partition("=")[0]
+            hint = did_you_mean(unknown[0], options)
+            if "--sweep" in options and option.endswith(("lengths", "lens", "sizes")):
                 hint = ": for several sizes write --sweep seq_len=512,1024 or --sweep batch_size=4,8"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown

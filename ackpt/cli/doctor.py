@@ -35,13 +35,7 @@ def run_doctor(arguments, command: str) -> int:
 
 
 def examine() -> dict:
-    """Facts about this machine as plain data: device, versions, optional packages.
-
-    Example:
-        >>> from ackpt.cli.doctor import examine
-        >>> examine()["cuda"] in (True, False)
-        True
-    """
+    """Facts about this machine as plain data: device, versions, optional packages."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

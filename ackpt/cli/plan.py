@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from ackpt.planner.costs.devices import DEVICES, device
+from ackpt.planner.workloads.named_models import BUILT_IN, dtype_of_file
 from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
+from ackpt.planner.workloads.step_request import (
+    DTYPES,
+    TRANSFORMERS,
+    Lora,
+    StepRequest,
+    dtype_called,
+    no_configuration,
+    unknown_model,
+)
 
-from .options import UsageError, add_set, field, writable
+from .command_line import UsageError, add_set, field, writable
 
-MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large, sdxl-unet"
 EXAMPLES = """examples:
-  ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
+  ackpt plan hf:BertConfig --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
   ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
   ackpt plan hf:LlamaConfig --seq-len 2048 --dtype bfloat16 --lora r=16 targets=q_proj,v_proj --device-profile l4
   ackpt plan hf:LlamaConfig --dtype bfloat16 --device-profile h200 --sweep seq_len=256:2048 --budget "120GiB reserved"
@@ -42,8 +51,8 @@ def add_plan(commands) -> None:
     add(
         "model",
         metavar="MODEL",
-        help=f"{MODELS}; or hf: and a configuration of transformers: the name of its class, such as hf:GPT2Config, or "
-        "the path of a config.json",
+        help=f"{', '.join(BUILT_IN)}; or hf: and a configuration of transformers: the name of its class, such as "
+        "hf:GPT2Config, or the path of a config.json",
     )
     add("--batch-size", type=int, metavar="N", help="sequences or images per batch (default 1)")
     add("--seq-len", type=int, metavar="N", help="tokens per sequence; required for models that read tokens")
@@ -189,36 +198,28 @@ def run_plan_command(arguments, command: str) -> int:
     if output is not None:
         planned.plan.save(output)
     explanation = plan_text.explanation(planned) if arguments.explain or html or snapshot else None
+    written = []
     if explanation is not None:
-        written = [explanation.to_html(html)] if html else []
+        written += [explanation.to_html(html)] if html else []
         written += [explanation.to_memory_viz(snapshot)] if snapshot else []
-        shown = explanation if arguments.explain else None
-    else:
-        written, shown = [], None
+    shown = explanation if arguments.explain else None
     if arguments.json:
         print(json.dumps(plan_text.to_json(planned, shown), indent=1))
         return 0
-    print(plan_text.text(planned))
-    if shown is not None:
-        print(f"\n{shown}")
-    if output is not None:
-        print(f"\n{plan_text.how_it_runs(planned, str(output))}")
-    for path in written:
-        print(f"\nwritten to {path}")
+    parts = [plan_text.text(planned), *([] if shown is None else [str(shown)])]
+    parts += [] if output is None else [plan_text.how_it_runs(planned, str(output))]
+    print("\n\n".join([*parts, *(f"written to {path}" for path in written)]))
     return 0
 
 
 def _check_names(arguments) -> None:
     """Refuse a wrong device, model or configuration before the imports that planning needs, which take seconds."""
-    from ackpt.planner.workloads.step_request import TRANSFORMERS, no_configuration, unknown_model
-    from ackpt.planner.workloads.transformers_models import dtype_of_file
-
     for name in filter(None, (arguments.device_profile or "").split(",")):
         device(name)
     name = arguments.model.removeprefix(TRANSFORMERS)
     if name == arguments.model:
-        if name not in (known := MODELS.split(", ")):
-            raise unknown_model(name, known)
+        if name not in BUILT_IN:
+            raise unknown_model(name, BUILT_IN)
         return
     dtype_of_file(arguments.model)  # raises for a file that is no configuration
     package = importlib.util.find_spec("transformers")
@@ -233,10 +234,7 @@ def _check_names(arguments) -> None:
 
 def configuration(arguments, **changes):
     """The configuration that the options ask for, with `changes` of options; ValueError for a wrong one."""
-    from ackpt.planner.workloads.adapters import Lora
     from ackpt.planner.workloads.planned_shapes import PlanConfig
-    from ackpt.planner.workloads.step_request import DTYPES, StepRequest, dtype_called
-    from ackpt.planner.workloads.transformers_models import dtype_of_file
 
     arguments = argparse.Namespace(**{**vars(arguments), **changes})
     dtype = dtype_called(arguments.dtype or dtype_of_file(arguments.model) or "float32")
@@ -294,7 +292,6 @@ def _require_alone(reason: str, arguments, *options: str) -> None:
 def _shardings(arguments) -> list:
     """One `Sharding` for each number of ranks in --fsdp; [] without it."""
     from ackpt.planner.sharding.sharding import Sharding
-    from ackpt.planner.workloads.step_request import DTYPES, dtype_called
 
     names = {"--shard-dtype": arguments.shard_dtype, "--reduce-dtype": arguments.reduce_dtype}
     for option, name in names.items():

@@ -11,7 +11,7 @@ from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig, Planned, run_plan
 
 from . import plan_text
-from .options import UsageError
+from .command_line import UsageError
 
 SIZES = ("batch_size", "seq_len", "image_size")
 DEVICE = "device_profile"
@@ -35,8 +35,8 @@ class Sweep:
         option, equals, values = text.partition("=")
         option = option.replace("-", "_")
         if option not in (*SIZES, DEVICE) or not (equals and values):
-            known = f"{', '.join(SIZES)} or {DEVICE}"
-            raise UsageError(f"--sweep {text}: write {known}, =, and values{did_you_mean(option, (*SIZES, DEVICE))}")
+            options = f"{', '.join(SIZES)} or {DEVICE}"
+            raise UsageError(f"--sweep {text}: write {options}, =, and values{did_you_mean(option, (*SIZES, DEVICE))}")
         if option == DEVICE:
             return cls(option, tuple(values.split(",")))
         ends = values.split(":")

@@ -26,10 +26,6 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
 
     Raises:
         TypeError, ValueError: for anything that is not a budget.
-
-    Example:
-        >>> dynamic_limit(0.5, 1000, 300), dynamic_limit("1kB", 1000, 300)
-        (500, 700)
     """
     if budget is None:
         return None
@@ -82,12 +78,7 @@ def from_text(text: str) -> float | int:
 
 
 def readable(size: int) -> str:
-    """`size` bytes as text in binary units, rounded up to one decimal, so that as a budget it is at least `size`.
-
-    Example:
-        >>> readable(1292076), from_text(readable(1292076))
-        ('1.3 MiB', 1363148)
-    """
+    """`size` bytes as text in binary units, rounded up to one decimal, so that as a budget it is at least `size`."""
     power = min(len(_BINARY), max(0, (size.bit_length() - 1) // 10))
     if not power:
         return f"{size} B"
@@ -96,18 +87,13 @@ def readable(size: int) -> str:
 
 
 def least_share(peak_bytes: int, baseline_bytes: int) -> float | None:
-    """The smallest budget with four decimals, as a fraction, that allows `peak_bytes`; None if it would exceed 1.
-
-    Example:
-        >>> least_share(334, 1000), least_share(1001, 1000)
-        (0.334, None)
-    """
+    """The smallest budget with four decimals, as a fraction, that allows `peak_bytes`; None if it would exceed 1."""
     if not 0 < peak_bytes <= baseline_bytes:
         return None
     share = -(-(10**4) * peak_bytes // baseline_bytes) / 10**4
-    kept = dynamic_limit(share, baseline_bytes, 0)
+    bound = dynamic_limit(share, baseline_bytes, 0)
     # By rounding of floats, the bound of a fraction may be a byte too small.
-    return share if kept is not None and kept >= peak_bytes else min(1.0, (round(share * 10**4) + 1) / 10**4)
+    return share if bound is not None and bound >= peak_bytes else min(1.0, (round(share * 10**4) + 1) / 10**4)
 
 
 def unit_hint(budget) -> str:
@@ -148,11 +134,11 @@ def _other_units(text: str) -> str:
 
 
 def _size(text: str) -> int | None:
-    found = _PATTERN.fullmatch(text)
-    unit = found[2].lower() if found else ""
-    if found is None or unit not in _UNITS:
+    match = _PATTERN.fullmatch(text)
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in _UNITS:
         return None
-    size = math.floor(Fraction(found[1]) * _UNITS[unit])  # a float may be smaller than the number as written
+    size = math.floor(Fraction(match[1]) * _UNITS[unit])  # a float may be smaller than the number as written
     if size <= 0:
         raise ValueError(f"a budget in bytes must be positive, got {text!r}")
     return size

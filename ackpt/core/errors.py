@@ -55,9 +55,11 @@ class TraceError(ValueError):
         it decides by the values of a tensor
     """
 
-    reason: str = ""  # the code that reads a tensor's values, if that is the cause
-    module: str | None = None  # the path of the innermost module whose code is the cause; None if unknown
-    can_split: bool = False  # whether the model may run in eager mode, so that its other modules can be planned
+    def __init__(self, message: str = "", *, reason: str = "", module: str | None = None, can_split: bool = False):
+        super().__init__(message)
+        self.reason = reason  # the code that reads a tensor's values, if that is the cause
+        self.module = module  # the path of the innermost module whose code is the cause; None if unknown
+        self.can_split = can_split  # whether the model may run in eager mode, so that its other modules can be planned
 
 
 class BudgetError(ValueError):
@@ -92,26 +94,14 @@ def warn(message: str) -> None:
 
 
 def did_you_mean(name, names) -> str:
-    """A question to append to an error that lists the valid `names`; empty if none of them is similar to `name`.
-
-    Example:
-        >>> did_you_mean("ful", ["none", "full"])
-        " (did you mean 'full'?)"
-    """
+    """A question to append to an error that lists the valid `names`; empty if none of them is similar to `name`."""
     text = str(name).lower()
     close = [other for other in names if text and other.startswith(text)] or get_close_matches(text, list(names), 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def check_misspelt(given, names, owner: str) -> None:
-    """Raise TypeError if one of the `given` names is a misspelling of one of the `names`, the keywords of `owner`.
-
-    Example:
-        >>> check_misspelt(["budgt"], ["budget", "policy"], "ackpt.compile")
-        Traceback (most recent call last):
-            ...
-        TypeError: 'budgt' is not a keyword of ackpt.compile: did you mean 'budget'?
-    """
+    """Raise TypeError if one of the `given` names is a misspelling of one of the `names`, the keywords of `owner`."""
     for name in given:
         close = get_close_matches(name.lower(), names, 1, _SIMILAR)
         if close and name not in names:

@@ -1,17 +1,7 @@
 """Parts of autograd's engine that torch does not expose: where a backward starts, and what it writes in place.
 
-`around_backward` runs every backward within a context. Autograd has no hook for the start of a backward. But all of
-torch's Python code enters the engine through one function, ``torch.autograd.graph._engine_run_backward``, which
-``torch.autograd`` imports; `around_backward` replaces that name.
-
-`InPlace` recognizes the gradient sums that are computed in place: a prediction must not count them as allocations.
-Where several gradients meet, the engine adds each further one to the first in place, if nothing else references the
-first (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode it never does so
-(``isTensorSubclassLike``): the mode sees the sum as an ``aten.add``. Remove it once
-``tests/metering/test_predict_sums.py`` passes without it, that is, once modes see ``add_``.
-
-Torch has no interface that distinguishes the engine's sums from others, and its reference counts include the references
-of the modes that pass a tensor on. So `InPlace.learn` first observes a sum that is known to be in place.
+`around_backward` runs every backward within a context, `InPlace` recognizes what a real step computes in place, and
+`SavedNumbers` follows the numbers that autograd saves as tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +17,7 @@ from torch.utils import flop_counter
 _CALL_ENGINE = ("torch.autograd.graph", "ackpt.checkpointing.reentrant")  # the modules that enter autograd's engine
 aten = torch.ops.aten
 SAVE_NUMBERS = (aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor)
-_PRODUCTS = ("MulBackward0", "DivBackward0")
+PRODUCTS = ("MulBackward0", "DivBackward0")
 # Derivative formulas write in place into zeros that they allocate, except for tensor subclasses and under a mode: see
 # areAnyTensorSubclassLike in torch's FunctionsManual.cpp and TensorAdvancedIndexing.cpp.
 INTO_ZEROS = ("aten::index_add", "aten::scatter_add", "aten::scatter", "aten::index_put", "aten::put")
@@ -37,7 +27,11 @@ ZEROS = ("aten::new_zeros", "aten::zeros", "aten::zeros_like")
 
 @contextlib.contextmanager
 def around_backward(context):
-    """While this context is active, every backward that Python code starts runs within ``context()``."""
+    """While this context is active, every backward that Python code starts runs within ``context()``.
+
+    Autograd has no hook for the start of a backward, but all of torch's Python code enters the engine through
+    ``torch.autograd.graph._engine_run_backward``, which ``torch.autograd`` imports; this replaces that name.
+    """
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward
 
@@ -55,7 +49,13 @@ def around_backward(context):
 class InPlace:
     """Recognizes what backward would write in place in a real step; before `learn` has run, it recognizes nothing.
 
-    These are sums of gradients by the engine, and what derivative formulas write into their own zeros.
+    These are what derivative formulas write into their own zeros, and sums of gradients: where several meet, the engine
+    adds each further one to the first in place, if nothing else references the first (``can_accumulate_inplace`` in
+    torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode it never does so (``isTensorSubclassLike``): the mode
+    sees an ``aten.add``. Remove this once ``tests/metering/test_predict_sums.py`` passes without it.
+
+    Torch has no interface that distinguishes the engine's sums from others, and its reference counts include the
+    references of the modes that pass a tensor on. So `learn` first observes a sum that is known to be in place.
     """
 
     def __init__(self):
@@ -98,8 +98,8 @@ class InPlace:
 
     def _is_into_zeros(self, frames, zeros) -> bool:
         key, node = zeros.untyped_storage()._cdata, torch._C._current_autograd_node()
-        own = key in self._zeros and node is not None and self._allocated_by[key] == node._sequence_nr()
-        return own and frames is not None and {code.co_filename for code in frames} <= self._files_of_modes
+        is_of_node = key in self._zeros and node is not None and self._allocated_by[key] == node._sequence_nr()
+        return is_of_node and frames is not None and {code.co_filename for code in frames} <= self._files_of_modes
 
     def _is_sum(self, frames, first, second) -> bool:
         if not isinstance(second, torch.Tensor) or first.shape != second.shape:
@@ -107,7 +107,7 @@ class InPlace:
         if first.layout != torch.strided or second.layout != torch.strided:
             return False
         storage = first.untyped_storage()
-        signature = (frames, first._use_count(), torch._C._storage_Use_Count(storage._cdata))
+        signature = (frames, *references(first))
         if self._learning:
             self._in_place_signature = signature
             self._files_of_modes = {flop_counter.__file__, *(code.co_filename for code in frames or ())}
@@ -138,7 +138,7 @@ class SavedNumbers:
     def saved(self, func, args) -> int:
         """Bytes of the number that the derivative of a product reads: torch creates no new tensor for it."""
         node = torch._C._current_autograd_node()
-        is_derivative = node is not None and func in SAVE_NUMBERS and node.name() in _PRODUCTS
+        is_derivative = node is not None and func in SAVE_NUMBERS and node.name() in PRODUCTS
         return number_bytes(args[1]) if is_derivative and not torch.is_grad_enabled() else 0
 
     def follow(self) -> None:
@@ -146,7 +146,7 @@ class SavedNumbers:
         waiting = []
         for reference, size in self._products:
             node = getattr(reference(), "grad_fn", None)
-            if node is not None and node.name() in _PRODUCTS:
+            if node is not None and node.name() in PRODUCTS:
                 self._count += 1
                 key = "number", self._count
                 self._actions.append(("alloc", key, size))
@@ -175,6 +175,11 @@ def number_bytes(factor: Any) -> int:
     if isinstance(factor, torch.Tensor):
         return 0
     return {bool: 1, complex: 16}.get(type(factor), 8)
+
+
+def references(tensor: Any) -> tuple[int, int]:
+    """How many references torch counts to a tensor and to its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _frames_from_engine() -> tuple | None:

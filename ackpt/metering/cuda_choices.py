@@ -3,19 +3,11 @@
 If torch has no CUDA, an operation on a fake CUDA tensor that requires grad ends the process:
 ``InputMetadata::InputMetadata`` (``torch/csrc/autograd/input_metadata.cpp``) asks for the device guard of a device that
 is not there. So a predicted step runs on fake *CPU* tensors, with ``torch.autocast("cpu", dtype)`` in place of
-``torch.autocast("cuda", dtype)``, and this function mode replaces the calls that save other bytes on a GPU:
-
-- autocast's operations in fp32 (lists ``AT_FORALL_FP32*`` in ``aten/src/ATen/autocast_mode.h``);
-- the fused kernels of RMSNorm (``aten/src/ATen/native/layer_norm.cpp``) and dropout (``is_fused_kernel_acceptable`` in
-  ``aten/src/ATen/native/Dropout.cpp``);
-- softmax of float16 with a result in float32, which makes no copy in float32 (``softmax`` in
-  ``aten/src/ATen/native/SoftMax.cpp``);
-- attention (`scaled_dot_product_attention`), by default as on a GPU of compute capability 8.0;
-- the ``foreach`` default of optimizers (``_default_to_fused_or_foreach`` in ``torch/optim/optimizer.py``).
+``torch.autocast("cuda", dtype)``, and this function mode replaces the calls that save other bytes on a GPU; the memory
+that kernels allocate internally is in `kernel_memory`. Sources are files of torch 2.13, paths without a folder those in
+``aten/src/ATen/native``.
 
 Remove this module once ``tests/metering/test_predict_cuda.py::test_fake_cuda_tensors_end_the_process`` fails.
-
-The memory that kernels take within themselves is in `kernel_memory`.
 """
 
 from __future__ import annotations
@@ -41,6 +33,7 @@ def _functions(names: str) -> set:
     return {getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)}
 
 
+# What autocast runs in float32: the lists ``AT_FORALL_FP32*`` in aten/src/ATen/autocast_mode.h.
 _FP32 = _functions(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus "
     "layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss "
@@ -72,7 +65,10 @@ def cuda_choices(capability: tuple[int, int] = (8, 0)):
 
 @contextlib.contextmanager
 def _foreach_by_default():
-    """Inside, optimizers without a setting of `foreach` and `fused` choose as for parameters on a GPU."""
+    """Inside, optimizers without a setting of `foreach` and `fused` choose as for parameters on a GPU.
+
+    They ask ``_default_to_fused_or_foreach`` in torch/optim/optimizer.py.
+    """
 
     def choose(params, differentiable, use_fused=False):
         return False, not differentiable
@@ -121,7 +117,10 @@ class CudaChoices(TorchFunctionMode):
 
 
 def _fused_softmax_dim(func, input, dim=None, *rest, dtype=None, _stacklevel=3) -> int | None:
-    """The dimension of a softmax of float16 with a result in float32; None for any other call."""
+    """The dimension of a softmax of float16 with a result in float32, which makes no copy (``softmax`` in SoftMax.cpp).
+
+    None for any other call.
+    """
     if rest:  # F.softmax has one more argument before the dtype
         dtype = rest[-1] if func not in (F.softmax, F.log_softmax) or len(rest) > 1 else dtype
     is_fused = isinstance(input, torch.Tensor) and input.dtype == torch.float16 and dtype == torch.float32
@@ -137,6 +136,7 @@ def _to_fp32(tensor):
 
 
 def _dropout(func, input, p=0.5, training=True, inplace=False):
+    """As ``is_fused_kernel_acceptable`` in Dropout.cpp decides."""
     if not training or p == 0 or inplace:
         return func(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -159,7 +159,7 @@ def _rms_norm(autocast, input, normalized_shape, weight=None, eps=None):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Allocates and saves like CUDA's ``_fused_rms_norm``: the input, the weight and one fp32 element per row."""
+    """Allocates and saves like CUDA's ``_fused_rms_norm`` (layer_norm.cpp): input, weight, one fp32 element per row."""
 
     @staticmethod
     def forward(ctx, input, weight, dims):

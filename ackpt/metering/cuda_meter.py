@@ -15,12 +15,10 @@ import gc
 import torch
 
 from .autograd_engine import around_backward
-from .caching_allocator import CachingAllocator
 from .cpu_meter import no_collection
+from .gpus import BLOCK, CachingAllocator
 from .resident import rounded, storages_of
 from .timeline import MeterError, build_timeline, store_watched
-
-BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
 
 
 def trace(step_fn, warm_up, owned, device):

@@ -1,4 +1,4 @@
-"""All figures (timelines, bars, lines) and the colors of the categories, for light and dark pages.
+"""The figure of a timeline, the colors of the categories, and PNG files, for light and dark pages.
 
 The ground is white on both: no gray has a contrast of 4.5 on a white page and on a dark one. The caller passes a title
 that states the finding, or "" where a caption does. Sizes are given in bytes and drawn in MiB.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from ackpt.core.files import write_bytes_atomic
@@ -19,11 +19,9 @@ try:
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
-    from seaborn import color_palette
+    from matplotlib.ticker import StrMethodFormatter
 except ImportError as error:
-    raise ImportError(f'figures need matplotlib and seaborn ({error}): pip install "ackpt[plots]"') from error
+    raise ImportError(f'figures need matplotlib ({error}): pip install "ackpt[plots]"') from error
 
 MIB = 2**20
 DPI = 144
@@ -41,9 +39,6 @@ COLORS = {
     "temporaries": "#2fa58c",
     "other": "#8b8d98",
 }
-SERIES = tuple(color_palette("colorblind").as_hex()[:6])
-MARKERS = "osD^vP"
-DASHES = (0, (4, 2))
 
 
 class _Figure(Figure):
@@ -121,120 +116,16 @@ def stack(axes, start: int, timeline: Timeline, resident_bytes: int) -> dict:
     return handles
 
 
-def bar_plot(
-    labels: Sequence[object],
-    series: Mapping[str, Iterable[float | None]],
-    title: str,
-    *,
-    ylabel: str = "peak memory (MiB)",
-    xlabel: str = "",
-    unit: float = MIB,
-) -> Figure:
-    """Groups of bars side by side, each with its value on top.
-
-    Args:
-        labels: one per group.
-        series: ``{name: values}``, in `unit`; None where nothing was measured.
-        title: the finding.
-        unit: what one step of the axis is worth; bytes are drawn in MiB by default.
-
-    Example:
-        >>> from ackpt.metering.plots import bar_plot
-        >>> figure = bar_plot(["plain", "planned"], {"peak": [2**21, 2**20]}, "A plan halves the peak")
-        >>> [float(bar.get_height()) for bar in figure.axes[0].patches]
-        [2.0, 1.0]
-    """
-    with style.context("default"):
-        figure, axes = _axes(title, xlabel, ylabel)
-        width = 0.8 / len(series)
-        crowded = len(labels) * len(series) > 10
-        highest = max((value / unit for values in series.values() for value in values if value is not None), default=1)
-        for number, (name, values) in enumerate(series.items()):
-            shift = (number - (len(series) - 1) / 2) * width
-            positions = [index + shift for index in range(len(labels))]
-            heights = [0 if value is None else value / unit for value in values]
-            axes.bar(positions, heights, width * 0.92, color=SERIES[number % len(SERIES)], label=name)
-            for x, value, height in zip(positions, values, heights):
-                text = "not measured" if value is None else _number(height, highest)
-                upright = crowded or value is None
-                axes.annotate(
-                    text,
-                    (x, height),
-                    xytext=(0, 3),
-                    textcoords="offset points",
-                    ha="center",
-                    va="bottom",
-                    rotation=90 if upright else 0,
-                    fontsize=8,
-                    color=TEXT,
-                )
-        axes.set_xticks(range(len(labels)), [str(label) for label in labels])
-        axes.tick_params(axis="x", length=0)
-        axes.set_ylim(0, highest * (1.24 if crowded else 1.1))
-        handles, labels = axes.get_legend_handles_labels()
-        return _finished(figure, handles if len(series) > 1 else [], labels)
-
-
-def line_plot(
-    x: Iterable[float],
-    measured: Mapping[str, Sequence[float | None]],
-    predicted: Mapping[str, Sequence[float | None]],
-    title: str,
-    *,
-    xlabel: str,
-    ylabel: str = "peak memory (MiB)",
-    unit: float = MIB,
-) -> Figure:
-    """Measured values as markers, predicted ones as lines of the same colour.
-
-    Args:
-        x: positions, one tick each.
-        measured, predicted: ``{name: values}``, in `unit`; None leaves a point out. Equal names share a colour.
-        title: the finding.
-
-    Example:
-        >>> from ackpt.metering.plots import line_plot
-        >>> measured, predicted = {"peak": [2**20, None]}, {"peak": [2**20, 2**21]}
-        >>> figure = line_plot([1, 2], measured, predicted, "The peak grows with the layers", xlabel="layers")
-        >>> [len(line.get_xdata()) for line in figure.axes[0].lines]
-        [2, 1]
-    """
-    with style.context("default"):
-        figure, axes = _axes(title, xlabel, ylabel)
-        names = list(dict.fromkeys((*predicted, *measured)))
-        handles = []
-        for index, name in enumerate(names):
-            color, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
-            for values, looks in (
-                (predicted.get(name), {"linestyle": DASHES, "linewidth": 1.6, "clip_on": False, "zorder": 3}),
-                (measured.get(name), {"linestyle": "none", "marker": marker, "markersize": 6.5}),
-            ):
-                points = [(a, b / unit) for a, b in zip(x, values or ()) if b is not None]
-                if points:
-                    axes.plot(*zip(*points), color=color, **looks)
-            handle = Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name)
-            if not any(measured.values()):
-                handle.set(marker="", linestyle=DASHES)
-            handles.append(handle)
-        if any(predicted.values()) and any(measured.values()):
-            handles.append(Line2D([], [], color=TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
-            handles.append(Line2D([], [], color=TEXT, linestyle="none", marker="o", markersize=6, label="measured"))
-        axes.xaxis.set_major_locator(FixedLocator(list(x)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_ylim(bottom=0)
-        axes.margins(y=0.08)
-        return _finished(figure, handles, [handle.get_label() for handle in handles])
-
-
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure as PNG, in one step and with the same bytes every time; returns the path.
 
     Example:
         >>> import tempfile
-        >>> from ackpt.metering.plots import bar_plot, save
-        >>> figure = bar_plot(["plain"], {"peak": [2**20]}, "One bar")
+        >>> from ackpt.metering.plots import save, timeline_plot
+        >>> from ackpt.metering.timeline import Timeline
+        >>> figure = timeline_plot(Timeline((0, 2**20, 0), {"activations": (0, 2**20, 0)}, boundary=1), "One block")
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(figure, f"{folder}/bar.png").read_bytes()[1:4]
+        ...     save(figure, f"{folder}/block.png").read_bytes()[1:4]
         b'PNG'
     """
     return write_bytes_atomic(path, png(figure))

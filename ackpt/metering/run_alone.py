@@ -80,35 +80,35 @@ def run_operation(target, call, runs: int = 2) -> tuple[Allocations, Any]:
         return taken, tree_map(shape_only, result)
 
     reasons: list[Exception] = []
-    found: list[tuple[Allocations, Any]] = []
+    outcomes: list[tuple[Allocations, Any]] = []
     for fill in _FILLS:
-        if found and not (fill == (1, False) and _may_be_one(leaves)):
+        if outcomes and not (fill == (1, False) and _may_be_one(leaves)):
             continue
         try:
-            found.append(run(*fill))
+            outcomes.append(run(*fill))
         except (RuntimeError, IndexError) as error:
             reasons.append(error.with_traceback(None))  # its frames would keep the arguments alive
     try:
-        if not found and (most := _most_selected(run, leaves)) is not None:
-            found.append(most)
-        if not found:
+        if not outcomes and (most := _most_selected(run, leaves)) is not None:
+            outcomes.append(most)
+        if not outcomes:
             raise reasons[0]
-        return max(found, key=lambda each: each[0].workspace)
+        return max(outcomes, key=lambda each: each[0].workspace)
     finally:
         reasons.clear()
 
 
 def _most_selected(run, leaves):
     """`run` with the most True elements in masks with which it succeeds, as they may select no more than there is."""
-    found, succeeds = None, -1
+    outcome, succeeds = None, -1
     fails = max((leaf.untyped_storage().nbytes() for leaf in leaves if _is_mask(leaf)), default=0)
     while fails - succeeds > 1:
         middle = (fails + succeeds) // 2
         try:
-            found, succeeds = run(0, False, middle), middle
+            outcome, succeeds = run(0, False, middle), middle
         except (RuntimeError, IndexError):
             fails = middle
-    return found
+    return outcome
 
 
 def _may_be_one(leaves) -> bool:

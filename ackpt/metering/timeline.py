@@ -17,7 +17,7 @@ from unittest import mock
 import torch.utils.checkpoint
 
 from ackpt.core import autograd_state
-from ackpt.offloading import counters
+from ackpt.offloading import engine
 
 #: The categories of live bytes. ``recomputed``: by regions, by plans, and by torch's non-reentrant checkpoint.
 CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "recomputed", "temporaries")
@@ -227,13 +227,13 @@ def store_watched(note):
     It yields the `StoreWatch`.
     """
     watch = StoreWatch(note)
-    counters.observers.append(watch)
+    engine.observers.append(watch)
     autograd_state.observers.append(note)
     try:
         with _recomputations_of_torch():
             yield watch
     finally:
-        counters.observers.remove(watch)
+        engine.observers.remove(watch)
         autograd_state.observers.remove(note)
 
 

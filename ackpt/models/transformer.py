@@ -16,13 +16,20 @@ from torch.autograd.function import once_differentiable
 
 from ackpt.checkpointing.chunked_loss import chunked_cross_entropy
 
-from .checks import require_positive
 from .packed_attention import attention, is_readable
 
 __all__ = ["PUBLISHED", "Block", "LanguageModel", "RMSNorm", "Transformer", "TransformerConfig", "attention"]
 
 INIT_STD = 0.02
 IGNORE_INDEX = -100  # F.cross_entropy's default
+
+
+def require_positive(config: object, *names: str) -> None:
+    """ValueError unless each named attribute of `config` is a positive integer."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,23 @@
 """The offload engine: decides when a saved storage is copied to the store and back, and when its memory is freed.
 
-The unit is the *storage*: views of one storage share one copy in the store and one reload. A saved storage passes
-through these states:
+The unit is the *storage*: views of one storage share one copy in the store and one reload. A saved storage is on the
+device while it is among the newest, which backward reads first. Then it is being copied out, with its memory still
+allocated, then in the store alone, then being copied in, and on the device again. The bytes being copied at one time
+are bounded in each direction. The same code runs over every transport.
 
-1. on the device, while it is among the newest, which backward reads first;
-2. being copied out, its memory still allocated;
-3. in the store alone;
-4. being copied in, then on the device again.
-
-The bytes being copied at one time are bounded in each direction. The same code runs over every transport.
+An `OffloadedStorage` is owned by the tensors that autograd saved, so it is freed with the graph that needs it, whether
+a backward, an exception or a dropped loss ends that graph. A `ForwardState` refers to its storages weakly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,12 +25,17 @@ import torch
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import OffloadError
 
-from .counters import Counters, observers
-from .saved_storages import DeviceStore, ForwardState, OffloadedStorage, live, root_of
-from .store import Folder, Pool, Slabs, host_memory, no_memory, pinned_memory
-from .transport import ShapeTransport, has_no_data, transport_for
+from .store import Buffer, Folder, Pool, Slabs, host_memory, no_memory, pinned_memory
+from .transport import Transport, has_no_data, transport_for
 
 __all__ = ["Engine", "observers"]
+
+# Each observer is called with ("out" or "in", event, bytes) when a copy is submitted, with ("waited", event, 0) when
+# compute waits for a copy, whose memory may be used or freed afterwards, and with ("store", engine, bytes) when the
+# number of bytes that an engine has in its store changes.
+observers: list[Callable[[str, Any, int], object]] = []
+
+_COUNTS = ("copies_out", "copies_in", "bytes_out", "bytes_in", "shared", "found", "just_in_time", "stalls")
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -48,6 +53,168 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+class DeviceStore:
+    """The transport and the buffer pool of one device. `is_lost`: a fork has cut this process off from the buffers."""
+
+    def __init__(self, transport: Transport, pool: Pool):
+        self.transport: Transport = transport
+        self.pool: Pool = pool
+        self.is_lost: bool = False
+
+
+class ForwardState:
+    """The storages saved in one forward, in order, and which of them are being copied out or prefetched."""
+
+    def __init__(self, keep_last: int, lookahead: int | None, of_regions: bool):
+        self.keep_last: int = keep_last
+        self._of_regions = of_regions
+        self._lookahead = lookahead
+        self._saved_by_node: list[list[weakref.ref[OffloadedStorage]]] = []  # one list per node of the graph
+        self._node = -1  # sequence number of the last node in that list
+        self.newest: deque[weakref.ref[OffloadedStorage]] = deque()  # not copied yet
+        self.copying_out: list[weakref.ref[OffloadedStorage]] = []
+        self.prefetched: list[weakref.ref[OffloadedStorage]] = []
+        self.largest: int = 0
+        self.is_over: bool = False  # backward has begun, or the forward has failed
+
+    @property
+    def lookahead(self) -> int:
+        """Bytes that copies in one direction may occupy on the device.
+
+        By default the size of the largest storage, or of what one region saved.
+        """
+        return self.largest if self._lookahead is None else self._lookahead
+
+    def record(self, stored: OffloadedStorage) -> tuple[int, int]:
+        """Record that `stored` was saved, perhaps again; return the position of this save: (node, count in node)."""
+        reference = weakref.ref(stored)
+        if reference in self.newest:
+            self.newest.remove(reference)
+        if stored.copy_out is None:
+            self.newest.append(reference)
+        if (node := torch.autograd._get_sequence_nr()) != self._node:
+            self._node = node
+            self._saved_by_node.append([])
+        self._saved_by_node[-1].append(reference)
+        together = dict.fromkeys(live(self._saved_by_node[-1])) if self._of_regions else [stored]
+        self.largest = max(self.largest, sum(other.size for other in together))
+        return len(self._saved_by_node) - 1, len(self._saved_by_node[-1])
+
+    def next_in_backward(
+        self, position: tuple[int, int], allowed: int, free: OffloadedStorage | None = None
+    ) -> list[OffloadedStorage]:
+        """The storages that backward is expected to read after `position`, up to `allowed` bytes.
+
+        Nodes run in reverse order, and each reads its tensors in the order in which it saved them. `free` does not
+        count towards `allowed`.
+        """
+        node, count = position
+        upcoming: list[OffloadedStorage] = []
+        expected = itertools.chain(self._saved_by_node[node][count:], *self._saved_by_node[:node][::-1])
+        for stored in live(expected):
+            if stored not in upcoming:
+                allowed -= stored.size if stored is not free else 0
+                if allowed < 0:
+                    break
+                upcoming.append(stored)
+        return upcoming
+
+    def is_empty(self) -> bool:
+        return not any(live(itertools.chain(*self._saved_by_node)))
+
+
+class OffloadedStorage:
+    """One storage, or a range of its bytes: on its device, being copied, or in the store."""
+
+    __slots__ = (
+        *("returned", "device_store", "forward", "storage_id", "begin", "size", "version", "alias", "stream", "root"),
+        *("original", "storage", "buffer", "copy_out", "copy_in", "copy_in_pending", "reloaded", "reloaded_reference"),
+        *("refusal", "__weakref__"),
+    )
+
+    def __init__(
+        self,
+        returned: deque[tuple[Any, ...]],
+        device_store: DeviceStore,
+        forward: ForwardState,
+        tensor: torch.Tensor,
+        begin: int,
+        size: int,
+    ):
+        self.returned: deque[tuple[Any, ...]] = returned
+        self.device_store: DeviceStore = device_store
+        self.forward: ForwardState = forward
+        self.begin: int = begin
+        self.size: int = size
+        self.version: int = version(tensor)
+        # Shares the storage and the version counter, but has no autograd history.
+        self.alias: torch.Tensor | None = tensor.detach()
+        self.stream: Any = device_store.transport.current()  # the stream that the memory belongs to
+        self.root: weakref.ref[torch.Tensor] = weakref.ref(root_of(tensor))
+        self.original: weakref.ref[torch.Tensor] = weakref.ref(tensor)
+        storage = tensor.untyped_storage()
+        self.storage_id: int = storage._cdata
+        self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
+        self.buffer: Buffer | None = None
+        self.copy_out: Any = None  # the event of the copy to the store
+        self.copy_in: Any = None  # the event of the last copy back
+        self.copy_in_pending: bool = False  # nothing has waited for it yet
+        self.reloaded: torch.UntypedStorage | None = None  # on the device, not yet handed to autograd
+        self.reloaded_reference: weakref.ref[torch.UntypedStorage] | None = None  # once it is
+        self.refusal: str | None = None
+
+    def on_device(self) -> tuple[torch.UntypedStorage, int] | None:
+        """``(storage, number of its first byte)`` if the bytes are on the device, else None."""
+        if self.alias is not None:
+            self.check_version(self.alias)
+            return self.alias.untyped_storage(), 0
+        storage = self.reloaded
+        if storage is None and self.reloaded_reference is not None:
+            storage = self.reloaded_reference()
+        if storage is not None:
+            return storage, self.begin
+        original, storage = self.original(), self.storage()
+        if (
+            original is not None
+            and storage is not None
+            and storage is original.untyped_storage()
+            and version(original) == self.version
+        ):
+            return storage, 0
+        return None
+
+    def is_reloaded(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is the result of the last copy back."""
+        return self.reloaded_reference is not None and self.reloaded_reference() is storage
+
+    def check_version(self, tensor: torch.Tensor) -> None:
+        """Refuse the storage from now on if `tensor` was modified since it was saved."""
+        if version(tensor) != self.version:
+            self.refusal = "modified in place after it was saved for backward, before its copy was complete"
+
+    def copies(self) -> list[Any]:
+        """The events of the copies from and to the buffer that may still be running."""
+        return [event for event in (self.copy_out, self.copy_in) if event is not None]
+
+    def __del__(self) -> None:
+        # Runs in any thread, at any point of a program: only queue the memory that a copy may still read or write.
+        alias = self.alias if self.copy_out is not None else None
+        reloaded = self.reloaded if self.copy_in_pending else None
+        self.returned.append(
+            (self.device_store, self.storage_id, self.size, alias, reloaded, self.copy_out, self.copy_in, self.buffer)
+        )
+
+
+def root_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The base tensor of a view, or the tensor itself; only views of one base are sure to share a version counter."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def live(references: Iterable[weakref.ref[OffloadedStorage]]) -> Iterator[OffloadedStorage]:
+    """The referents of weak references that still exist."""
+    return (stored for reference in references if (stored := reference()) is not None)
 
 
 class Engine:
@@ -72,7 +239,9 @@ class Engine:
         self._storages: dict[int, list[weakref.ref[OffloadedStorage]]] = {}  # by the storage's `_cdata`
         self._lock = threading.RLock()
         self.returned: deque[tuple[Any, ...]] = deque()  # what graphs have released, filled by `OffloadedStorage`
-        self._counters = Counters(self)
+        self._stored = self._store_bytes = 0
+        self._unfinished_waits: deque[tuple[Any, ...]] = deque()  # a wait, the longest that is no stall, and the copy
+        self._reset_counts()
         _engines.add(self)
 
     def put(
@@ -91,7 +260,7 @@ class Engine:
                 stored = OffloadedStorage(self.returned, device_store, forward, tensor, begin, size)
                 self._storages.setdefault(stored.storage_id, []).append(weakref.ref(stored))
             else:
-                self._counters.counts["shared"] += 1
+                self._counts["shared"] += 1
             position = forward.record(stored)
             try:
                 while len(forward.newest) > forward.keep_last:
@@ -121,10 +290,10 @@ class Engine:
                     "instead, or run backward before the change."
                 )
             if location is None:
-                self._counters.counts["just_in_time"] += 1
+                self._counts["just_in_time"] += 1
                 location = self._copy_in(stored), stored.begin
             else:
-                self._counters.counts["found"] += 1
+                self._counts["found"] += 1
             if stored.reloaded is not None:
                 self._hand_over(stored)
             elif stored.is_reloaded(location[0]):
@@ -157,7 +326,12 @@ class Engine:
         with self._lock:
             self._recycle_returned()
             pools = [device_store.pool for device_store in self._device_stores.values()]
-            return self._counters.as_dict() | {
+            self._add_finished_waits()
+            return {
+                "store_bytes": self._store_bytes,
+                "store_peak_bytes": self._peak,
+                "stored": self._stored,
+                **self._counts,
                 "pool_hits": sum(pool.hits for pool in pools),
                 "pool_misses": sum(pool.misses for pool in pools),
                 "pool_bytes": sum(pool.allocated_bytes for pool in pools),
@@ -168,7 +342,7 @@ class Engine:
         """Set the counters to zero. The content of the store does not change."""
         with self._lock:
             self._recycle_returned()
-            self._counters.reset()
+            self._reset_counts()
             for device_store in self._device_stores.values():
                 device_store.pool.hits = device_store.pool.misses = 0
 
@@ -202,14 +376,14 @@ class Engine:
         return match
 
     def _device_store(self, tensor) -> DeviceStore:
-        key = tensor.device, has_no_data(tensor)
+        key = device, without_data = tensor.device, has_no_data(tensor)
         if key not in self._device_stores:
-            self._device_stores[key] = self._new_device_store(*key)
+            self._device_stores[key] = self._new_device_store(device, without_data)
         return self._device_stores[key]
 
     def _new_device_store(self, device, without_data) -> DeviceStore:
         if without_data:
-            return DeviceStore(ShapeTransport(device), Pool(no_memory))
+            return DeviceStore(Transport(device), Pool(no_memory))
         transport = transport_for(device)
         if self._folder is not None:
             return DeviceStore(transport, Pool(self._folder.allocate))
@@ -233,8 +407,8 @@ class Engine:
             device_store.pool.give(buffer, buffer.after)
             raise
         stored.buffer = buffer
-        self._counters.store_changed(1, stored.size)
-        self._counters.submitted("out", stored.copy_out, stored.size)
+        self._store_changed(1, stored.size)
+        self._submitted("out", stored.copy_out, stored.size)
         stored.forward.copying_out.append(weakref.ref(stored))
 
     def _bound_copies_out(self, forward: ForwardState, allowed: int) -> None:
@@ -266,7 +440,7 @@ class Engine:
         reloaded = transport.allocate(stored.size)
         stored.copy_in = transport.copy_in(stored.buffer.bytes, reloaded, stored.size, stored.copies())
         stored.reloaded, stored.copy_in_pending = reloaded, True
-        self._counters.submitted("in", stored.copy_in, stored.size)
+        self._submitted("in", stored.copy_in, stored.size)
         return reloaded
 
     def _hand_over(self, stored: OffloadedStorage) -> None:
@@ -297,8 +471,11 @@ class Engine:
         forward.prefetched = [weakref.ref(stored) for stored in upcoming]
 
     def _wait(self, device_store, event, used=None) -> None:
+        """Let compute wait for a copy. A GPU knows the duration of a wait only after it."""
         wait = device_store.transport.wait_event(event, used)
-        self._counters.waited(wait, device_store.transport.stall_seconds, event)
+        self._unfinished_waits.append((wait, device_store.transport.stall_seconds, event))
+        _notify("waited", event, 0)
+        self._add_finished_waits()
 
     def _recycle_returned(self) -> None:
         """Free the memory and the buffers of storages whose graphs are gone."""
@@ -309,8 +486,38 @@ class Engine:
                     with contextlib.suppress(OffloadError):
                         self._wait(device_store, event)
             if buffer is not None:
-                self._counters.store_changed(-1, -size)
+                self._store_changed(-1, -size)
                 device_store.pool.give(buffer, [event for event in (copy_out, copy_in) if event is not None])
             references = [reference for reference in self._storages.pop(key, ()) if reference() is not None]
             if references:
                 self._storages[key] = references
+
+    def _reset_counts(self) -> None:
+        self._unfinished_waits.clear()
+        self._counts = {**dict.fromkeys(_COUNTS, 0), "seconds_copying": 0.0, "seconds_stalled": 0.0}
+        self._peak = self._store_bytes
+
+    def _submitted(self, direction: str, event, size: int) -> None:
+        self._counts[f"copies_{direction}"] += 1
+        self._counts[f"bytes_{direction}"] += size
+        _notify(direction, event, size)
+
+    def _store_changed(self, storages: int, size: int) -> None:
+        self._stored += storages
+        self._store_bytes += size
+        self._peak = max(self._peak, self._store_bytes)
+        _notify("store", self, self._store_bytes)
+
+    def _add_finished_waits(self) -> None:
+        while self._unfinished_waits and self._unfinished_waits[0][0].done():
+            wait, stall_seconds, copy = self._unfinished_waits.popleft()
+            seconds = wait.seconds()
+            if seconds > stall_seconds:
+                self._counts["stalls"] += 1
+                self._counts["seconds_stalled"] += seconds
+            self._counts["seconds_copying"] += copy.seconds()
+
+
+def _notify(*event) -> None:
+    for observer in observers:
+        observer(*event)

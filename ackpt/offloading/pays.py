@@ -1,13 +1,5 @@
 """``offload_pays``: whether the copies of a block overlap with compute completely, so that offload adds no time.
 
-In every step each block copies the same bytes out once and back in once:
-
-- The *copy out* starts with the block's forward and may take as long as that forward, because the next copy waits.
-- The *copy in* of a region's input starts halfway through the backward of the following region, when half of the
-  recomputed activations have been freed, and must end with it. So it may take half of a block's backward, not counting
-  recomputation.
-- Tensors that are offloaded without recomputation may be copied in during all of a block's backward.
-
 A copy takes ``bytes per token x tokens / bandwidth`` seconds. Compute takes ``fixed + linear x tokens + quadratic x
 tokens^2`` seconds (launches, matrix products, attention), fitted to measurements. With a quadratic part, copies overlap
 completely from some length on. Without it, the ratio of two constants decides.
@@ -107,8 +99,9 @@ def offload_pays(
         ValueError: for numbers that are not positive, lengths that are not whole numbers, or no length.
         OffloadError: if the bandwidth must be measured on a device without copy streams.
 
-    Model: a copy out overlaps with one forward, a copy in with half of a backward (``recompute=True``) or with all of
-    it. ``hidden_share`` is the mean of both directions. If backward takes twice the forward, the condition is
+    Model: a copy out overlaps with one forward, because the next copy waits for it. A copy in overlaps with all of a
+    backward, or with half of it (``recompute=True``), because it starts when half of the recomputed activations have
+    been freed. ``hidden_share`` is the mean of both directions. If backward takes twice the forward, the condition is
     ``copy <= forward``. The model ignores latencies, the first and the last block, and any slowdown of one direction by
     the other.
 

@@ -1,16 +1,19 @@
 """``offload_saved_tensors``: copy the tensors that autograd saves to host memory or disk, and back for backward.
 
 Autograd provides a pair of hooks for this: *pack* is called with every saved tensor and returns an object to save in
-its place, *unpack* turns that object back into the tensor. The pack hook here decides which tensors to offload and
-passes them to the engine.
+its place, *unpack* turns that object back into the tensor. The pack hook here decides which tensors to offload. It
+passes their bytes to the engine, and saves an `OffloadedTensor` with everything else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import sys
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,17 +22,22 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ackpt.core.autograd_state import phase
+from ackpt.core.autograd_state import phase, version
+from ackpt.core.errors import OffloadError
 
-from .engine import Engine
-from .packed_tensors import OffloadedTensor, TensorOnDevice, extent, unpack
-from .saved_storages import ForwardState, root_of
+from .engine import Engine, ForwardState, OffloadedStorage, root_of
 
 MODES = ("sync", "async")
 STORES = ("host", "disk")
 MIN_BYTES = 1 << 16
 
 _local = threading.local()
+_current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
+_CALL = nn.Module._call_impl.__code__
+_PLAIN = (torch.Tensor, nn.Parameter)
+_ALIGNMENT = 64  # bytes; a range of a storage starts at a multiple, so that it can be viewed in any dtype
+_NOTHING = contextlib.nullcontext()
+_task = torch._C._current_graph_task_id
 
 
 def offload_saved_tensors(
@@ -131,8 +139,7 @@ class Offload:
         return Offload, self._arguments
 
     def __repr__(self) -> str:
-        mode, store = self._arguments[:2]
-        return f"<ackpt offload: {mode}, store={store!r}>"
+        return f"<ackpt offload: {self._arguments[0]}, store={self._arguments[1]!r}>"
 
     def __enter__(self) -> Engine:
         entry = _Entry(self)
@@ -190,7 +197,7 @@ class _Entry:
         self._forward = ForwardState(offload.keep_last, offload.lookahead, of_regions)
         self._task = _task()
         self._modules: dict[int, tuple[weakref.ref[nn.Module], frozenset[int]]] = {}
-        self.hooks: saved_tensors_hooks = saved_tensors_hooks(self.pack, unpack)
+        self.hooks: saved_tensors_hooks = saved_tensors_hooks(self.pack, lambda packed: packed.unpack())
 
     def is_over(self) -> bool:
         return self._forward.is_over or self._forward.is_empty() or self._task != _task()
@@ -198,11 +205,13 @@ class _Entry:
     def pack(self, tensor: torch.Tensor) -> TensorOnDevice | OffloadedTensor:
         if self._stays_on_device(tensor):
             return TensorOnDevice(tensor)
-        begin, size = extent(tensor)
+        begin, size = _extent(tensor)
         if size < max(1, self._min_bytes):
             return TensorOnDevice(tensor)
         storage, position = self._engine.put(tensor, self._forward, begin, size)
-        return OffloadedTensor(tensor, self._engine, storage, self._forward, position)
+        layout = tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.itemsize
+        described = tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg()
+        return OffloadedTensor(self._engine, storage, self._forward, position, *described)
 
     def _stays_on_device(self, tensor) -> bool:
         # In a backward that this block did not start in, a recomputation saves tensors that are read right away.
@@ -223,8 +232,8 @@ class _Entry:
 
     def _storages_of_running_module(self) -> frozenset:
         """Storages of the parameters and buffers of the outermost module that this thread is calling or recomputing."""
-        outermost = _module_called() if phase.function is None else _module_of(phase.function)
-        if outermost is None:
+        outermost = _module_called() if phase.function is None else getattr(phase.function, "__self__", phase.function)
+        if not isinstance(outermost, nn.Module):
             return frozenset()
         cached = self._modules.get(id(outermost))
         if cached is None or cached[0]() is not outermost:
@@ -242,17 +251,117 @@ def _module_called() -> nn.Module | None:
     return None if call is None else call.f_locals["self"]
 
 
-def _module_of(function) -> nn.Module | None:
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """``(first byte, number of bytes)`` of the storage that are offloaded for a tensor.
+
+    That is the whole storage, unless the tensor spans less than half of it.
+    """
+    if tensor.numel() == 0:
+        return 0, 0
+    storage_bytes = tensor.untyped_storage().nbytes()
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum(map(operator.mul, [size - 1 for size in tensor.shape], tensor.stride())) + 1
+    end = first + last * tensor.itemsize
+    if 2 * (end - first) >= storage_bytes:
+        return 0, storage_bytes
+    first = first // _ALIGNMENT * _ALIGNMENT
+    return first, end - first
 
 
-_CALL = nn.Module._call_impl.__code__
-_PLAIN = (torch.Tensor, nn.Parameter)
+class TensorOnDevice:
+    """A saved tensor that is not offloaded. Checks the version itself, as torch does not while hooks are active."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor):
+        # Detached, because an output that a node saves would otherwise form a cycle with that node.
+        self.tensor: torch.Tensor = tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
+        self.version: int = version(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        if version(self.tensor) != self.version:
+            raise OffloadError(
+                f"a tensor saved for backward (shape {list(self.tensor.shape)}) was modified by an in-place operation: "
+                f"it is at version {version(self.tensor)}, and was at {self.version} when it was saved. Change a clone "
+                "instead, or run backward before the change."
+            )
+        return self.tensor
 
 
-def _task() -> int:
-    return torch._C._current_graph_task_id()
+@dataclass(eq=False, slots=True)
+class OffloadedTensor:
+    """A saved tensor whose bytes the engine has."""
+
+    engine: Engine
+    storage: OffloadedStorage
+    forward: ForwardState
+    position: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    stride: tuple[int, ...]
+    first_byte: int
+    is_conj: bool
+    is_neg: bool
+
+    def unpack(self) -> torch.Tensor:
+        _refuse_written_later()
+        postponed = getattr(_local, "postponed", None)
+        position = self.position if postponed is None else None
+        storage, first = self.engine.fetch(self.storage, self.forward, position)
+        if postponed is not None and self.forward.lookahead:
+            postponed.append((self.engine, self.forward, self.position))
+        with torch.no_grad():
+            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+            with _no_cache(tensor.fake_mode) if isinstance(tensor, FakeTensor) else _NOTHING:
+                tensor.set_(storage, (self.first_byte - first) // tensor.itemsize, self.shape, self.stride)
+            tensor = tensor.conj() if self.is_conj else tensor
+            return torch._neg_view(tensor) if self.is_neg else tensor
+
+
+def _refuse_written_later() -> None:
+    """Raise an error in the backward of ``rrelu``, whose noise was offloaded before it had values.
+
+    Autograd saves the noise before the kernel fills it, and the kernel does not bump its version. No other operator of
+    torch saves an argument like this and reads it in backward.
+    """
+    node = _current_node()
+    if node is not None and node.name().startswith("RreluWithNoise") and getattr(node, "_saved_training", True):
+        raise OffloadError(
+            "F.rrelu in training fills its noise after autograd has saved it, so the offloaded copy has no values yet. "
+            "Compute it in a region, ackpt.checkpoint(torch.nn.functional.rrelu, x, training=True), or outside of the "
+            "offload."
+        )
+
+
+@contextlib.contextmanager
+def _no_cache(mode):
+    """Disable the cache of a FakeTensorMode, whose keys would keep the storage alive."""
+    was, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = was
+
+
+def saved_tensors_of(ctx):
+    """``(ctx.saved_tensors, prefetch)`` of a region's autograd node.
+
+    Memory is short while a region is recomputed, so prefetching starts when ``prefetch()`` is called instead of at
+    once. `prefetch` is None if there is nothing to prefetch.
+    """
+    _local.postponed = postponed = []
+    try:
+        tensors = ctx.saved_tensors
+    finally:
+        _local.postponed = None
+
+    def prefetch(*_):
+        while postponed:
+            engine, forward, position = postponed.pop()
+            engine.prefetch(forward, position)
+
+    return tensors, prefetch if postponed else None
 
 
 def _path(folder) -> str:

@@ -54,13 +54,6 @@ class Slabs:
     size. The remainder of a slab serves smaller buffers. A slab is freed with the last of its buffers.
 
     Source: ``CachingHostAllocatorImpl::allocate`` in torch's aten/src/ATen/core/CachingHostAllocator.h.
-
-    Example:
-        >>> from ackpt.offloading.store import Slabs, host_memory
-        >>> slabs = Slabs(host_memory)
-        >>> buffers = [slabs(size) for size in (5 * 4096, 3 * 4096)]
-        >>> slabs.bytes
-        32768
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = pinned_memory, limit: int | None = None):

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ackpt.core.errors import warn
-from ackpt.planner.capture.inspection.calls import call_arguments
-from ackpt.planner.capture.inspection.trainer_calls import as_trainer_calls
+from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.choose import planned
 from ackpt.planner.costs.devices import Device
@@ -245,7 +244,7 @@ def plan(
             ``"offloaded"`` if `profile` has times of copies to the host.
 
             ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
-            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.planner.policies.chains.selective`.
+            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.planner.policies.selective`.
 
             Four policies from papers treat the graph as a chain of blocks with single tensors between them:
             ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,

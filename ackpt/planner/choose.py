@@ -12,20 +12,17 @@ from ackpt.core.errors import BudgetError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
-from ackpt.planner.capture import as_compiled
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.gradients import summed
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.aot import compiling_note
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
+from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.measured_rates import measured_rates
-from ackpt.planner.costs.operation_runs import device_of
+from ackpt.planner.costs.operation_runs import device_of, measured_rates
 from ackpt.planner.costs.profiles import Profile, default_rates, rates
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
 from ackpt.planner.policies import auto, check_options, function_of, name_of
-from ackpt.planner.policies.search.decisions import decisions
-from ackpt.planner.policies.search.frontier import cheapest
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs, packing_cost, step_cost
+from ackpt.planner.policies.search.frontier import added_cost, cheapest, costs, packing_cost, step_cost
+from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.policies.search.schedule_cache import CachedCandidates, cached
 from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.allocations import allocations, peak_in_words
@@ -140,7 +137,7 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
         added = _added_cost(graph, profile, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
-            + (f" The model was {as_compiled.note(graph.as_compiled)}." if graph.as_compiled else ""),
+            + (f" The model was {compiling_note(graph.as_compiled)}." if graph.as_compiled else ""),
             least,
             budget,
         )
@@ -159,7 +156,7 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, 
     if is_share(budget):
         raise BudgetError(
             f"the budget {budget!r} is relative to the peak of the model's own step, which is not known: the model was "
-            f"{as_compiled.note(graph.as_compiled)}. Give bytes, such as '6GiB', or a model and a batch with data.",
+            f"{compiling_note(graph.as_compiled)}. Give bytes, such as '6GiB', or a model and a batch with data.",
             None,
             budget,
         )
@@ -227,7 +224,7 @@ def _plan(
 
 def _note(graph: JointGraph) -> str | None:
     """The exceptions to the plan's guarantees, in words; otherwise None."""
-    notes = [as_compiled.note(graph.as_compiled)] if graph.as_compiled else []
+    notes = [compiling_note(graph.as_compiled)] if graph.as_compiled else []
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")
     if sums := summed(graph.module):
@@ -266,7 +263,7 @@ def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit
     if importlib.util.find_spec("scipy") is None:
         return None
     from ackpt.planner.policies.search.lower_bound import lower_bound
-    from ackpt.planner.policies.search.mask_packing import with_packed_masks
+    from ackpt.planner.policies.search.variants import with_packed_masks
 
     stage("computing the lower bound")
     bounded = with_packed_masks(graph) if schedule.packed else graph

@@ -230,7 +230,7 @@ const pasted = (data, { model, mode, optimizer, ranks, batch, length, gpu, half,
   const quoted = fields.map((text) => text.replace(/='("?)([\w.-]+)\1'$/, "=$2"));
   const sharded = ranks > 1, isHalf = mode === "half" || mode === "lora" || (sharded && mode === "mixed");
   const command = [
-    `ackpt plan ${model.model} --batch-size ${batch}`, length ? `--seq-len ${length}` : "",
+    `${model.model.startsWith("hf:") ? "ackpt" : "python -m experiments"} plan ${model.model} --batch-size ${batch}`, length ? `--seq-len ${length}` : "",
     quoted.length ? `--set ${quoted.join(" ")}` : "", `--dtype ${isHalf ? half : "float32"}`,
     mode === "mixed" && !sharded ? `--autocast ${half}` : "",
     mode === "lora" ? `--lora r=16 targets=${model.lora.join(",")}` : "",

@@ -9,14 +9,13 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from ackpt.metering.gpus import CAPABILITIES, gpu
+from ackpt.metering.gpus import BLOCK, CAPABILITIES, gpu
 from ackpt.metering.resident import rounded
 from ackpt.planner.capture.optimizer_state import eight_bit_bytes, optimizer_bytes
 from ackpt.planner.costs.devices import DEVICES, device
-from ackpt.planner.sharding.blocks import CAPTURED
+from ackpt.planner.sharding.planner import CAPTURED
 from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of
 from ackpt.planner.workloads.optimizers import EIGHT_BIT, OPTIMIZERS
-from ackpt.planner.workloads.planned_shapes import CUDA_BLOCK
 
 from .choices import HALF, KINDS, LORA, MIXED, MODES, SINGLE, kind_of, plan_config, shardings, whole_step
 from .measured import Measured, points_of
@@ -142,7 +141,7 @@ def sharded_resident(preset: Preset, mode: str, name: str, unsharded: dict) -> d
     """
     groups = groups_of(whole_step(preset, mode).model)
     of_ranks = shardings(mode)[name]
-    each = [Sharding(n, of_ranks.parameters, of_ranks.reduction, CUDA_BLOCK) for n in RANKS]
+    each = [Sharding(n, of_ranks.parameters, of_ranks.reduction, BLOCK) for n in RANKS]
     optimizers, whole = {}, unsharded["parameters"]
     for optimizer in SHARDED_OPTIMIZERS:
         state, step = unsharded["optimizers"][optimizer]
@@ -206,4 +205,4 @@ def _alike(preset: Preset, count: int) -> set[str]:
 
 def _rounded(tensors) -> int:
     sizes = {id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(rounded(size, CUDA_BLOCK) for size in sizes.values())
+    return sum(rounded(size, BLOCK) for size in sizes.values())

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from ackpt.planner.capture.joint_graph import FORWARD
-from ackpt.planner.schedule.live_bytes import CATEGORIES
 from ackpt.planner.schedule.schedule import recomputed
-from ackpt.planner.sharding.blocks import CAPTURED, deep
-from ackpt.planner.sharding.sharding import Sharding, groups_of
-from ackpt.planner.sharding.step import CATEGORIES_OF_A_RANK, ROOT, ShardingError, Window
+from ackpt.planner.schedule.simulator import CATEGORIES
+from ackpt.planner.sharding.planner import CAPTURED, deep
+from ackpt.planner.sharding.sharding import CATEGORIES_OF_A_RANK, ROOT, Sharding, ShardingError, Window, groups_of
 
 from .choices import FIRST_BLOCKS, HALF, KINDS, NONE, PER_BLOCK, SINGLE, plan_config, shardings, whole_step
 from .polynomials import (

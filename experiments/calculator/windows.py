@@ -1,7 +1,7 @@
 """The allocations of the root and of each block of a step, without recomputation and with per-block checkpointing.
 
 A window is an uninterrupted run of the root or of one block, in the forward or in the backward. Models of equal blocks
-are captured with a few of them: windows of blocks in the middle repeat, see `ackpt.planner.sharding.blocks`. Sharded
+are captured with a few of them: windows of blocks in the middle repeat, see `ackpt.planner.sharding.planner`. Sharded
 steps have the windows of `ackpt.planner.sharding`; others have those that follow from the schedules of `ackpt.plan`.
 """
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import ackpt
+from ackpt.metering.gpus import BLOCK
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
-from ackpt.planner.schedule.live_bytes import follow
 from ackpt.planner.schedule.schedule import Schedule, everything, lower, recomputed
-from ackpt.planner.sharding.blocks import Blocks
-from ackpt.planner.sharding.sharding import Group, Sharding, groups_of
-from ackpt.planner.sharding.step import ROOT, Window, owners, step_windows
+from ackpt.planner.schedule.simulator import follow
+from ackpt.planner.sharding.planner import Blocks
+from ackpt.planner.sharding.sharding import ROOT, Group, Sharding, Window, groups_of, owners, step_windows
 from ackpt.planner.workloads.named_models import training_step
-from ackpt.planner.workloads.planned_shapes import CUDA_BLOCK, PlanConfig, captured
+from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
 from ackpt.planner.workloads.step_request import TrainingStep
 
 
@@ -92,7 +92,7 @@ class CapturedStep:
 
     def sharded(self, sharding: Sharding) -> list[list[Window]]:
         """The windows of one rank, without recomputation and with per-block checkpointing."""
-        sharding = replace(sharding, block_bytes=CUDA_BLOCK)
+        sharding = replace(sharding, block_bytes=BLOCK)
         blocks, workspace = self._schedules
         return [step_windows(self.graph, schedule, workspace, self.groups, sharding) for schedule in blocks]
 

@@ -1,7 +1,7 @@
-"""The command line of the study: ``python -m experiments synthetic | lm | ... | gpu-suite``.
+"""The command line of the study: ``python -m experiments synthetic | lm | ... | gpu-suite | plan``.
 
-Exit statuses are those of ``ackpt``: 2 for invalid input, 1 for losses or gradients that differ and for an offload that
-failed.
+``plan`` is that of ``ackpt``, with the study's models as well. Exit statuses are those of ``ackpt``: 2 for invalid
+input, 1 for losses or gradients that differ and for an offload that failed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from ackpt.cli.command_line import parser_of, run
+from ackpt.cli.plan import add_plan
 
 from .batch_size import add_batch_size
 from .bert import add_bert
@@ -29,6 +30,7 @@ COMMANDS = (
     add_bert,
     add_published,
     add_gpu_suite,
+    add_plan,
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ackpt.cli.options import UsageError, add_set, field, writable
+from ackpt.cli.command_line import UsageError, add_set, field, writable
 
 TIERS = ("cpu", "gpu")
 FIELDS = {"seq_len": "seq_lens", "method": "methods", "lr": "learning_rate"}  # of a configuration, by option

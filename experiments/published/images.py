@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ackpt.models import resnet50
+from experiments.models import resnet50
 
 from .step import PublishedStep, default_dtype
 from .training import trained

@@ -29,7 +29,7 @@ FILE = REFERENCES.parent / "predictions" / "published.json"
 CHECKOUT = REFERENCES.parent.parent
 _ALWAYS = ("ackpt/metering", *(f"experiments/published/{name}.py" for name in ("step", "training", "prediction")))
 _ALSO: dict[str, tuple[str, ...]] = {  # the code that these steps call
-    **dict.fromkeys(("resnet50-sum", "reference-resnet"), ("ackpt/models",)),
+    **dict.fromkeys(("resnet50-sum", "reference-resnet"), ("experiments/models",)),
     "flux2-adapters": ("experiments/published/finetuning.py",),
 }
 

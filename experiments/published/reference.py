@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ackpt.models import resnet152
+from experiments.models import resnet152
 
 from .step import PublishedStep, default_dtype
 

@@ -119,12 +119,13 @@ def errors_plot(rows: list[dict[str, Any]]):
     from matplotlib.ticker import FixedLocator, NullLocator
 
     from ackpt.metering import plots
+    from experiments.reports.figures import MARKERS, SERIES
 
     sources = list(dict.fromkeys(row["source"] for row in rows))[::-1]
     with plots.style.context("default"):
         figure, axes = plots._axes("", "prediction relative to the published figure, %", "")
         figure.set_size_inches(7.2, 0.3 * len(sources) + 1.3)
-        for metric, color, marker in zip(METRICS, plots.SERIES, plots.MARKERS, strict=False):
+        for metric, color, marker in zip(METRICS, SERIES, MARKERS, strict=False):
             chosen = [row for row in rows if metric_of(row) == metric]
             places = [sources.index(row["source"]) for row in chosen]
             errors = [100 * row["error"] for row in chosen]

@@ -20,12 +20,10 @@ import ackpt
 from ackpt.metering.gpus import gpu
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs.devices import DEVICES, Device
-from ackpt.planner.costs.fusion import fused
-from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.costs.profiles import Profile, fused
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.workloads.cuda_capture import CapturedCudaChoices
 from ackpt.planner.workloads.named_models import training_step
-from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
+from ackpt.planner.workloads.planned_shapes import CapturedCudaChoices, PlanConfig, captured
 from ackpt.planner.workloads.step_request import StepRequest, autocast
 from experiments.results import REFERENCES, RecordError, load_reference, markdown_table, write_text_atomic
 
@@ -38,7 +36,7 @@ _CODE = (
     "ackpt/planner/costs",
     "ackpt/planner/schedule/simulator.py",
     "ackpt/planner/schedule/schedule.py",
-    "ackpt/planner/policies/chains/selective.py",
+    "ackpt/planner/policies/selective.py",
     "ackpt/planner/policies/manual.py",
 )
 _CODE += tuple(f"experiments/published/{name}.py" for name in ("time_ratios", "time_ratio_models", "reference"))

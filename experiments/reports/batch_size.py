@@ -184,6 +184,7 @@ def curves_plot(curves: dict[str, dict], published: dict[str, dict[int, float]],
         title: the finding.
     """
     from ackpt.metering import plots
+    from experiments.reports.figures import MARKERS, SERIES
 
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "", "")
@@ -195,7 +196,7 @@ def curves_plot(curves: dict[str, dict], published: dict[str, dict[int, float]],
                 grid[number], ("peak_bytes", "seconds"), (MIB, 1e-3), ("peak (MiB)", "step (ms)"), strict=True
             ):
                 plots._style(axes)
-                for method, color, marker in zip(next(iter(batches.values())), plots.SERIES, plots.MARKERS):
+                for method, color, marker in zip(next(iter(batches.values())), SERIES, MARKERS):
                     values = [methods[method][key] / unit for methods in batches.values()]
                     axes.plot([*batches], values, color=color, marker=marker, markersize=4, linewidth=1.4, label=method)
                 axes.set_ylabel(f"{name}\n{label}", color=plots.TEXT, fontsize=9)

@@ -1,15 +1,128 @@
-"""Figures that chapters of the book share: stacked bars, curves, a schedule of Revolve, ratios of mu-TWO."""
+"""Figures that chapters of the book share: bars, lines, curves, a schedule of Revolve, ratios of mu-TWO."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from seaborn import color_palette
 
 from ackpt.metering import plots
 
 from .tables import MIB
 
+SERIES = tuple(color_palette("colorblind").as_hex()[:6])
+MARKERS = "osD^vP"
+DASHES = (0, (4, 2))
 HIGHLIGHT = "#b5402f"  # in a stack, the color of parts that are not a category
+
+
+def bar_plot(
+    labels: Sequence[object],
+    series: Mapping[str, Iterable[float | None]],
+    title: str,
+    *,
+    ylabel: str = "peak memory (MiB)",
+    xlabel: str = "",
+    unit: float = MIB,
+) -> plots.Figure:
+    """Groups of bars side by side, each with its value on top.
+
+    Args:
+        labels: one per group.
+        series: ``{name: values}``, in `unit`; None where nothing was measured.
+        title: the finding.
+        unit: what one step of the axis is worth; bytes are drawn in MiB by default.
+
+    Example:
+        >>> from experiments.reports.figures import bar_plot
+        >>> figure = bar_plot(["plain", "planned"], {"peak": [2**21, 2**20]}, "A plan halves the peak")
+        >>> [float(bar.get_height()) for bar in figure.axes[0].patches]
+        [2.0, 1.0]
+    """
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, xlabel, ylabel)
+        width = 0.8 / len(series)
+        crowded = len(labels) * len(series) > 10
+        highest = max((value / unit for values in series.values() for value in values if value is not None), default=1)
+        for number, (name, values) in enumerate(series.items()):
+            shift = (number - (len(series) - 1) / 2) * width
+            positions = [index + shift for index in range(len(labels))]
+            heights = [0 if value is None else value / unit for value in values]
+            axes.bar(positions, heights, width * 0.92, color=SERIES[number % len(SERIES)], label=name)
+            for x, value, height in zip(positions, values, heights):
+                text = "not measured" if value is None else plots._number(height, highest)
+                upright = crowded or value is None
+                axes.annotate(
+                    text,
+                    (x, height),
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    rotation=90 if upright else 0,
+                    fontsize=8,
+                    color=plots.TEXT,
+                )
+        axes.set_xticks(range(len(labels)), [str(label) for label in labels])
+        axes.tick_params(axis="x", length=0)
+        axes.set_ylim(0, highest * (1.24 if crowded else 1.1))
+        handles, labels = axes.get_legend_handles_labels()
+        return plots._finished(figure, handles if len(series) > 1 else [], labels)
+
+
+def line_plot(
+    x: Iterable[float],
+    measured: Mapping[str, Sequence[float | None]],
+    predicted: Mapping[str, Sequence[float | None]],
+    title: str,
+    *,
+    xlabel: str,
+    ylabel: str = "peak memory (MiB)",
+    unit: float = MIB,
+) -> plots.Figure:
+    """Measured values as markers, predicted ones as lines of the same colour.
+
+    Args:
+        x: positions, one tick each.
+        measured, predicted: ``{name: values}``, in `unit`; None leaves a point out. Equal names share a colour.
+        title: the finding.
+
+    Example:
+        >>> from experiments.reports.figures import line_plot
+        >>> measured, predicted = {"peak": [2**20, None]}, {"peak": [2**20, 2**21]}
+        >>> figure = line_plot([1, 2], measured, predicted, "The peak grows with the layers", xlabel="layers")
+        >>> [len(line.get_xdata()) for line in figure.axes[0].lines]
+        [2, 1]
+    """
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, xlabel, ylabel)
+        names = list(dict.fromkeys((*predicted, *measured)))
+        handles = []
+        for index, name in enumerate(names):
+            color, marker = _series(index)
+            for values, looks in (
+                (predicted.get(name), {"linestyle": DASHES, "linewidth": 1.6, "clip_on": False, "zorder": 3}),
+                (measured.get(name), {"linestyle": "none", "marker": marker, "markersize": 6.5}),
+            ):
+                points = [(a, b / unit) for a, b in zip(x, values or ()) if b is not None]
+                if points:
+                    axes.plot(*zip(*points), color=color, **looks)
+            handle = Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name)
+            if not any(measured.values()):
+                handle.set(marker="", linestyle=DASHES)
+            handles.append(handle)
+        if any(predicted.values()) and any(measured.values()):
+            handles.append(Line2D([], [], color=plots.TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
+            handles.append(
+                Line2D([], [], color=plots.TEXT, linestyle="none", marker="o", markersize=6, label="measured")
+            )
+        axes.xaxis.set_major_locator(FixedLocator(list(x)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(bottom=0)
+        axes.margins(y=0.08)
+        return plots._finished(figure, handles, [handle.get_label() for handle in handles])
 
 
 def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak", limit: int | None = None):
@@ -58,10 +171,10 @@ def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, yla
         for index, name in enumerate(dict.fromkeys((*predicted, *measured))):
             color, marker = _series(index)
             line, points = predicted.get(name, {}), measured.get(name, {})
-            axes.plot(list(line), list(line.values()), color=color, linestyle=plots.DASHES, linewidth=1.6)
+            axes.plot(list(line), list(line.values()), color=color, linestyle=DASHES, linewidth=1.6)
             axes.plot(list(points), list(points.values()), color=color, linestyle="none", marker=marker, markersize=6.5)
             handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name))
-        handles.append(Line2D([], [], color=plots.TEXT, linestyle=plots.DASHES, linewidth=1.6, label="predicted"))
+        handles.append(Line2D([], [], color=plots.TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
         if measured:
             marks = {"linestyle": "none", "marker": "o", "markersize": 6}
             handles.append(Line2D([], [], color=plots.TEXT, label="measured", **marks))
@@ -92,8 +205,8 @@ def losses_plot(losses: dict[str, dict[str, list[float]]], title: str):
         for (name, methods), (above, below) in zip(losses.items(), grid.T, strict=True):
             (first, values), (second, others) = methods.items()
             steps = range(1, len(values) + 1)
-            above.plot(steps, values, color=plots.SERIES[0], linewidth=2.6, alpha=0.55, label=first)
-            above.plot(steps, others, color=plots.SERIES[1], linewidth=1.1, linestyle=plots.DASHES, label=second)
+            above.plot(steps, values, color=SERIES[0], linewidth=2.6, alpha=0.55, label=first)
+            above.plot(steps, others, color=SERIES[1], linewidth=1.1, linestyle=DASHES, label=second)
             differences = [other - value for value, other in zip(values, others, strict=True)]
             below.plot(steps, differences, color=plots.TEXT, linewidth=1.4)
             above.set_title(name, fontsize=9, color=plots.TEXT)
@@ -110,14 +223,14 @@ def losses_plot(losses: dict[str, dict[str, list[float]]], title: str):
 
 
 def schedule_plot(actions, steps: int, title: str):
-    """A Figure of a schedule of `revolve.schedule`: states from bottom to top, actions from left to right.
+    """A Figure of a schedule of `revolve.actions`: states from bottom to top, actions from left to right.
 
     An advance takes as long as it has steps, a reversal takes one; loads and saves take no time. A snapshot is drawn
     for as long as it is saved.
     """
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "steps that were run, forward or reversed", "state of the chain")
-        forward, reverse, snapshot = plots.SERIES[:3]
+        forward, reverse, snapshot = SERIES[:3]
         now, since = 0, {}
         for kind, state, *to in actions:
             if kind == "save":
@@ -163,4 +276,4 @@ def ratio_plot(points: dict[str, list[tuple[float, float]]], link: float, title:
 
 def _series(index: int) -> tuple[str, str]:
     """Color and marker of a series."""
-    return plots.SERIES[index % len(plots.SERIES)], plots.MARKERS[index % len(plots.MARKERS)]
+    return SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]

@@ -167,6 +167,7 @@ def bars_plot(records, what: str, title: str):
         ValueError: for another `what`, and if no record has a figure of it.
     """
     from ackpt.metering import plots
+    from experiments.reports.figures import SERIES
 
     if what not in ("peak", "time"):
         raise ValueError(f"what={what!r} is unknown: choose 'peak' or 'time'")
@@ -186,7 +187,7 @@ def bars_plot(records, what: str, title: str):
             spans = [tuple(1e3 * record.metrics[key][name] for name in ("low", "median", "high")) for record in shown]
         highest = max(high for _, _, high in spans)
         for index, (low, middle, high) in enumerate(spans):
-            axes.barh(index, middle, 0.66, color=plots.SERIES[0])
+            axes.barh(index, middle, 0.66, color=SERIES[0])
             if high > low:
                 axes.plot([low, high], [index, index], color=plots.TEXT, linewidth=1.6)
             look = {"va": "center", "fontsize": 8.5, "color": plots.TEXT}

@@ -8,16 +8,15 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ackpt.checkpointing.autocast import Autocast
+from ackpt.checkpointing.region import Autocast
 from ackpt.core.progress import shown
 from ackpt.planner.capture.aot import capture
 from ackpt.planner.capture.call_facts import call_of
 from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop
-from ackpt.planner.capture.outputs import gradient_strides
 from ackpt.planner.capture.tracing import captured_graph
-from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.schedule.plan_check import check_applies
+from ackpt.planner.schedule.plan import Plan, check_applies
+from ackpt.planner.step.backward_checks import gradient_strides
 from ackpt.planner.step.compiled_schedule import compiled_schedule, dropped_places
 from ackpt.planner.step.variant import Variant
 
@@ -32,7 +31,7 @@ class CapturedStep:
     def __init__(self, model: nn.Module, *args: Any, loop: Loop = NO_LOOP, **kwargs: Any):
         self._watched, self._loop, self._autocast = WatchedModel(model), loop, Autocast()
         with shown(), _disable_current_modes(), capture(model, args, kwargs, outputs="drop") as self._captured:
-            self.graph = captured_graph(self._captured, model, args, kwargs, loop)
+            self.graph = captured_graph(self._captured, model, loop)
 
     def planned(self, plan: Plan) -> Callable[..., Any]:
         """The step as a function of the model's arguments, as `plan` says.

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ackpt.cli.selftest import Workload, transformer
 from ackpt.core.errors import did_you_mean
-from ackpt.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
-from ackpt.planner.workloads.comparable_step import Workload, transformer
+from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 
 TRANSFORMER = {
     "batch_size": 2,

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch._functorch import config as functorch_config
 
+from ackpt.cli.selftest import Workload, difference
 from ackpt.metering.cpu_meter import keep_freed_memory
 from ackpt.metering.meter import compare_seconds, count_flops, measure
 from ackpt.metering.resident import Resident
 from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.workloads.comparable_step import Workload, difference
 from experiments.steps.captured_step import CapturedStep
 
 from .peers import by_inductor, fresh_dynamo

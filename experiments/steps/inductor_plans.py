@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+from ackpt.cli.selftest import Workload
 from ackpt.core.errors import BudgetError
 from ackpt.planner.costs.devices import Device, with_all_dtypes
-from ackpt.planner.policies.search.recompute_costs import FLOPS_PER_BYTE
+from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE
 from ackpt.planner.request import MEASURED
 from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.workloads.comparable_step import Workload
 
 from .frontier_runs import Runs, promised
 from .peers import fresh_dynamo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import asdict
 
-from ackpt.metering.cuda_meter import BLOCK
+from ackpt.metering.gpus import BLOCK
 
 
 def require_positive(config, *names: str) -> None:

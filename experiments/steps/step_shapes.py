@@ -11,14 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ackpt
 from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
-from ackpt.planner.capture.optimizer_state import with_optimizer
+from ackpt.planner.capture.optimizer_state import Loop, with_loop
 from ackpt.planner.costs.devices import device as device_rates
 from ackpt.planner.costs.profiles import with_gpu_workspace
 from ackpt.planner.policies import function_of
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.workloads.cuda_capture import AS_ON, kernels_of_a_gpu
 from ackpt.planner.workloads.named_models import training_step
-from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
+from ackpt.planner.workloads.planned_shapes import AS_ON, PlanConfig, captured, kernels_of_a_gpu
 
 from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
 from .settings import block_bytes, free_host_bytes, record_metrics
@@ -105,7 +104,7 @@ class Shapes:
             )
             graph = captured(made, wanted, where)
             optimizer = adamw(made.model, self.setting.learning_rate)
-            graph = with_optimizer(graph, optimizer)
+            graph = with_loop(graph, made.model, Loop(optimizer))
             profile = ackpt.profile(graph)
             self._found = graph, with_gpu_workspace(graph, profile) if cuda else profile
         return self._found

@@ -14,8 +14,8 @@ import ackpt
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.allocations import RESIDENT, Allocation, allocations
-from ackpt.planner.schedule.live_bytes import CATEGORIES, follow
 from ackpt.planner.schedule.plan import RECOMPUTED, SAVED, Plan
+from ackpt.planner.schedule.simulator import CATEGORIES, follow
 
 SCHEMA = {"schema": "ackpt.schematic", "version": 1}
 _LETTERS = {"saved": "s", "outputs": "s", "recomputed": "r", "temporaries": "t"}

@@ -11,8 +11,16 @@ import torch
 
 from ackpt.planner.capture.joint_graph import FORWARD
 from ackpt.planner.sharding.planner import ShardedModel
-from ackpt.planner.sharding.sharding import COMMUNICATION, GATHERED, GroupBytes, Sharding
-from ackpt.planner.sharding.step import CATEGORIES_OF_A_RANK, ROOT, Window, timeline
+from ackpt.planner.sharding.sharding import (
+    CATEGORIES_OF_A_RANK,
+    COMMUNICATION,
+    GATHERED,
+    ROOT,
+    GroupBytes,
+    Sharding,
+    Window,
+    timeline,
+)
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 from ackpt.planner.workloads.step_request import StepRequest
 

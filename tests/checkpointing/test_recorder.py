@@ -321,6 +321,14 @@ def test_parameters_that_both_runs_make_are_the_same_path():
     assert x.grad.tolist() == [[3, 3]]
 
 
+@pytest.mark.parametrize("offload", [None, "sync"])
+def test_nothing_but_a_parameter_that_the_region_creates_requires_grad(offload):
+    x = torch.ones(2, requires_grad=True)
+    y = ackpt.checkpoint(lambda x: x * nn.Parameter(torch.full((2,), 3.0)), x.detach(), offload=offload)
+    (x * y).sum().backward()
+    assert y.requires_grad and torch.equal(x.grad, torch.full((2,), 3.0))
+
+
 def test_other_parameters_that_only_an_iterator_has_are_another_path():
     parameters = iter([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
     loss = ackpt.checkpoint(lambda x: x * next(parameters), torch.ones(1, 2)).sum()

@@ -176,6 +176,24 @@ def test_saved_tensors_hooks_around_a_region_see_its_input_only():
     y.sum().backward()
 
 
+def test_lossy_hooks_around_a_region_change_its_input_only():
+    def gradients(call, x, around=contextlib.nullcontext):
+        seed()
+        with around():
+            y = call(layers, x).sum()
+        layers.zero_grad()
+        y.backward()
+        return [parameter.grad for parameter in layers.parameters()]
+
+    def lossy():
+        return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.bfloat16, torch.Tensor.float)
+
+    layers, x = model(), batch()
+    rounded = gradients(plain_call, x.bfloat16().float())
+    assert not torch.equal(gradients(plain_call, x)[0], rounded[0])
+    assert_equal(rounded, gradients(ackpt.checkpoint, x, lossy), "gradient")
+
+
 @pytest.mark.parametrize("backward_inside", [True, False])
 def test_save_on_cpu_around_a_region(backward_inside):
     def run(call):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ackpt.cli.command_line import MOVED, main
+from ackpt.cli import MOVED, main
 
 
 def test_doctor_says_what_is_missing(capsys, monkeypatch):

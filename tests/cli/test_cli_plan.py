@@ -12,18 +12,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
+from ackpt.cli import main
 from ackpt.cli import plan_text as plan_report
-from ackpt.cli.command_line import main
 from ackpt.core.budget import readable
 from ackpt.graph import Plan, PlanError
 from ackpt.metering.autograd_engine import SavedNumbers
 from ackpt.metering.kernel_memory import Workspaces
 from ackpt.metering.run_alone import Allocations
-from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.planner.costs.devices import device
-from ackpt.planner.workloads.cuda_capture import CapturedCudaChoices
-from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
+from ackpt.planner.workloads.planned_shapes import CapturedCudaChoices, PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest, autocast
+from experiments.models import BertConfig, BertForMaskedLM
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 BERT = ["bert-base", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=1", "heads=2", "vocab_size=100"]
@@ -531,7 +530,9 @@ def test_wrong_names_are_refused_before_slow_imports():
         "print([each for each in ('transformers', 'torch._dynamo', 'ackpt.planner.choose') if each in sys.modules])"
     )
     given = "lm --device-profile h300", "lmm --seq-len 8", "hf:GPT2Confg --seq-len 8", "hf:no-such.json --seq-len 8"
+    given += ("resnet50",)
     done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=120)
     words = "device 'h300'", "unknown model 'lmm'", "no configuration class 'GPT2Confg'", "no-such.json cannot be read"
+    words += ("run `python -m experiments plan resnet50` in a clone of the repository",)
     assert all(each in line for each, line in zip(words, done.stderr.splitlines(), strict=True))
     assert done.stdout == "[]\n"

@@ -10,7 +10,7 @@ import torch
 from test_cli_plan import BERT, GPT2, SMALL, planned
 
 import ackpt
-from ackpt.cli.command_line import main
+from ackpt.cli import main
 from ackpt.planner.workloads.optimizers import optimizer_kind
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest

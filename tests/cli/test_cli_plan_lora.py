@@ -6,8 +6,8 @@ import re
 import pytest
 from test_cli_plan import planned
 
-from ackpt.cli.command_line import main
-from ackpt.planner.workloads.adapters import Lora
+from ackpt.cli import main
+from ackpt.planner.workloads.step_request import Lora
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 pytest.importorskip("peft")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from ackpt.cli.command_line import main
+from ackpt.cli import main
 from ackpt.planner.sharding.planner import ShardedModel
 from ackpt.planner.sharding.sharding import Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig

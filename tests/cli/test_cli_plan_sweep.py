@@ -5,8 +5,7 @@ import json
 import pytest
 from test_cli_plan import GPT2, planned
 
-from ackpt.cli import plan_sweep
-from ackpt.cli.command_line import main
+from ackpt.cli import main, plan_sweep
 from ackpt.cli.plan_sweep import Sweep
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ackpt.cli.command_line import main
-from ackpt.cli.selftest_checks import TOLERANCE, SelftestConfig, _checks, run_selftest, text_table
+from ackpt.cli import main
+from ackpt.cli.selftest import TOLERANCE, SelftestConfig, _checks, run_selftest, text_table
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_reserved_bytes_are_checked_where_there_is_an_allocator(record, reserved
 
 
 def test_the_command_writes_a_record_and_its_status_says_what_failed(record, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("ackpt.cli.selftest_checks.run_selftest", lambda config, command: record)
+    monkeypatch.setattr("ackpt.cli.selftest.run_selftest", lambda config, command: record)
     assert main(["selftest", "--device", "cpu", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "selftest-cpu.json").read_text())
     assert written == record.to_json() and written["environment"]["torch"]

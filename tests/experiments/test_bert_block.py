@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ackpt
-from ackpt.models import BertConfig, BertForMaskedLM
 from experiments.bert import of_blocks, saved_in
+from experiments.models import BertConfig, BertForMaskedLM
 
 D, F, H, L, B, T = 16, 32, 2, 2, 32, 8
 

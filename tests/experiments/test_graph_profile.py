@@ -5,8 +5,9 @@ import torch
 
 import ackpt
 from ackpt.metering.timeline import Timeline
-from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
+from ackpt.models import LanguageModel, TransformerConfig
 from experiments.graph_profile import breakdown, compare, orders_plot, random_fates
+from experiments.models import ResNet, ResNetConfig
 
 TOKENS = torch.arange(12) % 7
 OFFSETS = torch.tensor([0, 12], dtype=torch.int32)

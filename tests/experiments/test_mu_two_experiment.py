@@ -10,7 +10,7 @@ import ackpt
 from ackpt.graph import simulate
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.planner.policies.mu_two import evictions
-from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.policies.search.frontier import costs
 from experiments.mu_two import along_paths, choices, intermediates_of, name_of, printed_overhead
 from experiments.reports.figures import ratio_plot
 

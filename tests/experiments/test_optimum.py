@@ -7,8 +7,8 @@ import torch
 
 import ackpt
 from ackpt.planner.policies import auto
+from ackpt.planner.policies.search.frontier import costs as costs_of
 from ackpt.planner.policies.search.frontier import frontier, pareto
-from ackpt.planner.policies.search.recompute_costs import costs as costs_of
 from ackpt.planner.policies.search.refinement import refined
 from experiments import optimum, sublinear
 from experiments.steps.frontier_models import checked_sizes, workload

@@ -8,7 +8,7 @@ from torch import nn
 from torch._functorch import config
 
 import ackpt
-from ackpt.planner.workloads.comparable_step import Workload, difference
+from ackpt.cli.selftest import Workload, difference
 from experiments.steps.frontier_models import checked_sizes, workload
 from experiments.steps.frontier_runs import Runs
 from experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, SELECTIVE, peer

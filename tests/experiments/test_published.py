@@ -133,7 +133,7 @@ class TestStoredPredictions:
     def test_the_code_of_a_step_is_all_that_predicts_it(self):
         versions = {step: predictions.code_version(step) for step in STEPS}
         assert versions["softmax"] == versions["rope"] != versions["cross-entropy"]
-        assert versions["resnet50-sum"] != versions["vgg16-sum"]  # the first one uses ackpt.models
+        assert versions["resnet50-sum"] != versions["vgg16-sum"]  # the first one uses experiments.models
 
     def test_the_sources_context_replaces_the_tables(self):
         stored = Predictions(predicts=Counting())

@@ -65,7 +65,7 @@ def test_curves_show_points_and_lines():
 
 
 def test_a_schedule_is_as_long_as_its_steps():
-    (axes,) = schedule_plot(revolve.schedule(4, 2), 4, "a finding").axes
+    (axes,) = schedule_plot(revolve.actions(4, 2), 4, "a finding").axes
     assert axes.get_xlim() == (0, revolve.advances(4, 2) + 4)
     flat = [line for line in axes.lines if len({*line.get_ydata()}) == 1]
     assert sorted(line.get_ydata()[0] for line in flat) == [0, 2]

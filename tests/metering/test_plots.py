@@ -5,8 +5,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ackpt.metering import plots
-from ackpt.metering.plots import MIB, bar_plot, line_plot, png, save, timeline_plot
+from ackpt.metering.plots import MIB, png, save, timeline_plot
 from ackpt.metering.timeline import build_timeline
+from experiments.reports.figures import bar_plot, line_plot
 
 
 def actions():

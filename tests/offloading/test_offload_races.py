@@ -100,7 +100,7 @@ def test_one_wrong_copy_is_enough_to_be_found(right, made_late, mode):
 
         def wait_event(self, event, used=None):
             is_broken = event in [copy.event for copy in self.copies[1:2]]
-            return transport.Wait(0.0) if is_broken else super().wait_event(event, used)
+            return transport.Ended() if is_broken else super().wait_event(event, used)
 
     late_copies = made_late(OnceEarly)
     found = train(saved, late_offload(late_copies, mode, keep_last=0, lookahead_bytes=2 * BYTES), late_copies.arena, 2)

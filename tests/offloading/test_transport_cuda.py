@@ -9,8 +9,8 @@ import simulated_cuda as simulated
 import torch
 from simulated_cuda import DEVICE, Machine, SimulatedTransport
 
-from ackpt.offloading.cuda_transport import CudaTransport
 from ackpt.offloading.store import Pool
+from ackpt.offloading.transport import CudaTransport
 
 SIZE = 1024
 

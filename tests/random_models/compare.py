@@ -14,6 +14,7 @@ import torch
 
 import ackpt
 from ackpt.core.errors import BudgetError, CheckpointError, OffloadError
+from ackpt.planner.parts.regions_plan import RegionsPlan
 
 from .model import Spec
 from .training import Run, measured_peak, train
@@ -30,8 +31,8 @@ class Outcome:
     """What a variant ended in, in words: an error, the first difference, or the bytes of a peak.
 
     ``regrouped``: gradients differ in the last bits where a tensor is used three times or more, so that a region adds
-    its gradients in another order, or a plan those of two forwards, as documented. ``announced``: different, but a
-    warning has said so.
+    its gradients in another order, or a plan those of two forwards or of a use outside of it, as documented.
+    ``announced``: different, but a warning has said so.
     """
 
     variant: str
@@ -76,7 +77,10 @@ def _outcome(spec: Spec, variant: Variant, expected: Run, baseline: Callable[[],
             return Outcome(variant.name, REGROUPED, text)
         return Outcome(variant.name, FINDING, text)
     if variant.plans:
-        text = _peak_beyond(spec, variant, baseline)
+        try:
+            text = _peak_beyond(spec, variant, baseline)
+        except BudgetError as error:  # a step that keeps more of the one before than the first step did
+            return Outcome(variant.name, REFUSED, in_words(error))
         if text is not None:
             return Outcome(variant.name, FINDING, text)
     return Outcome(variant.name, EQUAL)
@@ -97,7 +101,7 @@ class _Baseline:
 def _documented(spec: Spec, variant: Variant, expected: Run) -> float:
     """The largest documented difference, relative to the largest element: that of another order of sums, or of one
     rounding where regions share a weight under autocast; 0 if results must be equal."""
-    if not (variant.recomputes or variant.plans and spec.accumulates):
+    if not (variant.recomputes or variant.plans and (spec.accumulates or spec.penalty)):
         return 0.0
     names = set(spec.names())
     in_bfloat16 = spec.autocast or "Autocast" in names
@@ -124,6 +128,10 @@ def _peak_beyond(spec: Spec, variant: Variant, baseline) -> str | None:
         if measured > promised:
             return f"peak: {measured} bytes measured, {promised} planned"
         if variant.budget is None or call.plan.limit_bytes is None or _said(caught):
+            return None
+        if promised > call.plan.limit_bytes:
+            return f"peak: {promised} bytes planned, at most {call.plan.limit_bytes} keep the budget"
+        if isinstance(call.plan, RegionsPlan):  # of whose baseline, an upper bound, a fraction is
             return None
         asked = int(variant.budget * call.plan.baseline_dynamic_peak_bytes)
         if abs(call.plan.limit_bytes - asked) <= 1 and measured > variant.budget * baseline():

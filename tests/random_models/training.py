@@ -102,9 +102,9 @@ def _step(spec: Spec, model: Model, call, step: int, run: Run) -> Record:
     record["outputs that require grad"] = [output.requires_grad for output in outputs]
     record["random numbers after forward"] = random_states(model)
     trained = differentiated(outputs, forwards)
-    run.most_uses = max(run.most_uses, most_uses(trained))
     if spec.penalty:
         trained.append(sum(parameter.float().square().sum() for parameter in model.parameters()))
+    run.most_uses = max(run.most_uses, most_uses(trained))
     if spec.delays:
         torch.autograd.backward(trained[0], incoming(trained[:1])[0])
         _fused_step(model)

@@ -27,21 +27,21 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from ackpt.core.budget import is_share
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.planner.capture.inspection.outside_values import warn_of_checkpoints
-from ackpt.planner.capture.outputs import (
+from ackpt.planner.capture.outputs import no_gradient, without_gradient
+from ackpt.planner.capture.patches.eager_settings import like_eager
+from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight, stop_casting_once
+from ackpt.planner.capture.tracing import joint_graph
+from ackpt.planner.choose import check_runs, default_profile, planned, resolved
+from ackpt.planner.costs.profiles import fused
+from ackpt.planner.request import Request
+from ackpt.planner.step.backward_checks import (
+    backward_node,
     depends_on,
     gradient_strides,
     gradients_as_planned,
     leave_undefined,
-    no_gradient,
-    plain_backward,
-    without_gradient,
+    refuse_other_modes,
 )
-from ackpt.planner.capture.patches import casts
-from ackpt.planner.capture.patches.eager_settings import like_eager
-from ackpt.planner.capture.tracing import joint_graph
-from ackpt.planner.choose import check_runs, default_profile, planned, resolved
-from ackpt.planner.costs.fusion import fused
-from ackpt.planner.request import Request
 from ackpt.planner.step.compiled_schedule import partitioner
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
@@ -117,11 +117,11 @@ def backend(
     output.args = (returned,)
     if torch.is_autocast_cache_enabled():
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        weights = [node for node in placeholders if casts.is_weight(node.meta.get("example_value"))]
+        weights = [node for node in placeholders if is_weight(node.meta.get("example_value"))]
         with gm.graph.inserting_after(placeholders[-1]):
-            gm.graph.call_function(casts.start, tuple(weights))
+            gm.graph.call_function(cast_once, tuple(weights))
         with gm.graph.inserting_before(output):
-            gm.graph.call_function(casts.stop)
+            gm.graph.call_function(stop_casting_once)
     gm.recompile()
     # A cached step would contain the plan of another budget.
     with like_eager(detect_fake_mode(example_inputs)), functorch_config.patch(enable_autograd_cache=False):
@@ -129,9 +129,10 @@ def backend(
 
     def call(*args):
         outputs = list(run(*args))
-        plain_backward(outputs)
-        gradients_as_planned(outputs, partition.strides)
-        leave_undefined(outputs, partition.depends)
+        if (node := backward_node(outputs)) is not None:
+            refuse_other_modes(node)
+            gradients_as_planned(node, outputs, partition.strides)
+            leave_undefined(node, outputs, partition.depends)
         for place in refused:
             outputs[place] = no_gradient(outputs[place])
         return outputs

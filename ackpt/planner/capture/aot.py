@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,42 +24,32 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.core.autograd_state import version
-from ackpt.core.errors import TraceError
+from ackpt.core.errors import TraceError, warn
 from ackpt.core.progress import stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.without_data.packed_sequences import found_packed
-from ackpt.planner.capture.inspection.attributes import arguments_unchanged, every_module, unchanged
-from ackpt.planner.capture.inspection.branches import Branch, Branches, Number
-from ackpt.planner.capture.inspection.calls import described
-from ackpt.planner.capture.inspection.held_tensors import Held
-from ackpt.planner.capture.inspection.kept_tensors import OF_SHAPES, places
-from ackpt.planner.capture.inspection.model_checks import check_call, own_call
-from ackpt.planner.capture.inspection.outside_values import Reads, in_own_context
-from ackpt.planner.capture.inspection.source_lines import Where, explained, saving_hooks_refused
-from ackpt.planner.capture.inspection.tensors import (
-    has_data,
-    is_tensor,
-    off_meta,
-    require_traceable,
-    shape_of,
-    tensor_facts,
-)
-from ackpt.planner.capture.inspection.transformers_caches import flatten_outputs
-from ackpt.planner.capture.patches.eager_settings import like_eager
-from ackpt.planner.capture.patches.fused_attention import fused_attention_refused
-from ackpt.planner.capture.patches.size_arithmetic import SizeEnv, python_arithmetic
 
-from .as_compiled import compiling, warned
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
+from .inspection.attributes import arguments_unchanged, every_module
+from .inspection.branches import Branch, Branches
+from .inspection.calls import described
+from .inspection.kept_tensors import OF_SHAPES, Held, places
+from .inspection.model_checks import check_call, has_data, is_tensor, own_call, require_traceable, tensor_facts
+from .inspection.outside_values import Reads, in_own_context
+from .inspection.source_lines import Where, explained, saving_hooks_refused
 from .outputs import (
     check_differentiate,
     check_outputs,
+    flatten_outputs,
     no_gradient,
     refuse_overlaps,
     refuse_views_of_changed,
     without_gradient,
 )
-from .patches import casts
+from .patches.eager_settings import fused_attention_refused, like_eager
+from .patches.python_kernels import casting_once, is_weight
+from .patches.size_arithmetic import SizeEnv, python_arithmetic
+from .shapes import off_meta, shape_of
 
 # Held during a capture, which replaces the model's tensors and functions of torch in all threads, and while others read
 # the model's tensors.
@@ -79,7 +70,7 @@ class Capture:
     ``made_for``: the call in words, from `ackpt.planner.capture.inspection.calls`; ``has_data``: whether no
     tensor of the call or the model is fake or on the meta device; ``reads``: values outside of its modules that the
     model's code reads. ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not.
-    ``symbols``: of dynamic dimensions. ``differentiate`` and ``keeps_outputs``: what the caller does with the outputs.
+    ``symbols``: of dynamic dimensions. ``keeps_outputs``: whether the caller does.
     """
 
     joint: Any
@@ -95,7 +86,6 @@ class Capture:
     reason: str
     symbols: Symbols | None
     numbers: frozenset[int]
-    differentiate: str
     keeps_outputs: bool
 
     def __post_init__(self):
@@ -147,10 +137,10 @@ class Capture:
         """What the model returns, from the tensors that the captured step returns."""
         left = iter(tensors)
         leaves = [
-            self.constants[place] if place in self.constants else next(left) for place in range(self.spec.num_leaves)
+            self.constants[index] if index in self.constants else next(left) for index in range(self.spec.num_leaves)
         ]
-        for place in self.refused:
-            leaves[place] = no_gradient(leaves[place])
+        for index in self.refused:
+            leaves[index] = no_gradient(leaves[index])
         return tree_unflatten(leaves, self.spec)
 
 
@@ -159,107 +149,96 @@ def _plain(size, leaves):
     return size
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Call:
-    """The call of `model` that a `_Flat` captures.
+    """The call that is captured, and what its captures have in common; the fields of a `Capture` have their names.
 
-    ``values``: leaves with data for `Branches`; none if the call has no data. ``ties``: see `_ties`; ``own``: (dict,
-    name, tensor) of every parameter, buffer and held tensor. ``returned``: after the forward, the fields ``spec``,
-    ``constants``, ``refused`` and ``branches`` of a `Capture`.
+    ``leaves``: of the arguments, ``arguments`` their pytree; ``values``: those with data, for `Branches`; none if the
+    call has no data.
     """
 
     model: nn.Module
     leaves: list[Any]
     values: list[Any]
-    number: Number
-    numbers: frozenset[int]
-    spec: TreeSpec
-    differentiate: str
+    arguments: TreeSpec
+    made_for: dict[str, str]
+    has_data: bool
     reads: Reads
-    casts_once: bool
-    ties: list[tuple[dict, str, dict, str]]
-    own: list[tuple[dict, str, torch.Tensor]]
-    returned: tuple = ()
-    attributes: list[tuple[torch.Tensor, str, set[str]]] = field(default_factory=list)
+    symbols: Symbols | None
+    numbers: frozenset[int]
+    differentiate: str
+    keeps_outputs: bool
+    reason: str = ""
 
-    def require_same_attributes(self) -> None:
-        """Raise a TraceError if the model's code, in its forward or a backward, has set an attribute of a parameter."""
-        for tensor, name, before in self.attributes:
-            if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
-                error = TraceError(
-                    f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would "
-                    "not repeat: set an attribute of the module, or register a buffer."
-                )
-                error.reason, error.can_split = str(error), True
-                raise error
-        self.attributes.clear()
+    @property
+    def fake_mode(self) -> FakeTensorMode | None:
+        """The mode of the parameters and arguments, if they are fake."""
+        return detect_fake_mode([*self.model.parameters(), *self.leaves])
 
 
-class _Flat(nn.Module):
-    """`model` as a function of tensors that returns a tuple of tensors; its parameters keep their names."""
+class _Forward:
+    """The forward of the model as a function of tensors that returns a tuple of tensors.
 
-    def __init__(self, model, leaves, values, spec, held, about):
-        super().__init__()
-        buffers = nn.Module()
-        for place, tensor in enumerate(held):
-            buffers.register_buffer(str(place), tensor)
-        own = [
+    ``references``: (dict, name, tensor) of parameters, buffers and held tensors. ``returned``: after the forward, the
+    fields ``spec``, ``constants``, ``refused`` and ``branches`` of a `Capture`.
+    """
+
+    def __init__(self, call: _Call, modules):
+        self.call = call
+        self.references = [
             (named, name, tensor)
-            for module in (*model.modules(), buffers)
+            for module in modules
             for named in (module._parameters, module._buffers)
             for name, tensor in named.items()
             if tensor is not None
         ]
-        ties = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
-        casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
-        # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
-        number = _plain if about["symbols"] is None else about["symbols"].number
-        about = (about["numbers"], spec, about["differentiate"], about["reads"])
-        self._ackpt_call = _Call(model, leaves, values, number, *about, casts_once, ties, own)
-        vars(self).update(
-            _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
-        )
+        self.returned: tuple = ()
+        self._ties = [*_ties(call.model, "_parameters"), *_ties(call.model, "_buffers")]
+        self._casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
+        self._attributes: list[tuple[torch.Tensor, str, set[str]]] = []
 
-    # Torch would make a tied tensor one input for every name, and sum its gradients outside of the graph.
-    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
-        return super().named_parameters(prefix, recurse)
+    def require_same_attributes(self) -> None:
+        """Raise a TraceError if the model's code, in its forward or a backward, has set an attribute of a parameter."""
+        for tensor, name, before in self._attributes:
+            if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
+                message = (
+                    f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would "
+                    "not repeat: set an attribute of the module, or register a buffer."
+                )
+                raise TraceError(message, reason=message, can_split=True)
+        self._attributes.clear()
 
-    def named_buffers(self, prefix="", recurse=True, remove_duplicate=True):
-        return super().named_buffers(prefix, recurse)
-
-    def forward(self, *tensors):
-        call = self._ackpt_call
-        call.attributes.clear()
+    def __call__(self, tensors):
+        call = self.call
+        self._attributes.clear()
         call.reads.start()
         leaves = call.leaves
         traced = dict(zip((id(leaves[index]) for index in given_places(leaves)), tensors))
         inputs = [traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves]
         for at in call.numbers:
             inputs[at] = inputs[at].shape[0]
-        args, kwargs = tree_unflatten(inputs, call.spec)
-        with _tied(call.ties):
-            traced_own = {id(tensor): named[name] for named, name, tensor in call.own}
-            call.attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in call.own]
-            held = Held({**traced, **traced_own}, call.reads)
-            real = (*leaves, *(tensor for _, _, tensor in call.own))
+        args, kwargs = tree_unflatten(inputs, call.arguments)
+        with _tied(self._ties):
+            traced_references = {id(tensor): named[name] for named, name, tensor in self.references}
+            self._attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in self.references]
+            held = Held({**traced, **traced_references}, call.reads.paused)
+            real = (*leaves, *(tensor for _, _, tensor in self.references))
             versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
-            weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
-            once = casts.once(weights if call.casts_once else ())
-            originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in call.own}
-            same_model = unchanged(
-                call.model, held.is_same, call.reads.may_settle, lambda value: originals.get(id(value), value)
-            )
+            weights = [held.traced[id(tensor)] for tensor in real if is_weight(tensor)]
+            once = casting_once(weights if self._casts_once else ())
+            originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in self.references}
+            watched = call.reads.watched(held.is_same, lambda value: originals.get(id(value), value))
             same_arguments = arguments_unchanged([*args, *kwargs.values()])
             given = [] if not call.values else list(zip(given_places(leaves), tensors))
             given = {at: tensor for at, tensor in given if at not in call.numbers}
-            branches = Branches(call.values, given, call.number)
-            with same_model, same_arguments, once, held, found_packed(), call.reads.watched(held.is_same):
+            branches = Branches(call.values, given, _plain if call.symbols is None else call.symbols.number)
+            with same_arguments, once, held, found_packed(), watched:
                 with fused_attention_refused(), saving_hooks_refused(), branches:
                     outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
-            buffers = [tensor for _, _, tensor in call.own if not tensor.requires_grad]
+            buffers = [tensor for _, _, tensor in self.references if not tensor.requires_grad]
             call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
-        if held.found:
-            raise _HoldsTensors(held.found)
+        if held.new_inputs:
+            raise _HoldsTensors(held.new_inputs)
         for value in outputs:
             if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
                 raise TraceError(
@@ -270,18 +249,44 @@ class _Flat(nn.Module):
         refuse_overlaps(outputs, held.traced.values(), refused)
         refuse_views_of_changed(outputs, versions)
         constants = {index: value for index, value in enumerate(outputs) if not is_tensor(value)}
-        call.returned = out_spec, constants, refused, tuple(branches.found)
+        self.returned = out_spec, constants, refused, tuple(branches.branches)
         return tuple(
             value.detach() if index in refused else value for index, value in enumerate(outputs) if is_tensor(value)
         )
 
 
+class _Flat(nn.Module):
+    """The model of a call as torch captures it; its parameters keep their names."""
+
+    def __init__(self, call: _Call, held):
+        super().__init__()
+        buffers = nn.Module()
+        for number, tensor in enumerate(held):
+            buffers.register_buffer(str(number), tensor)
+        # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
+        self._ackpt_forward = _Forward(call, (*call.model.modules(), buffers))
+        model = call.model
+        vars(self).update(
+            _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
+        )
+
+    def forward(self, *tensors):
+        return self._ackpt_forward(tensors)
+
+    # Torch would make a tied tensor one input for every name, and sum its gradients outside of the graph.
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        return super().named_parameters(prefix, recurse)
+
+    def named_buffers(self, prefix="", recurse=True, remove_duplicate=True):
+        return super().named_buffers(prefix, recurse)
+
+
 class _HoldsTensors(Exception):
     """The model's code references tensors that must become inputs of the capture: (tensor, line) of each, by its id."""
 
-    def __init__(self, found):
+    def __init__(self, tensors):
         super().__init__()
-        self.found = found
+        self.tensors = tensors
 
 
 def _ties(model, kind: str):
@@ -313,9 +318,9 @@ def _tied(ties):
 def given_places(leaves) -> tuple[int, ...]:
     """The index of the first occurrence of each tensor among `leaves`."""
     first: dict[int, int] = {}
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if is_tensor(leaf):
-            first.setdefault(id(leaf), place)
+            first.setdefault(id(leaf), index)
     return tuple(first.values())
 
 
@@ -328,58 +333,61 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
     check_differentiate(differentiate)
     check_outputs(outputs)
     stage("capturing the step")
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, arguments = tree_flatten((args, kwargs))
     if not any(tensor.requires_grad for tensor in (*model.parameters(), *filter(is_tensor, leaves))):
         raise TraceError(
             "no parameter of the model requires grad, nor does an argument, so there is no backward to plan"
         )
     check_call(model, args, kwargs)
     require_traceable(model, args, kwargs)
-    about = {
-        "made_for": described(model, args, kwargs, differentiate),
-        "has_data": has_data(model, leaves),
-        "reads": Reads(model, leaves),
-        "reason": "",
-        "symbols": None,
-        "numbers": integers(leaves, dynamic),
-        "differentiate": differentiate,
-        "keeps_outputs": outputs == "keep",
-    }
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=SizeEnv() if dynamic else None)
+    numbers = integers(leaves, dynamic)
     unused = [layout(leaf)[-1] for leaf in leaves if is_sized(leaf)] if dynamic else []
-    own_model, values = model, leaves if about["has_data"] else []
-    model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
+    traced_model, traced_leaves = off_meta(model, leaves, fake_mode)
     if dynamic:
-        leaves = symbolic(leaves, dynamic, fake_mode)
-        about["symbols"] = Symbols(dynamic, leaves, about["numbers"], unused)
+        traced_leaves = symbolic(traced_leaves, dynamic, fake_mode)
+    call = _Call(
+        traced_model,
+        traced_leaves,
+        values=leaves if has_data(model, leaves) else [],
+        arguments=arguments,
+        made_for=described(model, args, kwargs, differentiate),
+        has_data=has_data(model, leaves),
+        reads=Reads(model, leaves),
+        symbols=Symbols(dynamic, traced_leaves, numbers, unused) if dynamic else None,
+        numbers=numbers,
+        differentiate=differentiate,
+        keeps_outputs=outputs == "keep",
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(_use_lazy_graph_module(True))  # their code never runs: 6 % of the time
-        stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
+        stack.enter_context(like_eager(call.fake_mode))
         if dynamic:
             stack.enter_context(python_arithmetic())
         try:
-            captured = _settled(stack, model, leaves, values, spec, about)
+            captured = _settled(stack, call)
         except TraceError as error:  # many models read tensor values unless they are compiled
-            if about["has_data"]:  # nobody could say how the results of that way differ
+            if call.has_data:  # nobody could say how the results of that way differ
                 raise
-            about["reason"] = error.reason or f"the capture of the model as it is fails ({error})"
+            reason = error.reason or f"the capture of the model as it is fails ({error})"
             try:
-                with compiling():
-                    captured = _settled(stack, model, leaves, values, spec, about)
+                with _compiling():
+                    captured = _settled(stack, replace(call, reason=reason))
             except TraceError as again:
                 if str(again) == str(error):
                     raise
-                both = TraceError(
+                raise TraceError(
                     f"{error} Many models do not look at values while torch.compiler.is_compiling() is True, but "
-                    f"capturing this one that way fails, too: {again}"
-                )
-                both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
-                raise both from error
+                    f"capturing this one that way fails, too: {again}",
+                    reason=error.reason,
+                    module=error.module,
+                    can_split=error.can_split,
+                ) from error
         if not captured.has_data:
             captured.reads.undo()  # what the model's code keeps is real, but what it would keep is not
         if captured.reason:
-            warned(own_model, captured.reason)
+            _warn_of_compiling(model, captured.reason)
         captured.reads.finish()
         _drop_weak_references(captured.joint.graph_module)
         yield captured
@@ -394,20 +402,19 @@ def _drop_weak_references(graph_module) -> None:
         describer.lookup_storage.clear()
 
 
-def _settled(stack, model, leaves, values, spec, about) -> Capture:
+def _settled(stack, call: _Call) -> Capture:
     """A capture of the model; the second one if its first call changes a value or fills a cache that its code reads."""
-    reads = about["reads"]
+    reads = call.reads
     try:
         with contextlib.ExitStack() as first:
-            captured = _captured(first, model, leaves, values, spec, about)
+            captured = _captured(first, call)
             if reads.settles():
                 stack.enter_context(first.pop_all())
                 return captured
             computed = _computed(captured, reads.kept.alive())
-        mode = contextlib.nullcontext() if about["has_data"] else detect_fake_mode([*model.parameters(), *leaves])
-        with reads.settle(mode) as refused:
-            captured = _captured(stack, model, leaves, values, spec, about)
-            inputs = captured.inputs(every_module(model), leaves)
+        with reads.settle(contextlib.nullcontext() if call.has_data else call.fake_mode) as refused:
+            captured = _captured(stack, call)
+            inputs = captured.inputs(every_module(call.model), call.leaves)
             if _computed(captured, reads.kept.given) != computed or _writes(captured, inputs, reads.kept.given):
                 raise refused
         return captured
@@ -442,42 +449,68 @@ def _writes(captured: Capture, inputs, tensors) -> bool:
     return any(id(tensor) in written for tensor in tensors)
 
 
-def _captured(stack, model, leaves, values, spec, about) -> Capture:
+def _captured(stack, call: _Call) -> Capture:
     """A capture of the model; if its code references tensors itself, a second one with these as inputs."""
-
-    def flat(held):
-        return _Flat(model, leaves, values, spec, held, about)
-
-    is_as_it_is = about["symbols"] is None and not about["reason"]  # otherwise the way of the capture may be the cause
-    with explained(model, is_as_it_is), torch.inference_mode(False), torch.enable_grad():
+    is_as_it_is = call.symbols is None and not call.reason  # otherwise the way of the capture may be the cause
+    with explained(call.model, is_as_it_is), torch.inference_mode(False), torch.enable_grad():
         try:
-            return _exported(stack, flat(()), leaves, (), about)
+            return _exported(stack, call, ())
         except _HoldsTensors as error:
-            held = tuple(tensor for tensor, _ in error.found.values())
-            about["reads"].places = places(error.found)
-        fake_mode = detect_fake_mode([*model.parameters(), *leaves])
-        if fake_mode is not None:
+            held = tuple(tensor for tensor, _ in error.tensors.values())
+            call.reads.places = places(error.tensors)
+        if (fake_mode := call.fake_mode) is not None:
             with fake_mode:
                 held = tuple(shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
         try:
-            return _exported(stack, flat(held), leaves, held, about)
+            return _exported(stack, call, held)
         except _HoldsTensors as error:
-            _, line = next(iter(error.found.values()))
+            _, line = next(iter(error.tensors.values()))
             raise TraceError(
                 f"every forward creates a tensor{line} from data that a captured step cannot follow, such as a NumPy "
                 "array. Create it once and register it as a buffer, or pass it as an argument."
             ) from error
 
 
-def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
-    given = given_places(leaves)
-    tensors = tuple(leaves[place] for place in given)
-    call = flat._ackpt_call
-    same_model = unchanged(call.model, lambda was, now: False, call.reads.may_settle)  # by the backward
-    with contextlib.ExitStack() as inner, Where(call.model, call.reads.kept), call.reads.watched_backward(), same_model:
+def _exported(stack, call: _Call, held) -> Capture:
+    flat, given = _Flat(call, held), given_places(call.leaves)
+    forward = flat._ackpt_forward
+    tensors = tuple(call.leaves[index] for index in given)
+    where = Where(call.model, call.reads.kept.add)
+    with contextlib.ExitStack() as inner, where, call.reads.watched_backward():
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
-    call.require_same_attributes()
-    call.own.clear()  # torch keeps the module, but this holds tensors
+    forward.require_same_attributes()
+    forward.references.clear()  # torch keeps the module, but this holds tensors
     call.reads.kept.add_backward()
-    return Capture(joint, given, held, *call.returned, **about)
+    shared = {name: getattr(call, name) for name in _SHARED}
+    return Capture(joint, given, held, *forward.returned, **shared)
+
+
+_SHARED = tuple({each.name for each in fields(Capture)} & {each.name for each in fields(_Call)})
+
+# A model without data is captured as `torch.compile` runs it if it cannot be captured otherwise. Many models read
+# tensor values unless ``torch.compiler.is_compiling()`` returns True. Captured that way, they may use other formulas,
+# so a step that is planned from such a capture never runs.
+_WARNED: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _compiling():
+    """Make ``torch.compiler.is_compiling()`` return True inside; models check it before they read tensor values."""
+    was, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = was
+
+
+def compiling_note(reason: str) -> str:
+    """The note in a plan from a capture as ``torch.compile`` runs the model; `reason`: why."""
+    return f"captured as torch.compile runs it, because {reason}; the model's own step may differ"
+
+
+def _warn_of_compiling(model: torch.nn.Module, reason: str) -> None:
+    """Warn about such a capture, once per model and reason: a model may have many captures."""
+    if reason not in _WARNED.setdefault(model, set()):
+        _WARNED[model].add(reason)
+        warn(f"The model was captured as torch.compile runs it, because {reason}; the model's own step may differ.")

@@ -14,8 +14,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ackpt.planner.capture.aot import given_places
 from ackpt.planner.capture.dynamic_sizes import Layout, is_sized, layout
-from ackpt.planner.capture.inspection.comparable_values import plain
-from ackpt.planner.capture.inspection.tensors import is_tensor, public_attributes, require_no_arrays
+from ackpt.planner.capture.inspection.attributes import plain
+from ackpt.planner.capture.inspection.model_checks import is_tensor, public_attributes, require_no_arrays
 
 from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages
 

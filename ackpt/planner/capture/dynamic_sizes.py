@@ -2,13 +2,15 @@
 
 `symbolic` replaces chosen dimensions of a call's tensors, and integers among its arguments, by symbols. An integer is
 represented as the length of an empty tensor. A step captured from such tensors has sizes that are expressions in these
-symbols, and guards, the conditions under which the capture is valid. `Symbols` evaluates both. `concrete` is the
-captured module at given sizes, so all later stages see only numbers.
+symbols, and guards, the conditions under which the capture is valid. `Symbols` evaluates both. `DynamicModule.at`
+is the captured module at given sizes, so all later stages see only numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
 from ackpt.core.errors import TraceError
-from ackpt.planner.capture.inspection.tensors import is_tensor
 
+from .inspection.model_checks import is_tensor
+from .operations import identity, storage_keys, tensors_of
 from .patches.size_arithmetic import SizeEnv
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -56,14 +59,10 @@ def layout(leaf) -> Layout:
     if type(leaf) is int:
         return (leaf,), (), 0
     shape, strides = tuple(leaf.shape), leaf.stride()
-    return shape, strides, _unused_bytes(leaf, shape, strides)
-
-
-def _unused_bytes(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    if tensor.layout is not torch.strided:
-        return 0
+    if leaf.layout is not torch.strided:
+        return shape, strides, 0
     elements = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
-    return tensor.untyped_storage().nbytes() - elements * tensor.itemsize
+    return shape, strides, leaf.untyped_storage().nbytes() - elements * leaf.itemsize
 
 
 def empty_tensor(length: int, leaves: Sequence[Any]) -> torch.Tensor:
@@ -110,13 +109,8 @@ def symbolic(leaves: Sequence[Any], dimensions: Sequence[Dimension], mode: FakeT
 class Symbols:
     """The symbols of a capture: the dimension of each, and what the capture assumes about their values.
 
-    Args:
-        dimensions: the dynamic dimensions of the call.
-        leaves: of the call, with symbolic tensors.
-        numbers: indices of those that represent integers.
-        unused: the bytes that the storage of each tensor and integer of the call does not need, as in `layout`.
-
-    ``all``: the symbols, one for each of ``dimensions``.
+    ``all``: the symbols, one for each of ``dimensions``. `leaves`: of the call, with symbolic tensors; `numbers`:
+    indices of those that represent integers; `unused`: the unused bytes of each tensor and integer, as in `layout`.
     """
 
     def __init__(
@@ -152,10 +146,10 @@ class Symbols:
         """Whether the capture is valid for these sizes."""
         if not all(SMALLEST <= value <= LARGEST for value in values):
             return False
-        derived, known = tuple(self.environment.derived), self.environment.known
+        derived, assumed = tuple(self.environment.derived), self.environment.assumed
         try:
             results = zip(derived, self.evaluated(derived, values))
-            return all(repr(value) == repr(known.get(symbol, value)) for symbol, value in results) and all(
+            return all(repr(value) == repr(assumed.get(symbol, value)) for symbol, value in results) and all(
                 self.evaluated(self.guards, values)
             )
         except (ArithmeticError, ValueError, TypeError):  # such as a division by zero
@@ -173,8 +167,8 @@ class Symbols:
     @property
     def guards(self) -> tuple[Any, ...]:
         """The conditions that the capture found, as sympy expressions in its symbols."""
-        found = [guard.expr for guard in self.environment.guards]
-        return tuple(guard for guard in found if guard.free_symbols)
+        conditions = [guard.expr for guard in self.environment.guards]
+        return tuple(guard for guard in conditions if guard.free_symbols)
 
     def fixed(self) -> dict[Dimension, str]:
         """The dimensions that the model turned into constants, with the line that did, or an empty string."""
@@ -239,8 +233,40 @@ class DynamicModule:
     symbols: Symbols
 
     def at(self, values: tuple[int, ...]) -> fx.GraphModule:
-        """The module at these sizes, without expressions."""
-        return concrete(self.module, self.symbols, values)
+        """The module at these sizes: numbers instead of expressions, and no nodes that compute sizes."""
+        expressions: dict[Any, int] = {}
+
+        def noted(value):
+            expressions.setdefault(expression(value), 0)
+
+        for node in self.module.graph.nodes:
+            for value in tree_leaves(node.meta.get("val")):
+                if isinstance(value, _SYMBOLIC):
+                    noted(value)
+                elif is_symbolic(value):
+                    for size in (
+                        *value.shape,
+                        *value.stride(),
+                        value.storage_offset(),
+                        value.untyped_storage().nbytes(),
+                    ):
+                        noted(size)
+        numbers = dict(zip(expressions, self.symbols.evaluated(tuple(expressions), values)))
+        tensors = _Tensors(lambda value: numbers[expression(value)])
+        graph = fx.Graph()
+        made: dict[fx.Node, Any] = {}
+        for node in self.module.graph.nodes:
+            if is_size(node):
+                made[node] = numbers[expression(node.meta["val"])]
+                continue
+            if node.op == "output":
+                made[node] = graph.output(fx.map_arg(node.args[0], made.__getitem__))
+            else:
+                made[node] = graph.node_copy(node, made.__getitem__)
+            made[node].meta = dict(node.meta)
+            if "val" in node.meta:
+                made[node].meta["val"] = tree_map(tensors, node.meta["val"])
+        return fx.GraphModule(self.module, graph)
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -248,16 +274,11 @@ class DynamicModule:
         return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
     def require_known_sizes(self) -> None:
-        """Refuse a capture with sizes that do not follow from the dynamic dimensions.
-
-        Raises:
-            TraceError: naming the operation.
-        """
+        """Refuse a capture with sizes that do not follow from the dynamic dimensions."""
         for node in self.module.graph.nodes:
-            values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
             sizes = (
                 size
-                for value in values
+                for value in tensors_of(node)
                 if is_symbolic(value)
                 for size in (*value.shape, *value.stride(), value.untyped_storage().nbytes())
             )
@@ -284,11 +305,10 @@ class DynamicModule:
     @cached_property
     def _storage_bytes(self) -> tuple[Any, ...]:
         sizes: dict[int, Any] = {}
-        for place in range(len(self.fx) - 1):  # the last one is the output
-            for value in tree_leaves(self.fx[place].meta.get("val")):
-                if isinstance(value, torch.Tensor):
-                    storage = value.untyped_storage()
-                    sizes.setdefault(storage._cdata, expression(storage.nbytes()))
+        for node_id in range(len(self.fx) - 1):  # the last one is the output
+            for value in tensors_of(self.fx[node_id]):
+                storage = value.untyped_storage()
+                sizes.setdefault(storage._cdata, expression(storage.nbytes()))
         return tuple(sizes.values())
 
     @cached_property
@@ -333,10 +353,10 @@ def without_full_slices(module: fx.GraphModule) -> None:
             continue
         if is_whole_slice(node):
             source = node.args[0]
-            renewed |= set(_storages(node)) - set(_storages(source))
+            renewed |= set(storage_keys(node)) - set(storage_keys(source))
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
-        elif not renewed.isdisjoint(_storages(node)):
+        elif not renewed.isdisjoint(storage_keys(node)):
             with torch.no_grad():
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
                 node.meta["val"] = node.target(*args, **kwargs)
@@ -349,44 +369,6 @@ def is_whole_slice(node: fx.Node) -> bool:
         return False
     (source, *_), result = (each.meta["val"] for each in node.all_input_nodes), node.meta["val"]
     return [expression(size) for size in source.shape] == [expression(size) for size in result.shape]
-
-
-def _storages(node: fx.Node) -> list[int]:
-    values = tree_leaves(node.meta.get("val"))
-    return [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
-
-
-def concrete(module: fx.GraphModule, symbols: Symbols, values: tuple[int, ...]) -> fx.GraphModule:
-    """The captured `module` at these sizes: numbers instead of expressions, and no nodes that compute sizes."""
-    expressions: dict[Any, int] = {}
-
-    def noted(value):
-        expressions.setdefault(expression(value), 0)
-
-    for node in module.graph.nodes:
-        for value in tree_leaves(node.meta.get("val")):
-            if isinstance(value, _SYMBOLIC):
-                noted(value)
-            elif is_symbolic(value):
-                for size in (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()):
-                    noted(size)
-    numbers = dict(zip(expressions, symbols.evaluated(tuple(expressions), values)))
-    tensors = _Tensors(lambda value: numbers[expression(value)])
-    graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
-    for node in module.graph.nodes:
-        if is_size(node):
-            made[node] = numbers[expression(node.meta["val"])]
-            continue
-        made[node] = graph.node_copy(node, made.__getitem__) if node.op != "output" else _output(graph, node, made)
-        made[node].meta = dict(node.meta)
-        if "val" in node.meta:
-            made[node].meta["val"] = tree_map(tensors, node.meta["val"])
-    return fx.GraphModule(module, graph)
-
-
-def _output(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, Any]) -> fx.Node:
-    return graph.output(fx.map_arg(node.args[0], made.__getitem__))
 
 
 class _Tensors:
@@ -413,3 +395,25 @@ class _Tensors:
                 flat = torch.empty(0, dtype=value.dtype, device=value.device)
                 self._made[id(value)] = flat.set_(base, self.number(value.storage_offset()), shape, strides)
         return self._made[id(value)]
+
+
+def operations_in(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
+    """The operations of a joint graph and its results as text, each with its source line.
+
+    The texts are equal for captures that differ only in unread inputs. An alias, or a slice of the whole tensor, counts
+    as its argument, because captures with integer sizes and with symbolic ones differ in these.
+    """
+    texts: list[tuple[str, str]] = []
+    places: dict[torch.fx.Node, int] = {}
+    numbers = itertools.count()
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.alias.default or is_whole_slice(node):
+            places[node] = places[node.all_input_nodes[0]]
+        elif node.op == "output":
+            texts.append((json.dumps([places[result] for result in node.args[0] if result is not None]), ""))
+        elif node.op != "placeholder" or node.users:
+            places[node] = next(numbers)
+            if node.op != "placeholder":
+                text = json.dumps(identity(node, places.__getitem__), sort_keys=True)
+                texts.append((text, (node.meta.get("custom") or {}).get("source") or ""))
+    return texts

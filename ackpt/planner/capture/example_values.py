@@ -44,14 +44,9 @@ def _made_up(graph: JointGraph, node: torch.fx.Node):
 def given(graph: JointGraph, inputs) -> list:
     """The values in `inputs` for all inputs of `graph`; the gradients of the outputs are 1.
 
-    Args:
-        graph: from `ackpt.trace`.
-        inputs: the model and the arguments it was traced with, in any nesting, such as ``(model, args, kwargs)``. Of
-            modules, parameters and buffers are found by their names; the other tensors are taken in order. What the
-            graph writes into is copied.
-
-    Raises:
-        MeterError: if a value is missing, left over, or has another shape, dtype or device than in the graph.
+    `inputs`: the model and the arguments it was traced with, in any nesting, such as ``(model, args, kwargs)``. Of
+    modules, parameters and buffers are found by their names; the other tensors are taken in order. What the graph
+    writes into is copied.
     """
     leaves = tree_leaves(inputs)
     named = {}

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ackpt.checkpointing.reachable import HOOKS
 from ackpt.core.errors import warn
 from ackpt.planner.capture.inspection.attributes import (
-    HOOKS,
     OF_EVERY_MODULE,
     attributes,
     changed_attribute,
+    comparable,
     every_module,
+    is_constant,
 )
-from ackpt.planner.capture.inspection.comparable_values import comparable, is_constant
-from ackpt.planner.capture.inspection.tensors import tensor_facts
+from ackpt.planner.capture.inspection.model_checks import tensor_facts
 from ackpt.planner.capture.inspection.value_walk import module_label
 
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS

@@ -7,11 +7,13 @@ but a *storage*: views, and results of one operation that share memory, are one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._higher_order_ops.effects import _get_effect
+from torch.utils._pytree import tree_leaves
 
 FORWARD, BACKWARD = "forward", "backward"
 CATEGORIES: tuple[str, ...] = (
@@ -116,3 +118,87 @@ def has_effect(target) -> bool:
     """Whether an operation has effects besides its results, such as errors; always true if it returns nothing."""
     is_operation = isinstance(target, torch._ops.OpOverload)
     return is_operation and (not target._schema.returns or _get_effect(target) is not None)
+
+
+def memory_order(value: torch.Tensor) -> list[int] | None:
+    """The dimensions of `value` from the outermost in memory inwards, None if its elements overlap or leave gaps."""
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    expected = 1
+    for dim in reversed(order):
+        if value.shape[dim] > 1:
+            if value.stride(dim) != expected:
+                return None
+            expected *= value.shape[dim]
+    return order
+
+
+def tensors_of(node: torch.fx.Node) -> list[torch.Tensor]:
+    """The tensors among the results of a node of a captured module."""
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+
+
+def storage_keys(node: torch.fx.Node) -> list[int]:
+    """What identifies the storage of each of these tensors."""
+    return [value.untyped_storage()._cdata for value in tensors_of(node)]
+
+
+def identity(node, id_of: Callable[[torch.fx.Node], int] = lambda node: node.meta["ackpt_id"]) -> list:
+    """The properties in which equal nodes agree; names are not among them."""
+
+    def argument(value):
+        if isinstance(value, torch.fx.Node):
+            return {"node": id_of(value)}
+        if isinstance(value, (list, tuple)):
+            return [argument(item) for item in value]
+        if isinstance(value, dict):
+            return {str(key): argument(item) for key, item in value.items()}
+        return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+
+    values = node.meta.get("val")
+    values = values if isinstance(values, (list, tuple)) else [values]
+    shapes = [
+        [list(value.shape), list(value.stride()), str(value.dtype), str(value.device)]
+        for value in values
+        if isinstance(value, torch.Tensor)
+    ]
+    target = str(node.meta.get("desc", "")) if node.op == "placeholder" else str(node.target)
+    return [node.op, target, argument(node.args), argument(node.kwargs), shapes]
+
+
+_INPUTS = {"ParamAOTInput": "parameter", "BufferAOTInput": "buffer", "TangentAOTInput": "gradient"}
+
+
+def with_accesses(nodes, sizes, ordered, returned, gradients):
+    """The storages of these `sizes`, with the nodes that use them; ``ordered``: the fx node of each id."""
+    touched: dict[int, list[int]] = {key: [] for key in sizes}
+    members: dict[int, list[int]] = {key: [] for key in sizes}
+    for node in nodes:
+        for key in node.storages:
+            members[key].append(node.id)
+        read = {key for node_id in node.inputs for key in nodes[node_id].storages}
+        for key in {*read, *node.storages}:
+            touched[key].append(node.id)
+    given_back = {key for node_id in gradients.values() for key in nodes[node_id].storages}
+    returned_storages = {key for node_id in returned for key in nodes[node_id].storages}
+    for key in sorted(sizes):
+        producer = members[key][0]
+        forward = [node_id for node_id in touched[key] if nodes[node_id].phase == FORWARD]
+        backward = [node_id for node_id in touched[key] if nodes[node_id].phase == BACKWARD]
+        if ordered[producer].op == "placeholder":
+            category = _INPUTS.get(type(ordered[producer].meta["desc"]).__name__, "input")
+        elif ordered[producer].op == "get_attr":  # a constant of the model's code, which the graph references
+            category = "buffer"
+        elif key in given_back:
+            category = "gradient"
+        else:
+            category = "activation" if forward and (backward or key in returned_storages) else "temporary"
+        yield Storage(
+            id=key,
+            bytes=sizes[key],
+            category=category,
+            producer=producer,
+            nodes=tuple(members[key]),
+            last_fw_access=forward[-1] if forward else None,
+            first_bw_access=backward[0] if backward else None,
+            last_bw_access=backward[-1] if backward else None,
+        )

@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ackpt.core.errors import TraceError, did_you_mean
-from ackpt.metering.prediction import predict
+from ackpt.metering.prediction import LATE, predict
 from ackpt.metering.resident import rounded
-from ackpt.metering.storages import LATE
 
 from .joint_graph import JointGraph
 
@@ -50,12 +49,7 @@ NO_LOOP = Loop()
 
 
 def check_optimizer(model: torch.nn.Module, optimizer) -> None:
-    """Raise an error unless `optimizer` is None, the name of an optimizer, or an optimizer of parameters of `model`.
-
-    Raises:
-        TypeError: if it is not a ``torch.optim.Optimizer``.
-        ValueError: if it has none of the parameters of `model`, or if torch has no optimizer of this name.
-    """
+    """Raise an error unless `optimizer` is None, the name of an optimizer, or an optimizer of parameters of `model`."""
     if optimizer is None:
         return
     if isinstance(optimizer, str):
@@ -79,14 +73,9 @@ def optimizer_bytes(
 ) -> tuple[int, int]:
     """Bytes of the optimizer's state after its first step, and the peak of its step beyond gradients and state.
 
-    Args:
-        optimizer: its parameters may be real, fake or meta.
-        on_cpu: whether the step runs on the CPU. On a GPU blocks are multiples of 512 bytes, counts of steps are in
-            host memory, and torch updates all parameters at once (``foreach``) unless the optimizer says otherwise.
-        clipping, scaling: as in `Loop`; what they allocate counts as part of the optimizer's step.
-
-    Raises:
-        TraceError: if its step needs the values of tensors or more than gradients, as LBFGS does.
+    On a GPU (not `on_cpu`) blocks are multiples of 512 bytes, counts of steps are in host memory, and torch updates all
+    parameters at once (``foreach``) unless the optimizer says otherwise. `clipping`, `scaling`: as in `Loop`; what they
+    allocate counts as part of the step. A step that needs values, as that of LBFGS, is a TraceError.
     """
     stand_in, trained, prediction = _after_a_step(optimizer, on_cpu, clipping, scaling)
     block = 1 if on_cpu else _CUDA_BLOCK
@@ -158,12 +147,8 @@ def _count_as_late(optimizer) -> None:
 def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> int:
     """Bytes of the optimizer's state if tensors as large as their parameter have 8 bits per element.
 
-    As in bitsandbytes: one float32 scale per 256 elements, and tensors of fewer than 4096 elements as they are.
-
-    Raises:
-        TraceError: as `optimizer_bytes` does.
-
-    Source: Dettmers et al. 2022, 8-bit optimizers via block-wise quantization (arXiv:2110.02861).
+    As in bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861): one float32 scale per 256 elements, and tensors of
+    fewer than 4096 elements as they are.
     """
     stand_in, _, prediction = _after_a_step(optimizer, on_cpu)
     size = _state_bytes(optimizer, stand_in, prediction, on_cpu)
@@ -178,51 +163,47 @@ def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> in
     return size
 
 
-def with_optimizer(graph: JointGraph, optimizer: torch.optim.Optimizer) -> JointGraph:
-    """`graph` with the bytes of `optimizer`, which has its model's parameters; raises as `optimizer_bytes` does."""
-    state, step = optimizer_bytes(optimizer, graph.on_cpu)
-    return dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step)
+class LoopBytes(NamedTuple):
+    """Bytes of a `Loop`: of the state of optimizer and scaler, of the optimizer's step, and of the other two."""
+
+    state: int
+    step: int
+    accumulated: int
+    scaled_loss: int
 
 
 def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGraph:
     """`graph`, of a step of `model`, with the bytes of the loop around it; raises as `optimizer_bytes` does."""
     if loop == NO_LOOP:
         return graph
-    state, step, accumulated = loop_bytes(model, loop, graph.gradient_bytes if loop.accumulation else 0, graph.on_cpu)
-    graph = dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step, accumulated_bytes=accumulated)
-    return dataclasses.replace(graph, scaled_loss_bytes=scaled_loss_bytes(loop, graph.on_cpu))
-
-
-def scaled_loss_bytes(loop: Loop, on_cpu: bool) -> int:
-    """Bytes of the loss that the loop scales, a scalar."""
-    return loop.scales_loss * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)
+    added = loop_bytes(model, loop, graph.gradient_bytes if loop.accumulation else 0, graph.on_cpu)
+    return dataclasses.replace(
+        graph,
+        optimizer_bytes=added.state,
+        optimizer_step_bytes=added.step,
+        accumulated_bytes=added.accumulated,
+        scaled_loss_bytes=added.scaled_loss,
+    )
 
 
 def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
-    """The loop that the arguments of `ackpt.compile` describe.
-
-    Raises:
-        TypeError: if `scaler` is no ``torch.amp.GradScaler``.
-    """
+    """The loop that the arguments of `ackpt.compile` describe."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be the torch.amp.GradScaler that scales the loss, got {type(scaler).__name__}")
     scales = scaler is not None and scaler.is_enabled()
     return Loop(optimizer, accumulation, scaling=scales, scales_loss=scales)
 
 
-def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> tuple[int, int, int]:
-    """Bytes of the state of optimizer and scaler, of the optimizer's step, and of accumulated gradients.
-
-    `gradient_bytes`: of the gradients of one step, for a loop that accumulates them. Raises as `optimizer_bytes` does.
-    """
+def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> LoopBytes:
+    """Bytes of the loop around a step of `model`, whose gradients have `gradient_bytes`."""
     optimizer = optimizer_of(model, loop.optimizer)
     state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu, loop.clipping, loop.scaling)
-    if loop.scales_loss:
-        state += 2 * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)  # the scale and the growth tracker
+    scalar = loop.scales_loss * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)
+    state += 2 * scalar  # the scale and the growth tracker
     if not loop.accumulation:
-        return state, step, 0
+        return LoopBytes(state, step, 0, scalar)
     # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.
-    return state, max(0, step - gradient_bytes), gradient_bytes
+    return LoopBytes(state, max(0, step - gradient_bytes), gradient_bytes, scalar)
 
 
 def optimizer_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | str | None) -> torch.optim.Optimizer | None:

@@ -17,45 +17,25 @@ _LIBRARIES = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 
 
 def pattern(module: str) -> str:
-    """The name of a module with ``*`` for the numbers in it, equal for equal modules of a list.
-
-    Example:
-        >>> pattern("transformer.h.11.mlp")
-        'transformer.h.*.mlp'
-    """
+    """The name of a module with ``*`` for the numbers in it: ``transformer.h.*.mlp`` for ``transformer.h.11.mlp``."""
     return ".".join("*" if part.isdecimal() else part for part in module.split("."))
 
 
 def block_of(module: str) -> str:
-    """The block that a module belongs to: the member of the outermost list around it, else its top-level module.
-
-    Example:
-        >>> block_of("transformer.h.11.mlp"), block_of("head.norm"), block_of("")
-        ('transformer.h.11', 'head', '')
-    """
+    """The block of a module, ``transformer.h.11`` of ``transformer.h.11.mlp``, or else its top-level module."""
     parts = module.split(".")
     length = next((number for number, part in enumerate(parts, 1) if part.isdecimal()), 1)
     return ".".join(parts[:length])
 
 
 def operation(name: str) -> str:
-    """The name of a node without its counter.
-
-    Example:
-        >>> operation("tanh_12"), operation("_log_softmax")
-        ('tanh', '_log_softmax')
-    """
+    """The name of a node without its counter: ``tanh`` for ``tanh_12``."""
     return _COUNTER.sub("", name)
 
 
 @cache
 def short_source(source: str) -> str:
-    """A file and line, relative to the library, the current folder or the checkout of ackpt that the file is in.
-
-    Example:
-        >>> short_source("/usr/lib/python3/site-packages/transformers/activations.py:66")
-        'transformers/activations.py:66'
-    """
+    """A file and line, relative to the library, the current folder or the checkout of ackpt that the file is in."""
     relative = _LIBRARIES.sub("", source)
     folders = (folder + os.sep for folder in (os.getcwd(), _CHECKOUT))
     inside = next((folder for folder in folders if relative == source and source.startswith(folder)), "")
@@ -63,12 +43,7 @@ def short_source(source: str) -> str:
 
 
 def modules_text(modules: Iterable[str]) -> str:
-    """Modules in words: their names, and ``"12 x blocks.*.mlp"`` for several with one pattern.
-
-    Example:
-        >>> modules_text(["blocks.0.mlp.1", "blocks.1.mlp.1", "head"]), modules_text([""])
-        ('2 x blocks.*.mlp.1, head', 'the model itself')
-    """
+    """Modules in words: their names, and ``"12 x blocks.*.mlp"`` for several with one pattern."""
     equal: dict[str, list[str]] = {}
     for name in dict.fromkeys(modules):
         equal.setdefault(pattern(name), []).append(name)
@@ -77,11 +52,6 @@ def modules_text(modules: Iterable[str]) -> str:
 
 
 def common(names: Iterable[str]) -> str:
-    """Names of one pattern as one, with ``*`` for the parts that differ.
-
-    Example:
-        >>> common(["stage.1.block.0", "stage.1.block.1"])
-        'stage.1.block.*'
-    """
+    """Names of one pattern as one, with ``*`` for the parts that differ."""
     columns = zip(*(name.split(".") for name in names))
     return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)

@@ -1,7 +1,8 @@
-"""`ackpt.from_shapes`: build a model without data, for planning and prediction at any size."""
+"""Models and tensors without data: `ackpt.from_shapes`, and fake CPU tensors in place of meta ones."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from ackpt.core.errors import TraceError
-from ackpt.planner.capture.inspection.tensors import shape_of
 
 T = TypeVar("T")
 
@@ -65,3 +65,29 @@ def from_shapes(build: Callable[[], T]) -> T:
 
     with mode:
         return tree_map(without_data, built)
+
+
+def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` without data, a parameter if it is one; to be called inside a fake tensor mode."""
+    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    needs_grad = tensor.requires_grad
+    return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)
+
+
+def off_meta(model: Any, leaves, fake_mode: FakeTensorMode):
+    """`model` and `leaves` with meta tensors replaced by fake CPU ones: for meta, torch picks other kernels."""
+    tensors = [*model.parameters(), *model.buffers(), *leaves]
+    if not any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors):
+        return model, leaves
+    replaced: dict[int, torch.Tensor] = {}  # tied parameters stay tied
+
+    def replacement(tensor):
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = shape_of(tensor)
+        return replaced[id(tensor)]
+
+    with fake_mode:
+        fake = {id(tensor): replacement(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        leaves = [replacement(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    # Replaced wherever a module holds them, as a recurrent layer does in a list too.
+    return copy.deepcopy(model, fake), leaves

@@ -1,4 +1,11 @@
-"""Convert torch's joint graph to a `JointGraph`: assign ids, phases, storages, accesses and source lines."""
+"""Convert torch's joint graph to a `JointGraph`: assign ids, phases, storages, accesses and source lines.
+
+The storages of gradients are corrected. The gradient that a caller passes for an output has a storage of its own, but
+torch's tangents, which represent these gradients in the graph, share the storages of the outputs. Of returned
+gradients, a leaf without a gradient keeps the tensor that backward returns for it if nothing else references this
+tensor and its strides are the leaf's; otherwise autograd clones it, and this clone becomes an operation of the graph
+(the gradient layout contract in ``torch/csrc/autograd/functions/accumulate_grad.h``).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +18,17 @@ from torch._higher_order_ops.effects import with_effects
 
 from ackpt.core.errors import TraceError
 from ackpt.core.progress import shown
-from ackpt.planner.capture.inspection.calls import CHECKPOINTS
-from ackpt.planner.capture.inspection.model_checks import check_keywords, check_model
-from ackpt.planner.capture.patches.recurrent import keep_for_backward
 
 from .aot import CAPTURING, Capture, capture
 from .dynamic_sizes import is_size, without_full_slices
-from .gradients import move_tangents, own_gradients
-from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
-from .operations import may_draw
-from .optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
+from .inspection.calls import CHECKPOINTS
+from .inspection.model_checks import check_keywords, check_model
+from .joint_graph import BACKWARD, FORWARD, JointGraph, Node
+from .operations import may_draw, memory_order, storage_keys, tensors_of, with_accesses
+from .optimizer_state import Loop, check_optimizer, with_loop
+from .patches.kernels import keep_for_backward
+
+aten = torch.ops.aten
 
 
 def trace(
@@ -73,12 +81,10 @@ def trace(
     check_keywords(model, kwargs, ("differentiate", "outputs", "optimizer", "accumulation"), "ackpt.trace")
     check_optimizer(model, optimizer)
     with shown(), CAPTURING, capture(model, args, kwargs, differentiate, outputs) as captured:
-        return captured_graph(captured, model, args, kwargs, Loop(optimizer, accumulation))
+        return captured_graph(captured, model, Loop(optimizer, accumulation))
 
 
-def captured_graph(
-    captured: Capture, model, args, kwargs, loop: Loop = NO_LOOP, instance: fx.GraphModule | None = None
-) -> JointGraph:
+def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModule | None = None) -> JointGraph:
     """The graph of a captured step, with the facts that the capture recorded about the call.
 
     `instance`: the captured module at the sizes of the call, if it was captured with dynamic dimensions.
@@ -135,8 +141,8 @@ def described_graph(module, **fields) -> JointGraph:
     keys: dict[int, int] = {}
     lies_in = []
     for node in ordered:
-        found = [keys.setdefault(storage._cdata, len(keys)) for storage in _storages(node)]
-        lies_in.append(tuple(dict.fromkeys(found)))
+        numbers = [keys.setdefault(key, len(keys)) for key in storage_keys(node)]
+        lies_in.append(tuple(dict.fromkeys(numbers)))
     nodes = [
         Node(
             id=place,
@@ -151,9 +157,13 @@ def described_graph(module, **fields) -> JointGraph:
         )
         for place, node in enumerate(ordered)
     ]
-    sizes = {keys[storage._cdata]: storage.nbytes() for node in ordered for storage in _storages(node)}
+    sizes = {
+        keys[value.untyped_storage()._cdata]: value.untyped_storage().nbytes()
+        for node in ordered
+        for value in tensors_of(node)
+    }
     storages = with_accesses(nodes, sizes, ordered, returned, gradients)
-    on_cpu = all(value.device.type == "cpu" for node in ordered for value in _tensors(node))
+    on_cpu = all(value.device.type == "cpu" for node in ordered for value in tensors_of(node))
     return JointGraph(
         module=module,
         nodes=tuple(nodes),
@@ -185,7 +195,7 @@ def _in_order(module):
     return ordered
 
 
-_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
 
 
 def _without_running_statistics(graph):
@@ -219,16 +229,6 @@ def _target(node) -> str:
     return "getitem" if node.target is operator.getitem else str(node.target)
 
 
-def _tensors(node):
-    values = node.meta.get("val")
-    values = values if isinstance(values, (list, tuple)) else [values]
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _storages(node):
-    return [value.untyped_storage() for value in _tensors(node)]
-
-
 def _require_operations(graph) -> None:
     """Refuse higher-order operators with effects, whose tokens would be inputs of the step."""
     for node in graph.find_nodes(op="call_function", target=with_effects):
@@ -241,28 +241,24 @@ def _require_operations(graph) -> None:
 
 def _require_dense(ordered) -> None:
     for node in ordered:
-        if any(value.layout is not torch.strided for value in _tensors(node)):
+        if any(value.layout is not torch.strided for value in tensors_of(node)):
             module = _where(node, "module")
-            error = TraceError(
+            raise TraceError(
                 f"{node.name} ({_target(node)}) of module {module or 'the model itself'!r} is a sparse "
-                "tensor, which cannot be planned. Use dense ones: sparse=False in nn.Embedding, tensor.to_dense()."
+                "tensor, which cannot be planned. Use dense ones: sparse=False in nn.Embedding, tensor.to_dense().",
+                reason=f"{f'module {module!r}' if module else 'the model'} computes a sparse tensor",
+                module=module or None,
+                can_split=True,
             )
-            error.reason = (
-                f"module {module!r} computes a sparse tensor" if module else "the model computes a sparse tensor"
-            )
-            error.module, error.can_split = module or None, True
-            raise error
 
 
-_PRODUCTS = tuple(
-    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "convolution")
-)
+_PRODUCTS = tuple(getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "convolution"))
 
 
 def _require_same_dtypes(graph) -> None:
     """Refuse products of tensors with different dtypes: torch computes their shapes, but not their values."""
     for node in (node for node in graph.nodes if node.target in _PRODUCTS):
-        values = [value for source in node.all_input_nodes for value in _tensors(source)]
+        values = [value for source in node.all_input_nodes for value in tensors_of(source)]
         dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in values})
         if len(dtypes) > 1:
             raise TraceError(
@@ -292,11 +288,110 @@ def _is_random(node) -> bool:
 def _returned(output):
     """Ids of the nodes that the model returns, and of the gradients by the parameters' names."""
     returned, gradients = [], {}
-    for node, what in zip(output.args[0], output.meta["desc"]):
+    for node, description in zip(output.args[0], output.meta["desc"]):
         if node is None:
             continue
-        if not hasattr(what, "grad_of"):
+        if not hasattr(description, "grad_of"):
             returned.append(node.meta["ackpt_id"])
-        elif hasattr(what.grad_of, "target"):
-            gradients[what.grad_of.target] = node.meta["ackpt_id"]
+        elif hasattr(description.grad_of, "target"):
+            gradients[description.grad_of.target] = node.meta["ackpt_id"]
     return returned, gradients
+
+
+def move_tangents(module: fx.GraphModule) -> None:
+    """Give every tangent of `module`, and the views of it, a storage of their own, which has no other tensors."""
+    moved: dict[fx.Node, list[int]] = {}
+    for node in module.graph.nodes:
+        was = storage_keys(node)
+        if node.op == "placeholder" and node.meta.get("partitioner_tag") == "is_backward":
+            value = node.meta["val"]
+            node.meta["val"] = value.new_empty_strided(value.shape, value.stride())
+            moved[node] = was
+        elif node.op == "call_function" and any(
+            set(was) & set(moved[source]) for source in node.all_input_nodes if source in moved
+        ):
+            with torch.no_grad():
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+                node.meta["val"] = node.target(*args, **kwargs)
+            moved[node] = was
+
+
+def own_gradients(module: fx.GraphModule) -> None:
+    """Make every gradient of a leaf that `module` returns a tensor of its own, as autograd does by cloning."""
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    placeholders = module.graph.find_nodes(op="placeholder")
+    takers = {node.meta["desc"]: node for node in placeholders}
+    gradients = list(output.args[0])
+    uncopied: set[fx.Node] = set()
+    copied: list[tuple[int, fx.Node]] = []
+    # Of several leaves with the same gradient, the last one keeps it, since it drops the last reference.
+    for index in reversed(range(len(gradients))):
+        described, gradient = output.meta["desc"][index], gradients[index]
+        leaf = takers.get(getattr(described, "grad_of", None))
+        if gradient is None or leaf is None or not leaf.meta.get("is_leaf", True):
+            continue
+        if gradient in uncopied or not _is_backwards_own(gradient) or not _can_be_kept(gradient, leaf):
+            copied.append((index, leaf))
+        else:
+            uncopied.add(gradient)
+    if not copied:
+        return
+    nodes = (*uncopied, *(node for node in module.graph.nodes if not _is_backwards_own(node)))
+    held = {storage for node in nodes for storage in storage_keys(node)}
+    # Copy first where the copy is the last use of the original.
+    for index, leaf in sorted(copied, key=lambda copy: (storage_keys(gradients[copy[0]])[0] in held, copy[0])):
+        with module.graph.inserting_before(output):
+            gradients[index] = _copied(module.graph, gradients[index], leaf)
+    output.args = (type(output.args[0])(gradients),)
+
+
+def summed(module: fx.GraphModule) -> dict[str, torch.dtype]:
+    """The tensors that the step uses several times, in words, with the dtype in which `module` sums their gradients."""
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    dtypes = {}
+    for gradient, description in zip(output.args[0], output.meta["desc"]):
+        if gradient is None or not hasattr(description, "grad_of"):
+            continue
+        while gradient.target is aten.clone.default or getattr(gradient.target, "is_view", False):
+            gradient = gradient.args[0]
+        if gradient.target is aten.add.Tensor and all(map(_is_backwards_own, gradient.all_input_nodes)):
+            dtypes[getattr(description.grad_of, "target", "an argument")] = gradient.meta["val"].dtype
+    return dtypes
+
+
+def _is_backwards_own(gradient: fx.Node) -> bool:
+    """Whether the backward computed it: tangents, parameters and results of the forward are referenced elsewhere."""
+    return gradient.op == "call_function" and gradient.meta.get("partitioner_tag") == "is_backward"
+
+
+def _can_be_kept(gradient: fx.Node, leaf: fx.Node) -> bool:
+    """Whether the gradient has the strides that autograd requires."""
+    value, wanted = gradient.meta["val"], leaf.meta["val"]
+    if not wanted.numel():
+        return True
+    if memory_order(wanted) is None:
+        return value.is_contiguous()
+    strides = zip(wanted.shape, value.stride(), wanted.stride())
+    return all(mine == its if size > 1 else mine != 0 for size, mine, its in strides)
+
+
+def _copied(graph: fx.Graph, gradient: fx.Node, leaf: fx.Node) -> fx.Node:
+    """A copy of `gradient` with the strides of `leaf`, or contiguous if those leave gaps."""
+    order = memory_order(leaf.meta["val"])
+    along = list(range(leaf.meta["val"].dim()))
+    order = along if order is None or leaf.meta["val"].is_contiguous() else order
+
+    def call(operation, source, *args, **kwargs):
+        node = graph.call_function(operation, (source, *args), kwargs)
+        where = {key: source.meta[key] for key in ("custom", "stack_trace") if key in source.meta}
+        with torch.no_grad():
+            value = operation(source.meta["val"], *args, **kwargs)
+        node.meta.update(where, val=value, partitioner_tag="is_backward")
+        return node
+
+    if order != along:
+        gradient = call(aten.permute.default, gradient, order)
+    gradient = call(aten.clone.default, gradient, memory_format=torch.contiguous_format)
+    if order != along:
+        gradient = call(aten.permute.default, gradient, [order.index(dim) for dim in along])
+    return gradient

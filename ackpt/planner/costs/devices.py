@@ -83,10 +83,7 @@ def _described(leaf):
 
 
 def with_all_dtypes(device: Device) -> Device:
-    """`device` with a rate for every dtype: those that it has no rates for count as float32.
-
-    torch computes bfloat16 on a T4 so.
-    """
+    """`device` with a rate for every dtype: others count as float32, as bfloat16 does on a T4."""
     dtypes = [str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)]
     by_dtype = dict.fromkeys(dtypes, device.flops_per_second["float32"])
     return replace(device, flops_per_second={**by_dtype, **device.flops_per_second})
@@ -171,20 +168,11 @@ _PER_CLOCK = {
     (10, 0): (8192, 256),
     (12, 0): (512, 256),
 }
-_GUESSED_LINK = 16e9
+_GUESSED_LINK = 16e9  # PCIe 3.0 x16, the slowest link of the table
 
 
 def rates_of(properties: Any) -> Device | None:
-    """The rates of the GPU with these properties; None for an unknown architecture.
-
-    Args:
-        properties: from ``torch.cuda.get_device_properties``.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> rates_of(SimpleNamespace(name="NVIDIA L4")).name
-        'l4'
-    """
+    """The rates of the GPU with the `properties` of ``torch.cuda.get_device_properties``; None if it is unknown."""
     if properties.name in _BY_TORCHS_NAME:
         return _BY_TORCHS_NAME[properties.name]
     per_clock = _PER_CLOCK.get((properties.major, properties.minor))

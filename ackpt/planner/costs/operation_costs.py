@@ -14,31 +14,14 @@ from ackpt.metering.timeline import MeterError
 aten = torch.ops.aten
 
 
-def _elements(tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _like_result(args, result) -> int:
-    return _elements(result)
-
-
-def _one_of_each_row(args, result) -> int:
-    return args[1].numel() * args[0].element_size()
-
-
-def _nothing(args, result) -> int:
-    return 0
-
-
 # Operation -> (index of the argument of which only a part is read, how many bytes of it).
 _PARTLY_READ = {
-    aten.embedding: (0, _like_result),
-    aten.index: (0, _like_result),
-    aten.index_select: (0, _like_result),
-    aten.gather: (0, _like_result),
-    aten.nll_loss_forward: (0, _one_of_each_row),
-    aten.nll_loss_backward: (1, _nothing),
-    aten.copy_: (0, _nothing),
+    **dict.fromkeys(
+        (aten.embedding, aten.index, aten.index_select, aten.gather), (0, lambda args, result: result.nbytes)
+    ),
+    aten.nll_loss_forward: (0, lambda args, result: args[1].numel() * args[0].element_size()),  # one of each row
+    aten.nll_loss_backward: (1, lambda args, result: 0),
+    aten.copy_: (0, lambda args, result: 0),
 }
 
 
@@ -52,15 +35,7 @@ def allocates(node: torch.fx.Node) -> bool:
 
 
 def flops(node: torch.fx.Node, args, kwargs, result) -> int:
-    """FLOPs of one operation, as `ackpt.count_flops` counts them: 0 for elementwise operations and views.
-
-    Args:
-        node: the operation.
-        args, kwargs, result: its arguments and result, real or without data.
-
-    Raises:
-        MeterError: if the formula fails.
-    """
+    """FLOPs of one operation, as `ackpt.count_flops` counts them: 0 for elementwise operations and views."""
     target: Any = getattr(node.target, "overloadpacket", node.target)
     count = formula(target)
     if count is None:
@@ -79,7 +54,7 @@ def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
     if not allocates(node) or node.target is aten._unsafe_view.default:  # a view that is not called one
         return 0, 0
     given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-    sizes = {key: min(_elements(tensor), tensor.untyped_storage().nbytes()) for key, tensor in given.items()}
+    sizes = {key: min(tensor.nbytes, tensor.untyped_storage().nbytes()) for key, tensor in given.items()}
     target: Any = getattr(node.target, "overloadpacket", node.target)
     if target in _PARTLY_READ:
         index, partly = _PARTLY_READ[target]
@@ -87,7 +62,7 @@ def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
     argument_storages = {tensor.untyped_storage()._cdata for tensor in given.values()}
     fresh = {t.untyped_storage()._cdata: t for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
     new = [tensor.untyped_storage().nbytes() for key, tensor in fresh.items() if key not in argument_storages]
-    return sum(sizes.values()), sum(new) + sum(map(_elements, written(node, args)))
+    return sum(sizes.values()), sum(new) + sum(tensor.nbytes for tensor in written(node, args))
 
 
 def elements(args, kwargs, result) -> int:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,18 +14,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ackpt.core.files import read_json, write_text_atomic
-from ackpt.metering.cuda_meter import BLOCK
+from ackpt.metering.gpus import BLOCK
 from ackpt.metering.kernel_memory import cuda_temporaries
 from ackpt.metering.resident import rounded
 from ackpt.metering.timeline import MeterError
 from ackpt.planner.capture.joint_graph import JointGraph
-
-from . import calibration, devices
-from .operation_costs import dtype, elements, flops, traffic
-from .operation_runs import device_of, run, swap_seconds
-from .workspace import value_of, workspace_bytes
+from ackpt.planner.costs import calibration, devices
+from ackpt.planner.costs.devices import Device
+from ackpt.planner.costs.operation_costs import dtype, elements, flops, traffic
+from ackpt.planner.costs.operation_runs import device_of, run, swap_seconds
+from ackpt.planner.costs.workspace import value_of, workspace_bytes
 
 ORIGINS = ("measured", "analytic", "given")
 _SCHEMA = {"schema": "ackpt.profile", "version": 1}
@@ -59,10 +61,10 @@ class Profile:
     Example:
         >>> import torch, ackpt
         >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
-        >>> found = ackpt.profile(graph)
-        >>> sum(found.flops), found.seconds, found.origin["flops"]
+        >>> costs = ackpt.profile(graph)
+        >>> sum(costs.flops), costs.seconds, costs.origin["flops"]
         (256, None, 'analytic')
-        >>> len(found.flops) == len(graph.nodes)
+        >>> len(costs.flops) == len(graph.nodes)
         True
     """
 
@@ -190,8 +192,8 @@ def profile(
     Example:
         >>> import torch, ackpt
         >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
-        >>> found = ackpt.profile(graph, "h200")
-        >>> sum(found.flops), found.origin["seconds"]
+        >>> costs = ackpt.profile(graph, "h200")
+        >>> sum(costs.flops), costs.origin["seconds"]
         (256, 'analytic')
     """
     if not isinstance(graph, JointGraph):
@@ -208,16 +210,14 @@ def profile(
 
 
 def default_rates(graph: JointGraph) -> devices.Device | None:
-    """The rates of the device that holds the tensors of `graph`: of a GPU by its name or properties, of the CPU as it
-    is calibrated; None if they are unknown.
-    """
+    """The rates of the device that holds the tensors of `graph`, a GPU or the CPU; None if they are unknown."""
     device = device_of(graph)
     if device.type == "cpu":
         return calibration.this_cpu()
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    known = devices.rates_of(torch.cuda.get_device_properties(device))
-    return None if known is None else devices.with_all_dtypes(known)
+    by_name = devices.rates_of(torch.cuda.get_device_properties(device))
+    return None if by_name is None else devices.with_all_dtypes(by_name)
 
 
 def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -> Profile:
@@ -301,10 +301,7 @@ def _measured(graph: JointGraph, device, inputs) -> Profile:
 
 
 def with_gpu_workspace(graph: JointGraph, costs: Profile) -> Profile:
-    """`costs` with the memory that the kernels of a GPU allocate and free within themselves, from shapes alone.
-
-    Blocks are multiples of 512 bytes. Workspaces of libraries are not included, see `ackpt.metering.kernel_memory`.
-    """
+    """`costs` with the memory that a GPU's kernels allocate and free internally (`metering.kernel_memory`)."""
     sizes = []
     for node, args, kwargs in _calls(graph):
         sizes.append(sum(rounded(size, BLOCK) for size in cuda_temporaries(node.target, args, kwargs)))
@@ -320,11 +317,7 @@ def _calls(graph: JointGraph):
 
 
 def rates(device: Any) -> devices.Device | None:
-    """The rates of a device that is named or passed; None for None.
-
-    Raises:
-        TypeError, ValueError: if it is neither, or unknown.
-    """
+    """The rates of a device that is named or passed; None for None. Raises TypeError or ValueError for others."""
     if device is None or isinstance(device, devices.Device):
         return device
     if not isinstance(device, str):
@@ -353,3 +346,56 @@ def _check_figures(name: str, values, flops, origin) -> None:
         )
     if not isinstance(origin, dict) or origin.get(name) not in ORIGINS:
         raise ProfileError(f"this profile is damaged: it does not say where its {name} are from; profile again")
+
+
+def fused(graph: JointGraph, costs: Profile, rates: Device) -> Profile:
+    """`costs` at these `rates`, with the seconds of elementwise operations as Inductor fuses them.
+
+    A chain of them reads once and writes once: a result that only elementwise operations read remains in registers.
+    """
+    if costs.seconds is None:
+        return costs
+    seconds = list(costs.seconds)
+    for node_id, node in graph.analysis.fx.items():
+        if not _is_elementwise(node):
+            continue
+        moved = sum(_bytes(source) for source in _sources(node) if not _is_elementwise(source))
+        is_written = any(not _is_elementwise(reader) for reader in _readers(node))
+        alone = costs.bytes_in[node_id] + costs.bytes_out[node_id]
+        computing = seconds[node_id] - rates.seconds_per_call - alone / rates.memory_bytes_per_second
+        seconds[node_id] = max(0.0, computing) + (moved + is_written * costs.bytes_out[node_id]) / (
+            rates.memory_bytes_per_second
+        )
+        seconds[node_id] += is_written * rates.seconds_per_call
+    return replace(costs, seconds=tuple(seconds))
+
+
+def _is_elementwise(node: torch.fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    return node.target is operator.getitem or getattr(node.target, "is_view", False)
+
+
+def _sources(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """The nodes whose memory `node` reads: its arguments, or what they are views of."""
+    sources = set()
+    for argument in node.all_input_nodes:
+        while _is_view(argument) and argument.all_input_nodes:
+            argument = argument.all_input_nodes[0]
+        sources.add(argument)
+    return sources
+
+
+def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """The nodes that read the memory of `node`, through views as well."""
+    readers = set()
+    for user in node.users:
+        readers |= _readers(user) if _is_view(user) else {user}
+    return readers
+
+
+def _bytes(node: torch.fx.Node) -> int:
+    values = tree_leaves(node.meta.get("val"))
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

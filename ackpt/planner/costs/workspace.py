@@ -2,18 +2,25 @@
 
 Nodes with the same operation and constants, and arguments of the same shapes, dtypes and strides, have the same
 workspace. So the time grows with the kinds of layers of a model, not with their number.
+
+At new sizes, an operation is measured only if its workspace may depend on them. That of an elementwise operation on
+tensors of one dtype does not if it is at most a scalar at the captured sizes: TensorIterator in ATen allocates
+temporaries only to convert dtypes, but a kernel such as that of gelu's backward may copy an argument. Nor does that of
+the operations in `WITHOUT` that had none: their CPU kernels allocate nothing but results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ackpt.core.progress import stage
+from ackpt.metering.kernel_memory import FLOATS, SCALAR_BYTES, WITHOUT
 from ackpt.metering.run_alone import (
     Allocations,
     cannot_run,
@@ -24,87 +31,34 @@ from ackpt.metering.run_alone import (
     signature,
 )
 from ackpt.metering.timeline import MeterError
-from ackpt.planner.capture.analysis import communicates, once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
-
-from .operation_costs import allocates
+from ackpt.planner.capture.dynamic_sizes import DynamicModule, expression
+from ackpt.planner.capture.joint_graph import JointGraph, communicates, once_per_graph
+from ackpt.planner.costs.operation_costs import allocates
 
 _OWN = ("aten", "prims", "ackpt_graph")
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """A storage whose real size is not that in the graph.
-
-    ``node``: the node that allocates it. ``storage``: its id; None if the difference is in the sum of what the node
-    allocates and does not free.
-    """
-
-    node: int
-    target: str
-    storage: int | None
-    graph_bytes: int
-    real_bytes: int
-
-
 def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
     """The workspace of every node in bytes: what it allocates and frees internally, beyond its results.
 
-    Exact to the byte for what torch's CPU allocator hands out in the operation's own thread; memory that a library
-    (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. Some kernels allocate a buffer for
-    each of ``torch.get_num_threads()`` threads, so sizes depend on that number. The arguments consist of 0.5, True
-    and 0, and a workspace that depends on values (``index_put`` by a mask, ``ctc_loss``) is that of these values. A
-    collective, which cannot run alone, counts as 0, and so does an operation whose kernel is the user's Python code,
-    which planning does not run. Results that take more than in the graph, as those of ``EmbeddingBag``, count at every
-    node. Needs the memory of the largest operation.
-
-    Raises:
-        MeterError: if the graph is not on the CPU, or an operation cannot run with made-up arguments.
+    Exact to the byte for what torch's CPU allocator hands out in the operation's own thread, with 0.5, True and 0 as
+    values; memory that a library (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. Some
+    kernels allocate a buffer for each of ``torch.get_num_threads()`` threads. A collective counts as 0, and so does an
+    operation whose kernel is the user's Python code, which planning does not run. Results that take more than in the
+    graph, as those of ``EmbeddingBag``, count at every node. Needs the memory of the largest operation. Raises
+    MeterError if the graph is not on the CPU, or an operation cannot run with made-up arguments.
     """
-    allocations, _ = _measured(graph, torch.get_num_threads(), runs_alone)
-    beyond = sum(max(0, taken.left - _allocated_bytes(graph, node_id)) for node_id, taken in allocations.items())
+    allocations, _ = _measured(graph, torch.get_num_threads())
+    sizes, allocated = graph.analysis.bytes, graph.analysis.allocated
+    results = {node_id: sum(sizes[storage] for storage in allocated.get(node_id, ())) for node_id in allocations}
+    beyond = sum(max(0, taken.left - results[node_id]) for node_id, taken in allocations.items())
     return tuple(beyond + (allocations[node.id].workspace if node.id in allocations else 0) for node in graph.nodes)
-
-
-def _allocated_bytes(graph: JointGraph, node_id: int) -> int:
-    """What a node's results take in the graph."""
-    analysis = graph.analysis
-    return sum(analysis.bytes[storage] for storage in analysis.allocated.get(node_id, ()))
-
-
-def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
-    """The storages whose real size is not that in the graph, in the order of execution.
-
-    Torch's shape functions and its CPU kernels do not always agree: by the shape function, layer norm of bfloat16 with
-    float32 weights returns bfloat16 statistics; the result of ``mse_loss`` has a storage as large as its input.
-    Raises as `workspace_bytes` does.
-    """
-    analysis = graph.analysis
-    different = []
-    allocations, _ = _measured(graph, torch.get_num_threads(), _can_run)
-    for node_id, taken in allocations.items():
-        node, born = graph.nodes[node_id], analysis.allocated.get(node_id, frozenset())
-        values = tree_leaves(analysis.fx[node_id].meta.get("val"))
-        keys = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in values]
-        ids = dict(zip(dict.fromkeys(key for key in keys if key is not None), node.storages))
-        real = {ids[key]: 0 if result is None else result[1] for key, result in zip(keys, taken.results) if key in ids}
-        for storage in sorted(born):
-            if real[storage] != analysis.bytes[storage]:
-                different.append(Disagreement(node_id, node.target, storage, analysis.bytes[storage], real[storage]))
-        size = sum(real[storage] for storage in born)
-        if size != taken.left:
-            different.append(Disagreement(node_id, node.target, None, size, taken.left))
-    return tuple(different)
 
 
 def runs_alone(node: torch.fx.Node) -> bool:
     """Whether a node is an operation that allocates its results, needs no other process, and is not the user's code."""
-    return _can_run(node) and not has_users_kernel(node)
-
-
-def _can_run(node: torch.fx.Node) -> bool:
-    return allocates(node) and not communicates(node)
+    return allocates(node) and not communicates(node) and not has_users_kernel(node)
 
 
 def has_users_kernel(node: torch.fx.Node) -> bool:
@@ -118,15 +72,12 @@ def has_users_kernel(node: torch.fx.Node) -> bool:
 
 def results_agree(graph: JointGraph) -> bool:
     """Whether all operations return results with the shapes, strides and storages of the graph."""
-    return _measured(graph, torch.get_num_threads(), runs_alone)[1]
+    return _measured(graph, torch.get_num_threads())[1]
 
 
 @once_per_graph
-def _measured(graph: JointGraph, threads: int, runs: Callable) -> tuple[dict[int, Allocations], bool]:
-    """The bytes that each operation allocates with so many threads, by node id; whether all results match the graph.
-
-    `runs`: whether to run a node; others have no entry.
-    """
+def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], bool]:
+    """What each operation that runs alone allocates with so many threads; whether all results match the graph."""
     analysis = graph.analysis
     stage("measuring the workspace of operations")
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
@@ -150,7 +101,7 @@ def _measured(graph: JointGraph, threads: int, runs: Callable) -> tuple[dict[int
             if node.op != "call_function":
                 continue
             call = torch.fx.map_arg((node.args, node.kwargs), value)
-            if runs(node):
+            if runs_alone(node):
                 key = signature(node.target, call)
                 if key not in memory:
                     memory[key] = _run(graph.nodes[node_id], node.target, call)
@@ -171,10 +122,7 @@ def value_of(graph: JointGraph, node: torch.fx.Node):
 
 
 def allocation_of(node, target, call) -> Allocations:
-    """What one operation allocates that ran at other sizes before, called with tensors without data as arguments.
-
-    ``call`` is (args, kwargs).
-    """
+    """What an operation allocates that ran at other sizes before; ``call``: its (args, kwargs), without data."""
     return _run(node, target, call, runs=1)[0]
 
 
@@ -191,3 +139,174 @@ def _run(node, target, call, runs: int = 2) -> tuple[Allocations, Any]:
             'a profile, from ackpt.profile(graph, inputs=..., mode="measured") or, without workspaces, from '
             'ackpt.profile(graph, workspace="given").',
         ) from error
+
+
+aten = torch.ops.aten
+
+
+class _Layout(NamedTuple):
+    """A tensor argument; the numbers may be expressions."""
+
+    dtype: torch.dtype
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    offset: Any
+    bytes: Any
+    is_conj: bool
+    is_neg: bool
+
+
+def _safe_softmax(threads: int, x: _Layout, dim: int, *_) -> int:
+    """Minus infinity, and a byte for each element and each row: whether it is that number."""
+    elements = prod(x.shape)
+    return elements + elements // x.shape[dim] + x.dtype.itemsize
+
+
+def _layer_norm_backward(threads: int, gradient: _Layout, x: _Layout, normalized: list[int], *others) -> int:
+    """For each thread its sums of the gradients of weight and bias."""
+    *_, (_, *of_parameters) = others
+    return 2 * threads * prod(normalized) * x.dtype.itemsize if any(of_parameters) else 0
+
+
+# Of the number of threads and the operation's arguments; each replaces a measurement if exact at the captured sizes.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._safe_softmax.default: _safe_softmax,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
+
+
+class DynamicWorkspace:
+    """The workspace of every node of an instance of `dynamic`; `reference` is the instance that was captured."""
+
+    def __init__(self, dynamic: DynamicModule, reference: JointGraph):
+        self.dynamic, self.reference = dynamic, reference
+        self._threads = torch.get_num_threads()
+        self._at_reference = workspace_bytes(reference)
+        self._measured: dict[tuple, int] = {}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the sizes of all results follow from the graph; otherwise every instance has to be measured."""
+        return results_agree(self.reference)
+
+    def at(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Bytes by node id at these sizes of the dynamic dimensions."""
+        workspace = list(self._at_reference)
+        numbers = iter(self.dynamic.symbols.evaluated(self._expressions, values))
+        todo, threads = [], torch.get_num_threads()
+        for node_ids, target, leaves, spec, formula in self._calls:
+            call = [_evaluated(leaf, numbers) for leaf in leaves]
+            key = target, spec, tuple(map(_key, call)), threads
+            if formula is not None and key not in self._measured:
+                args, _ = tree_unflatten(call, spec)
+                self._measured[key] = formula(threads, *args)
+            todo.append((node_ids, target, call, spec, key))
+        if any(key not in self._measured for *_, key in todo):
+            in_own_thread(lambda: self._measure(todo))
+        for node_ids, *_, key in todo:
+            for node_id in node_ids:
+                workspace[node_id] = self._measured[key]
+        return tuple(workspace)
+
+    def _measure(self, todo) -> None:
+        for node_ids, target, call, spec, key in todo:
+            if key not in self._measured:
+                arguments = tree_unflatten([_meta(leaf) if isinstance(leaf, _Layout) else leaf for leaf in call], spec)
+                self._measured[key] = allocation_of(self.reference.nodes[node_ids[0]], target, arguments).workspace
+
+    @cached_property
+    def _calls(self) -> list[tuple]:
+        """(nodes, operation, leaves of its arguments, their pytree, formula) of every call that depends on sizes, once.
+
+        A call without a formula must run.
+        """
+        calls: dict[tuple, tuple] = {}
+        for node in self.reference.nodes:
+            fx = self.dynamic.fx[node.id]
+            if not runs_alone(fx) or self._keeps_its_workspace(fx, node.id):
+                continue
+            call = torch.fx.map_arg((fx.args, fx.kwargs), self._value)
+            leaves, spec = tree_flatten(call)
+            leaves = [_layout(leaf) for leaf in leaves]
+            formula = self._formula(node.id)
+            key = fx.target, spec, tuple(map(_key, leaves)), formula
+            calls.setdefault(key, ([], fx.target, leaves, spec, formula))[0].append(node.id)
+        return list(calls.values())
+
+    @cached_property
+    def _expressions(self) -> tuple[Any, ...]:
+        return tuple(number for _, _, leaves, _, _ in self._calls for leaf in leaves for number in _numbers(leaf))
+
+    def _value(self, node: torch.fx.Node) -> Any:
+        return node.meta["val"] if "val" in node.meta else getattr(self.dynamic.module, str(node.target))
+
+    def _formula(self, node_id: int) -> Callable[..., int] | None:
+        """The formula of an operation, if it gives the workspace at the captured sizes, so that nothing is copied."""
+        fx = self.reference.analysis.fx[node_id]
+        if fx.target not in _FORMULAS:
+            return None
+        call = torch.fx.map_arg((fx.args, fx.kwargs), lambda node: value_of(self.reference, node))
+        args, kwargs = tree_map(_layout, call)
+        dtypes = {leaf.dtype for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)}
+        formula = _FORMULAS[fx.target]
+        is_exact = dtypes.issubset(FLOATS) and len(dtypes) == 1 and not kwargs
+        return formula if is_exact and formula(self._threads, *args) == self._at_reference[node_id] else None
+
+    def _keeps_its_workspace(self, fx: torch.fx.Node, node_id: int) -> bool:
+        values = [self._value(node) for node in fx.all_input_nodes]
+        tensors = [value for value in tree_leaves((values, fx.meta.get("val"))) if isinstance(value, torch.Tensor)]
+        if not any(map(_has_expressions, tree_leaves(values))):
+            return not any(map(_has_expressions, tensors))
+        dtypes = {tensor.dtype for tensor in tensors}
+        if torch.Tag.pointwise in getattr(fx.target, "tags", ()) and len(dtypes) == 1:
+            return self._at_reference[node_id] <= SCALAR_BYTES
+        if fx.target is aten.sum.dim_IntList and all(size == 1 for size in fx.meta["val"].shape):
+            return False  # the threads may share the elements of one sum, with a result each
+        floats = {dtype for dtype in dtypes if dtype.is_floating_point}
+        return fx.target in WITHOUT and floats.issubset(FLOATS) and not self._at_reference[node_id]
+
+
+def _has_expressions(value) -> bool:
+    is_tensor = isinstance(value, torch.Tensor)
+    return value._has_symbolic_sizes_strides if is_tensor else isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
+def _layout(leaf):
+    if not isinstance(leaf, torch.Tensor):
+        return expression(leaf)
+    shape, strides = (tuple(map(expression, sizes)) for sizes in (leaf.shape, leaf.stride()))
+    offset, size = expression(leaf.storage_offset()), expression(leaf.untyped_storage().nbytes())
+    return _Layout(leaf.dtype, shape, strides, offset, size, leaf.is_conj(), leaf.is_neg())
+
+
+def _numbers(leaf) -> tuple[Any, ...]:
+    if isinstance(leaf, _Layout):
+        return (*leaf.shape, *leaf.strides, leaf.offset, leaf.bytes)
+    return (leaf,) if _is_expression(leaf) else ()
+
+
+def _evaluated(leaf, numbers):
+    """`leaf` with the next ones of `numbers` in place of its own."""
+    if isinstance(leaf, _Layout):
+        dims = len(leaf.shape)
+        values = [next(numbers) for _ in range(2 * dims + 2)]
+        return leaf._replace(
+            shape=tuple(values[:dims]), strides=tuple(values[dims:-2]), offset=values[-2], bytes=values[-1]
+        )
+    return next(numbers) if _is_expression(leaf) else leaf
+
+
+def _is_expression(leaf) -> bool:
+    return hasattr(leaf, "free_symbols")
+
+
+def _key(leaf):
+    return leaf if isinstance(leaf, _Layout) or _is_expression(leaf) else (type(leaf), repr(leaf))
+
+
+def _meta(layout: _Layout) -> torch.Tensor:
+    elements = layout.bytes // layout.dtype.itemsize
+    tensor = torch.empty(elements, dtype=layout.dtype, device="meta")
+    tensor = tensor.as_strided(layout.shape, layout.strides, layout.offset)
+    tensor = tensor.conj() if layout.is_conj else tensor
+    return tensor._neg_view() if layout.is_neg else tensor

@@ -1,4 +1,4 @@
-"""`ackpt.explain`: where the memory of a training step goes, and what would reduce it."""
+"""`ackpt.explain`: where the memory of a training step goes, and what would reduce it; its snapshot for memory_viz."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.request import Request
-from ackpt.planner.schedule.allocations import allocations
+from ackpt.planner.schedule.allocations import Allocation, allocations, described
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import without_budget
 
 from .page import page
-from .saved import saved_lines
-from .snapshot import snapshot
-from .step_memory import StepMemory
+from .saved import StepMemory, saved_lines
 from .suggestions import suggestions
 from .text import text
 
@@ -126,8 +124,8 @@ def explain(
     if device is not None:  # the same peak, with the seconds of the device
         profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
     plan = planned(graph, Request(budget, policy or ("none" if budget is None else "auto")), profile)
-    found = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
-    return replace(found, views=sliced(args, kwargs))
+    explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
+    return replace(explanation, views=sliced(args, kwargs))
 
 
 def explained(
@@ -145,3 +143,108 @@ def explained(
         not_computed=not_computed,
         types={name: type(module).__name__ for name, module in model.named_modules()},
     )
+
+
+START = 0x7F0000000000  # of the segment
+
+
+def snapshot(explanation: StepMemory) -> dict[str, Any]:
+    """Segments and events of the step; resident blocks are allocated first."""
+    frames = {id(block): _frames(explanation, block) for block in explanation.allocations}
+    events: list[tuple[int, bool, Allocation]] = []
+    for block in explanation.allocations:
+        if block.bytes:
+            events.append((block.begin, True, block))
+            if block.end is not None:
+                events.append((block.end, False, block))
+    events.sort(key=lambda event: event[0])  # stable: at the same time in the order of allocation
+    gaps = _Gaps()
+    address: dict[int, int] = {}
+    trace = []
+    for time, is_allocation, block in events:
+        if is_allocation:
+            address[id(block)] = gaps.take(block.bytes)
+        offset = address[id(block)] if is_allocation else address.pop(id(block))
+        for action in ("alloc",) if is_allocation else ("free_requested", "free_completed"):
+            trace.append(_event(action, offset, block.bytes, frames[id(block)], time))
+        if not is_allocation:
+            gaps.give(offset, block.bytes)
+    left = sorted((address[id(b)], b) for b in explanation.allocations if id(b) in address)
+    blocks, end = [], 0
+    for offset, block in [*left, (gaps.end, None)]:
+        if offset > end:
+            blocks.append(_block(end, offset - end, "inactive", []))
+        if block is not None:
+            blocks.append(_block(offset, block.bytes, "active_allocated", frames[id(block)]))
+            end = offset + block.bytes
+    used = sum(block.bytes for _, block in left)
+    segment = {
+        "device": 0,
+        "address": START,
+        "total_size": gaps.end,
+        "allocated_size": used,
+        "active_size": used,
+        "requested_size": used,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": blocks,
+    }
+    trace.insert(0, _event("segment_alloc", 0, gaps.end, [], 0))
+    return {
+        "segments": [segment],
+        "device_traces": [trace],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+def _event(action: str, offset: int, size: int, frames, time: int) -> dict[str, Any]:
+    event = {"action": action, "addr": START + offset, "size": size, "stream": 0, "frames": frames, "time_us": time}
+    return {**event, "device": 0}
+
+
+def _block(offset: int, size: int, state: str, frames) -> dict[str, Any]:
+    return {"address": START + offset, "size": size, "requested_size": size, "state": state, "frames": frames}
+
+
+def _frames(explanation: StepMemory, block: Allocation) -> list[dict[str, Any]]:
+    """The frames of a block: its content as the innermost one, then the user's line, then the module."""
+    name = f"{block.kind}: {described(explanation.graph, block)}"
+    if block.node is None:
+        return [{"name": name, "filename": "optimizer", "line": 0}]
+    node = explanation.graph.nodes[block.node]
+    file, _, line = node.source.rpartition(":")
+    module = node.module or "the model itself"
+    return [{"name": name, "filename": file or module, "line": int(line) if file else 0}]
+
+
+class _Gaps:
+    """Free addresses below ``end``, as [start, size] in rising order."""
+
+    def __init__(self):
+        self.free: list[list[int]] = []
+        self.end = 0
+
+    def take(self, size: int) -> int:
+        for number, gap in enumerate(self.free):
+            if gap[1] >= size:
+                offset = gap[0]
+                self.free[number] = [offset + size, gap[1] - size]
+                if gap[1] == size:
+                    del self.free[number]
+                return offset
+        offset = self.end
+        if self.free and sum(self.free[-1]) == self.end:  # the last gap grows
+            offset = self.free.pop()[0]
+        self.end = offset + size
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        number = next((n for n, gap in enumerate(self.free) if gap[0] > offset), len(self.free))
+        self.free.insert(number, [offset, size])
+        for n in (number, number - 1):  # join with the gaps after and before
+            if 0 <= n < len(self.free) - 1 and sum(self.free[n]) == self.free[n + 1][0]:
+                self.free[n][1] += self.free.pop(n + 1)[1]

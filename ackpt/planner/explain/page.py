@@ -12,8 +12,7 @@ from ackpt.core import __version__
 from ackpt.metering.meter import memory_format
 from ackpt.planner.schedule.allocations import LIVE
 
-from .saved import SavedLine
-from .step_memory import StepMemory
+from .saved import SavedLine, StepMemory
 from .text import by_equal_blocks, cost_text, grouped, live_rows, where_text
 
 _POINTS = 600  # of the timeline
@@ -68,7 +67,7 @@ def page(explanation: StepMemory) -> str:
         "<h2>Largest at the peak</h2>",
         _table(
             ("bytes", "kind", "what"),
-            [(memory_format(size), kind, escape(what)) for size, kind, what in live_rows(explanation)],
+            [(memory_format(size), kind, escape(description)) for size, kind, description in live_rows(explanation)],
         ),
         f"<h2>Saved for backward by module: {memory_format(baseline)}</h2>",
         '<p class="faint">Open a module to see its parts and the source lines that save activations.</p>',
@@ -191,9 +190,9 @@ def module_tree(lines: tuple[SavedLine, ...], types) -> str:
             if name not in below:
                 children.setdefault(parent, []).append(name)
             below[name] = below.get(name, 0) + line.bytes
-    own: dict[str, list[SavedLine]] = {}
+    lines_of: dict[str, list[SavedLine]] = {}
     for line in lines:
-        own.setdefault(line.module, []).append(line)
+        lines_of.setdefault(line.module, []).append(line)
     whole = max(1, below[""])
 
     def share(size: int) -> str:
@@ -201,7 +200,7 @@ def module_tree(lines: tuple[SavedLine, ...], types) -> str:
 
     def branch(name: str) -> str:
         inner = [branch(child) for child in sorted(children.get(name, ()), key=lambda child: -below[child])]
-        for line in own.get(name, ()):
+        for line in lines_of.get(name, ()):
             where = where_text([line]).removeprefix(name or "the model itself")
             inner.append(
                 f"<p {share(line.bytes)}><b>{memory_format(line.bytes)}</b> {escape(where.strip())} "

@@ -160,20 +160,21 @@ class _Recorder:
             count += not note
             shape = f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
             module = "" if saved.module is None else f" of {saved.module}"
-            what = saved.operation or "a function"
-            place = f", {short_source(saved.source)}" if saved.source else ""
-            line = _Line(note, tensor.numel() * tensor.element_size(), shape, what, _NUMBER.sub("*", module), place)
+            operation = saved.operation or "a function"
+            source = f", {short_source(saved.source)}" if saved.source else ""
+            size = tensor.numel() * tensor.element_size()
+            line = _Line(note, size, shape, operation, _NUMBER.sub("*", module), source)
             groups.setdefault(line, []).append(module)
         rows = []
         order = sorted(groups, key=lambda line: (bool(line.note), -line.bytes * len(groups[line])))
         for line, modules in ((line, groups[line]) for line in order):
             many = len(modules) > 1
             size = f"{memory_format(line.bytes)}{' each' * many}"
-            what = f"{f'{len(modules)} x ' * many}{line.what}{line.modules if many else modules[0]}{line.place}"
-            rows.append((line.shape, size, f"{what}{f' [{line.note}]' * bool(line.note)}"))
+            saved_by = f"{f'{len(modules)} x ' * many}{line.operation}{line.modules if many else modules[0]}"
+            rows.append((line.shape, size, f"{saved_by}{line.source}{f' [{line.note}]' * bool(line.note)}"))
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-        for shape, size, what in rows:
-            yield f"{shape:<{widths[0]}}  {size:>{widths[1]}}  {what}"
+        for shape, size, saved_by in rows:
+            yield f"{shape:<{widths[0]}}  {size:>{widths[1]}}  {saved_by}"
         buffers = f", {memory_format(sizes['buffer'])} of buffers" if sizes["buffer"] else ""
         yield (
             f"saved: {memory_format(sizes[''])} in {count} tensor{'' if count == 1 else 's'}, in addition to "
@@ -187,9 +188,9 @@ class _Line(NamedTuple):
     note: str
     bytes: int
     shape: str
-    what: str
+    operation: str
     modules: str
-    place: str
+    source: str
 
 
 def _modules_of(function) -> Iterator[nn.Module]:

@@ -1,17 +1,19 @@
-"""List the activations that each module and source line saves, with their cost of recomputation."""
+"""The activations that each module and source line saves, and `StepMemory`, all that an explanation knows of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import Analysis, JointGraph
 from ackpt.planner.capture.places import block_of
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.schedule.allocations import operation_of
+from ackpt.planner.schedule.allocations import Allocation, by_kind, operation_of
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import everything
+
+from .suggestions import Suggestion
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,13 @@ def saved_lines(graph: JointGraph, profile: Profile, plan: Plan) -> tuple[SavedL
     analysis = graph.analysis
     baseline = everything(graph)
     saved = set(baseline.saved)
-    kept = set(plan.schedule.saved)
-    places: dict[tuple[str, str], list[int]] = {}
+    saved_by_plan = set(plan.schedule.saved)
+    storages_by_line: dict[tuple[str, str], list[int]] = {}
     for storage in sorted(saved, key=analysis.base_of.__getitem__):
         node = graph.nodes[analysis.base_of[storage]]
-        places.setdefault((node.module, node.source), []).append(storage)
+        storages_by_line.setdefault((node.module, node.source), []).append(storage)
     lines = []
-    for (module, source), storages in places.items():
+    for (module, source), storages in storages_by_line.items():
         nodes, blocked = _recomputation(analysis, storages, saved)
         saved_nodes = [analysis.base_of[storage] for storage in storages]
         names = [graph.nodes[node].name for node in saved_nodes]
@@ -66,7 +68,7 @@ def saved_lines(graph: JointGraph, profile: Profile, plan: Plan) -> tuple[SavedL
                 operations=tuple(operation_of(graph, node) for node in saved_nodes),
                 fates=tuple(plan.fates[name] for name in names),
                 bytes=sum(analysis.bytes[s] for s in storages),
-                saved_bytes=sum(analysis.bytes[s] for s in storages if s in kept),
+                saved_bytes=sum(analysis.bytes[s] for s in storages if s in saved_by_plan),
                 flops=sum(profile.flops[node] for node in nodes),
                 seconds=None if profile.seconds is None else sum(profile.seconds[node] for node in nodes),
                 reason=blocked,
@@ -90,7 +92,7 @@ def _recomputation(analysis: Analysis, storages: list[int], saved: set[int]) -> 
     return nodes, next(reasons, "")
 
 
-def totals(lines: Iterable[SavedLine], key: Callable[[SavedLine], str]) -> dict[str, int]:
+def _totals(lines: Iterable[SavedLine], key: Callable[[SavedLine], str]) -> dict[str, int]:
     """Bytes by the `key` of a line, the largest first."""
     sizes: dict[str, int] = {}
     for line in lines:
@@ -98,11 +100,40 @@ def totals(lines: Iterable[SavedLine], key: Callable[[SavedLine], str]) -> dict[
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def by_block(lines: Iterable[SavedLine]) -> dict[str, int]:
-    """Bytes by block, such as ``transformer.h.11``."""
-    return totals(lines, lambda line: block_of(line.module))
+@dataclass(frozen=True, repr=False)
+class StepMemory:
+    """Where the memory of a planned step goes: the data of an `Explanation`, for the functions that render it."""
 
+    graph: JointGraph
+    profile: Profile
+    plan: Plan
+    saved: tuple[SavedLine, ...]
+    allocations: tuple[Allocation, ...]
+    suggestions: tuple[Suggestion, ...]
+    not_computed: tuple[str, ...]
+    types: Mapping[str, str]
+    views: str = ""
 
-def by_type(lines: Iterable[SavedLine], types: Mapping[str, str]) -> dict[str, int]:
-    """Bytes by the class of the module that saves them; `types`: classes by the modules' names."""
-    return totals(lines, lambda line: types.get(line.module, ""))
+    @cached_property
+    def live(self) -> tuple[Allocation, ...]:
+        """The allocations that are live at the peak, the largest first."""
+        index = self.plan.timeline.peak_index
+        return tuple(sorted((a for a in self.allocations if a.is_live(index)), key=lambda a: -a.bytes))
+
+    @cached_property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes at the peak by kind, such as ``gradients``, ``saved``, ``recomputed`` and ``temporaries``.
+
+        They add up to ``plan.peak_bytes``.
+        """
+        return by_kind(self.live)
+
+    @cached_property
+    def by_block(self) -> dict[str, int]:
+        """Bytes that the baseline saves by block, such as ``transformer.h.11``, the largest first."""
+        return _totals(self.saved, lambda line: block_of(line.module))
+
+    @cached_property
+    def by_type(self) -> dict[str, int]:
+        """Bytes that the baseline saves by the class of the module, the largest first."""
+        return _totals(self.saved, lambda line: self.types.get(line.module, ""))

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from ackpt.metering.gpus import BLOCK
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.capture.optimizer_state import eight_bit_bytes
 from ackpt.planner.capture.places import block_of, modules_text, pattern, short_source
@@ -23,9 +24,7 @@ from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import RECOMPUTED, Plan
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of, sharded_optimizer
-from ackpt.planner.sharding.step import peak_bytes, step_windows
-from ackpt.planner.workloads.planned_shapes import CUDA_BLOCK
+from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of, peak_bytes, sharded_optimizer, step_windows
 
 CHUNKS = 8  # of the loss, the default of ackpt.chunked_cross_entropy
 _aten = torch.ops.aten
@@ -199,17 +198,17 @@ def _of_size(graph: JointGraph, loss: int, elements: int) -> set[int]:
         value = fx[node].meta.get("val")
         return isinstance(value, torch.Tensor) and value.numel() == elements and node not in graph.analysis.sources
 
-    found: set[int] = set()
+    large: set[int] = set()
     todo = [loss]
     while todo:
         node = todo.pop()
-        if node in found or not is_large(node):
+        if node in large or not is_large(node):
             continue
-        found.add(node)
+        large.add(node)
         if fx[node].target not in _PRODUCTS:
             todo += graph.nodes[node].inputs
         todo += [user for user in users.get(node, ()) if fx[user].target not in _PRODUCTS]
-    return found
+    return large
 
 
 def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model, optimizer, ranks: int) -> int | str:
@@ -221,7 +220,7 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
         return "plans that offload are not simulated for shards"
     if schedule.packed:
         return "plans that pack dropout masks are not simulated for shards"
-    sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else CUDA_BLOCK)
+    sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else BLOCK)
     kind = None if optimizer is None else _like(optimizer)
     try:
         groups = groups_of(model)

@@ -10,8 +10,7 @@ from ackpt.planner.capture.places import block_of, modules_text, pattern, short_
 from ackpt.planner.schedule.allocations import RESIDENT, Allocation, described, operation_of
 from ackpt.planner.schedule.plan import Plan
 
-from .saved import SavedLine
-from .step_memory import StepMemory
+from .saved import SavedLine, StepMemory
 
 LARGEST = 12  # lines of each list
 _NAMED = (*RESIDENT, "gradients")
@@ -30,7 +29,9 @@ def text(explanation: StepMemory) -> str:
     shown += [_row(size, kind) for kind, size in explanation.at_peak.items()]
     shown += [f"{'note':<17} {explanation.views}"] * bool(explanation.views)
     shown += ["", "largest there     kind         what"]
-    shown += [f"{memory_format(size):<17} {kind:<12} {what}" for size, kind, what in live_rows(explanation)]
+    shown += [
+        f"{memory_format(size):<17} {kind:<12} {description}" for size, kind, description in live_rows(explanation)
+    ]
     shown += ["", f"saved for backward: {memory_format(baseline)}{_planned(plan)}"]
     shown += ["bytes             to recompute  where"] if lines else []
     groups = grouped(lines)
@@ -62,8 +63,8 @@ def _planned(plan: Plan) -> str:
     return f" by the baseline; this plan ({plan.policy}) saves {memory_format(plan.saved_bytes)}"
 
 
-def _row(size: int, what: str) -> str:
-    return f"  {memory_format(size):<15} {what}"
+def _row(size: int, description: str) -> str:
+    return f"  {memory_format(size):<15} {description}"
 
 
 def _totals(sizes: Iterable[tuple[str, int]]) -> list[str]:
@@ -142,14 +143,14 @@ def live_rows(explanation: StepMemory) -> list[tuple[int, str, str]]:
         groups.setdefault((block.kind, block.storage is None, *key), []).append(block)
     rows = []
     for (kind, *_), blocks in groups.items():
-        what = described(graph, blocks[0])
+        description = described(graph, blocks[0])
         if len(blocks) > 1 and kind in _NAMED:
-            what = modules_text(block_of(_name(explanation, block)) for block in blocks)
+            description = modules_text(block_of(_name(explanation, block)) for block in blocks)
         elif len(blocks) > 1:
             nodes = [graph.nodes[block.node] for block in blocks if block.node is not None]
             modules = modules_text(node.module for node in nodes)
-            what = what.replace(nodes[0].module, modules, 1) if nodes and nodes[0].module else what
-        rows.append((sum(block.bytes for block in blocks), kind, what))
+            description = description.replace(nodes[0].module, modules, 1) if nodes and nodes[0].module else description
+        rows.append((sum(block.bytes for block in blocks), kind, description))
     return sorted(rows, key=lambda row: -row[0])[:LARGEST]
 
 

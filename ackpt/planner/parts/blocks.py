@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,14 +27,8 @@ _SMALL = 1 << 20  # bytes; arguments up to this size are copied, in case a block
 _DEPTH = 8  # of containers and objects in arguments
 
 
-class Caller(Protocol):
-    """Decides how a block runs: the current forward of the model."""
-
-    def run(self, block: Block, args: tuple, kwargs: dict) -> Any: ...
-
-
 class _Local(threading.local):
-    caller: Caller | None = None
+    caller: Any = None  # the forward of the model that this thread runs; its `run` decides how a block runs
 
 
 _local = _Local()
@@ -52,7 +46,7 @@ class Block:
         self.path, self.module = path, module
         self.refused = ""
         self.has_run = False
-        self.own: Callable[..., Any] = module.forward
+        self.forward: Callable[..., Any] = module.forward
 
     def __repr__(self) -> str:
         return f"module {self.path!r} ({type(self.module).__name__})"
@@ -60,20 +54,12 @@ class Block:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         caller = _local.caller
         if caller is None or not torch.is_grad_enabled():
-            return self.own(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         return caller.run(self, args, kwargs)
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """The blocks of `model`, none inside another.
-
-    Example:
-        >>> def block():
-        ...     return nn.Sequential(nn.Linear(4, 4), nn.GELU())
-        >>> model = nn.Sequential(nn.Linear(4, 4), block(), nn.ModuleList([block(), block()]))
-        >>> [each.path for each in blocks_of(model)]
-        ['1', '2.0', '2.1']
-    """
+    """The blocks of `model`, none inside another."""
     repeated = repeated_blocks(model)
     chosen = dict(_blocks_in(model, "", repeated, set()))
     while len(chosen) == 1 and not chosen.keys() & repeated.keys():
@@ -109,7 +95,7 @@ def replaced(blocks: Collection[Block]) -> Iterator[None]:
     """Inside, calls of the blocks' ``forward`` call the blocks."""
     earlier = [vars(block.module).get("forward") for block in blocks]
     for block in blocks:
-        block.own = block.module.forward
+        block.forward = block.module.forward
         vars(block.module)["forward"] = block
     try:
         yield
@@ -126,7 +112,7 @@ def present_caller() -> Any:
 
 
 @contextlib.contextmanager
-def called_by(caller: Caller | None) -> Iterator[None]:
+def called_by(caller: Any) -> Iterator[None]:
     """Inside, `caller` runs the blocks in this thread; with None, they run as they are."""
     before, _local.caller = _local.caller, caller
     try:
@@ -143,14 +129,14 @@ class Undo:
     """
 
     def __init__(self, block: Block, args: tuple, kwargs: dict):
-        reachable = ReachableState(block.own, strip_arguments((*args, *kwargs.values()), Tensors())[0])
+        reachable = ReachableState(block.forward, strip_arguments((*args, *kwargs.values()), Tensors())[0])
         self._state = MutableState(reachable)
         self._streams = snapshot(reachable.streams)
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
         self._contents: list[tuple[Any, Any]] = []
-        self._keep([args, kwargs], 0, set())
+        self._save([args, kwargs], 0, set())
 
-    def _keep(self, value: Any, depth: int, seen: set[int]) -> None:
+    def _save(self, value: Any, depth: int, seen: set[int]) -> None:
         if id(value) in seen or depth > _DEPTH:
             return
         seen.add(id(value))
@@ -162,9 +148,9 @@ class Undo:
             if not isinstance(value, tuple):
                 self._contents.append((value, value.copy()))
             for item in value.values() if isinstance(value, dict) else value:
-                self._keep(item, depth + 1, seen)
+                self._save(item, depth + 1, seen)
         elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-            self._keep(vars(value), depth + 1, seen)
+            self._save(vars(value), depth + 1, seen)
 
     def undo(self) -> bool:
         """Restore everything; False if a large argument was changed, of which there is no copy."""

@@ -18,25 +18,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._C._autograd import _profiler_enabled
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ackpt.metering.autograd_engine import is_dense
+from ackpt.metering.autograd_engine import PRODUCTS, SAVE_NUMBERS, is_dense, number_bytes, references
 from ackpt.metering.resident import storages_of
 from ackpt.metering.run_alone import begin_counting, end_counting, run_counted
 from ackpt.metering.timeline import MeterError
 from ackpt.planner.costs.operation_costs import flops, traffic
 from ackpt.planner.costs.workspace import allocation_of
-from ackpt.planner.policies.search.recompute_costs import FLOPS_PER_BYTE
+from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step
-# With a number as second operand, these save a tensor of 8 bytes that no operation returns.
-_PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
-_PRODUCT_NODES = ("MulBackward0", "DivBackward0")
-NUMBER_BYTES = torch.float64.itemsize
+RNG_STATE_BYTES = torch.get_rng_state().nbytes
 _MOST_WORKSPACES = 10_000
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _SCALAR = 16  # bytes; a loop usually refers to the loss of the last step
 # Their formulas write out of place under a mode (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and
 # aten/src/ATen/native/TensorAdvancedIndexing.cpp), and would allocate more: they are counted by a profiler.
@@ -165,10 +164,6 @@ class LiveBytes(Counter):
         peak, self._segment = self._segment, self.bytes
         return peak
 
-    def follow(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was allocated elsewhere as long as it is allocated."""
-        self._add(tensor)
-
     def gradients(self, existing: Iterable[torch.Tensor], counts: bool = True) -> None:
         """Stop counting the gradients of the last call; count the `existing` ones of parameters if `counts`."""
         for key in self._gradients:
@@ -176,7 +171,7 @@ class LiveBytes(Counter):
         tensors = list(existing)
         self._gradients = [storage._cdata for tensor in tensors for storage in storages_of(tensor)]
         for tensor in tensors if counts else ():
-            self._add(tensor)
+            self.follow(tensor)
 
     @contextlib.contextmanager
     def more(self, size: int) -> Iterator[None]:
@@ -192,15 +187,16 @@ class LiveBytes(Counter):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = () if func is _LIFT else tree_leaves((args, kwargs))
-        existing = {s._cdata for leaf in given if isinstance(leaf, torch.Tensor) for s in storages_of(leaf)}
+        self._count_states()
+        arguments = () if func is _LIFT else tree_leaves((args, kwargs))
+        existing = {s._cdata for leaf in arguments if isinstance(leaf, torch.Tensor) for s in storages_of(leaf)}
         result, workspace = self._run(func, args, kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._add(leaf, existing)
-        if self.in_forward and func in _PRODUCTS and not isinstance(args[1], torch.Tensor) and args[0].requires_grad:
-            self._numbers += NUMBER_BYTES
-            self.bytes += NUMBER_BYTES
+                self.follow(leaf, existing)
+        if self.in_forward and func in SAVE_NUMBERS and args[0].requires_grad:
+            self._numbers += number_bytes(args[1])
+            self.bytes += number_bytes(args[1])
         self._reached(self.bytes + workspace)
         self._add_cost(func, args, kwargs, result)
         return result
@@ -221,7 +217,8 @@ class LiveBytes(Counter):
         self._workspaces[key] = peak - left
         return result, peak - left
 
-    def _add(self, tensor: torch.Tensor, existing=()) -> None:
+    def follow(self, tensor: torch.Tensor, existing: Collection[int] = ()) -> None:
+        """Count a tensor as long as it is allocated, without the `existing` storages."""
         for storage in storages_of(tensor):
             key, size = storage._cdata, storage.nbytes()
             with self._lock:
@@ -236,6 +233,15 @@ class LiveBytes(Counter):
                 self.bytes += size
             if self.in_forward:
                 self.sizes = hash((self.sizes, size))
+
+    def _count_states(self) -> None:
+        """Count the states of random numbers that torch's checkpoint keeps: as long as its hooks exist."""
+        pack = (_top_hooks(True) or (None,))[0]
+        if pack is not None and pack.__module__ == torch.utils.checkpoint.__name__ and id(pack) not in self._followed:
+            with self._lock:
+                key = id(pack)
+                self._followed[key] = weakref.ref(pack, lambda _: self._freed(key)), RNG_STATE_BYTES
+                self.bytes += RNG_STATE_BYTES
 
     def _freed(self, key: int) -> None:
         with self._lock:
@@ -284,15 +290,17 @@ class LiveBytes(Counter):
                     left.append(source)
 
     def _watch_node(self, node: Any) -> None:
-        name, targets, own = node.name(), node.next_functions, node._sequence_nr()
-        if name in _PRODUCT_NODES and (other := node._saved_other) is not None and other.dim() == 0:
-            self._add(other)
+        name, targets, number = node.name(), node.next_functions, node._sequence_nr()
+        # `_saved_other` would run hooks on saved tensors, and with them the recomputation of torch's own checkpoint.
+        other = node._raw_saved_other.data if name in PRODUCTS else None
+        if isinstance(other, torch.Tensor) and other.dim() == 0:
+            self.follow(other)
         is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
         if is_python:  # a hook for its results would keep its gradients until it ends
             forward = getattr(type(node), "_forward_cls", None)
             apply = "apply_boxed" if getattr(forward, "boxed_grads_call", False) else "apply"  # of compiled modules
-            own_apply = vars(node).get(apply), getattr(type(node), apply)
-            setattr(node, apply, partial(_counted_apply, self, weakref.ref(node), own_apply, targets))
+            replaced = vars(node).get(apply), getattr(type(node), apply)
+            setattr(node, apply, partial(_counted_apply, self, weakref.ref(node), replaced, targets))
         is_composed = not name.startswith(_OUT_OF_PLACE)
         start = 0
         ends: Callable[[], Any] | None = None
@@ -300,12 +308,12 @@ class LiveBytes(Counter):
         def before(gradients):
             nonlocal start, ends
             backward = self._of_thread() or Backward(0)
-            for number, gradient in enumerate(gradients):
+            for output, gradient in enumerate(gradients):
                 with self._lock:
-                    self.bytes -= backward.sums.pop((own, number), 0)
-                backward.arrived.pop((own, number), None)
+                    self.bytes -= backward.sums.pop((number, output), 0)
+                backward.arrived.pop((number, output), None)
                 if gradient is not None:
-                    self._add(gradient)
+                    self.follow(gradient)
             self._reached(self.bytes, name)
             if is_python:
                 return
@@ -331,7 +339,7 @@ class LiveBytes(Counter):
         """Count the results of a node, and the new memory of those that autograd's engine cannot sum in place."""
         for result in results:
             if result is not None:
-                self._add(result)
+                self.follow(result)
         backward = self._of_thread() or Backward(0)
         for result, (target, number) in zip(results, targets):
             if result is None or target is None or target.name().endswith(_ACCUMULATES):
@@ -454,9 +462,9 @@ def _signature(func, args, kwargs) -> Any:
     return func, spec, tuple(described)
 
 
-def _counted_apply(live: LiveBytes, reference, own_apply, targets, *gradients) -> Any:
-    """Run and count the backward of a Python node; ``own_apply``: that of a block, and of the node's class."""
-    node, (of_block, of_class) = reference(), own_apply
+def _counted_apply(live: LiveBytes, reference, replaced, targets, *gradients) -> Any:
+    """Run and count the backward of a Python node; ``replaced``: that of a block or None, and of the node's class."""
+    node, (of_block, of_class) = reference(), replaced
     if of_block is not None:  # which counts itself; the sums of its own backward end with it
         earlier = live.sums_of_thread()
         results = of_block(*gradients)
@@ -477,28 +485,24 @@ def _is_summed_in_place(first: torch.Tensor | None) -> bool:
     if first is None or not is_dense(first):
         return False
     # A result in Python that arrives together with another one has no reference from the engine yet.
-    return all(count <= most for count, most in zip(_references(first), _references_of_one()))
-
-
-def _references(tensor: Any) -> tuple[int, int]:
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return all(count <= most for count, most in zip(references(first), _references_of_one()))
 
 
 @cache
 def _references_of_one() -> tuple[int, int]:
     """The use counts of a tensor and its storage, as `_arrives` sees them, if only the engine refers to them."""
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     x = torch.ones((), requires_grad=True)
     y = x.sin()
     first: list[weakref.ref] = []
 
     def arrives(results, gradients):
         if first:
-            found.append(_references(first[0]()))
+            counts.append(references(first[0]()))
         first.append(weakref.ref(results[0]))
 
     outputs: Any = y.sin(), y.cos()
     for output in outputs:
         output.grad_fn.register_hook(arrives)
     torch.autograd.grad(outputs[0] + outputs[1], x)
-    return found[0]
+    return counts[0]

@@ -34,21 +34,18 @@ from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import Resident
 from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.inspection.calls import described
-from ackpt.planner.capture.inspection.model_checks import own_call
-from ackpt.planner.capture.inspection.tensors import has_data, is_tensor
-from ackpt.planner.capture.optimizer_state import loop_bytes, scaled_loss_bytes
+from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor, own_call
+from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
 from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
-from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
-from .records import BEGINS, ENDS, HELD, RECOMPUTED, Record, Run, SavedStorages
-from .regions_plan import CHECKPOINTED, SAVED, RegionsPlan
+from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
+from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CALL = nn.Module._call_impl.__code__
 _CUDA_BLOCK = 512
 _REGION = "_RecomputeBackward"  # the autograd node of a region
-_RNG_STATE = torch.get_rng_state().nbytes
 _FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
 _DROP = (
     "drop outputs of the model before backward, and call optimizer.zero_grad(), or give accumulation=True if you "
@@ -62,10 +59,11 @@ class _Planned:
     """The plan of calls with sizes up to ``sizes``.
 
     ``step_bytes``: what the optimizer's step allocates in addition to gradients. ``start_bytes``: what earlier steps
-    had left allocated before the first step. ``record``: of the first step, while it runs. ``saved``: the blocks to
-    save, None before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live bytes at
-    its start with which it is saved. ``backwards``: by the sizes in a forward, the live bytes when its backward began,
-    and their peak in this backward.
+    had left allocated before the first step. ``record``: of the first step, while it runs. ``finished``: that record,
+    and what the optimizer's step takes in all, until the next step shows what each leaves allocated. ``saved``: the
+    blocks to save, None before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live
+    bytes at its start with which it is saved. ``backwards``: by the sizes in a forward, the live bytes when its
+    backward began, and their peak in this backward.
     """
 
     regions: PlannedRegions
@@ -74,6 +72,7 @@ class _Planned:
     step_bytes: int
     start_bytes: int = 0
     record: Record | None = None
+    finished: tuple[Record, int] | None = None
     saved: set[str] | None = None
     room_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
     backwards: dict[Any, tuple[int, int]] = field(default_factory=dict)
@@ -145,10 +144,10 @@ class PlannedRegions:
                 "allow: give a model and a batch with data"
             )
         gradient_bytes = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
-        state_bytes, step_bytes, accumulated_bytes = loop_bytes(self.model, self.loop, gradient_bytes, self.on_cpu)
+        loop = loop_bytes(self.model, self.loop, gradient_bytes, self.on_cpu)
         resident = Resident((self.model, *filter(is_tensor, call.leaves)))
         resident_bytes = sum(resident.bytes(lambda _: True, 1 if self.on_cpu else _CUDA_BLOCK).values())
-        resident_bytes += state_bytes + accumulated_bytes + scaled_loss_bytes(self.loop, self.on_cpu)
+        resident_bytes += loop.state + loop.accumulated + loop.scaled_loss
         is_known = self.budget is not None and not is_share(self.budget)
         plan = RegionsPlan(
             fates=self._fates(()),
@@ -158,7 +157,7 @@ class PlannedRegions:
             made_for=described(self.model, call.args, call.kwargs, self.request.differentiate),
             limit_bytes=dynamic_limit(self.budget, 0, resident_bytes) if is_known else None,
         )
-        return _Planned(self, call.sizes, plan, step_bytes)
+        return _Planned(self, call.sizes, plan, loop.step)
 
     def _fates(self, saved) -> dict[str, str]:
         is_saved = {each.path: self.saves_all or each.path in saved or bool(each.refused) for each in self.blocks}
@@ -217,8 +216,8 @@ class PlannedRegions:
             first.planned.backwards[first.key] = first.begin_bytes, size
         limit = first.planned.plan.limit_bytes
         if limit is not None and size > limit:
-            place = f"in backward, at {node}," if node else "in backward"
-            first.report(self._exceeds(size, first.planned, place) + " All gradients of this step are complete.")
+            moment = f"in backward, at {node}," if node else "in backward"
+            first.report(self._exceeds(size, first.planned, moment) + " All gradients of this step are complete.")
 
     def _finish(self, planned: _Planned) -> None:
         """Make the plan from the record of the first step.
@@ -226,20 +225,35 @@ class PlannedRegions:
         Raises:
             BudgetError: if the step exceeds the budget with all blocks checkpointed.
         """
-        start = time.perf_counter()
         record, planned.record = planned.record, None
         assert record is not None
         record.segments.append((self.live.segment_peak(), None, ""))
         after = self.live.bytes + planned.step_bytes if planned.step_bytes else 0
+        self.plan_from(planned, record, after)
+        planned.finished = record, after
+        limit, least, resident = planned.plan.limit_bytes, planned.plan.least_peak_bytes, planned.plan.resident_bytes
+        if limit is not None and least is not None and least - resident > limit:
+            self.report(
+                f"the first step shows that planned regions cannot keep the budget {self.budget!r}: it leaves "
+                f"{memory_format(max(0, limit))} for what the step allocates, in addition to {memory_format(resident)} "
+                "of parameters, buffers, inputs and optimizer state. With all blocks checkpointed, the peak of this "
+                f"step is {readable(least)} ({least} bytes), which is the smallest feasible budget. The model is not "
+                f"one graph: {self.reason}.",
+                least,
+            )
+
+    def plan_from(self, planned: _Planned, record: Record, after: int, lasting: int = 0) -> None:
+        """Make the plan from the record of the first step; `lasting`: what it leaves allocated for the next step."""
+        start = time.perf_counter()
         held, costs = record.held_bytes(), record.costs()
-        least, baseline = (max(record.peak_bytes(saved), after) for saved in ((), held))
+        least, baseline = (max(record.peak_bytes(saved) + lasting, after) for saved in ((), held))
         resident = planned.plan.resident_bytes
         limit = dynamic_limit(self.budget, baseline, resident)
-        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit)
-        peak = record.peak_bytes(saved)
+        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit - lasting)
+        peak = record.peak_bytes(saved) + lasting
         if limit is not None:
             entries = record.entry_bytes(saved)
-            planned.room_bytes = {key: live + max(0, limit - peak) for key, live in entries.items()}
+            planned.room_bytes = {key: live + lasting + max(0, limit - peak) for key, live in entries.items()}
         planned.saved = saved
         planned.plan = replace(
             planned.plan,
@@ -255,29 +269,20 @@ class PlannedRegions:
         self.history.add("regions", f"{self.reason}; {planned.plan!r}", time.perf_counter() - start)
         if self.request.on_plan is not None:
             self.request.on_plan(planned.plan)
-        if limit is not None and least > limit:
-            self.report(
-                f"the first step shows that planned regions cannot keep the budget {self.budget!r}: it leaves "
-                f"{memory_format(max(0, limit))} for what the step allocates, in addition to {memory_format(resident)} "
-                "of parameters, buffers, inputs and optimizer state. With all blocks checkpointed, the peak of this "
-                f"step is {readable(resident + least)} ({resident + least} bytes), which is the smallest feasible "
-                f"budget. The model is not one graph: {self.reason}.",
-                resident + least,
-            )
 
     def report(self, message: str, least_bytes: int | None = None) -> None:
         if not self.warns:
             raise BudgetError(message, least_bytes, self.budget)
         warn(message)
 
-    def _exceeds(self, size: int, planned: _Planned, place: str) -> str:
+    def _exceeds(self, size: int, planned: _Planned, moment: str) -> str:
         plan = planned.plan
         limit = plan.limit_bytes or 0
         earlier = "all blocks are checkpointed" if plan.peak_bytes is None else (
             f"its plan has a peak of {memory_format(plan.dynamic_peak_bytes or 0)}"
         )  # fmt: skip
         return (
-            f"this step allocates {memory_format(size)} ({size} bytes) {place} but at most {memory_format(limit)} "
+            f"this step allocates {memory_format(size)} ({size} bytes) {moment} but at most {memory_format(limit)} "
             f"({limit} bytes) keep the budget {self.budget!r}: {earlier}. {_FIX}"
         )
 
@@ -300,16 +305,16 @@ class _Forward:
         self.start_bytes = self.begin_bytes = 0
         self.key: Any = None
         self._numbers: Counter[str] = Counter()
-        self._fates: list[tuple[str, bool]] = []
+        self._checkpointed: list[str] = []  # the blocks that ran as regions
         self._in_block = False
         self._hooks = _top_hooks(True)
 
     @contextlib.contextmanager
     def counted(self):
         """Count the forward that runs inside, if there is a budget or the step is recorded."""
-        live, limit = self.live, self.planned.plan.limit_bytes
-        live.counts_cost, live.bound, live.exceeded = self.is_first, limit, self._exceeded
-        if limit is None and not self.is_first:
+        live, planned = self.live, self.planned
+        live.counts_cost, live.bound, live.exceeded = self.is_first, planned.plan.limit_bytes, self._exceeded
+        if live.bound is None and not self.is_first:
             yield
             return
         if (record := self._open_record()) is not None:
@@ -317,16 +322,30 @@ class _Forward:
         self.is_in_mode = self.regions.on_cpu or self.is_first
         cost = live.cost
         with live.forward():
+            live.gradients(())
+            self._count_lasting(record, live.bytes)
             # With accumulation=True, gradients of earlier steps are resident.
             live.gradients(self.regions.gradients(), counts=not self.regions.loop.accumulation)
             self.start_bytes = live.bytes
             if record is not None:
-                self.planned.start_bytes = max(self.planned.start_bytes, live.bytes)
+                planned.start_bytes = max(planned.start_bytes, live.bytes)
             yield
         if record is not None:
             record.cost += live.cost - cost
-        self.key = live.sizes, tuple(self._fates)
-        self.is_counted = self.is_first or self.key not in self.planned.backwards
+        self.key = live.sizes, tuple(self._checkpointed)
+        self.is_counted = self.is_first or self.key not in planned.backwards
+
+    def _count_lasting(self, record: Record | None, live_bytes: int) -> None:
+        """Plan again if the first step has left tensors allocated, such as the states that a block keeps."""
+        if record is not None:
+            if len(record.forwards) == 1:
+                record.start_bytes = live_bytes
+        elif self.planned.finished is not None:
+            (first, after), self.planned.finished = self.planned.finished, None
+            if (lasting := live_bytes - first.start_bytes) > 0:
+                self.regions.plan_from(self.planned, first, after, lasting)
+                self.live.bound = self.planned.plan.limit_bytes
+                self.planned.start_bytes += lasting
 
     def _open_record(self) -> Record | None:
         return None if self.record is None else self.record()
@@ -336,11 +355,11 @@ class _Forward:
         number = self._numbers[block.path]
         self._numbers[block.path] += 1
         if self._in_block or block.refused or self.planned.is_saved(block, number):
-            return block.own(*args, **kwargs)
+            return block.forward(*args, **kwargs)
         if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
             block.refused = "it is called within saved_tensors_hooks or a checkpoint of the model itself"
-            return block.own(*args, **kwargs)
-        self._fates.append((block.path, False))
+            return block.forward(*args, **kwargs)
+        self._checkpointed.append(block.path)
         undo = None if block.has_run else Undo(block, args, kwargs)
         self._in_block = True
         try:
@@ -351,7 +370,7 @@ class _Forward:
             del result
             if (record := self._open_record()) is not None:
                 record.segments[-1] = record.segments[-1][0], None, ""
-            raise _Stores("it stores a tensor that it computes, such as a state or an output, in an object")
+            raise CheckpointError("it stores a tensor that it computes, such as a state or an output, in an object")
         except (BudgetError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -365,7 +384,7 @@ class _Forward:
             _free(error)
         finally:
             self._in_block, phase.leaves_behind = False, None
-        result = block.own(*args, **kwargs)  # raises an error again that regions did not cause
+        result = block.forward(*args, **kwargs)  # raises an error again that regions did not cause
         block.refused = reason
         return result
 
@@ -374,8 +393,8 @@ class _Forward:
         _body.first = _first_forward(live) if record is None else _recorded(live, run, storages)
         phase.leaves_behind = False if not block.has_run else None
         try:
-            with live.more(_RNG_STATE):  # a region keeps the states from before its forward
-                result = checkpoint(partial(_run_body, block.own), *args, **kwargs)
+            with live.more(RNG_STATE_BYTES):  # a region keeps the states from before its forward
+                result = checkpoint(partial(_run_body, block.forward), *args, **kwargs)
                 run.held_bytes -= live.bytes
         finally:
             _body.first = None
@@ -383,8 +402,9 @@ class _Forward:
         if record is not None:
             run.add_outputs(outputs, storages, (args, kwargs))
             record.segments.append((live.segment_peak(), run, HELD))
-        node: Any = next((each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION), None)
-        if node is not None:
+        nodes = (each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION)
+        node: Any = next(nodes, None)
+        if node is not None and "apply" not in vars(node):  # which an output that is an argument has of another block
             node.apply = partial(self._backward_of, block, run, weakref.ref(node))
             for _, state in node.region.streams:
                 if is_tensor(state):
@@ -479,10 +499,6 @@ class _Forward:
         return "the model's own forward"
 
 
-class _Stores(Exception):
-    """A block cannot be a region, because a tensor of its graph is still alive after its forward."""
-
-
 class _Body(threading.local):
     """What the body of a region does in this thread.
 
@@ -498,23 +514,23 @@ class _Body(threading.local):
 _body = _Body()
 
 
-def _run_body(own, *args, **kwargs) -> Any:
+def _run_body(forward, *args, **kwargs) -> Any:
     first, _body.first = _body.first, None
     if first is None:
         live, recomputed = _body.live, _body.recomputed
-        result = own(*args, **kwargs) if live is None else live.recomputed(own, *args, **kwargs)
+        result = forward(*args, **kwargs) if live is None else live.recomputed(forward, *args, **kwargs)
         if recomputed is not None:
             recomputed()
         return result
     with first:
-        return own(*args, **kwargs)
+        return forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _first_forward(live):
     """Count what a region allocates for random numbers: it reads the state of torch's generator twice."""
     yield
-    with live.more(_RNG_STATE):
+    with live.more(RNG_STATE_BYTES):
         pass
 
 
@@ -524,7 +540,7 @@ def _recorded(live, run: Run, storages: SavedStorages):
     cost = live.cost
     with _first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         yield
-    run.cost, run.held_bytes = live.cost - cost, live.bytes + NUMBER_BYTES * storages.numbers
+    run.cost, run.held_bytes = live.cost - cost, live.bytes + storages.number_bytes
 
 
 def _first_sentence(error: Exception) -> str:
@@ -541,9 +557,9 @@ def _free(error: BaseException | None) -> None:
 
 def _is_within(sizes: Sizes, largest: Sizes) -> bool:
     """Whether no tensor is larger than the other call's in any dimension, or in the unused bytes of its storage."""
-    pairs = zip(sizes, largest)
-    return all(_at_most((*size, unused), (*most, most_unused)) for (size, _, unused), (most, _, most_unused) in pairs)
-
-
-def _at_most(size: Sequence[int], most: Sequence[int]) -> bool:
-    return all(a <= b for a, b in zip(size, most))
+    pairs = (
+        pair
+        for (size, _, unused), (most, _, most_unused) in zip(sizes, largest)
+        for pair in zip((*size, unused), (*most, most_unused))
+    )
+    return all(size <= most for size, most in pairs)

@@ -21,14 +21,14 @@ POLICIES = {
     "full": "full",
     "manual": "manual",
     "auto": "auto",
-    "chen-sqrt": "chen_sqrt",
+    "chen-sqrt": "chen",
     "chen-log": "chen_log",
-    "revolve": "revolve_chain",
-    "rotor": "rotor_chain",
+    "revolve": "revolve",
+    "rotor": "rotor",
     "min-cut": "min_cut",
-    "ilp": "ilp_graph",
+    "ilp": "ilp",
     "mu-two": "mu_two",
-    "selective": "chains.selective",
+    "selective": "selective",
 }
 Policy = str | Callable[..., Any]  # a name in `POLICIES`, or a function that is called as their `schedule` are
 _KEYWORDS = ("budget", "policy", "profile", "cache")  # of `ackpt.plan`, which are no options of a policy

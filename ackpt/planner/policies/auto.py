@@ -17,30 +17,27 @@ from itertools import islice
 import numpy as np
 
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.policies.chains.block_stages import stages
-from ackpt.planner.policies.chains.blocks import BlockChain, coarse_chain
+from ackpt.planner.policies.chains.block_options import stages
+from ackpt.planner.policies.chains.blocks import BlockChain, Walk, coarse_chain, long_skips
 from ackpt.planner.policies.chains.chain_table import BACKWARD, ChainTable
-from ackpt.planner.policies.chains.chain_walk import Walk
-from ackpt.planner.policies.chains.cut_points import long_skips
 from ackpt.planner.policies.chains.substitutes import substituted
 from ackpt.planner.policies.search.evictions import evictions
-from ackpt.planner.policies.search.frontier import cheapest, evenly_spaced, pareto
-from ackpt.planner.policies.search.mask_packing import packings
-from ackpt.planner.policies.search.offload_variants import offloads
-from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.policies.search.frontier import cheapest, costs, evenly_spaced, pareto
 from ackpt.planner.policies.search.refinement import refined
+from ackpt.planner.policies.search.variants import offloads, packings
 from ackpt.planner.schedule.schedule import Schedule, everything, lower, scheduled
 from ackpt.planner.schedule.simulator import peak_of
 
-from . import full, mu_two, rotor_chain
+from . import full, mu_two, rotor
 from .full import segmentations
 
-_SEGMENT_NODES = 40_000  # nodes of all segmentations that are recomputed one activation at a time
-_LEAST_SEGMENTATIONS = 4  # so many of them are tried on any graph
+# Nodes of all segmentations that are recomputed one activation at a time: bounds the time of a search.
+_SEGMENT_NODES = 40_000
+_LEAST_SEGMENTATIONS = 4  # so many of them are tried on any graph (not tuned)
 _LONGEST = 4  # times the baseline's backward: longer schedules cost more than a step, and long to simulate
 _SLOT_STEP = 2  # every second amount of memory is tried; the others gain little
-_SMALL = 800  # nodes of a graph for which there is time for all candidates of `rotor` and `mu_two`
-_MEDIUM = 5000  # nodes of a graph for which there is time for a second search, with packed masks
+_SMALL = 800  # nodes; above, all candidates of `rotor` and `mu_two` would take most of the search's time
+_MEDIUM = 5000  # nodes; above, a second search, with packed masks, would double a search of many seconds
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
@@ -70,7 +67,7 @@ def recomputing(graph: JointGraph, profile) -> list[Schedule]:
         schedules += chain_schedules(graph, chain, profile, cost, memory_bytes)
         schedules += substituted(graph, chain, profile, cost)
     if len(graph.nodes) <= _SMALL:
-        schedules += rotor_chain.candidates(graph, profile)
+        schedules += rotor.candidates(graph, profile)
         schedules += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, schedules)
     schedules = [point.schedule for point in points]

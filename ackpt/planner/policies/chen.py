@@ -1,20 +1,24 @@
-"""Formulas for checkpointing a chain of equal layers (Chen et al. 2016, section 4): its memory and recomputation.
+"""Policy `chen-sqrt`: save the boundaries of segments and recompute their interiors.
 
-The paper is arXiv:1604.06174. With sqrt(n) segments of equal length, only the outputs between segments are saved, and
-the inside of a segment is recomputed when backward reaches it: O(sqrt n) memory for less than one extra forward. The
-same recursively inside each segment gives g(n) = k + g(n / (k + 1)): with k = 1, O(log n) memory for O(n log n) extra
-forwards.
-
-The functions count outputs of layers, one unit each. A layer's backward reads its input and its output. The chain's
-input belongs to the caller, and gradients are not counted. Neither split is optimal: segments that get shorter towards
-the end need sqrt(2 n) (`ackpt.checkpointing.sequential.segment_lengths`), and `revolve` recomputes least for every
-number of saved states.
+From Chen et al. 2016 (arXiv:1604.06174). Without a budget, section 4.1: sqrt(n) segments of equally many blocks, O(sqrt
+n) memory for less than one extra forward. With a budget, algorithm 3: save a single-tensor cut point whenever the bytes
+since the last one exceed a threshold; the cheapest threshold that fits is taken. The last segment is saved. Neither is
+optimal: segments that get shorter towards the end need sqrt(2 n) (`ackpt.checkpointing.sequential.segment_lengths`),
+and `revolve` recomputes least for every number of saved states. The functions of plain numbers, such as `sqrt_counts`,
+count outputs of equal layers, one unit each. A layer's backward reads its input and its output; the chain's input
+belongs to the caller, and gradients are not counted.
 """
 
 from __future__ import annotations
 
 from math import isqrt
 from typing import NamedTuple
+
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.policies.chains.blocks import fine_chain
+from ackpt.planner.policies.full import segmentations
+from ackpt.planner.policies.search.frontier import cheapest
+from ackpt.planner.schedule.schedule import Schedule, everything, lower
 
 
 class Counts(NamedTuple):
@@ -79,3 +83,34 @@ def _evaluations(n: int) -> int:
 def _check(n) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"a chain has a whole number of layers, at least 1; got {n!r}")
+
+
+def schedule(graph, profile, limit_bytes) -> Schedule:
+    if limit_bytes is None:
+        return lower(graph, _equal_segments(graph))
+    return cheapest(graph, profile, limit_bytes, candidates)
+
+
+def candidates(graph: JointGraph, profile) -> list[Schedule]:
+    """One schedule for every threshold, and the equal segments."""
+    return [lower(graph, saved) for saved in (*segmentations(graph), _equal_segments(graph))]
+
+
+def _equal_segments(graph: JointGraph) -> frozenset[int]:
+    """The storages that sqrt(n) segments of equally many blocks save: their ends, and the whole last segment."""
+    chain = fine_chain(graph)
+    blocks = chain.blocks
+    length, longer = divmod(len(blocks), sqrt_counts(len(blocks)).segments)
+    ends = _ends(len(blocks), length, longer)
+    last = blocks[ends[-2] + 1 :] if len(ends) > 1 else blocks
+    in_last = {s for block in last for unit in (*block.units, block.output) for s in unit}
+    at_ends = {s for end in ends[:-1] for s in blocks[end].output}
+    return frozenset(at_ends | chain.pinned | in_last & set(everything(graph).saved))
+
+
+def _ends(blocks: int, length: int, longer: int) -> list[int]:
+    """The last block of each segment; the first `longer` segments have one block more than `length`."""
+    ends = [-1]
+    while ends[-1] + 1 < blocks:
+        ends.append(ends[-1] + length + (len(ends) <= longer))
+    return ends[1:]

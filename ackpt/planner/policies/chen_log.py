@@ -1,7 +1,6 @@
-"""Policy `chen-log`: split the chain of blocks recursively in half.
+"""Policy `chen-log`: split the chain of blocks recursively in half (Chen et al. 2016, arXiv:1604.06174, section 4.2).
 
-This is the recursive view of Chen et al. 2016, section 4.2 (arXiv:1604.06174), with one saved tensor per level. On a
-chain of n equal blocks it needs O(log n) memory and O(n log n) recomputation (`chen.recursive_peak`,
+On a chain of n equal blocks it needs O(log n) memory and O(n log n) recomputation (`chen.recursive_peak`,
 `chen.recursive_extra_forwards`). Without a budget the recursion goes down to single blocks. With a budget it stops at
 the cheapest depth that fits; below that depth, consecutive blocks are recomputed together. Halves have the same number
 of blocks, not the same bytes, so the plan is not optimal.
@@ -10,8 +9,7 @@ of blocks, not the same bytes, so the plan is not optimal.
 from __future__ import annotations
 
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.policies.chains.blocks import BlockChain, fine_chain
-from ackpt.planner.policies.chains.chain_walk import Walk
+from ackpt.planner.policies.chains.blocks import BlockChain, Walk, fine_chain
 from ackpt.planner.policies.search.frontier import cheapest
 from ackpt.planner.schedule.schedule import Schedule
 

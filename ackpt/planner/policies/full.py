@@ -8,24 +8,21 @@ backward reads first are saved as well, as far as that does not raise the peak.
 
 from __future__ import annotations
 
-from ackpt.planner.policies.chains.cut_points import cut_points
+from ackpt.planner.policies.chains.blocks import cut_points
 from ackpt.planner.schedule.schedule import Schedule, everything, lower, recomputed
 from ackpt.planner.schedule.simulator import peak_of
 
-_THRESHOLD_GROWTH = 1.25  # from one byte threshold to the next
+_THRESHOLD_GROWTH = 1.25  # from one byte threshold to the next (not tuned)
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
-    def peak(saved):
-        return peak_of(graph, lower(graph, saved), profile.workspace_bytes)
-
     def rank(saved):
         candidate = lower(graph, saved)
         peak_bytes = peak_of(graph, candidate, profile.workspace_bytes)
         return peak_bytes, sum(profile.flops[node] for node in recomputed(graph, candidate))
 
     lowest = min(segmentations(graph), key=rank)
-    return lower(graph, _with_the_end(graph, lowest, peak))
+    return lower(graph, _with_the_end(graph, lowest, lambda saved: rank(saved)[0]))
 
 
 def _with_the_end(graph, saved: frozenset[int], peak) -> frozenset[int]:
@@ -46,10 +43,7 @@ def _with_the_end(graph, saved: frozenset[int], peak) -> frozenset[int]:
 
 
 def segmentations(graph) -> list[frozenset[int]]:
-    """Sets of storages to save, two for each way in which a byte threshold cuts the chain of blocks.
-
-    The one saves the ends of segments alone, the other also the inside of the last segment.
-    """
+    """Storages to save: for each byte threshold, the ends of segments, and these with the last segment."""
     analysis = graph.analysis
     needed = everything(graph).saved
     fixed = {s for node in analysis.not_recomputable for s in graph.nodes[node].storages if s in analysis.savable}

@@ -20,14 +20,13 @@ from torch import fx
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies.search.frontier import cheapest
 from ackpt.planner.policies.search.refinement import without_runs
-from ackpt.planner.schedule.schedule import Schedule, live_before_backward, lower, recompute_late
+from ackpt.planner.schedule.schedule import Schedule, live_before_backward, lower, recompute_late, storages_of
 
-_SETTINGS = [tenth / 10 for tenth in range(11)]
+_SETTINGS = [tenth / 10 for tenth in range(11)]  # steps of a tenth, since each runs torch's partitioner
 
 
 class Partition(NamedTuple):
@@ -111,8 +110,7 @@ def _as_torch(graph: JointGraph, partitioned: Partition) -> Schedule:
 def _always_saved(graph: JointGraph) -> set[int]:
     """Storages of operations that cannot be recomputed, and of outputs, which the caller holds."""
     analysis = graph.analysis
-    nodes = [*analysis.not_recomputable, *(node for node in analysis.outputs if node is not None)]
-    return {s for node in nodes for s in graph.nodes[node].storages if s in analysis.savable}
+    return storages_of(graph, (*analysis.not_recomputable, *analysis.outputs)) & analysis.savable
 
 
 def _late_candidates(graph: JointGraph, profile) -> list[Schedule]:

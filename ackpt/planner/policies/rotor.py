@@ -1,23 +1,18 @@
-"""The algorithm of policy ``rotor``: the fastest persistent schedule of a chain of different stages within a budget.
+"""Policy ``rotor``: the fastest persistent schedule of a chain of different stages within a budget.
 
-Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for heterogeneous chains: how to train
-deep neural networks with limited memory" (arXiv:1911.13214), theorem 1, algorithms 1 and 2. A forward of a stage saves
-either everything that its backward reads, or its output alone: a checkpoint, from which later stages can be recomputed.
+Beaumont et al. 2019 (arXiv:1911.13214), theorem 1, algorithms 1 and 2. A forward of a stage saves either everything
+that its backward reads, or its output alone, from which later stages can be recomputed. The schedule is optimal among
+those in which a saved tensor stays until the backward that reads it. It has O(L^3 slots) time and O(L^2 slots) memory.
 
-The schedule is optimal among *persistent* ones, in which a saved tensor stays until the backward that reads it. The
-best of all schedules can be faster; finding it is NP-hard. Sizes are exact if the budget is at most `slots` units,
-where the unit is the greatest common divisor of whole sizes. Otherwise sizes are rounded up to a `slots`-th of the
-budget: the budget is kept, but the fastest schedule may be missed. The schedule of least bytes is always found. A
-gradient has the size of the output that it belongs to.
-
-Unlike `chains.chain_table`, this does not choose between several ways to run a stage, and ignores gradients of
-parameters. O(L^3 slots) time, O(L^2 slots) memory.
+In the policy a block is a stage. The model does not know that the first forward runs anyway, nor that the recomputed
+activations of a block need not all be live at once. So its schedules for every budget, with the overhead of stages and
+without, are simulated with those of ``chen-sqrt``, ``chen-log`` and ``revolve``; the cheapest one that fits is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor, gcd, inf
 from numbers import Integral
@@ -26,9 +21,19 @@ from typing import NamedTuple
 import numpy as np
 
 from ackpt.core.errors import BudgetError
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.policies import chen, chen_log, revolve
+from ackpt.planner.policies.chains.block_options import BlockStep
+from ackpt.planner.policies.chains.blocks import BlockChain, Walk, fine_chain
+from ackpt.planner.policies.search.frontier import cheapest, costs
+from ackpt.planner.schedule.schedule import Schedule
 
 FORWARD_ALL, FORWARD_CHECKPOINT, FORWARD_NONE = "forward all", "forward checkpoint", "forward none"
 BACKWARD = "backward"
+# Sizes are rounded to so many parts of all that can be saved, rotor's own 500; the simulator decides what fits.
+_SIZE_UNITS = 500
+# More blocks than this are joined, equally many neighbors at a time: time grows with their third power.
+_MOST_STAGES = 120
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,11 @@ class Solution:
 
 def solve(chain: Chain, budget: float, slots: int = 500) -> Solution:
     """The fastest persistent schedule of `chain` within `budget` bytes.
+
+    Sizes are exact if the budget is at most `slots` units, where the unit is the greatest common divisor of whole
+    sizes. Otherwise sizes are rounded up to a `slots`-th of the budget: the budget is kept, but the fastest schedule
+    may be missed. The schedule of least bytes is always found. A gradient has the size of the output that it belongs
+    to.
 
     Args:
         chain: times and bytes of its stages.
@@ -298,8 +308,7 @@ def _with_taken(costs: np.ndarray, size: int) -> np.ndarray:
 
 
 def _in_units(chain: Chain, budget, slots: int):
-    """The chain's four sizes in units, rounded up; the budget without the chain's input in units, rounded down; the
-    bytes of a unit."""
+    """The four sizes in units, rounded up; the budget without the input in units, rounded down; the bytes of a unit."""
     sizes = (chain.output_bytes, chain.saved_bytes, chain.forward_overhead, chain.backward_overhead)
     # More than saving everything needs is of no use, and would only make the units coarser.
     left = Fraction(_Needs(*sizes).everything().item())
@@ -310,3 +319,60 @@ def _in_units(chain: Chain, budget, slots: int):
     if not unit or left / unit > slots:
         unit = left / slots or Fraction(1)
     return [[ceil(Fraction(size) / unit) for size in group] for group in sizes], floor(left / unit), unit
+
+
+def schedule(graph, profile, limit_bytes) -> Schedule:
+    return cheapest(graph, profile, limit_bytes, candidates)
+
+
+def candidates(graph: JointGraph, profile) -> list[Schedule]:
+    """rotor's schedules for every budget, and those of the simpler persistent policies."""
+    blocks = fine_chain(graph, _MOST_STAGES)
+    chain = stages(graph, blocks, profile)
+    chains = [chain, replace(chain, forward_overhead=(), backward_overhead=())]
+    solutions = dict.fromkeys(s.operations for chain in chains for s in frontier(chain, 2 * _SIZE_UNITS))
+    schedules = [_persistent(graph, blocks, operations) for operations in solutions]
+    for policy in (chen, chen_log, revolve):
+        schedules += policy.candidates(graph, profile)
+    return schedules
+
+
+def stages(graph: JointGraph, chain: BlockChain, profile) -> Chain:
+    """The blocks of `chain` as stages of rotor's model."""
+    walk = Walk(graph, chain)
+    cost = costs(graph, profile)
+    times, sizes = [], []
+    gradients = 0  # of the parameters of later blocks
+    for block in reversed(chain.blocks):
+        step = BlockStep(walk.analysis, block, chain.pinned, cost, profile.workspace_bytes)
+        option = step.option(frozenset(s for unit in block.units for s in unit) & walk.read)
+        output = sum(walk.analysis.bytes[s] for s in block.output)
+        saved = option.saved_bytes + output
+        times.append([sum(cost[node] for node in nodes) for nodes in (block.forward, block.backward)])
+        backward_overhead = max(0, option.backward_peak - saved - output) + gradients
+        sizes.append((output, saved, max(0, option.forward_peak - saved), backward_overhead))
+        gradients += step.parameter_gradient_bytes
+    unit = max(1, sum(saved for _, saved, _, _ in sizes) // _SIZE_UNITS)
+    forward, backward = zip(*reversed(times))
+    output, saved, in_forward, in_backward = zip(*([round(size / unit) for size in row] for row in reversed(sizes)))
+    return Chain(forward, backward, output, saved, in_forward, in_backward)
+
+
+def _persistent(graph: JointGraph, chain: BlockChain, operations) -> Schedule:
+    walk = Walk(graph, chain)
+    saved_whole = set()
+    for (kind, stage), following in zip(operations, [*operations[1:], None]):
+        if kind == FORWARD_ALL:
+            saved_whole.add(stage)
+            # Right before its backward a block need not be saved: the backward recomputes it piece by piece.
+            if walk.in_first_forward or following != (BACKWARD, stage):
+                walk.save_all(stage)
+        elif kind == BACKWARD:
+            walk.reverse(stage, stage)
+            if stage - 1 not in saved_whole:
+                walk.free_output(stage - 1)
+        else:
+            walk.save_output(stage)
+            if kind == FORWARD_NONE:
+                walk.free_output(stage - 1)
+    return walk.schedule()

@@ -1,7 +1,7 @@
 """The operations that a planned step adds to the captured ones: copies of storages, and replays of random operations.
 
 Storages move between the device and pinned host memory. A copy moves a whole storage; views of it are recomputed
-afterwards. On a GPU each direction has its own stream, by the rules of `ackpt.offloading.cuda_transport`. On the CPU a
+afterwards. On a GPU each direction has its own stream, by the rules of `ackpt.offloading.transport`. On the CPU a
 copy is complete when it returns, and the "host" is the same memory. The start of a copy returns its event together with
 the tensor and passes both to the wait. These are plain Python functions since operations registered with torch can
 return tensors only.
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ackpt.checkpointing.rng import TorchStream, drawn_from, snapshot
 from ackpt.core.errors import CheckpointError, warn
-from ackpt.offloading.cuda_transport import CudaTransport
+from ackpt.offloading.transport import CudaTransport
 from ackpt.planner.capture.operations import is_tagged
 
 
@@ -45,14 +45,14 @@ def prefetch(host: torch.Tensor, device: torch.device, dtype: torch.dtype, shape
     transport = None if isinstance(host, FakeTensor) else _transport(host, device)
     event = None
     if transport is None:
-        there = torch.empty(host.numel(), dtype=torch.uint8, device=device)
+        on_device = torch.empty(host.numel(), dtype=torch.uint8, device=device)
         if not isinstance(host, FakeTensor):
-            there.copy_(host)
+            on_device.copy_(host)
     else:
         storage = transport.allocate(host.numel())
         event = _Event(transport, transport.copy_in(host, storage, host.numel(), ()), storage)
-        there = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    whole = there[: host.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        on_device = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    whole = on_device[: host.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
     return whole.as_strided(shape, strides, offset), event
 
 

@@ -1,6 +1,6 @@
 """List every allocation of a schedule with its lifetime and kind, and what is live at the peak.
 
-The same account as the simulator's (`live_bytes.follow`), block by block. `ackpt.explain` and the message of a
+The same account as the simulator's (`simulator.follow`), block by block. `ackpt.explain` and the message of a
 `BudgetError` are made from it.
 """
 
@@ -15,12 +15,11 @@ import torch
 
 from ackpt.core.budget import readable
 from ackpt.metering.meter import memory_format
-from ackpt.planner.capture.analysis import once_per_graph
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, once_per_graph
 from ackpt.planner.capture.places import operation, short_source
+from ackpt.planner.schedule.simulator import HOST, TEMPORARY, follow
 
-from .live_bytes import HOST, TEMPORARY, follow
-from .schedule import Schedule
+from .schedule import Schedule, storages_of
 
 #: The kinds of live bytes, resident ones first.
 LIVE = ("parameters", "buffers", "inputs", "optimizer", "gradients", "saved", "outputs", "recomputed", "temporaries")
@@ -101,13 +100,9 @@ def allocations(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple
 
 def _kinds(graph: JointGraph, schedule: Schedule) -> dict[int, str]:
     """By storage, what its first content is."""
-
-    def storages(nodes: Iterable[int | None]) -> set[int]:
-        return {storage for node in nodes if node is not None for storage in graph.nodes[node].storages}
-
-    kinds = dict.fromkeys(storages(graph.analysis.outputs), "outputs")
+    kinds = dict.fromkeys(storages_of(graph, graph.analysis.outputs), "outputs")
     kinds |= dict.fromkeys((*schedule.saved, *schedule.offloaded, *schedule.packed), "saved")
-    return kinds | dict.fromkeys(storages(graph.analysis.bw_outputs), "gradients")
+    return kinds | dict.fromkeys(storages_of(graph, graph.analysis.bw_outputs), "gradients")
 
 
 def _is_forward(graph: JointGraph, node: int | None) -> bool:
@@ -147,9 +142,9 @@ def described(graph: JointGraph, block: Allocation) -> str:
         return getattr(described_by, "target", None) or f"input {getattr(described_by, 'idx', node.name)}"
     if block.kind == "gradients" and (name := _gradients(graph).get(block.storage)):
         return f"gradient of {name}"
-    place = ", ".join(part for part in (node.module, short_source(node.source)) if part) or "the model itself"
-    what = "" if block.storage is not None else "workspace of " if block.kind == "temporaries" else "random state of "
-    return f"{what}{operation_of(graph, node.id)} ({place})"
+    where = ", ".join(part for part in (node.module, short_source(node.source)) if part) or "the model itself"
+    prefix = "" if block.storage is not None else "workspace of " if block.kind == "temporaries" else "random state of "
+    return f"{prefix}{operation_of(graph, node.id)} ({where})"
 
 
 def peak_in_words(graph: JointGraph, blocks: Iterable[Allocation]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ackpt.planner.capture.analysis import Analysis
+from ackpt.planner.capture.joint_graph import Analysis
 
 from .schedule import COMPUTE, KINDS, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError
 
@@ -26,13 +26,13 @@ def copies(schedule: Schedule) -> bool:
 class Host:
     """The copies in host memory at one moment of a schedule; every method raises `ScheduleError` for impossible steps.
 
-    ``there``: storages with a copy, complete or not; ``moving``: ``{storage: the step that started its copy}``.
+    ``in_host``: storages with a copy, complete or not; ``moving``: ``{storage: the step that started its copy}``.
     """
 
     def __init__(self, analysis: Analysis, schedule: Schedule):
         steps = (*schedule.forward, *schedule.backward)
         self.analysis = analysis
-        self.there: set[int] = set()
+        self.in_host: set[int] = set()
         self.moving: dict[int, str] = {}
         self._left = Counter(step.id for step in steps if step.kind in _COPIES)
         self._taken: set[int] = set()
@@ -45,11 +45,11 @@ class Host:
         if storage in self._taken:
             raise ScheduleError(f"storage {storage} is offloaded twice: one copy in host memory is enough")
         self._taken.add(storage)
-        self.there.add(storage)
+        self.in_host.add(storage)
         self.moving[storage] = OFFLOAD
 
     def prefetch(self, storage: int) -> None:
-        if storage not in self.there:
+        if storage not in self.in_host:
             raise ScheduleError(f"storage {storage} is prefetched, but it was never offloaded")
         self.refuse_moving(storage, "prefetched")
         self.moving[storage] = PREFETCH
@@ -64,7 +64,7 @@ class Host:
         """Whether no later step names `storage`; to be called after every step that copies."""
         self._left[storage] -= 1
         if self._left[storage] == 0:
-            self.there.discard(storage)
+            self.in_host.discard(storage)
         return self._left[storage] == 0
 
     def refuse_moving(self, storage: int, action: str) -> None:
@@ -103,10 +103,7 @@ def clock(profile, schedule: Schedule) -> tuple[float, float] | None:
 
 
 def timed(profile, schedule: Schedule) -> Iterator[tuple[str, int, float, float]]:
-    """Every step but the frees, in order, as (kind, id, start, end) in seconds, with the streams of `clock`.
-
-    A wait starts when computation reaches it; a copy starts in its stream, so computation may be ahead of it.
-    """
+    """Every step but the frees, as (kind, id, start, end) in seconds; a copy starts in its stream, perhaps later."""
     swaps = profile.swap_seconds or ()
     now = 0.0
     idle = dict.fromkeys((OFFLOAD, PREFETCH), 0.0)

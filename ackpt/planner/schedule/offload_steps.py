@@ -14,14 +14,13 @@ import dataclasses
 from collections.abc import Iterable
 from itertools import accumulate
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, Analysis, JointGraph
 from ackpt.planner.costs.profiles import Profile
 
 from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError, Step
 from .simulator import step_peaks
 
-_SOON = 30  # two readers of a packed mask share one unpacking if the second follows within so many operations
+_SOON = 30  # two readers of a packed mask share one unpacking if the second follows this soon (not tuned)
 
 
 def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:
@@ -68,20 +67,20 @@ def offloaded(
         raise ScheduleError(f"storages {wrong} are not saved, or the caller holds them: they cannot be offloaded")
     if schedule.offloaded:
         raise ScheduleError("the schedule offloads already: name all storages at once")
-    plan = _Placing(graph, schedule, storages, profile, limit_bytes)
-    plan.leave()
-    plan.come_back()
-    return plan.placed()
+    copies = _Copies(graph, schedule, storages, profile, limit_bytes)
+    copies.place_offloads()
+    copies.place_prefetches()
+    return copies.inserted()
 
 
 @dataclasses.dataclass
-class _Way:
+class _Copy:
     """When one storage moves: indices of compute steps of the forward (``born``, ``last`` use, ``freed`` after) and of
-    the backward (``prefetched`` before, ``first`` use). ``copy``: seconds of one copy."""
+    the backward (``prefetched`` before, ``first`` use). ``seconds``: of one copy."""
 
     storage: int
     size: int
-    copy: float
+    seconds: float
     born: int
     last: int
     first: int
@@ -89,96 +88,81 @@ class _Way:
     prefetched: int
 
 
-class _Placing:
+class _Copies:
     """Chooses when storages move. ``forward``, ``backward``: dynamic bytes at every compute step, at first with each
-    storage on the device as briefly as possible; ``limit``: their upper bound; ``seconds``: of every compute step."""
+    storage on the device as briefly as possible; ``limit``: their upper bound; ``step_seconds``: of every compute
+    step."""
 
     def __init__(self, graph: JointGraph, schedule: Schedule, storages, profile, limit_bytes: int):
         analysis = graph.analysis
         self.schedule, self.dropped = schedule, analysis.dropped
-        orders = [[s.id for s in steps if s.kind == COMPUTE] for steps in (schedule.forward, schedule.backward)]
-        seconds, copies = profile.seconds, profile.swap_seconds
-        if seconds is None or copies is None:
-            seconds, copies = [0.0] * len(graph.nodes), [0.0] * len(graph.storages)
-        self.seconds = [[seconds[node_id] for node_id in order] for order in orders]
-        self.ways = _ways(analysis, storages, orders, copies)
+        orders = schedule.forward_arrays.computed, schedule.backward_arrays.computed
+        seconds, copy_seconds = profile.seconds, profile.swap_seconds
+        if seconds is None or copy_seconds is None:
+            seconds, copy_seconds = [0.0] * len(graph.nodes), [0.0] * len(graph.storages)
+        self.step_seconds = [[seconds[node_id] for node_id in order] for order in orders]
+        self.copies = _copies(analysis, storages, orders, copy_seconds)
         self.forward, self.backward = step_peaks(graph, schedule, profile.workspace_bytes)
         # Each is away after its last use in the forward and before its first in backward.
-        _add(self.forward, [(way.last + 1, len(self.forward), -way.size) for way in self.ways])
-        _add(self.backward, [(0, way.first, -way.size) for way in self.ways])
+        _add(self.forward, [(copy.last + 1, len(self.forward), -copy.size) for copy in self.copies])
+        _add(self.backward, [(0, copy.first, -copy.size) for copy in self.copies])
         self.limit = max(limit_bytes, *self.forward, *self.backward)
 
-    def leave(self) -> None:
+    def place_offloads(self) -> None:
         """Free each storage in the forward when its copy is complete, or earlier where it would exceed the limit."""
         now = idle = 0.0
-        born, unused = _by(self.ways, "born"), _by(self.ways, "last")
+        born, unused = _by(self.copies, "born"), _by(self.copies, "last")
         done: dict[int, float] = {}
-        leaving: list[_Way] = []  # no longer read in the forward, but still on the device
+        leaving: list[_Copy] = []  # no longer read in the forward, but still on the device
         leaving_bytes = 0
-        for at, seconds in enumerate(self.seconds[0]):
-            for way in list(leaving):
-                if done[way.storage] <= now or self.forward[at] + leaving_bytes > self.limit:
-                    now = max(now, done[way.storage])
-                    way.freed = at - 1
-                    leaving.remove(way)
-                    leaving_bytes -= way.size
+        for at, seconds in enumerate(self.step_seconds[0]):
+            for copy in list(leaving):
+                if done[copy.storage] <= now or self.forward[at] + leaving_bytes > self.limit:
+                    now = max(now, done[copy.storage])
+                    copy.freed = at - 1
+                    leaving.remove(copy)
+                    leaving_bytes -= copy.size
             self.forward[at] += leaving_bytes
             now += seconds
-            for way in born.get(at, ()):
-                done[way.storage] = idle = max(idle, now) + way.copy
-            for way in unused.get(at, ()):
-                leaving.append(way)
-                leaving_bytes += way.size
-            leaving.sort(key=lambda way: done[way.storage])
-        for way in leaving:
-            way.freed = len(self.seconds[0]) - 1
+            for copy in born.get(at, ()):
+                done[copy.storage] = idle = max(idle, now) + copy.seconds
+            for copy in unused.get(at, ()):
+                leaving.append(copy)
+                leaving_bytes += copy.size
+            leaving.sort(key=lambda copy: done[copy.storage])
+        for copy in leaving:
+            copy.freed = len(self.step_seconds[0]) - 1
 
-    def come_back(self) -> None:
+    def place_prefetches(self) -> None:
         """Prefetch each storage in backward so that its copy is complete at its first use, if the limit allows."""
-        begins = list(accumulate(self.seconds[1], initial=0.0))
+        begins = list(accumulate(self.step_seconds[1], initial=0.0))
         idle = begins[-1]  # from here on the link is busy with copies that are needed later
-        for way in sorted(self.ways, key=lambda way: (-way.first, -way.storage)):
-            begin = min(begins[way.first], idle) - way.copy
-            at = way.first
-            while at > 0 and begins[at] > begin and self.backward[at - 1] + way.size <= self.limit:
+        for copy in sorted(self.copies, key=lambda copy: (-copy.first, -copy.storage)):
+            begin = min(begins[copy.first], idle) - copy.seconds
+            at = copy.first
+            while at > 0 and begins[at] > begin and self.backward[at - 1] + copy.size <= self.limit:
                 at -= 1
-                self.backward[at] += way.size
-            way.prefetched = at
+                self.backward[at] += copy.size
+            copy.prefetched = at
             idle = max(begin, begins[at])
 
-    def placed(self) -> Schedule:
-        out = {(way.born, 0, way.born, way.storage): [Step(OFFLOAD, way.storage)] for way in self.ways}
+    def inserted(self) -> Schedule:
+        out = {(copy.born, 0, copy.born, copy.storage): [Step(OFFLOAD, copy.storage)] for copy in self.copies}
         out |= {
-            (way.freed, 1, way.born, way.storage): [Step(WAIT, way.storage), Step(FREE, way.storage)]
-            for way in self.ways
+            (copy.freed, 1, copy.born, copy.storage): [Step(WAIT, copy.storage), Step(FREE, copy.storage)]
+            for copy in self.copies
         }
-        back = {(way.prefetched, 0, way.first, way.storage): [Step(PREFETCH, way.storage)] for way in self.ways}
-        back |= {(way.first, 1, way.first, way.storage): [Step(WAIT, way.storage)] for way in self.ways}
+        back = {(copy.prefetched, 0, copy.first, copy.storage): [Step(PREFETCH, copy.storage)] for copy in self.copies}
+        back |= {(copy.first, 1, copy.first, copy.storage): [Step(WAIT, copy.storage)] for copy in self.copies}
         out = {(at + 1, *rest): steps for (at, *rest), steps in out.items()}
-        return _moved(self.schedule, {way.storage for way in self.ways}, self.dropped, out, back)
+        return _moved(self.schedule, {copy.storage for copy in self.copies}, self.dropped, out, back)
 
 
 def packed(graph: JointGraph, schedule: Schedule, storages: Iterable[int]) -> Schedule:
     """`schedule`, but with these saved dropout masks packed between their uses in forward and backward.
 
-    Each mask is unpacked before its first reader in backward. If the next reader follows more than 30 operations later,
-    the mask is freed in between and unpacked again.
-
-    Raises:
-        ScheduleError: if `schedule` does not save one of `storages` or also recomputes it, or if one is not a dropout
-            mask.
-
-    Example:
-        >>> import torch, ackpt
-        >>> from ackpt.graph import simulate
-        >>> from ackpt.planner.schedule.schedule import everything
-        >>> from ackpt.planner.schedule.offload_steps import packed
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
-        >>> graph = ackpt.trace(model, torch.ones(64, 64))
-        >>> saving = everything(graph)
-        >>> found = packed(graph, saving, graph.analysis.masks.keys() & saving.saved)
-        >>> [simulate(graph, ackpt.profile(graph), each).saved_bytes for each in (saving, found)]
-        [32768, 16896]
+    Each mask is unpacked before its first reader in backward, and freed and unpacked again if the next one follows
+    late. Raises ScheduleError for storages that are not saved dropout masks.
     """
     analysis, storages = graph.analysis, set(storages)
     drawn = {s for node in schedule.backward_arrays.computed for s in analysis.allocated.get(node, ())}
@@ -224,10 +208,10 @@ def _moved(schedule: Schedule, gone: set[int], dropped: set[int], out, back) -> 
     )
 
 
-def _by(ways: list[_Way], name: str) -> dict[int, list[_Way]]:
-    groups: dict[int, list[_Way]] = {}
-    for way in ways:
-        groups.setdefault(getattr(way, name), []).append(way)
+def _by(copies: list[_Copy], name: str) -> dict[int, list[_Copy]]:
+    groups: dict[int, list[_Copy]] = {}
+    for copy in copies:
+        groups.setdefault(getattr(copy, name), []).append(copy)
     return groups
 
 
@@ -240,7 +224,7 @@ def _add(sizes: list[int], spans) -> None:
     sizes[:] = map(sum, zip(sizes, accumulate(changes)))
 
 
-def _ways(analysis: Analysis, storages, orders, copy_seconds) -> list[_Way]:
+def _copies(analysis: Analysis, storages, orders, copy_seconds) -> list[_Copy]:
     forward, backward = orders
     wanted = set(storages)
     born = {node_id: at for at, node_id in enumerate(forward)}
@@ -253,10 +237,10 @@ def _ways(analysis: Analysis, storages, orders, copy_seconds) -> list[_Way]:
         for s in wanted.intersection(analysis.accessed[BACKWARD][node_id])
     }
     return [
-        _Way(
+        _Copy(
             storage=s,
             size=analysis.bytes[s],
-            copy=copy_seconds[s],
+            seconds=copy_seconds[s],
             born=born[analysis.base_of[s]],
             last=last[s],
             first=first[s],

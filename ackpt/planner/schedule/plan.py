@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 from ackpt.core.files import read_json, write_text_atomic
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
+from ackpt.planner.capture.inspection.calls import differences
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.places import common, operation, pattern, short_source
-
-from .schedule import Schedule
-from .schedule_json import digest, from_json, to_json
+from ackpt.planner.schedule.schedule import Schedule, ScheduleError, digest, from_json, to_json
+from ackpt.planner.schedule.simulator import follow, saved_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 SAVED, PACKED, RECOMPUTED, OFFLOADED = "saved", "packed", "recomputed", "offloaded"
 _SCHEMA = {"schema": "ackpt.plan", "version": 2}
@@ -49,8 +50,8 @@ class Activation:
     Example:
         >>> import torch, ackpt
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-        >>> (kept,) = ackpt.plan(ackpt.trace(model, torch.ones(4, 8))).activations
-        >>> kept.name, kept.fate, kept.bytes, kept.module
+        >>> (activation,) = ackpt.plan(ackpt.trace(model, torch.ones(4, 8))).activations
+        >>> activation.name, activation.fate, activation.bytes, activation.module
         ('tanh', 'saved', 128, '1')
     """
 
@@ -301,10 +302,10 @@ def _group_row(group: tuple[Activation, ...]) -> str:
     first, modules = group[0], common(a.module for a in group) or "the model itself"
     source = f", {short_source(first.source)}" if first.source else ""
     if len(group) == 1:
-        what = f"{modules} ({first.name}){source}"
+        described = f"{modules} ({first.name}){source}"
     else:
-        what = f"{len(group)} x {modules} ({operation(first.name)}): {memory_format(first.bytes)} each{source}"
-    return f"{memory_format(sum(a.bytes for a in group)):<17} {first.fate:<11} {what}"
+        described = f"{len(group)} x {modules} ({operation(first.name)}): {memory_format(first.bytes)} each{source}"
+    return f"{memory_format(sum(a.bytes for a in group)):<17} {first.fate:<11} {described}"
 
 
 def activations(graph: JointGraph, baseline: Schedule, schedule: Schedule) -> tuple[Activation, ...]:
@@ -317,3 +318,51 @@ def activations(graph: JointGraph, baseline: Schedule, schedule: Schedule) -> tu
         fate = fates.get(storage, RECOMPUTED)
         listed.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
     return tuple(listed)
+
+
+def check_applies(graph: JointGraph, plan: Plan, is_instance: bool = False) -> None:
+    """Refuse a plan of another graph, and one whose bytes are not those of its schedule.
+
+    The peak may be higher than the simulated one, since the workspace of operations is unknown here. The resident bytes
+    may be higher by the state of an optimizer that `graph` was traced without. `is_instance`: whether `graph` is an
+    instance of a capture with dynamic dimensions, at the sizes of the plan.
+    """
+    made_for = plan.schedule.graph
+    if made_for != graph.hash and is_instance and not plan.dynamic:
+        raise PlanError(
+            f"this plan was made for fixed sizes, and a capture for all sizes has other operations ({made_for[:12]}, "
+            f"not {graph.hash[:12]}), or the model or its arguments differ otherwise. Name the dimensions that change "
+            "when you make the plan, as in ackpt.compile(..., dynamic={'input_ids': {1: (16, 512)}}), or plan again."
+        )
+    if made_for != graph.hash:
+        raise PlanError(
+            f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): "
+            f"{_what_differs(graph, plan)}. Plan again for this model and these arguments."
+        )
+    try:
+        timeline = follow(graph, plan.schedule, (0,) * len(graph.nodes)).timeline()
+    except (ScheduleError, LookupError, TypeError) as error:
+        raise PlanError(f"the schedule of this plan cannot run: {error!r}. Plan again.") from error
+    resident = graph.resident_bytes
+    saved = saved_bytes(graph, plan.schedule)
+    limit = plan.dynamic_peak_bytes if plan.limit_bytes is None else plan.limit_bytes
+    # (field, what it says, the least and the most that it can be)
+    figures = [
+        ("saved_bytes", plan.saved_bytes, saved, saved),
+        ("resident_bytes", plan.resident_bytes, resident, resident if graph.optimizer_bytes else None),
+        ("peak_bytes", plan.peak_bytes, plan.resident_bytes + timeline.peak_bytes, plan.resident_bytes + limit),
+    ]
+    for name, said, least, most in figures:
+        if said < least or (most is not None and said > most):
+            true = f"{least}" if most == least else f"at least {least}" if said < least else f"at most {most}"
+            raise PlanError(
+                f"this plan says that its {name} are {said}, but with this model, and the optimizer, the "
+                f"accumulated gradients and the scaler that are given, they are {true}. Plan again, with the same ones."
+            )
+
+
+def _what_differs(graph: JointGraph, plan: Plan) -> str:
+    if plan.made_for is None or graph.made_for is None:
+        return "model, arguments, dtypes or torch differ"
+    clauses = differences(plan.made_for, graph.made_for)
+    return "; ".join(clauses) or "the call is the same, so the model's code or configuration differs"

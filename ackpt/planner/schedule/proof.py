@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from ackpt.planner.capture.fake_results import FakeResults, Value, storages_in
-
 from .added_operations import offload, run_again, run_and_save
+from .fake_results import FakeResults, Value, storages_in
 from .listing import Line, Listing, mapped
 
 
@@ -36,18 +35,11 @@ def live_after(
     state_bytes: int,
     hosted: set[int],
 ) -> tuple[list[tuple[int, int]], list]:
-    """Live bytes on the device and in host memory right after every operation of `listing`, before its arguments are
-    freed, and the outputs.
+    """The live bytes on the device and on the host after every operation of `listing`, and its outputs.
 
-    Args:
-        root: the module that has the constants of `listing`.
-        listing: one half of a rewritten step.
-        results: of the operations of its graph.
-        arguments: values for its placeholders, and values of `results` for those that are tensors.
-        uncounted: storages that belong to the caller.
-        held: bytes that the caller keeps all the time, besides the arguments.
-        state_bytes: of the generator's state that is saved while an operation replays another one.
-        hosted: storages in host memory; those that `listing` returns are added.
+    `results`: of the operations of its graph; `arguments`: for its placeholders; `uncounted`: storages that belong to
+    the caller; `held`: bytes that the caller keeps; `state_bytes`: of the generator's state that is saved while an
+    operation replays another one; `hosted`: storages in host memory, to which those of the outputs are added.
     """
     live: list[tuple[int, int]] = []
     values: dict[Line, Any] = {}

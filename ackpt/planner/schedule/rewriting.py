@@ -17,16 +17,15 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from ackpt.planner.capture.analysis import is_training_batch_norm
 from ackpt.planner.capture.dynamic_sizes import DynamicModule, Symbols, expression, is_size
-from ackpt.planner.capture.fake_results import fake_results, storages_in
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, is_training_batch_norm
 from ackpt.planner.capture.patches.kernels import true_results
+from ackpt.planner.schedule.simulator import follow, rng_state_bytes
 
 from . import added_operations
 from .added_operations import run_again, run_and_save
+from .fake_results import fake_results, storages_in
 from .listing import Line, Listing, mapped
-from .live_bytes import follow, rng_state_bytes
 from .proof import RewriteError, live_after
 from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, Schedule, Step
 
@@ -304,8 +303,7 @@ class _Builder:
 
 
 class _Sizes:
-    """The lines of the sizes that are expressions, in one listing: one line computes all from the dynamic
-    dimensions."""
+    """The lines of the sizes that are expressions, in one listing: one line computes them all."""
 
     def __init__(self, listing: Listing, symbols: Symbols, given: list[Line]):
         self.listing, self.symbols, self.place = listing, symbols, len(listing.lines)

@@ -7,17 +7,16 @@ returns a `Schedule`, and nothing else is simulated or run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
-from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-
-from .late_orders import LateOrders
-from .lifetimes import frees, unpacked_at_once
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, Analysis, JointGraph, once_per_graph
+from ackpt.planner.schedule.orders import frees, unpacked_at_once
 
 COMPUTE, FREE = "compute", "free"
 PACK, UNPACK = "pack", "unpack"
@@ -207,14 +206,10 @@ def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
     """
     analysis = graph.analysis
     # The caller holds the outputs anyway.
-    outputs = {s for node_id in analysis.outputs if node_id is not None for s in graph.nodes[node_id].storages}
-    saved = {*saved, *(outputs - analysis.dropped)}
-    return scheduled(graph, None, _late_orders(graph).order(live_before_backward(analysis, saved)))
-
-
-@once_per_graph
-def _late_orders(graph: JointGraph) -> LateOrders:
-    return LateOrders(graph.analysis, graph.analysis.needed_backward)
+    saved = {*saved, *(storages_of(graph, analysis.outputs) - analysis.dropped)}
+    return scheduled(
+        graph, None, recompute_late(analysis, analysis.needed_backward, live_before_backward(analysis, saved))
+    )
 
 
 @once_per_graph
@@ -243,27 +238,27 @@ def live_before_backward(analysis: Analysis, saved) -> set[int]:
     """Nodes whose values are live when backward begins if the storages `saved`, and their siblings, are saved."""
     live = set(analysis.sources)
     for producer in {analysis.graph.storages[storage].producer for storage in saved}:
-        live |= {analysis.base_of[storage] for storage in analysis.allocated[producer] if storage in analysis.base_of}
+        live |= bases_of(analysis, analysis.allocated[producer])
     return live
 
 
-def recompute_late(analysis: Analysis, nodes: Iterable[int], live: set[int]) -> list[int]:
-    """Node ids in the order in which `nodes` run, each missing activation recomputed right before its first reader.
+def bases_of(analysis: Analysis, storages: Iterable[int]) -> set[int]:
+    """The base tensors of `storages`, as node ids."""
+    return {analysis.base_of[storage] for storage in storages if storage in analysis.base_of}
 
-    `live`: nodes whose values exist; every node of the returned order is added to it.
-    """
-    reads = analysis.backward_reads
+
+def storages_of(graph: JointGraph, node_ids: Iterable[int | None]) -> set[int]:
+    """The storages that the results of nodes use; None counts as no node."""
+    return {storage for node_id in node_ids if node_id is not None for storage in graph.nodes[node_id].storages}
+
+
+def recompute_late(analysis: Analysis, nodes: Iterable[int], live: set[int]) -> list[int]:
+    """The order in which `nodes` run, each missing activation recomputed before its first reader; `live` grows."""
     order: list[int] = []
     for reader in nodes:
-        if reader in live:
-            continue
-        if live.issuperset(reads[reader]):  # nothing is missing
-            order.append(reader)
-            live.add(reader)
-        else:
-            runs = missing_for(analysis, (reader,), live)
-            order += runs
-            live.update(runs)
+        runs = missing(analysis, reader, live)
+        order += runs
+        live.update(runs)
     return order
 
 
@@ -279,14 +274,14 @@ def missing(analysis: Analysis, node_id: int, live) -> list[int]:
 def missing_for(analysis: Analysis, node_ids, live) -> list[int]:
     """`node_ids` and the nodes that have to run before them, in order, if the values in `live` are live."""
     reads = analysis.backward_reads
-    found = set()
+    needed = set()
     todo = list(node_ids)
     while todo:
         node = todo.pop()
-        if node not in live and node not in found:
-            found.add(node)
+        if node not in live and node not in needed:
+            needed.add(node)
             todo += reads[node]
-    return sorted(found)
+    return sorted(needed)
 
 
 def needed_forward(analysis: Analysis, saved) -> list[int]:
@@ -305,14 +300,14 @@ def needed_forward(analysis: Analysis, saved) -> list[int]:
     return sorted([*analysis.always_computed, *others])
 
 
-def _with_frees(graph: JointGraph, order, kept, phase: str) -> tuple[np.ndarray, set[int]]:
+def _with_frees(graph: JointGraph, order, never_freed, phase: str) -> tuple[np.ndarray, set[int]]:
     """The steps of `order` with every free as early as possible, and the storages that must be live before it.
 
     A step is a number: that of its node, or that of the storage it frees plus the number of nodes.
     """
     last_uses = frees(graph, order, phase)
     is_freed = np.ones(len(graph.storages), dtype=bool)
-    is_freed[list(kept)] = False
+    is_freed[list(never_freed)] = False
     is_freed = is_freed[last_uses.storages]
     positions, storages = last_uses.positions[is_freed], last_uses.storages[is_freed]
     before = np.cumsum(np.bincount(positions, minlength=len(order)))  # frees up to every position
@@ -347,3 +342,42 @@ def _all_steps(nodes: int, storages: int) -> np.ndarray:
     for number in range(len(steps)):
         steps[number] = Step(COMPUTE, number) if number < nodes else Step(FREE, number - nodes)
     return steps
+
+
+def to_json(schedule: Schedule) -> dict[str, Any]:
+    """Plain data, from which `from_json` makes an equal schedule."""
+    return {
+        "graph": schedule.graph,
+        "forward": _packed(schedule.forward),
+        "backward": _packed(schedule.backward),
+        "saved": list(schedule.saved),
+        "replayed": list(schedule.replayed),
+    }
+
+
+def from_json(data: Mapping[str, Any]) -> Schedule:
+    """The schedule that `to_json` wrote; KeyError, TypeError or ValueError if the data are not complete."""
+    forward, backward = (
+        tuple([_step(tuple(entry) if isinstance(entry, list) else entry) for entry in data[part]])
+        for part in ("forward", "backward")
+    )
+    return Schedule(data["graph"], forward, backward, tuple(data["saved"]), tuple(data["replayed"]))
+
+
+@functools.cache  # schedules of a graph share these objects
+def _step(packed) -> Step:
+    if isinstance(packed, tuple):
+        return Step(*packed)
+    return Step(COMPUTE, packed) if packed >= 0 else Step(FREE, -1 - packed)
+
+
+def digest(data: Mapping[str, Any]) -> str:
+    """SHA-256 of the data of a file without its own entry ``"digest"``."""
+    entries = {key: value for key, value in data.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _packed(steps) -> list:
+    """A compute step as its node's id, a free as -1 - the storage's, another as [kind, storage]."""
+    numbers = {COMPUTE: lambda step: step.id, FREE: lambda step: -1 - step.id}
+    return [numbers.get(step.kind, list)(step) for step in steps]

@@ -1,4 +1,5 @@
 """Sharded training: the memory and communication that FSDP2 adds on every rank, and plans for sharded blocks.
 
-Read `sharding` first (bytes of shards and collectives), then `planner`, which ``ackpt plan --fsdp`` uses.
+Read `sharding` first (bytes of shards and collectives, window by window), then `planner`, which ``ackpt plan --fsdp``
+uses.
 """

@@ -1,8 +1,10 @@
-"""Bytes that FSDP2 allocates in addition to activations: shards, gathered parameters, buffers of collectives.
+"""A schedule's events with those of FSDP2 between them: shards, gathered parameters, buffers of collectives.
 
 ``fully_shard`` on every block and then on the model makes one group of parameters of each block and one, the root, of
-the rest. A group's parameters are gathered before it runs and freed afterwards, in the forward and again in the
-backward; then its gradients are reduced to shards. The root stays gathered until the end of the step.
+the rest. A *window* is an uninterrupted run of one group in the forward or in the backward, with FSDP2's hooks at its
+ends: parameters are gathered before it, while the buffer of the previous gather is still allocated, and freed after it.
+In the backward each block starts the gather of the next one, and its gradients are reduced after its own backward, in a
+buffer that is live until the next one. The root is gathered first and reduced last.
 
 Source: ``torch/distributed/fsdp/_fully_shard`` of torch 2.13, ``_fsdp_param_group.py`` and ``_fsdp_collectives.py``.
 """
@@ -10,13 +12,18 @@ Source: ``torch/distributed/fsdp/_fully_shard`` of torch 2.13, ``_fsdp_param_gro
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ackpt.metering.resident import rounded
+from ackpt.metering.timeline import Timeline
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.capture.optimizer_state import optimizer_bytes
+from ackpt.planner.schedule.schedule import Schedule
+from ackpt.planner.schedule.simulator import CATEGORIES, follow
 
 COMMUNICATION = "collectives"
 GATHERED, REDUCED, UNREDUCED = "gathered parameters", "gradients", "unreduced gradients"
@@ -190,3 +197,215 @@ def _shard(weight: Weight, sharding: Sharding) -> nn.Parameter:
 
 def _within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
+
+
+ROOT = 0
+# An event of a window has the place of its category in this tuple.
+CATEGORIES_OF_A_RANK = (UNREDUCED, *CATEGORIES[1:], REDUCED, GATHERED, COMMUNICATION)  # the first are those of `Live`
+_UNREDUCED, _ACTIVATION, _RECOMPUTED, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNICATION = range(len(CATEGORIES_OF_A_RANK))
+
+
+class ShardingError(ValueError):
+    """A step that FSDP2 would run differently from this model of it."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Events of one group in one phase: bytes, negative if they are freed, and the number of a category."""
+
+    phase: str
+    group: int
+    events: tuple[tuple[int, int], ...]
+
+    @property
+    def net(self) -> int:
+        return sum(size for size, _ in self.events)
+
+    @property
+    def highest(self) -> int:
+        """The largest number of bytes above those at the window's begin."""
+        most = total = 0
+        for size, _ in self.events:
+            total += size
+            most = max(most, total)
+        return most
+
+
+def peak_bytes(windows: Iterable[Window]) -> int:
+    most = total = 0
+    for window in windows:
+        most = max(most, total + window.highest)
+        total += window.net
+    return most
+
+
+def timeline(windows: Iterable[Window]) -> Timeline:
+    """Live dynamic bytes of one rank after every event, by category."""
+    live, series = [0], [[0] for _ in CATEGORIES_OF_A_RANK]
+    boundary = None
+    for window in windows:
+        if window.phase == BACKWARD and boundary is None:
+            boundary = len(live) - 1
+        for size, category in window.events:
+            live.append(live[-1] + size)
+            for index, values in enumerate(series):
+                values.append(values[-1] + (size if index == category else 0))
+    return Timeline(tuple(live), {n: tuple(s) for n, s in zip(CATEGORIES_OF_A_RANK, series) if any(s)}, boundary)
+
+
+def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
+    """The number of the group in which each node runs; autograd's sums of gradients belong to the previous node's."""
+    number = {group.name: index for index, group in enumerate(groups) if index != ROOT}
+    owner_of, current = [], ROOT
+    for node in graph.nodes:
+        if node.module or node.source or node.phase == FORWARD:
+            parts = node.module.split(".")
+            names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+            current = next((number[name] for name in names if name in number), ROOT)
+        owner_of.append(current)
+    return owner_of
+
+
+def step_windows(
+    graph: JointGraph, schedule: Schedule, workspace_bytes, groups: tuple[Group, ...], sharding: Sharding
+) -> list[Window]:
+    """The windows of one rank's step, in order; the last is the root's, with the reduction and the optimizer's step.
+
+    Raises:
+        ShardingError: if a block runs twice in the forward, or again when its backward is not due.
+    """
+    return _Walk(graph, schedule, workspace_bytes, groups, sharding).windows()
+
+
+class _Walk:
+    def __init__(self, graph, schedule, workspace_bytes, groups, sharding):
+        self.live = follow(graph, schedule, workspace_bytes)
+        self.groups, self.owners = groups, owners(graph, groups)
+        self.sizes = [GroupBytes(group, sharding) for group in groups]
+        self.gradients = [_gradients(graph, group) for group in groups]
+        self.closed: list[Window] = []
+        self.events: list[tuple[int, int]] = []
+        self.key = (FORWARD, ROOT)
+        self.order: list[int] = []  # blocks as the forward runs them
+        self.buffer = 0  # of the last all-gather
+        self.reducing = 0  # of the last reduce-scatter
+
+    def windows(self) -> list[Window]:
+        live = self.live
+        owned = zip(live.events, live.owner)
+        events = [(size, kind, None if owner is None else self.owners[owner]) for (size, kind), owner in owned]
+        last = len(events)
+        while last > live.boundary and events[last - 1][2] is None:  # the optimizer's step
+            last -= 1
+        self._gather(ROOT)
+        for size, kind, group in events[: live.boundary]:
+            self._forward_of(ROOT if group is None else group)
+            self._add(size, kind)
+        self._forward_of(ROOT)
+        self._add(-self.buffer, _COMMUNICATION)
+        if missing := [self.groups[i].name for i in range(1, len(self.groups)) if i not in self.order]:
+            raise ShardingError(f"block {missing[0]} does not run in the forward: its parameters would not be gathered")
+        self._open(BACKWARD, ROOT)
+        begun = False
+        for event, (size, kind, group) in enumerate(events[live.boundary : last], live.boundary):
+            if not begun and live.owner[event] is not None and live.owner[event] not in live.analysis.tangents:
+                self._start_gather(self.order[-1])
+                begun = True
+            self._backward_of(ROOT if group is None else group)
+            self._add(size, kind)
+        self._backward_of(ROOT)
+        if self.order:
+            raise ShardingError(f"block {self.groups[self.order[-1]].name} has no backward")
+        self._reduce(ROOT)
+        self._add(-self.reducing, _COMMUNICATION)
+        for size, kind, _ in events[last:]:
+            self._add(size, kind)
+        self._open(BACKWARD, ROOT)
+        return self.closed
+
+    def _forward_of(self, group: int) -> None:
+        current = self.key[1]
+        if group == current:
+            return
+        if current != ROOT:
+            self._add(-self.sizes[current].unsharded, _GATHERED)
+        self._open(FORWARD, group)
+        if group != ROOT:
+            if group in self.order:
+                raise ShardingError(
+                    f"block {self.groups[group].name} runs more than once in the forward, which is not supported: "
+                    "leave --fsdp out"
+                )
+            self.order.append(group)
+            self._gather(group)
+
+    def _backward_of(self, group: int) -> None:
+        current = self.key[1]
+        if group == current:
+            return
+        if current != ROOT:
+            self._reduce(current)
+        self._open(BACKWARD, group)
+        if group == ROOT:
+            return
+        if not self.order or group != self.order[-1]:
+            raise ShardingError(
+                f"block {self.groups[group].name} runs in backward out of turn, when its parameters are sharded"
+            )
+        self.order.pop()
+        sizes = self.sizes[group]
+        self._add(sizes.unsharded, _GATHERED)
+        self._add(-sizes.gather, _COMMUNICATION)
+        if self.order:
+            self._start_gather(self.order[-1])
+
+    def _gather(self, group: int) -> None:
+        """In the forward: the buffer of the gather before is freed between this one's collective and its copies."""
+        sizes = self.sizes[group]
+        self._start_gather(group)
+        self._add(-self.buffer, _COMMUNICATION)
+        self._add(sizes.unsharded, _GATHERED)
+        self.buffer = sizes.gather
+
+    def _start_gather(self, group: int) -> None:
+        sizes = self.sizes[group]
+        changes = (sizes.cast, sizes.gather, sizes.scratch_gather, -sizes.scratch_gather, -sizes.cast)
+        for size in changes:
+            self._add(size, _COMMUNICATION)
+
+    def _reduce(self, group: int) -> None:
+        """Free the parameters and reduce the gradients, of which the last one is freed at the end."""
+        sizes, gradients = self.sizes[group], self.gradients[group]
+        self._add(-sizes.unsharded, _GATHERED)
+        if not gradients:
+            return
+        self._add(-self.reducing, _COMMUNICATION)
+        self._add(sizes.reduce, _COMMUNICATION)
+        self._add(sizes.padded, _COMMUNICATION)
+        self._add(-sizes.padded, _COMMUNICATION)
+        for size in gradients[:-1]:
+            self._add(-size, _UNREDUCED)
+        stays = _COMMUNICATION if sizes.reduced else _REDUCED
+        self._add(sizes.received, stays)
+        self._add(sizes.scratch_reduce, _COMMUNICATION)
+        self._add(-sizes.scratch_reduce, _COMMUNICATION)
+        if sizes.reduced:
+            self._add(sizes.reduced, _REDUCED)
+            self._add(-sizes.received, _COMMUNICATION)
+        self._add(-gradients[-1], _UNREDUCED)
+        self.reducing = sizes.reduce
+
+    def _add(self, size: int, category: int) -> None:
+        if size:
+            self.events.append((size, category))
+
+    def _open(self, phase: str, group: int) -> None:
+        self.closed.append(Window(*self.key, tuple(self.events)))
+        self.events, self.key = [], (phase, group)
+
+
+def _gradients(graph: JointGraph, group: Group) -> list[int]:
+    """Bytes of the gradients of a group's parameters, in their order; each has its own storage."""
+    analysis = graph.analysis
+    node_ids = [graph.gradients[weight.name] for weight in group.weights if weight.name in graph.gradients]
+    return [analysis.bytes[storage] for node_id in node_ids for storage in graph.nodes[node_id].storages]

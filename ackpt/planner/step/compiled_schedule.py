@@ -17,20 +17,21 @@ from ackpt.core.progress import stage
 from ackpt.planner.capture.aot import Capture
 from ackpt.planner.capture.dynamic_sizes import DynamicModule
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, Node
-from ackpt.planner.capture.outputs import (
-    ARGUMENT,
-    depends_on,
-    gradients_as_planned,
-    leave_undefined,
-    plain_backward,
-    unchanged_outputs,
-    unchanged_until_backward,
-)
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.schedule.listing import Line, Listing, mapped
 from ackpt.planner.schedule.rewriting import Rewritten, rewrite_dynamic
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 
+from .backward_checks import (
+    ARGUMENT,
+    backward_node,
+    depends_on,
+    gradients_as_planned,
+    leave_undefined,
+    refuse_other_modes,
+    unchanged_outputs,
+    unchanged_until_backward,
+)
 from .generated_code import boxed
 
 Strides = Mapping[int, Sequence[int]]
@@ -66,14 +67,22 @@ def compiled_schedule(
         )
     depends, read = depends_on(graph), _read_later(graph, schedule)
     saved_outputs = _saved_outputs(graph, schedule)
+    returned = {info.base_idx for info in captured.joint._aot_state.fw_metadata.output_info}
+    # Hooks on the gradient accumulators of unused parameters would run, which eager does not call.
+    unused = [place for place, needs in enumerate(depends) if needs is None and place not in returned]
 
     def step(inputs, strides: Strides) -> list[Any]:
-        outputs = run(*inputs)
-        plain_backward(outputs)
-        gradients_as_planned(outputs, strides)
-        unchanged_until_backward(outputs, inputs, read)
-        unchanged_outputs(outputs, saved_outputs)
-        leave_undefined(outputs, depends)
+        differentiated = list(inputs)
+        for place in unused:
+            if isinstance(inputs[place], torch.Tensor) and inputs[place].requires_grad:
+                differentiated[place] = inputs[place].detach()
+        outputs = run(*differentiated)
+        if (node := backward_node(outputs)) is not None:
+            refuse_other_modes(node)
+            gradients_as_planned(node, outputs, strides)
+            unchanged_until_backward(node, inputs, read)
+            unchanged_outputs(node, outputs, saved_outputs)
+            leave_undefined(node, outputs, depends)
         return outputs
 
     return step

@@ -11,7 +11,7 @@ from torch import nn
 from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension, is_sized
 from ackpt.planner.capture.inspection.calls import named_leaves
-from ackpt.planner.capture.inspection.tensors import is_tensor
+from ackpt.planner.capture.inspection.model_checks import is_tensor
 from ackpt.planner.request import Bounds, DynamicArgument
 
 

@@ -22,10 +22,10 @@ from ackpt.planner.capture.inspection.model_checks import (
     check_call,
     check_model,
     first_opaque,
+    is_tensor,
     own_call,
     warn_of_evaluation,
 )
-from ackpt.planner.capture.inspection.tensors import is_tensor
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import check_optimizer
 from ackpt.planner.capture.patches.dynamo_calls import break_graphs_at, keep_at_compile

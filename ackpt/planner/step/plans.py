@@ -26,14 +26,12 @@ from ackpt.planner.choose import (
 )
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies import name_of
-from ackpt.planner.policies.search.frontier import frontier
-from ackpt.planner.policies.search.recompute_costs import costs, step_cost
+from ackpt.planner.policies.search.frontier import costs, frontier, step_cost
 from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.eager_step import eager_schedule
-from ackpt.planner.schedule.live_bytes import saved_bytes
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import Schedule, everything
-from ackpt.planner.schedule.simulator import peak_of
+from ackpt.planner.schedule.simulator import peak_of, saved_bytes
 
 from .runnable import Runnable
 from .saved_plan import Choice, SavedPlan

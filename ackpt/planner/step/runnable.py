@@ -12,15 +12,14 @@ from ackpt.planner.capture.call_facts import Call
 from ackpt.planner.capture.dynamic_sizes import Dimension, DynamicModule, expression
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import Loop
-from ackpt.planner.capture.outputs import gradient_strides
 from ackpt.planner.capture.tracing import captured_graph, described_graph, prepared
 from ackpt.planner.choose import default_profile
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.dynamic_workspace import DynamicWorkspace
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.costs.workspace import workspace_bytes
+from ackpt.planner.costs.workspace import DynamicWorkspace, workspace_bytes
 from ackpt.planner.schedule.schedule import Schedule
 
+from .backward_checks import gradient_strides
 from .compiled_schedule import Strides, compiled_schedule
 
 
@@ -43,7 +42,7 @@ class Runnable:
             self.module.require_known_sizes()
             self.dimensions, self.values = captured.symbols.dimensions, captured.symbols.values(call.leaves)
             instance = self.module.at(self.values)
-        self.reference: JointGraph = captured_graph(captured, model, call.args, call.kwargs, loop, instance)
+        self.reference: JointGraph = captured_graph(captured, model, loop, instance)
         self._compiled: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
         self._strides = gradient_strides(self.reference.analysis, None if self.module is None else self.module.fx)
 

@@ -18,8 +18,7 @@ from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.choose import baseline_of, check_runs, plan_of
 from ackpt.planner.schedule.host_copies import copies
-from ackpt.planner.schedule.plan import Plan, PlanError
-from ackpt.planner.schedule.plan_check import check_applies
+from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import peak_of
 

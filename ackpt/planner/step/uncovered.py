@@ -23,9 +23,8 @@ from ackpt.core.errors import warn
 from ackpt.metering.gpus import MIB
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
-from ackpt.planner.capture.inspection.tensors import is_tensor
-from ackpt.planner.capture.inspection.transformers_caches import flatten_outputs
-from ackpt.planner.capture.outputs import before_backward
+from ackpt.planner.capture.inspection.model_checks import is_tensor
+from ackpt.planner.capture.outputs import flatten_outputs
 from ackpt.planner.schedule.plan import Plan
 
 _WORKSPACES = 2 * 32 * MIB  # of cuBLAS, one for the forward's thread and one for backward's
@@ -80,7 +79,7 @@ class Uncovered:
         if counters is not None:
             at_end = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue]
             check = partial(self._check_peak, device, *counters, plan)
-            before_backward({tensor.grad_fn for tensor in tensors}, lambda: at_end(check))
+            _before_backward({tensor.grad_fn for tensor in tensors}, lambda: at_end(check))
         return outputs
 
     def _check_peak(self, device: torch.device, begin: int, before: int, plan: Callable[[], Plan]) -> None:
@@ -106,6 +105,21 @@ class Uncovered:
         size = sum({each._cdata: each.nbytes() for tensor in tensors for each in storages_of(tensor)}.values())
         if size:
             self._unplanned = type(optimizer).__name__, size
+
+
+def _before_backward(nodes, check: Callable[[], None]) -> None:
+    """Call `check` when a backward reaches the first of `nodes`."""
+    last = None
+
+    def first(gradients) -> None:
+        nonlocal last
+        backward = torch._C._current_graph_task_id()
+        if backward != last:
+            last = backward
+            check()
+
+    for node in nodes:
+        node.register_prehook(first)
 
 
 def _allocated(device: torch.device) -> tuple[int, int]:

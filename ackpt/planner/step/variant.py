@@ -11,13 +11,14 @@ import torch
 
 from ackpt.planner.capture.aot import CAPTURING, Capture
 from ackpt.planner.capture.call_facts import Call
-from ackpt.planner.capture.outputs import (
+from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.step.backward_checks import (
     dropped_before_backward,
     gradients_before_backward,
-    nodes_of,
     retained_after_backward,
 )
-from ackpt.planner.schedule.plan import Plan
+
+from .backward_checks import backward_node
 
 
 class _Room(NamedTuple):
@@ -51,16 +52,13 @@ class Variant:
         with CAPTURING:
             inputs = self.captured.inputs(call.modules, call.leaves)
         outputs = self.run(inputs)
-        dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward)
-        self._check_backward(nodes_of(outputs), inputs)
+        if (node := backward_node(outputs)) is not None:
+            dropped_before_backward(node, outputs, self.dropped, lambda: self._room_bytes.backward)
+            retained_after_backward(node, lambda: self._room_bytes.retained)
+            if not self.accumulates:
+                leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
+                gradients_before_backward(node, leaves, lambda: self._room_bytes.step)
         return self.captured.outputs(outputs)
-
-    def _check_backward(self, nodes, inputs) -> None:
-        """Raise an error when backward reaches `nodes` of autograd if it would exceed the budget."""
-        retained_after_backward(nodes, lambda: self._room_bytes.retained)
-        if not self.accumulates:
-            leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
-            gradients_before_backward(nodes, leaves, lambda: self._room_bytes.step)
 
     @cached_property
     def _room_bytes(self) -> _Room:

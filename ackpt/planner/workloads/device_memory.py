@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ackpt.metering.caching_allocator import CachingAllocator
-from ackpt.metering.gpus import AllocatorSettings, Gpu
+from ackpt.metering.gpus import AllocatorSettings, CachingAllocator, Gpu
 from ackpt.metering.kernel_memory import MATMULS
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import JointGraph

@@ -1,32 +1,203 @@
-"""The training steps of `ackpt.models`, by name, and the entry to those of transformers: `training_step`."""
+"""The training steps of `ackpt.models` by name, and those of transformers from a configuration: `training_step`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ackpt.models import (
-    BertForMaskedLM,
-    LanguageModel,
-    ResNet,
-    Transformer,
-    TransformerConfig,
-    UNet,
-    bert_base,
-    bert_large,
-    resnet18,
-    resnet50,
-    resnet152,
-)
-from ackpt.models.unet import TIME_IDS
+from ackpt.models import LanguageModel, Transformer, TransformerConfig
 
-from .step_request import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions, unknown_model
-from .transformers_models import transformers_step
+from .step_request import (
+    TRANSFORMERS,
+    StepRequest,
+    TrainingStep,
+    ids,
+    no_configuration,
+    require_known,
+    require_positions,
+    unknown_model,
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A head with a loss; `mapping` names the table of transformers with the classes that have it."""
+
+    name: str
+    mapping: str
+
+
+SPEECH = Task("speech to text", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
+SEQ2SEQ = Task("sequence to sequence", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+MASKED = Task("masked language model", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+CAUSAL = Task("causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+IMAGES = Task("image classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+SEQUENCES = Task("sequence classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
+# A configuration without architectures gets the first of these heads that it has; encoders have causal ones, too.
+TASKS = (SPEECH, SEQ2SEQ, MASKED, CAUSAL, IMAGES, SEQUENCES)
+
+
+def transformers_step(request: StepRequest) -> TrainingStep:
+    """The model of a configuration, on the meta device, and its inputs.
+
+    Raises:
+        ValueError: if transformers is missing; for an unknown configuration or field, values that the model refuses,
+            and a configuration without a head of one of the `TASKS`.
+    """
+    transformers = _transformers()
+    config = _config(transformers, request)
+    task, name = _head(config)
+    positions = "max_target_positions" if task is SPEECH else "max_position_embeddings"
+    limit = getattr(config, positions, None)
+    if task is not IMAGES and isinstance(limit, int) and limit > 0:
+        require_positions(request.tokens()[1], limit, positions)
+    inputs = _inputs(config, task, request)
+    model = _made(name, lambda: getattr(transformers, name)(config))
+    model = model if request.lora is None else request.lora.added_to(model)
+    return TrainingStep(model.train(), inputs)
+
+
+def dtype_of_file(model: str) -> str | None:
+    """The ``dtype`` that a config.json names, ``torch_dtype`` in older ones; None without one, or for a class.
+
+    Raises:
+        ValueError: for a file that is no configuration.
+    """
+    if not model.startswith(TRANSFORMERS) or (path := _file(model.removeprefix(TRANSFORMERS))) is None:
+        return None
+    given = _read(path)
+    return given.get("dtype") or given.get("torch_dtype")
+
+
+def _file(name: str) -> Path | None:
+    """The config.json that `name` is the path of, or its folder's; None for the name of a class."""
+    path = Path(name)
+    if path.suffix != ".json" and not path.exists():
+        return None
+    return path / "config.json" if path.is_dir() else path
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"{TRANSFORMERS} models need the package transformers, which is not installed: pip install 'ackpt[hf]'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def _config(transformers, request: StepRequest):
+    name = request.model.removeprefix(TRANSFORMERS)
+    if (path := _file(name)) is not None:
+        given = _read(path)
+        kind = given.get("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ValueError(f"{name}: transformers {transformers.__version__} knows no model_type {kind!r}")
+        config_class = transformers.CONFIG_MAPPING[kind]
+    else:
+        given, config_class = {}, getattr(transformers, name, None)
+        if not (
+            isinstance(config_class, type)
+            and issubclass(config_class, transformers.PretrainedConfig)
+            and config_class.model_type
+        ):
+            raise no_configuration(f"transformers {transformers.__version__}", name)
+    config = _made(name, lambda: config_class.from_dict(given))
+    settable = {key for key, value in inspect.getmembers(config_class) if isinstance(value, property) and value.fset}
+    known = {*config.to_dict(), *config_class.attribute_map, *settable, "attn_implementation"}
+    require_known(request.fields, {key for key in known if not key.startswith("_")}, name)
+    fields = {config_class.attribute_map.get(field, field): value for field, value in request.fields.items()}
+    if request.image_size is not None and hasattr(config, "image_size"):
+        fields["image_size"] = request.image_size
+    return _made(name, lambda: config_class.from_dict({**given, **fields}))
+
+
+def _read(path: Path) -> dict:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): write hf:GPT2Config, or hf: and the path of a config.json"
+        ) from error
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise ValueError(f"{path} is not a configuration of transformers: it has no model_type")
+    return data
+
+
+def _head(config) -> tuple[Task, str]:
+    """The task and the name of the class: the one in ``architectures``, else that of the first task."""
+    from transformers.models.auto import modeling_auto
+
+    if named := (config.architectures or [None])[0]:
+        task_of = {name: task for task in reversed(TASKS) for name in _names(getattr(modeling_auto, task.mapping))}
+        if named in task_of:
+            return task_of[named], named
+        raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {_tasks()}")
+    for task in TASKS:
+        # Its other heads are those of one half of the model.
+        if config.is_encoder_decoder and task not in (SPEECH, SEQ2SEQ):
+            continue
+        if name := getattr(modeling_auto, task.mapping).get(config.model_type):
+            return task, _first(name)
+    raise ValueError(f"no head with a loss is known for model_type {config.model_type!r}: {_tasks()}")
+
+
+def _tasks() -> str:
+    return f"ackpt plan knows those for {', '.join(task.name for task in TASKS)}"
+
+
+def _first(name) -> str:
+    return name if isinstance(name, str) else name[0]
+
+
+def _names(mapping) -> list[str]:
+    return [one for name in mapping.values() for one in ([name] if isinstance(name, str) else name)]
+
+
+def _inputs(config, task: Task, request: StepRequest) -> dict:
+    if task is IMAGES:
+        size = getattr(config, "image_size", None)
+        images = request.images(getattr(config, "num_channels", 3), *([size] if size else []))
+        return {"pixel_values": images, "labels": ids(request.batch_size)}
+    shape = request.tokens()
+    if task is SPEECH:
+        frames, bands = (getattr(config, field, None) for field in ("max_source_positions", "num_mel_bins"))
+        if not frames or not bands:
+            raise ValueError(
+                f"of the models from speech to text, ackpt plan knows those that read spectrograms as Whisper does; "
+                f"{type(config).__name__} has no max_source_positions or num_mel_bins"
+            )
+        audio = torch.empty(request.batch_size, bands, 2 * frames, dtype=request.dtype)  # a convolution halves frames
+        inputs = {"input_features": audio, "decoder_input_ids": ids(*shape), "labels": ids(*shape)}
+        return {**inputs, "use_cache": False}
+    if task is SEQUENCES:
+        return {"input_ids": ids(*shape), "labels": ids(request.batch_size)}
+    if task is SEQ2SEQ:
+        return {"input_ids": ids(*shape), "decoder_input_ids": ids(*shape), "labels": ids(*shape), "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": ids(*shape), "labels": ids(*shape)}
+    return {**inputs, "use_cache": False} if task is CAUSAL else inputs
+
+
+def _made(name: str, make):
+    """The result of `make`; ValueError for any error, since transformers raises many kinds for wrong values."""
+    try:
+        return make()
+    except Exception as error:
+        raise ValueError(f"transformers refuses the configuration of {name}: {error}") from error
 
 
 def training_step(request: StepRequest, device="meta") -> TrainingStep:
@@ -89,42 +260,9 @@ def _packed_tokens(model, request):
     return {**tokens, "targets": ids(batch * length)}
 
 
-def _images(model, request):
-    return {"images": request.images(model.config.channels), "labels": ids(request.batch_size)}
-
-
-def _padded_tokens(model, request):
-    batch, length = request.tokens()
-    require_positions(length, model.config.positions, "positions")
-    return {"input_ids": ids(batch, length), "labels": ids(batch, length)}
-
-
-def _latents(model, request):
-    """Inputs of a diffusion step; each latent pixel represents 8 by 8 pixels of --image-size."""
-    config, options = model.config, {"dtype": request.dtype}
-    batch, channels, height, width = request.images(config.channels, SDXL_PIXELS).shape
-    if height % (multiple := 8 * 2 ** (len(config.widths) - 1)):
-        raise ValueError(f"--image-size {height}: {request.model} reads images whose size is a multiple of {multiple}")
-    latents = torch.empty(batch, channels, height // 8, width // 8, **options)
-    return {
-        "latents": latents,
-        "times": ids(batch),
-        "text": torch.empty(batch, config.text_tokens, config.text_dim, **options),
-        "pooled": torch.empty(batch, config.pooled_dim, **options),
-        "time_ids": ids(batch, TIME_IDS),
-        "noise": torch.empty_like(latents),
-    }
-
-
-SDXL_PIXELS = 1024
-# name -> a model with the configuration that --set changes, the model of a configuration, its inputs
+# name -> a model with the configuration that --set changes, the model of a configuration, its inputs; the study adds
+# its own
 BUILT_IN = {
     "transformer": (lambda: Transformer(TransformerConfig()), Autoencoder, _packed_floats),
     "lm": (lambda: LanguageModel(TransformerConfig()), LanguageModel, _packed_tokens),
-    "resnet18": (resnet18, ResNet, _images),
-    "resnet50": (resnet50, ResNet, _images),
-    "resnet152": (resnet152, ResNet, _images),
-    "bert-base": (bert_base, BertForMaskedLM, _padded_tokens),
-    "bert-large": (bert_large, BertForMaskedLM, _padded_tokens),
-    "sdxl-unet": (UNet, UNet, _latents),
 }

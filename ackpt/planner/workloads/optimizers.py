@@ -51,10 +51,6 @@ def optimizer_kind(name: str) -> OptimizerKind | None:
 
     Raises:
         ValueError: for any other name, a module that cannot be imported, and a class that is not an optimizer.
-
-    Example:
-        >>> optimizer_kind("torch.optim:NAdam").__name__
-        'NAdam'
     """
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):

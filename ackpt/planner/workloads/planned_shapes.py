@@ -1,24 +1,29 @@
 """``ackpt plan``: the peak of a training step of any model, planned from its shapes.
 
 The model and its inputs have no data: they are on the meta device, so any machine can plan a step that fits no
-device. With a device profile the step is captured as a GPU would run it, see `cuda_capture`.
+device. With a device profile the step is captured as a GPU would run it, see `CapturedCudaChoices`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ackpt.core.budget import dynamic_limit, is_share, readable
 from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.core.progress import shown, stage
+from ackpt.metering.autograd_engine import around_backward
 from ackpt.metering.cpu_meter import no_collection
-from ackpt.metering.gpus import MIB, gpu
+from ackpt.metering.cuda_choices import CudaChoices
+from ackpt.metering.gpus import BLOCK, MIB, gpu
 from ackpt.metering.resident import rounded
 from ackpt.planner.capture.inspection.calls import MACHINE
 from ackpt.planner.capture.joint_graph import JointGraph
@@ -33,14 +38,11 @@ from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.simulator import simulate
 
-from .cuda_capture import CapturedCudaChoices
 from .device_memory import DeviceMemory, device_memory
-from .loss_scaling import scaled_loss
 from .named_models import training_step
 from .optimizers import EIGHT_BIT, optimizer_kind
 from .step_request import DTYPES, StepRequest, TrainingStep, autocast
 
-CUDA_BLOCK = 512  # bytes; CUDA's allocator rounds every block up to a multiple
 NEEDS_FATES = "manual"
 FULL = "full"
 
@@ -174,8 +176,8 @@ def _planned(
 ) -> tuple[Plan, Device | None, DeviceMemory | None]:
     policy = config.policy or ("none" if config.budget is None else "auto")
 
-    def plan_within(budget) -> Plan:
-        return planned(graph, Request(budget, policy, config.options), profile)
+    def plan_within(limit: float | str | None) -> Plan:
+        return planned(graph, Request(limit, policy, config.options), profile)
 
     def memory_of(plan: Plan) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB
@@ -225,7 +227,7 @@ def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device |
         graph = dataclasses.replace(
             graph,
             made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
-            storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages),
+            storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, BLOCK)) for s in graph.storages),
             on_cpu=False,
         )
     return graph
@@ -248,3 +250,73 @@ def _require(option: str, value: str, choices) -> None:
         raise ValueError(
             f"{value!r} is not a known {option}{did_you_mean(value, choices)}: choose from {', '.join(choices)}"
         )
+
+
+AS_ON = "h200"  # the GPU whose choice of kernels a prediction for CUDA follows
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class CapturedCudaChoices(CudaChoices):
+    """Calls as on a GPU while a step is captured; `capability`: its compute capability."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.rms_norm or func is torch.rms_norm:
+            if torch.is_autocast_enabled("cpu"):
+                args = [_widened(argument) for argument in args]
+                kwargs = {name: _widened(argument) for name, argument in kwargs.items()}
+            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def kernels_of_a_gpu():
+    """Inside, an eager step takes the operations that a captured step of a GPU has, also in recomputation."""
+    choices = partial(CapturedCudaChoices, gpu(AS_ON).capability)
+    with choices(), around_backward(choices):
+        yield
+
+
+def _widened(argument):
+    low = isinstance(argument, torch.Tensor) and argument.dtype in _HALF
+    return argument.float() if low else argument
+
+
+@contextlib.contextmanager
+def scaled_loss(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's scalar output is multiplied by a scale that lives in a buffer, like the growth tracker.
+
+    Both are scalars, of float32 and int32 (``_lazy_init_scale_growth_tracker`` in torch/amp/grad_scaler.py:173, and
+    ``scale`` in line 217).
+
+    Raises:
+        ValueError: for parameters in float16, whose gradients torch does not unscale (torch/amp/grad_scaler.py:275).
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ValueError(
+                f"--grad-scaler: torch does not unscale the gradient of {name}, which is float16. Train parameters in "
+                "float32 under --autocast float16, without --dtype float16"
+            )
+    device = next(model.parameters()).device
+    model.register_buffer(_SCALE, torch.empty((), device=device, dtype=torch.float32))
+    model.register_buffer(_TRACKER, torch.empty((), device=device, dtype=torch.int32))
+    handle = model.register_forward_hook(_scale)
+    try:
+        yield
+    finally:
+        handle.remove()
+        del model._buffers[_SCALE], model._buffers[_TRACKER]
+
+
+_SCALE, _TRACKER = "_loss_scale", "_growth_tracker"
+
+
+def _scale(model: nn.Module, _, output: Any) -> Any:
+    scale = model.get_buffer(_SCALE)
+    if isinstance(output, Tensor):
+        return output * scale
+    if isinstance(output, MutableMapping):  # a ModelOutput of transformers
+        output["loss"] = output["loss"] * scale
+        return output
+    raise ValueError(f"--grad-scaler: {type(model).__name__} returns no loss")

@@ -1,10 +1,13 @@
-"""`StepRequest`: a model by name, sizes of its batch, dtypes; and `TrainingStep`, the model and inputs made from it."""
+"""`StepRequest`: a model by name, sizes of its batch, dtypes, adapters; and `TrainingStep`, made from it."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import json
+import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +15,9 @@ from torch import Tensor, nn
 
 from ackpt.core.errors import did_you_mean
 
-from .adapters import Lora
-
 IMAGE_SIZE = 224
 TRANSFORMERS = "hf:"
+OF_THE_STUDY = ("resnet18", "resnet50", "resnet152", "bert-base", "bert-large", "sdxl-unet")  # models in a checkout
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -25,10 +27,6 @@ def dtype_called(name: str, option: str = "") -> str:
 
     Raises:
         ValueError: for any other name, the value of `option`.
-
-    Example:
-        >>> dtype_called("bf16"), dtype_called("torch.float16")
-        ('bfloat16', 'float16')
     """
     bare = name.removeprefix("torch.")
     full_name = _SHORT.get(bare, bare)
@@ -95,9 +93,14 @@ class TrainingStep:
 
 def unknown_model(name: str, known) -> ValueError:
     """The error for a `name` that is not among the `known` built-in models."""
+    configuration = f"{TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
+    if name in OF_THE_STUDY:
+        return ValueError(
+            f"{name} is not part of the package: run `python -m experiments plan {name}` in a clone of the repository, "
+            f"or choose from {', '.join(known)}, or {configuration}"
+        )
     return ValueError(
-        f"unknown model {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}, or {TRANSFORMERS}"
-        "<configuration class of transformers, or path of a config.json>"
+        f"unknown model {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}, or {configuration}"
     )
 
 
@@ -140,3 +143,66 @@ def autocast(device_type: str, dtype: str):
     if dtype == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device_type, DTYPES[dtype])
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The value of ``--lora``: `fields` of peft's ``LoraConfig``; empty for peft's defaults."""
+
+    fields: dict[str, Any]
+
+    @classmethod
+    def parsed(cls, texts: list[str]) -> Lora:
+        """The adapters that the texts of ``--lora`` describe: FIELD=VALUE, or the path of an adapter_config.json."""
+        fields: dict[str, Any] = {}
+        for text in texts:
+            name, equals, value = text.partition("=")
+            if not equals:
+                fields |= _read(Path(text))
+            elif name == "targets":
+                fields["target_modules"] = value.split(",")
+            else:
+                try:
+                    fields[name] = json.loads(value)
+                except json.JSONDecodeError:
+                    fields[name] = value
+        return cls(fields)
+
+    def added_to(self, model: nn.Module) -> nn.Module:
+        """`model`, frozen, with trainable adapters; peft keeps them in float32 if the model is in half precision.
+
+        Raises:
+            ValueError: if peft is missing, or refuses the fields or the targets.
+        """
+        try:
+            import peft
+        except ImportError as error:
+            raise ValueError(
+                "--lora needs the package peft, which is not installed: pip install 'ackpt[hf]'"
+            ) from error
+        fields_of_peft = set(peft.LoraConfig.__dataclass_fields__)
+        if unknown := sorted(set(self.fields) - fields_of_peft):
+            raise ValueError(
+                f"--lora {unknown[0]}: peft's LoraConfig has no such field; it has {', '.join(sorted(fields_of_peft))}"
+            )
+        config: Any = peft.LoraConfig
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # peft calls what transformers 5 renames
+                return peft.get_peft_model(model, config(**self.fields))  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"peft refuses --lora: {str(error).splitlines()[0]}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The fields of a file that ``PeftModel.save_pretrained`` wrote, without those that describe its purpose."""
+    try:
+        data = json.loads((path / "adapter_config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"--lora {path}: write r=16 targets=q_proj,v_proj, or an adapter_config.json ({error})"
+        ) from error
+    if not isinstance(data, dict) or data.get("peft_type") != "LORA":
+        raise ValueError(f"--lora {path} is not the configuration of a LoRA adapter: its peft_type is not LORA")
+    left_out = {"peft_type", "auto_mapping", "base_model_name_or_path", "inference_mode", "revision", "peft_version"}
+    return {name: value for name, value in data.items() if name not in left_out and value is not None}

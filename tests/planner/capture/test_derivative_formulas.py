@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
-from ackpt.planner.capture.patches import derivative_formulas  # noqa: F401 - defines the operation
+from ackpt.planner.capture.patches import python_kernels  # noqa: F401 - defines the operation
 
 ROWS, MASK = torch.randn(6, 5), torch.tensor([True, False, True, False, False])
 TARGETS, WEIGHTS = torch.rand(8, 6, 5), torch.rand(5) + 0.5

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ackpt
-from ackpt.planner.capture.patches import fake_cache
+from ackpt.planner.capture.patches import kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_results")
 
@@ -24,7 +24,7 @@ class Error(nn.Module):
 
 
 def results() -> int:
-    return sum(map(len, fake_cache._RESULTS.values()))
+    return sum(map(len, kernels._RESULTS.values()))
 
 
 def test_an_equal_capture_computes_no_result_again():
@@ -59,6 +59,6 @@ def test_the_kernel_of_attention_is_the_one_that_is_enabled_now():
 def test_many_results_are_forgotten(monkeypatch):
     ackpt.trace(Error(), torch.ones(4, 8))
     known = results()
-    monkeypatch.setattr(fake_cache, "_MOST_RESULTS", known - 1)
+    monkeypatch.setattr(kernels, "_MOST_RESULTS", known - 1)
     ackpt.trace(nn.Linear(2, 2), torch.ones(2, 2))
     assert 0 < results() < known

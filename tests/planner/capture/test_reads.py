@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import cProfile
 import dataclasses
 import gc
@@ -279,6 +280,114 @@ def test_a_first_call_that_computes_otherwise_is_refused_and_its_values_put_back
     with pytest.raises(TraceError, match="'scale' of global 'CONFIG' .* from 2.0 to 4.0"):
         ackpt.compile(Model(first_only), X)
     assert CONFIG.scale == 2.0
+
+
+class Holder:
+    pass
+
+
+HOLDER = Holder()
+
+
+def first_sets_none(model, x):
+    factor = 1.0 if HOLDER.scale is None else 2.0
+    HOLDER.scale = None
+    return x * factor
+
+
+def first_deletes(model, x):
+    factor = 2.0 if hasattr(HOLDER, "scale") else 1.0
+    vars(HOLDER).pop("scale", None)
+    return x * factor
+
+
+@pytest.mark.parametrize(("forward", "value"), [(first_sets_none, "None"), (first_deletes, "no value")])
+def test_a_first_call_that_sets_a_value_to_none_or_deletes_it_is_refused_and_the_value_put_back(forward, value):
+    HOLDER.scale = 2.0
+    with pytest.raises(TraceError, match=f"'scale' of global 'HOLDER' .*from 2.0 to {value}"):
+        ackpt.compile(Model(forward), X)
+    assert HOLDER.scale == 2.0
+
+
+NAMES, QUEUE = set(), collections.deque()
+
+
+def adds_to_set(model, x):
+    factor = 1.0 if "name" in NAMES else 2.0
+    NAMES.add("name")
+    return x * factor
+
+
+def adds_to_own_set(model, x):
+    factor = 1.0 if "name" in model.names else 2.0
+    model.names.add("name")
+    return x * factor
+
+
+def adds_to_deque(model, x):
+    factor = 1.0 if QUEUE else 2.0
+    QUEUE.append("name")
+    return x * factor
+
+
+@pytest.mark.parametrize("forward", [adds_to_set, adds_to_own_set, adds_to_deque])
+def test_a_forward_that_adds_to_a_set_or_a_deque_is_refused_and_leaves_no_trace(forward):
+    model = Model(forward, names=set())
+    with pytest.raises(TraceError, match="changes .* from None to 'name'"):
+        ackpt.compile(model, X)
+    assert not NAMES and not QUEUE and not model.names
+
+
+def reads_set(model, x):
+    return x * (1.0 if "name" in NAMES else 2.0)
+
+
+def test_an_item_that_a_set_receives_gives_another_plan():
+    step = ackpt.compile(model := Model(reads_set), X, budget="1MiB")
+    assert torch.equal(step(X), model(X))
+    NAMES.add("name")
+    try:
+        assert torch.equal(step(X), model(X))
+    finally:
+        NAMES.clear()
+
+
+def replaces_object(model, x):
+    factor = 1.0 + HOLDER.state.scale
+    HOLDER.state = Config(HOLDER.state.scale + 1.0)
+    return x * factor
+
+
+def replaces_list(model, x):
+    factor = 1.0 + len(HOLDER.state)
+    HOLDER.state = [*HOLDER.state, "name"]
+    return x * factor
+
+
+@pytest.mark.parametrize(("forward", "state"), [(replaces_object, Config()), (replaces_list, [])])
+def test_a_forward_that_replaces_an_object_or_a_container_is_refused_and_leaves_no_trace(forward, state):
+    HOLDER.state = state
+    with pytest.raises(TraceError, match="'state' of global 'HOLDER'"):
+        ackpt.compile(Model(forward), X)
+    assert HOLDER.state is state
+
+
+class Counted:
+    count = 0
+
+
+COUNTED = Counted()
+
+
+def counts_in_instance(model, x):
+    COUNTED.count += 1  # creates an attribute of the instance, which hides that of the class
+    return x * COUNTED.count
+
+
+def test_a_forward_that_hides_an_attribute_of_a_class_is_refused_and_leaves_no_trace():
+    with pytest.raises(TraceError, match="'count' of global 'COUNTED' .*from no value to 1"):
+        ackpt.compile(Model(counts_in_instance), X)
+    assert vars(COUNTED) == {} and Counted.count == 0
 
 
 def test_a_profiler_goes_on_afterwards():

@@ -10,7 +10,7 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import TraceError, trace
-from ackpt.models import BertConfig, BertForMaskedLM, resnet18
+from experiments.models import BertConfig, BertForMaskedLM, resnet18
 
 
 class Small(nn.Module):

@@ -8,8 +8,7 @@ import torch
 
 import ackpt
 from ackpt.planner.costs import calibration
-from ackpt.planner.costs.calibration import CalibrationError, load, this_cpu
-from ackpt.planner.costs.example_operations import BYTES, LAUNCH, OPERATIONS
+from ackpt.planner.costs.calibration import BYTES, LAUNCH, OPERATIONS, CalibrationError, load, this_cpu
 from ackpt.planner.costs.profiles import profile
 from experiments.results import RecordError
 

@@ -5,8 +5,7 @@ import torch
 
 import ackpt
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.fusion import fused
-from ackpt.planner.costs.profiles import profile
+from ackpt.planner.costs.profiles import fused, profile
 
 BYTES = 4 * 64 * 8  # of every tensor below
 ROOF = Device("memory only", 10**9, {"float32": 1e30}, 1.0, 1.0, "made up")  # a byte takes a second

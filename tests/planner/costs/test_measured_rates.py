@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import ackpt
-from ackpt.planner.costs import measured_rates as module
+from ackpt.planner.costs import operation_runs as module
 from ackpt.planner.costs.calibration import this_cpu
-from ackpt.planner.costs.measured_rates import measured_rates
+from ackpt.planner.costs.operation_runs import measured_rates
 from ackpt.planner.costs.profiles import profile
 
 

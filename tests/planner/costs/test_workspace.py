@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from real_bytes import disagreements
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
@@ -16,7 +17,7 @@ from ackpt.graph import PlannedStep, profile, simulate, trace
 from ackpt.metering import run_alone
 from ackpt.metering.meter import MeterError
 from ackpt.metering.run_alone import stand_in
-from ackpt.planner.costs.workspace import disagreements, runs_alone, value_of, workspace_bytes
+from ackpt.planner.costs.workspace import runs_alone, value_of, workspace_bytes
 from ackpt.planner.schedule.schedule import everything, lower
 
 

@@ -14,6 +14,7 @@ from conftest import assert_equal
 from torch import nn
 
 import ackpt
+from ackpt.planner.parts.blocks import blocks_of
 
 
 def trains_equally(make, budgets=("1GiB", 0.8), steps: int = 3, reset=lambda model: None):
@@ -420,3 +421,11 @@ def test_a_model_that_calls_itself():
             return loss + self(x.flip(0), depth=0) if depth else loss
 
     trains_equally(Twice)
+
+
+def test_blocks_are_repeated_modules_wherever_their_container_is():
+    def block():
+        return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+    model = nn.Sequential(nn.Linear(4, 4), block(), nn.ModuleList([block(), block()]))
+    assert [each.path for each in blocks_of(model)] == ["1", "2.0", "2.1"]

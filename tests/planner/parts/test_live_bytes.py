@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from branching_models import Tagger, built, feed_forward
+import torch.utils.checkpoint
+from branching_models import Adds, Tagger, built, feed_forward
 from conftest import seed
 from test_experts import TOKENS, WIDTH, Model, routed, without
 from torch import nn
@@ -96,9 +97,8 @@ def test_a_step_that_exceeds_the_budget_in_backward_has_complete_gradients():
     without(hooks)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "drop path", "packed LSTM", "matcher", "early exit"])
-def test_counted_bytes_are_measured_bytes(name):
-    model, batch = built(name)
+def counted_and_measured(model, batch) -> tuple[int, int]:
+    """The peak of a step of the model as `LiveBytes` counts it, and as it is measured."""
 
     def step():
         model.zero_grad()
@@ -116,7 +116,42 @@ def test_counted_bytes_are_measured_bytes(name):
     loss.grad_fn.register_prehook(lambda gradients: live.begin(None) and None)
     live.count_backward([loss])
     loss.backward()
-    assert live.segment_peak() == measured
+    return live.segment_peak(), measured
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "drop path", "packed LSTM", "matcher", "early exit"])
+def test_counted_bytes_are_measured_bytes(name):
+    counted, measured = counted_and_measured(*built(name))
+    assert counted == measured
+
+
+class Checkpoints(nn.Module):
+    """A block that calls torch's checkpoint, which keeps states of random numbers; counts its runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16))
+        self.runs = 0
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x):
+        self.runs += 1
+        return self.inner(x)
+
+
+def test_torch_s_checkpoint_in_a_model_is_counted_and_runs_twice_a_step():
+    torch.manual_seed(0)
+    model, batch = Adds(Checkpoints), {"x": torch.randn(64, 16)}
+    counted, measured = counted_and_measured(model, batch)
+    assert counted == measured and [block.runs for block in model.blocks] == [4, 4, 4]
+    step = ackpt.compile(model, budget="1GiB", regions=True, **batch)
+    results(model, step, batch.values())
+    for block in model.blocks:
+        block.runs = 0
+    assert dynamic_peak(model, step, batch.values()) <= step.plan.dynamic_peak_bytes
+    assert set(step.plan.fates.values()) == {"saved"} and [block.runs for block in model.blocks] == [2, 2, 2]
 
 
 def test_regions_of_the_user_stay_regions():
@@ -172,3 +207,15 @@ def test_the_allocator_of_a_gpu_counts(monkeypatch):
     with counter.forward():
         allocate(600, peak=6000)
     assert sizes == [6600]
+
+
+@pytest.mark.parametrize(("number", "size"), [(2.0, 8), (3, 8), (True, 1)])
+def test_the_number_that_a_product_saves_counts_in_the_forward(number, size):
+    live = LiveBytes(lambda backward: None)
+    x = torch.ones(100, requires_grad=True)
+    with live.forward():
+        y = x.exp()
+        before = live.bytes
+        y.mul_(number)
+        assert live.bytes == before + size
+    assert live.bytes == before

@@ -423,3 +423,67 @@ def test_outputs_that_the_loop_holds_count():
     with pytest.raises(BudgetError, match="allocates .* in backward.* 256.0 KiB more .* drop outputs"):
         loss.backward()
     assert features.shape == (64, 1024) and all(parameter.grad is None for parameter in model.parameters())
+
+
+class Remembers(nn.Sequential):
+    """A layer that adds what it computed in the step before."""
+
+    memory = None
+
+    def forward(self, input):
+        x = torch.tanh(super().forward(input))
+        x = x if self.memory is None else x + 0.1 * self.memory
+        self.memory = x.detach()
+        return x
+
+
+def test_what_blocks_keep_for_the_next_step_counts():
+    def model():
+        torch.manual_seed(0)
+        return Adds(lambda: Remembers(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)))
+
+    batch = {"x": torch.randn(64, 16)}
+    kept, own, of_plan = 3 * 64 * 16 * 4, model(), model()
+    step = ackpt.compile(of_plan, budget=0.8, **batch)
+    first = None
+    for _ in range(3):
+        assert_equal(results(own, own, batch), results(of_plan, step, batch), "step")
+        first = first or step.plan
+    assert step.plan.least_peak_bytes == first.least_peak_bytes + kept
+    assert step.plan.baseline_peak_bytes == first.baseline_peak_bytes + kept
+    assert step.plan.dynamic_peak_bytes <= step.plan.limit_bytes == int(0.8 * step.plan.baseline_dynamic_peak_bytes)
+    assert [event.kind for event in step.history] == ["regions", "regions"]
+    of_plan = model()
+    step = ackpt.compile(of_plan, budget=first.least_peak_bytes, **batch)
+    results(of_plan, step, batch)
+    with pytest.raises(BudgetError, match="this step allocates"):
+        results(of_plan, step, batch)
+    assert step.plan.least_peak_bytes == first.least_peak_bytes + kept
+    of_plan = model()
+    step = ackpt.compile(of_plan, budget=step.plan.least_peak_bytes, **batch)
+    for _ in range(3):
+        results(of_plan, step, batch)
+
+
+class Skips(nn.Module):
+    """A layer, or nothing."""
+
+    def __init__(self, skips: bool):
+        super().__init__()
+        self.layer, self.skips = feed_forward(), skips
+
+    def forward(self, x):
+        return x if self.skips else self.layer(x)
+
+
+def test_a_block_that_returns_its_argument_is_not_the_block_that_made_it():
+    torch.manual_seed(0)
+    skips = iter([False, True, True])
+    model, batch = Adds(lambda: Skips(next(skips)), is_residual=False), {"x": torch.randn(64, 16)}
+    step = ackpt.compile(model, budget="1GiB", **batch)
+    results(model, step, batch)
+    assert step.plan.baseline_peak_bytes == measured(model, model, batch).peak_bytes
+    step = ackpt.compile(model, budget=step.plan.least_peak_bytes, **batch)
+    for _ in range(2):
+        results(model, step, batch)
+    assert measured(model, step, batch).peak_bytes <= step.plan.peak_bytes

@@ -13,10 +13,8 @@ from torch import nn
 import ackpt
 from ackpt.graph import simulate
 from ackpt.planner.policies import auto
-from ackpt.planner.policies.chains.blocks import coarse_chain
-from ackpt.planner.policies.chains.cut_points import long_skips
-from ackpt.planner.policies.search.frontier import frontier
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs
+from ackpt.planner.policies.chains.blocks import coarse_chain, long_skips
+from ackpt.planner.policies.search.frontier import added_cost, costs, frontier
 from ackpt.planner.schedule.schedule import everything
 
 ALL = [*MODELS, *SKIPS]

@@ -5,7 +5,7 @@ import torch
 import ackpt
 from ackpt.planner.policies.chains.block_options import BlockStep, options_of_blocks
 from ackpt.planner.policies.chains.blocks import coarse_chain
-from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.policies.search.frontier import costs
 
 
 def block(width):

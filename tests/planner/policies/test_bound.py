@@ -14,9 +14,9 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import simulate
-from ackpt.planner.policies.search.decisions import decisions
+from ackpt.planner.policies.search.frontier import added_cost, costs, step_cost
 from ackpt.planner.policies.search.lower_bound import lower_bound
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs, step_cost
+from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.schedule.schedule import everything, lower
 from ackpt.planner.schedule.simulator import peak_of
 

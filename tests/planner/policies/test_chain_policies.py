@@ -12,9 +12,9 @@ from planned_models import MODELS, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.planner.policies import chen, chen_log, chen_sqrt, revolve, revolve_chain, rotor_chain
+from ackpt.planner.policies import chen, chen_log, revolve, rotor
 from ackpt.planner.policies.chains.blocks import fine_chain
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs
+from ackpt.planner.policies.search.frontier import added_cost, costs
 from ackpt.planner.schedule.schedule import recomputed
 from ackpt.planner.schedule.simulator import simulate
 
@@ -52,7 +52,7 @@ def runs_again(graph, schedule):
 @pytest.mark.parametrize("n", [6, 14, 30])
 def test_sqrt_segments_are_those_of_the_theory(n):
     graph, profile, blocks = line_of(n)
-    schedule = chen_sqrt.schedule(graph, profile, None)
+    schedule = chen.schedule(graph, profile, None)
     counts = chen.sqrt_counts(blocks)
     assert simulate(graph, profile, schedule).peak_bytes // UNIT == counts.peak
     assert runs_again(graph, schedule) == counts.extra_forwards
@@ -70,7 +70,7 @@ def test_halves_of_halves_are_those_of_the_theory(n):
 @pytest.mark.parametrize("n", [5, 14])
 def test_snapshots_are_those_of_the_theory(n):
     graph, profile, blocks = line_of(n)
-    schedules = revolve_chain.candidates(graph, profile)
+    schedules = revolve.candidates(graph, profile)
     assert len(schedules) == blocks
     for snapshots, schedule in enumerate(schedules, 1):
         assert revolve.advances(n, snapshots) <= runs_again(graph, schedule) <= revolve.advances(blocks, snapshots)
@@ -79,15 +79,15 @@ def test_snapshots_are_those_of_the_theory(n):
 def test_segments_of_blocks_differ_by_one_at_most():
     for blocks in range(1, 40):
         length, longer = divmod(blocks, chen.sqrt_counts(blocks).segments)
-        ends = chen_sqrt._ends(blocks, length, longer)
+        ends = chen._ends(blocks, length, longer)
         lengths = [end - before for before, end in zip([-1, *ends], ends)]
         assert lengths == [length + 1] * longer + [length] * (len(ends) - longer)
         assert ends[-1] == blocks - 1
 
 
 def test_numbers_of_snapshots_grow_to_one_for_each_state():
-    assert revolve_chain._growing(5) == [1, 2, 3, 4, 5]
-    found = revolve_chain._growing(1000)
+    assert revolve._growing(5) == [1, 2, 3, 4, 5]
+    found = revolve._growing(1000)
     assert found[:64] == list(range(1, 65)) and found[-1] == 1000 and len(found) < 100
 
 
@@ -173,6 +173,6 @@ def test_a_model_without_cut_points():
 
 def test_stages_are_counted_in_whole_units():
     graph, profile = traced("line")
-    chain = rotor_chain.stages(graph, fine_chain(graph), profile)
+    chain = rotor.stages(graph, fine_chain(graph), profile)
     assert all(isinstance(size, int) for size in chain.sizes())
-    assert rotor_chain._SIZE_UNITS * 0.8 <= sum(chain.saved_bytes) <= rotor_chain._SIZE_UNITS * 1.2
+    assert rotor._SIZE_UNITS * 0.8 <= sum(chain.saved_bytes) <= rotor._SIZE_UNITS * 1.2

@@ -10,8 +10,9 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 
 import ackpt
-from ackpt.models import BertConfig, BertForMaskedLM, LanguageModel, ResNet, ResNetConfig, TransformerConfig
-from ackpt.planner.policies.chains.cut_points import cut_points
+from ackpt.models import LanguageModel, TransformerConfig
+from ackpt.planner.policies.chains.blocks import cut_points
+from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

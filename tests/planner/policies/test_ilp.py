@@ -12,8 +12,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ackpt import BudgetError
-from ackpt.planner.policies import ilp
-from ackpt.planner.policies.search import ilp_program
+from ackpt.planner.policies import ilp, ilp_program
 
 
 def layers(n, costs=None, sizes=None):

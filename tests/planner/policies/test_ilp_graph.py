@@ -16,8 +16,8 @@ from test_ilp import exhaustive
 from torch import nn
 
 import ackpt
-from ackpt.planner.policies import POLICIES, auto, ilp, ilp_graph
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs
+from ackpt.planner.policies import POLICIES, auto, ilp
+from ackpt.planner.policies.search.frontier import added_cost, costs
 from ackpt.planner.schedule.schedule import everything
 from ackpt.planner.schedule.simulator import peak_of, simulate
 
@@ -56,10 +56,10 @@ class Squares(nn.Module):
 @given(st.lists(st.sampled_from([1, 2, 3, 5]), min_size=2, max_size=3), st.sampled_from([0.9, 0.75, 0.6]))
 def test_the_exhaustive_search_finds_nothing_cheaper(widths, share):
     graph, profile = graph_of(Squares(widths), torch.ones(32, 1))
-    dag = ilp_graph.contracted(graph, profile).dag
+    dag = ilp.contracted(graph, profile).dag
     limit = int(share * plain_peak(graph, profile))
     least = exhaustive(dag, limit)
-    found = ilp_graph.solve(graph, profile, limit)
+    found = ilp.solve_graph(graph, profile, limit)
     fits = peak_of(graph, found.schedule, profile.workspace_bytes) <= limit
     assert fits == (least < inf)
     if fits:
@@ -106,12 +106,12 @@ def pooled():
 
 def test_results_of_one_operation_may_die_apart():
     graph, profile = graph_of(*pooled())
-    dag = ilp_graph.contracted(graph, profile).dag
+    dag = ilp.contracted(graph, profile).dag
     assert dag.siblings
     assert ilp.solution(dag, range(len(dag.costs))).peak_bytes == plain_peak(graph, profile)
     for share in (0.95, 0.7):
         limit = int(share * plain_peak(graph, profile))
-        found = ilp_graph.solve(graph, profile, limit)
+        found = ilp.solve_graph(graph, profile, limit)
         assert simulate(graph, profile, found.schedule).peak_bytes <= limit
         auto_cost = added_cost(graph, auto.schedule(graph, profile, limit), costs(graph, profile))
         assert 0 < found.cost == found.lower_bound <= auto_cost
@@ -161,7 +161,7 @@ def test_large_graphs_are_refused(name):
 
 def test_a_refusal_names_a_budget_that_works():
     graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
-    found = ilp_graph.solve(graph, profile, 1)
+    found = ilp.solve_graph(graph, profile, 1)
     least = simulate(graph, profile, found.schedule)
     with pytest.raises(
         ackpt.BudgetError,
@@ -170,14 +170,14 @@ def test_a_refusal_names_a_budget_that_works():
         ackpt.plan(graph, 0.01, "ilp", profile=profile)
     plan = ackpt.plan(graph, least.peak_bytes + least.resident_bytes, "ilp", profile=profile)
     assert plan.dynamic_peak_bytes == least.peak_bytes
-    assert exhaustive(ilp_graph.contracted(graph, profile).dag, least.peak_bytes - 1) == inf
+    assert exhaustive(ilp.contracted(graph, profile).dag, least.peak_bytes - 1) == inf
 
 
 def test_out_of_time_the_best_plan_comes_with_its_gap():
     model, (x,) = line(6)
     graph, profile = graph_of(model, x)
     limit = int(0.5 * plain_peak(graph, profile))
-    found = ilp_graph.solve(graph, profile, limit, 1e-6)
+    found = ilp.solve_graph(graph, profile, limit, 1e-6)
     assert peak_of(graph, found.schedule, profile.workspace_bytes) <= limit
     assert 0 <= found.lower_bound < found.cost
     with pytest.warns(UserWarning, match="after 1e-06 s: .* costs .*% of the baseline step, and .*% is"):

@@ -10,13 +10,12 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import simulate
-from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.planner.choose import default_profile
 from ackpt.planner.policies import auto
-from ackpt.planner.policies.search.frontier import frontier, pareto
-from ackpt.planner.policies.search.mask_packing import packings
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs, packing_cost
+from ackpt.planner.policies.search.frontier import added_cost, costs, frontier, packing_cost, pareto
+from ackpt.planner.policies.search.variants import packings
 from ackpt.planner.schedule.schedule import everything
+from experiments.models import BertConfig, BertForMaskedLM
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 1, "heads": 2, "vocab_size": 50, "positions": 32}
 

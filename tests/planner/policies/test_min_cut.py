@@ -10,7 +10,7 @@ from torch import nn
 
 import ackpt
 from ackpt.planner.policies import min_cut
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs
+from ackpt.planner.policies.search.frontier import added_cost, costs
 from ackpt.planner.schedule.simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("one_thread")

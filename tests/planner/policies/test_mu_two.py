@@ -14,13 +14,18 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import lower, profile, rewrite, simulate
-from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
-from ackpt.planner.policies.mu_two import evictions, once_for_each_reader
-from ackpt.planner.policies.search.intermediates import Intermediate, Link, drop, intermediates
+from ackpt.models import LanguageModel, TransformerConfig
+from ackpt.planner.policies.mu_two import Intermediate, Link, drop, evictions, intermediates, order_for_each_reader
 from ackpt.planner.schedule.host_copies import copies
-from ackpt.planner.schedule.schedule import everything, missing
+from ackpt.planner.schedule.schedule import everything, missing, scheduled
+from experiments.models.resnet import ResNet, ResNetConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def once_for_each_reader(graph):
+    """The schedule that saves nothing and frees what only a recomputation needs."""
+    return scheduled(graph, None, order_for_each_reader(graph.analysis, ()))
 
 
 def unit_times(graph):
@@ -198,10 +203,7 @@ def test_on_the_cpu_it_recomputes_and_the_measured_peak_keeps_the_budget(case):
 
 
 def test_two_ways_of_running_a_chain_again(chain):
-    analysis = chain.analysis
-    once, anew = (
-        simulate(chain, profile(chain), made) for made in (lower(chain, ()), once_for_each_reader(analysis, ()))
-    )
+    once, anew = (simulate(chain, profile(chain), made) for made in (lower(chain, ()), once_for_each_reader(chain)))
     # The second Tanh's result needs the first one's, which runs again for itself: two products more than once.
     product = 2 * 2 * 4 * 4
     assert (once.recompute_flops, anew.recompute_flops) == (2 * product, 3 * product)
@@ -213,5 +215,5 @@ def test_choices_that_are_many_are_simulated_now_and_then(monkeypatch):
     graph = ackpt.trace(nn.Sequential(*layers), torch.ones(64, 4))
     found = [simulate(graph, profile(graph), made) for made in evictions(graph, profile(graph))]
     assert 4 <= len(found) <= 2 * 4
-    nothing_kept = simulate(graph, profile(graph), once_for_each_reader(graph.analysis, ()))
+    nothing_kept = simulate(graph, profile(graph), once_for_each_reader(graph))
     assert min(each.peak_bytes for each in found) == nothing_kept.peak_bytes

@@ -10,9 +10,8 @@ from planned_models import traced
 import ackpt
 from ackpt.graph import profile, rewrite, simulate
 from ackpt.planner.policies import auto
-from ackpt.planner.policies.search.frontier import frontier
-from ackpt.planner.policies.search.offload_variants import offloads
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs
+from ackpt.planner.policies.search.frontier import added_cost, costs, frontier
+from ackpt.planner.policies.search.variants import offloads
 from ackpt.planner.schedule.host_copies import copies, waiting
 from ackpt.planner.schedule.offload_steps import offloadable
 

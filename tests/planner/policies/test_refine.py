@@ -7,11 +7,10 @@ from planned_models import MODELS, SKIPS, line, traced
 
 import ackpt
 from ackpt.graph import simulate
-from ackpt.planner.policies import rotor_chain
+from ackpt.planner.policies import rotor
 from ackpt.planner.policies.full import segmentations
-from ackpt.planner.policies.search.frontier import frontier
-from ackpt.planner.policies.search.recompute_costs import added_cost, costs
-from ackpt.planner.policies.search.refinement import Tried, with_fewer_runs, with_saved
+from ackpt.planner.policies.search.frontier import added_cost, costs, frontier
+from ackpt.planner.policies.search.refinement import with_fewer_runs, with_saved
 from ackpt.planner.schedule.schedule import everything, lower, recomputed
 
 TRIES = 200
@@ -22,12 +21,10 @@ def test_fewer_recomputations_cost_less_and_stay_within_the_limit(name):
     graph, profile = traced(name)
     cost, workspace = costs(graph, profile), profile.workspace_bytes
     plain = simulate(graph, profile, everything(graph)).peak_bytes
-    tried: Tried = {}
     for schedule in [lower(graph, saved) for saved in segmentations(graph)][-2:]:
         peak, before = simulate(graph, profile, schedule).peak_bytes, added_cost(graph, schedule, cost)
         for limit in (peak, (peak + plain) // 2, max(peak, plain)):
-            less, left = with_fewer_runs(graph, schedule, cost, workspace, limit, TRIES, tried)
-            assert (less, left) == with_fewer_runs(graph, schedule, cost, workspace, limit, TRIES, {})
+            less, left = with_fewer_runs(graph, schedule, cost, workspace, limit, TRIES)
             assert simulate(graph, profile, less).peak_bytes <= limit
             assert added_cost(graph, less, cost) <= before and 0 <= left <= TRIES
         if peak < plain:  # there is room for everything
@@ -49,8 +46,8 @@ def test_the_lowest_peak_of_a_recursion_leaves_room_to_save_much_of_it():
     model, inputs = line(pairs=6, width=16)
     graph = ackpt.trace(model, *inputs)
     profile = ackpt.profile(graph)
-    lowest = frontier(graph, profile, rotor_chain.candidates)[-1]
+    lowest = frontier(graph, profile, rotor.candidates)[-1]
     cost = costs(graph, profile)
-    less, _ = with_fewer_runs(graph, lowest.schedule, cost, profile.workspace_bytes, lowest.peak_bytes, TRIES, {})
+    less, _ = with_fewer_runs(graph, lowest.schedule, cost, profile.workspace_bytes, lowest.peak_bytes, TRIES)
     assert simulate(graph, profile, less).peak_bytes <= lowest.peak_bytes
     assert added_cost(graph, less, cost) < lowest.cost / 2

@@ -67,19 +67,19 @@ def replay(actions, steps):
 @pytest.mark.parametrize("snapshots", range(1, 8))
 def test_schedules_replayed(snapshots):
     for steps in range(1, 50):
-        advances, most, repeats = replay(revolve.schedule(steps, snapshots), steps)
+        advances, most, repeats = replay(revolve.actions(steps, snapshots), steps)
         assert advances == revolve.advances(steps, snapshots)
         assert most <= snapshots
         assert revolve.beta(snapshots, repeats - 1) < steps <= revolve.beta(snapshots, repeats)
 
 
 def test_a_long_chain_replayed():
-    assert replay(revolve.schedule(1000, 10), 1000)[:2] == (3636, 10)
-    assert replay(revolve.schedule(1000, 2000), 1000) == (999, 999, 1)
+    assert replay(revolve.actions(1000, 10), 1000)[:2] == (3636, 10)
+    assert replay(revolve.actions(1000, 2000), 1000) == (999, 999, 1)
 
 
 def test_the_schedule_of_four_steps():
-    assert revolve.schedule(4, 2) == [
+    assert revolve.actions(4, 2) == [
         ("save", 0),
         ("advance", 0, 2),
         ("save", 2),
@@ -99,8 +99,8 @@ def test_the_schedule_of_four_steps():
 def test_beta(snapshots, repeats, steps):
     assert revolve.beta(snapshots, repeats) == steps
     # One step more makes one step run once more.
-    assert replay(revolve.schedule(steps, snapshots), steps)[2] == repeats
-    assert replay(revolve.schedule(steps + 1, snapshots), steps + 1)[2] == repeats + 1
+    assert replay(revolve.actions(steps, snapshots), steps)[2] == repeats
+    assert replay(revolve.actions(steps + 1, snapshots), steps + 1)[2] == repeats + 1
 
 
 @pytest.mark.parametrize("steps, snapshots", [(7, 2), (10, 3), (32, 5), (100, 10)])
@@ -120,6 +120,6 @@ def test_against_checkpoint_schedules(steps, snapshots):
     "steps, snapshots, what", [(0, 1, "steps"), (3, 0, "snapshots"), (2.0, 1, "steps"), (3, True, "")]
 )
 def test_bad_input(steps, snapshots, what):
-    for function in (revolve.advances, revolve.schedule):
+    for function in (revolve.advances, revolve.actions):
         with pytest.raises(ValueError, match=f"{what} must be a whole number, at least 1"):
             function(steps, snapshots)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ackpt
-from ackpt.planner.policies.chains.selective import blocks
+from ackpt.planner.policies.selective import blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

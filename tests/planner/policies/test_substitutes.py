@@ -11,15 +11,14 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import profile
-from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.planner.policies import auto
 from ackpt.planner.policies.chains.blocks import coarse_chain
 from ackpt.planner.policies.chains.substitutes import smaller, substituted
-from ackpt.planner.policies.search.frontier import pareto
-from ackpt.planner.policies.search.recompute_costs import costs
+from ackpt.planner.policies.search.frontier import costs, pareto
 from ackpt.planner.schedule.schedule import everything
 from ackpt.planner.schedule.simulator import peak_of
 from experiments import bert as bert_step
+from experiments.models import BertConfig, BertForMaskedLM
 from experiments.steps.step_shapes import Shapes
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 3, "heads": 4, "vocab_size": 24}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import assert_equal
 from random_fates import plan_of, tensors_of
+from real_bytes import disagreements
 from small_models import MODELS, build, loss_of
 
 import ackpt
-from ackpt.planner.costs.workspace import disagreements
 from experiments.steps.captured_step import CapturedStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,8 +7,7 @@ import torch
 
 import ackpt
 from ackpt.planner.capture.joint_graph import BACKWARD
-from ackpt.planner.schedule.late_orders import LateOrders
-from ackpt.planner.schedule.lifetimes import frees, unpacked_at_once
+from ackpt.planner.schedule.orders import frees, unpacked_at_once
 from ackpt.planner.schedule.schedule import live_before_backward, recompute_late
 
 
@@ -46,34 +45,17 @@ def one_by_one(graph, order):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_late_orders_and_frees_are_those_found_one_by_one(graph, seed):
+def test_frees_are_those_found_one_by_one(graph, seed):
     analysis = graph.analysis
     chooser = random.Random(seed)
     share = chooser.random()
     saved = {s for s in sorted(analysis.savable) if chooser.random() < share}
     readers = analysis.needed_backward
-    order = LateOrders(analysis, readers).order(live_before_backward(analysis, saved))
-    late = recompute_late(analysis, readers, live_before_backward(analysis, saved))
-    assert order == unpacked_at_once(graph, late)
+    order = unpacked_at_once(graph, recompute_late(analysis, readers, live_before_backward(analysis, saved)))
     freed = frees(graph, order, BACKWARD)
     assert (list(zip(freed.positions.tolist(), freed.storages.tolist())), set(freed.needed.tolist())) == one_by_one(
         graph, order
     )
-
-
-def test_remembered_orders_are_given_only_to_live_values_that_lead_to_them(graph):
-    analysis = graph.analysis
-    readers = analysis.needed_backward[len(analysis.needed_backward) // 2 :]
-    orders, chooser = LateOrders(analysis, readers), random.Random(0)
-    savable, seen = sorted(analysis.savable), set()
-    for number in range(200):
-        saved = set(chooser.sample(savable, number % 3)) if number % 2 else set(savable[number % 7 :])
-        live = live_before_backward(analysis, saved)
-        order = orders.order(live)
-        assert order == unpacked_at_once(graph, recompute_late(analysis, readers, set(live)))
-        assert orders.order(live) is order
-        seen.add(tuple(order))
-    assert len(seen) > 16  # more than are remembered
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -12,13 +12,12 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.graph import Plan, PlannedStep, ScheduleError, Step, profile, rewrite, simulate
-from ackpt.planner.capture.patches import mask_bits
+from ackpt.planner.capture import mask_bits
 from ackpt.planner.choose import check_runs, default_profile
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.allocations import allocations
 from ackpt.planner.schedule.offload_steps import packed
-from ackpt.planner.schedule.schedule import FREE, PACK, UNPACK, everything
-from ackpt.planner.schedule.schedule_json import from_json, to_json
+from ackpt.planner.schedule.schedule import FREE, PACK, UNPACK, everything, from_json, to_json
 from ackpt.planner.schedule.simulator import peak_of
 
 OPERATIONS = torch.ops.ackpt_graph

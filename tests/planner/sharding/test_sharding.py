@@ -9,10 +9,20 @@ from ackpt.core.budget import from_text
 from ackpt.core.errors import BudgetError
 from ackpt.planner.capture.optimizer_state import optimizer_bytes
 from ackpt.planner.schedule.schedule import scheduled
-from ackpt.planner.sharding.blocks import CAPTURED, Choice, deep
-from ackpt.planner.sharding.planner import ShardedModel
-from ackpt.planner.sharding.sharding import Group, GroupBytes, Sharding, Weight, blocks_of, groups_of, sharded_optimizer
-from ackpt.planner.sharding.step import ShardingError, peak_bytes, step_windows, timeline
+from ackpt.planner.sharding.planner import CAPTURED, Choice, ShardedModel, deep
+from ackpt.planner.sharding.sharding import (
+    Group,
+    GroupBytes,
+    Sharding,
+    ShardingError,
+    Weight,
+    blocks_of,
+    groups_of,
+    peak_bytes,
+    sharded_optimizer,
+    step_windows,
+    timeline,
+)
 from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 from ackpt.planner.workloads.step_request import StepRequest

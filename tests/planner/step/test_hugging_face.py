@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import ackpt
-from ackpt.planner.capture.inspection.trainer_calls import as_trainer_calls
+from ackpt.planner.capture.inspection.calls import as_trainer_calls
 
 # peft asks transformers by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

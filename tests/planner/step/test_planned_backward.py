@@ -128,6 +128,41 @@ def test_hooks_of_parameters_run_once_a_step(register, prepare):
     assert_equal(expected, found, "parameter")
 
 
+class Unused(nn.Module):
+    """Reads a parameter without a gradient, and returns another one beside its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.statistic = nn.Linear(16, 4), nn.Parameter(torch.ones(4))
+        self.returned = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (self.linear(x) * self.statistic.detach()).sum(), self.returned
+
+
+def of_all_outputs(model, x):
+    return ackpt.compile(model, x, policy="full", differentiate="all")
+
+
+def test_hooks_of_unused_parameters_do_not_run():
+    def calls_of_hooks(prepare):
+        torch.manual_seed(0)
+        model, calls = Unused(), {}
+        accumulators = {name: p.expand_as(p).grad_fn.next_functions[0][0] for name, p in model.named_parameters()}
+        for name, accumulator in accumulators.items():
+            accumulator.register_prehook(lambda gradients, name=name: calls.update({name: calls.get(name, 0) + 1}))
+        call = prepare(model, torch.zeros(8, 16))
+        for count in STEPS:
+            model.zero_grad()
+            loss, returned = call(rows(count))
+            (loss + returned.sum()).backward()
+        return calls, [parameter.grad for parameter in model.parameters()]
+
+    (expected, gradients), (calls, of_plan) = map(calls_of_hooks, (lambda model, x: model, of_all_outputs))
+    assert expected == calls == {"linear.weight": 4, "linear.bias": 4, "returned": 4}
+    assert_equal(gradients, of_plan, "gradient")
+
+
 class Fused(torch.autograd.Function):
     """Adds the weight's gradient to an attribute of it in backward, and counts its calls in a global."""
 

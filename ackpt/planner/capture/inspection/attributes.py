@@ -1,32 +1,36 @@
 """Record the attributes of modules that a capture depends on, and refuse a forward that changes them.
 
-A forward that changes attributes, or draws random numbers from Python or numpy, is refused when it is captured, and its
-changes are undone.
+A forward that changes attributes is refused when it is captured, and its changes are undone. In what a call compares,
+plain values and containers count by content; tensors, functions and other callables by identity.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
-import random
-import sys
+import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
-from ackpt.checkpointing.reachable import LONGEST_CONTAINER
+from ackpt.checkpointing.guards import fill, is_filled_with
+from ackpt.checkpointing.reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS
 from ackpt.core.errors import TraceError
 
-from .comparable_values import comparable, is_plain_type, plain
 from .source_lines import set_at
 
 # Marks that only fully_shard and accelerate read; the former also leaves them on modules that it does not run itself.
 _MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_accelerate_prepared"
-OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl", *_MARKS})
+OF_EVERY_MODULE = MODULE_FIELDS | {"_compiled_call_impl", *_MARKS}
 _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 
 # What to do about an attribute that changes. Torch's dropout takes no tensor.
@@ -37,8 +41,6 @@ _DROPOUT = (
 )
 # How to run a model whose code has effects of its own: the end of a sentence that tells how to change the model.
 REGIONS = "or plan with regions=True, which runs the model's own code."
-SEED = 1_795_364_021  # of generators while a forward runs that must not use them
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def every_module(model: nn.Module) -> dict[str, nn.Module]:
@@ -72,11 +74,7 @@ def attributes(modules) -> tuple:
 
 
 def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) -> tuple[str, str] | None:
-    """The first attribute that differs between two results of `attributes` for these modules by their paths.
-
-    Returns:
-        What changed and how to avoid it, in words, and the name of the attribute; None if nothing did.
-    """
+    """What differs first between two results of `attributes` and how to avoid it, and the name of the attribute."""
     for (path, module), before, after in zip(modules.items(), _by_module(was), _by_module(now)):
         for name in {**before, **after}:
             if before.get(name) != after.get(name):
@@ -103,52 +101,7 @@ def _value_in(fact) -> str | None:
     if fact is None or len(fact) != 1 or not isinstance(fact[0], tuple) or len(fact[0]) != 2:
         return None
     kind, value = fact[0]
-    return str(value) if is_plain_type(kind) else None
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module, is_same, settle=None, real=lambda value: value):
-    """Inside, the forward of `model` runs; afterwards its attributes are restored.
-
-    Args:
-        model: all attributes of it and its submodules are compared, and the items of lists and dicts among them; so are
-            those of modules in such lists and dicts, which are no submodules.
-        is_same: whether one tensor may replace another, such as a traced one the model's own.
-        settle: gets a `Change` for each attribute and item that the forward sets; returns whether another capture will
-            show that it sets them only once.
-        real: returns the model's own tensor for a traced one that replaces it, and other values as they are.
-
-    Raises:
-        TraceError: naming the attribute that the forward has changed, or the random numbers that it has drawn.
-    """
-    modules = _with_unregistered(dict(model.named_modules()))
-    before = [
-        (module, name, attribute, container, copied(container))
-        for name, module in modules.items()
-        for attribute, container in _containers(module)
-    ]
-    derived = {id(vars(module)): _derived(module) for module in modules.values()}
-    states = _random_states()
-    drawn, changes = [], []
-    try:
-        yield
-        changes = [
-            changed(container, key, copy, _refusal(module, name, attribute, key, was, now), real)
-            for module, name, attribute, container, copy in before
-            for key, was, now in changed_items(container, copy, is_same)
-            if key not in derived.get(id(container), ())
-        ]
-        drawn = [name for name, state in _random_now().items() if name in states and state != states[name][0]]
-    finally:
-        for *_, container, copy in before:
-            if any(changed_items(container, copy, lambda was, now: False)):
-                restore(container, copy)
-        for _, reset in states.values():
-            reset()
-    if drawn:
-        raise repeated_draws(drawn[0])
-    if changes and not (settle and settle(changes)):
-        raise not_repeated(changes[0].refusal)
+    return str(value) if isinstance(kind, type) and issubclass(kind, _PLAIN) else None
 
 
 class Change(NamedTuple):
@@ -160,25 +113,65 @@ class Change(NamedTuple):
     revert: Callable[[], Any]
 
 
-def changed(container, key, before, refusal: str, real=lambda value: value) -> Change:
-    """The change of an item of `container`, of which `before` is a copy; for `real` see `unchanged`."""
+class Snapshot:
+    """A container, and a copy of it from before a forward.
 
-    def put(values):
-        """Set the item as in `values`; in a list, all items."""
-        if not isinstance(container, dict):
-            return functools.partial(restore, container, list(map(real, values)))
+    `refusal`: of a change (key, value before, value now), in words. `counts`: whether a change of value
+    is one; others stay. `derived`: keys of items whose changes are restored, but not refused.
+    """
+
+    def __init__(
+        self, container, refusal: Callable[..., str], counts=lambda was, now: True, derived: Collection[Any] = ()
+    ):
+        self._container, self._copy = container, _copied(container)
+        self._refusal, self._counts, self._derived = refusal, counts, derived
+
+    def restored(self, is_same, real=lambda value: value) -> list[Change]:
+        """Restore the items that a forward has changed, and return the changes.
+
+        `is_same`: whether one tensor represents another, which is no change. `real`: returns the model's own tensor for
+        a traced one that represents it, and other values as they are.
+        """
+        items = _changed_items(self._container, self._copy)
+        items = [(key, was, now, _same(was, now, is_same)) for key, was, now in items]
+        items = [item for item in items if item[-1] or self._counts(*item[1:3])]
+        if not items:
+            return []
+        now = _copied(self._container)
+        changes = [
+            Change(
+                (id(self._container), key),
+                self._refusal(key, before, after),
+                self._put(now, key, real),
+                self._put(self._copy, key, real),
+            )
+            for key, before, after, is_represented in items
+            if not is_represented and key not in self._derived
+        ]
+        fill(self._container, self._copy)
+        return changes
+
+    def _put(self, values, key, real) -> Callable[[], Any]:
+        """A function that sets an item as in `values`; in anything but a dict, all items."""
+        if not isinstance(self._container, dict):
+            return functools.partial(fill, self._container, list(map(real, values)))
         if key in values:
-            return functools.partial(container.__setitem__, key, real(values[key]))
-        return functools.partial(container.pop, key, None)
+            return functools.partial(self._container.__setitem__, key, real(values[key]))
+        return functools.partial(self._container.pop, key, None)
 
-    return Change((id(container), key), refusal, put(copied(container)), put(before))
+
+def module_snapshots(model: nn.Module) -> Iterator[Snapshot]:
+    """Of all attributes of the modules in `model`, and of lists and dicts in them, also of unregistered modules."""
+    for path, module in _with_unregistered(dict(model.named_modules())).items():
+        derived = _derived(module)
+        for attribute, container in _containers(module):
+            refusal = functools.partial(_refusal, module, path, attribute)
+            yield Snapshot(container, refusal, derived=derived if container is vars(module) else ())
 
 
 def not_repeated(message: str) -> TraceError:
     """The error for an effect of the forward that a captured step would not have, but regions have."""
-    error = TraceError(message)
-    error.reason, error.can_split = message.partition(", which a captured step")[0], True
-    return error
+    return TraceError(message, reason=message.partition(", which a captured step")[0], can_split=True)
 
 
 def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -200,24 +193,13 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return result
 
 
-def repeated_draws(source: str) -> TraceError:
-    return not_repeated(
-        f"the forward draws random numbers from {source} or seeds it, which a captured step would not repeat. "
-        f"Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, {REGIONS}"
-    )
-
-
 @contextlib.contextmanager
 def arguments_unchanged(arguments):
-    """Inside, a forward runs with `arguments`, whose lists and dicts are copies of the caller's.
-
-    Raises:
-        TraceError: if it changes one of them, which the caller would never see.
-    """
-    before = [(container, copied(container)) for _, container in _nested("", arguments)]
+    """Inside, a forward runs that must not change lists and dicts among its `arguments`, copies of the caller's."""
+    before = [(container, _copied(container)) for _, container in _nested("", arguments)]
     yield
     for container, copy in before:
-        if any(changed_items(container, copy, lambda was, now: False)):
+        if any(_changed_items(container, copy)):
             raise not_repeated(
                 f"the forward changes a {type(container).__name__} that it received as an argument, which a captured "
                 f"step would not do. Return the collected values as an output of the model, {REGIONS}"
@@ -235,7 +217,7 @@ def _containers(module: nn.Module):
 
 
 def _nested(name: str, value):
-    if isinstance(value, (list, dict, deque)):
+    if isinstance(value, (list, dict, deque, set)):
         yield name, value
         for item in value.values() if isinstance(value, dict) else value:
             yield from _nested(name, item)
@@ -244,41 +226,35 @@ def _nested(name: str, value):
             yield from _nested(name, item)
 
 
-def copied(container):
-    return dict(container) if isinstance(container, dict) else list(container)
+def _copied(container):
+    return next((kind for kind in (dict, set) if isinstance(container, kind)), list)(container)
 
 
-def restore(container, copy) -> None:
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
-
-
-def changed_items(container, copy, is_same):
-    """(key, value before, value now) of every changed item; None means no value."""
+def _changed_items(container, copy) -> Iterator[tuple[Any, Any, Any]]:
+    """(key, value before, value now) of every changed item; None means no value; an item of a set is its key."""
+    if is_filled_with(container, copy):
+        return
     if isinstance(container, dict):
         pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
+    elif isinstance(container, set):
+        pairs = [(item, *(item if item in each else None for each in (copy, container))) for item in copy ^ container]
     else:
         now = list(container)
         size = max(len(copy), len(now))
         pairs = zip(range(size), *(values + [None] * (size - len(values)) for values in (copy, now)))
-    for key, was, now in pairs:
-        if not _same(was, now, is_same):
-            yield key, was, now
+    yield from (item for item in pairs if not _same(*item[1:]))
 
 
-def _same(was, now, is_same) -> bool:
-    if was is now or (plain(was) is not None and plain(was) == plain(now)) or _is_weak(now):
+def _same(was, now, is_same=lambda was, now: False) -> bool:
+    if was is now or (plain(was) is not None and plain(was) == plain(now)):
+        return True
+    if isinstance(now, weakref.ref):  # by which torch's recurrent modules remember the weights that they flattened
         return True
     if isinstance(was, torch.Tensor):
         return isinstance(now, torch.Tensor) and is_same(was, now)
     if isinstance(was, (list, tuple)) and type(was) is type(now) and len(was) == len(now):
         return all(_same(a, b, is_same) for a, b in zip(was, now))
     return False
-
-
-def _is_weak(value) -> bool:
-    """Whether it is a weak reference, by which torch's recurrent modules remember the weights that they flattened."""
-    return isinstance(value, weakref.ref)
 
 
 def _derived(module: nn.Module) -> set:
@@ -312,26 +288,78 @@ def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str
     )
 
 
-def _random_states() -> dict:
-    """By the generator's name: its state, comparable by ==, and a function that restores what it was before this call.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, Fraction, Decimal, enum.Enum, SDPBackend),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_CONSTANT = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
+    *(type, range, slice),
+)
 
-    The generators are seeded here, so that a forward that seeds them itself leaves another state.
+
+class Identity:
+    """Equals every other `Identity` of the same object.
+
+    It keeps the object alive only if the object does not support weak references. An id alone is not enough: after the
+    object is freed, another one may have the same id.
     """
-    python_state = random.getstate()
-    random.seed(SEED)
-    states = {"Python's module random": (random.getstate(), lambda: random.setstate(python_state))}
-    if numpy := sys.modules.get("numpy"):
-        numpy_state = numpy.random.get_state()
-        with contextlib.suppress(TypeError):  # a bit generator of the user's own, which cannot be seeded
-            numpy.random.seed(SEED)
-        states["numpy.random"] = (_numpy_state(numpy), lambda: numpy.random.set_state(numpy_state))
-    return states
+
+    __slots__ = "_id", "_reference"
+
+    def __init__(self, value):
+        self._id, self._reference = id(value), reference(value)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other) -> bool:
+        if self is other or not isinstance(other, Identity) or self._id != other._id:
+            return self is other
+        value = self._reference()
+        return value is not None and value is other._reference()
 
 
-def _random_now() -> dict:
-    numpy = sys.modules.get("numpy")
-    return {"Python's module random": random.getstate(), "numpy.random": _numpy_state(numpy) if numpy else ()}
+def reference(value):
+    """A function that returns `value`, by a weak reference if `value` supports it."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
 
 
-def _numpy_state(numpy) -> tuple:
-    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state())
+def plain(value):
+    """`value` in a form that compares exactly: 0.0 is not -0.0, 1 is not True, nan is nan; None if it is not plain."""
+    if not isinstance(value, _PLAIN):
+        return None
+    return type(value), repr(value) if isinstance(value, (float, complex, Decimal)) else value
+
+
+def is_constant(value) -> bool:
+    """Whether `comparable` always returns the same for this object, whatever the code that owns it does."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_constant, value))
+    return isinstance(value, _PLAIN + _CONSTANT)
+
+
+def comparable(value):
+    """An attribute's value in a form that a call can compare; None if it is an object that no call compares."""
+    if type(value) in (int, bool, str):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return Identity(value)
+    if isinstance(value, (list, tuple, deque)) and len(value) <= LONGEST_CONTAINER:
+        return type(value), tuple(map(comparable, value))
+    if type(value) is SimpleNamespace:
+        value = vars(value)
+    if isinstance(value, dict) and len(value) <= LONGEST_CONTAINER:
+        return type(value), tuple((comparable(key), comparable(item)) for key, item in value.items())
+    if isinstance(value, (set, frozenset)) and len(value) <= LONGEST_CONTAINER:
+        return type(value), frozenset(map(comparable, value))
+    if isinstance(value, (range, slice)):
+        return type(value), tuple(map(comparable, (value.start, value.stop, value.step)))
+    if isinstance(value, types.MethodType):  # every access to a method gives another object
+        return types.MethodType, Identity(value.__self__), Identity(value.__func__)
+    if (fact := plain(value)) is None and callable(value) and not isinstance(value, weakref.ref):
+        return Identity(value)
+    return fact

@@ -69,19 +69,16 @@ class Branch:
 class Branches(TorchDispatchMode):
     """Inside, the model's code can read truth values of tensors that depend on integer arguments alone.
 
-    ``found``: the branches on these values, in the order in which they are read.
-
-    Args:
-        leaves: of the call; their values select the branches.
-        traced: ``{index of a leaf: the tensor that represents it}``.
-        number: evaluates a symbolic size in a call with given leaves.
+    ``branches``: the branches on these values, in the order in which they are read. `leaves`: of the call, whose values
+    select the branches; `traced`: ``{index of a leaf: the tensor that represents it}``; `number`: evaluates a symbolic
+    size in a call with given leaves.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number):
         super().__init__()
-        self.found: list[Branch] = []
+        self.branches: list[Branch] = []
         self._leaves, self._number = leaves, number
         self._steps: list[_Step] = []
         self._known: dict[int, tuple[ref, _Value]] = {}
@@ -100,8 +97,8 @@ class Branches(TorchDispatchMode):
         if func is _READ and values and args[0].dtype is torch.bool:
             (value,) = values.values()
             steps = _needed(self._steps, value)
-            self.found.append(Branch(steps, value, _truth(value, steps, self._leaves, self._number), line()))
-            return self.found[-1].answer
+            self.branches.append(Branch(steps, value, _truth(value, steps, self._leaves, self._number), line()))
+            return self.branches[-1].answer
         written = [values[id(tensor)].storage for tensor in _written(func, args, kwargs) if id(tensor) in values]
         follows = all(id(tensor) in values for tensor in tensors) and func.namespace == "aten"
         if not follows or torch.Tag.nondeterministic_seeded in func.tags:

@@ -6,6 +6,8 @@ messages; no decision depends on them.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,12 +46,7 @@ def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> di
 
 
 def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
-    """A clause for every known difference between the calls; empty if one of them is unknown.
-
-    Example:
-        >>> differences({"mode": "training", "argument 0": "int64 [8, 4]"}, {"mode": "evaluation"})
-        ['mode changed from training to evaluation', 'argument 0 changed from int64 [8, 4] to not given']
-    """
+    """A clause for every known difference between the calls; empty if one of them is unknown."""
     if was is None or now is None:
         return []
     clauses = []
@@ -127,12 +124,7 @@ def _arguments(args, kwargs) -> Iterator[tuple[str, str]]:
 
 
 def call_arguments(batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a model from a batch: a mapping, a tuple or list, or one argument.
-
-    Example:
-        >>> call_arguments({"x": 1}), call_arguments([1, 2]), call_arguments(3)
-        (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
-    """
+    """Positional and keyword arguments of a model from a batch: a mapping, a tuple or list, or one argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
@@ -172,3 +164,27 @@ def _dtype(tensor: torch.Tensor) -> str:
 def _device(tensor: torch.Tensor) -> str:
     """Tensors without a device are planned as tensors on the CPU."""
     return "" if tensor.device.type in ("cpu", "meta") else f" on {tensor.device}"
+
+
+_ITEMS = "num_items_in_batch"
+
+
+def as_trainer_calls(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """`batch` as the Trainer passes it to `model`, if the program has imported the Trainer; else as it is.
+
+    The Trainer adds ``num_items_in_batch`` (``_get_num_items_in_batch`` in transformers/trainer.py, 5.24) for a model
+    of transformers whose forward has ``**kwargs``, or that sets ``accepts_loss_kwargs``. It is the number of labels,
+    divided by the number of ranks with the same batch; its value does not matter for a capture. ``import transformers``
+    alone does not import the Trainer.
+    """
+    modules = sys.modules
+    if "transformers.trainer" not in modules or not isinstance(batch.get("labels"), torch.Tensor) or _ITEMS in batch:
+        return dict(batch)
+    unwrapped: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+    if not isinstance(unwrapped, modules["transformers.modeling_utils"].PreTrainedModel):
+        return dict(batch)
+    accepts = getattr(unwrapped, "accepts_loss_kwargs", None)
+    if accepts is None:
+        parameters = inspect.signature(unwrapped.forward).parameters.values()
+        accepts = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return {**batch, _ITEMS: torch.ones((), device=batch["labels"].device)} if accepts else dict(batch)

@@ -8,6 +8,7 @@ of modules by `attributes`; here is the rest, found by the garbage collector.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import types
 import weakref
@@ -16,13 +17,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
+from ackpt.core.errors import TraceError
 from ackpt.metering.without_data.holders import CACHED, holders, removals
+
+from .model_checks import require_plain
+from .source_lines import in_model, line
 
 # Operations that use nothing of their first argument but its shape, dtype and device.
 OF_SHAPES = frozenset(
@@ -98,12 +106,9 @@ class Kept:
         self._operations = {node: (node.op, node.target, node.args, node.kwargs) for node in nodes}
 
     def give_data(self, tensors, mode) -> None:
-        """Make `tensors`, wherever they are, what the model's own call would have computed.
+        """Make `tensors`, wherever they are, what the model's own call would have computed in the context `mode`.
 
-        `mode`: a context in which to compute them.
-
-        Raises:
-            NotConstant: if one depends on more than constants and buffers; or something has a weak reference to one.
+        Raises NotConstant if one depends on more than constants and buffers, or something has a weak reference to one.
         """
         if any(tensor.requires_grad or id(tensor) not in self._nodes for tensor in tensors):
             raise NotConstant
@@ -216,3 +221,55 @@ def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
         name = next((name for name in names if id(getattr(holder, name, None)) in items), "")
     was = id(getattr(holder, name, None)) if name else None
     return (lambda: id(getattr(holder, name, None)) == was) if was in items else None
+
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+class Held(TorchFunctionMode):
+    """Inside, operations on a tensor of the model's code use the traced tensor that replaces it.
+
+    ``traced``: ``{id of a tensor: its replacement}``. ``new_inputs``: ``{id: (tensor, line)}`` of tensors without one;
+    a second capture takes them as inputs. ``paused``: a context in which torch's own code runs.
+    """
+
+    def __init__(self, traced: dict[int, torch.Tensor], paused: Callable[[], contextlib.AbstractContextManager]):
+        super().__init__()
+        self._paused = paused
+        self.traced = traced
+        self.new_inputs: dict[int, tuple[torch.Tensor, str]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = tuple(map(self._replaced, args))
+        kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
+        with self._paused():
+            return func(*args, **kwargs)
+
+    def is_same(self, tensor, other) -> bool:
+        """Whether `other` represents `tensor`."""
+        return other is not None and self.traced.get(id(tensor)) is other
+
+    def _replaced(self, value):
+        if isinstance(value, torch.Tensor):
+            return self._stand_in(value)
+        if isinstance(value, _PLAIN):  # most arguments; a look into them takes longer than the operation's dispatch
+            return value
+        return tree_map_only(torch.Tensor, self._stand_in, value)
+
+    def _stand_in(self, tensor):
+        if id(tensor) in self.traced:
+            return self.traced[id(tensor)]
+        is_traced = torch._is_functional_tensor(tensor) or is_functorch_wrapped_tensor(tensor)
+        if isinstance(tensor, FunctionalTensor) or is_traced or not in_model():
+            return tensor
+        require_plain(f"a tensor used{line()}", tensor)
+        if tensor.requires_grad:
+            raise TraceError(
+                f"a tensor of shape {tuple(tensor.shape)} that requires grad is used{line()} but is not a parameter "
+                "of the model. Register it: self.name = nn.Parameter(...), or nn.ParameterList for several."
+            )
+        self.new_inputs[id(tensor)] = tensor, line()
+        self.traced[id(tensor)] = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        return self.traced[id(tensor)]

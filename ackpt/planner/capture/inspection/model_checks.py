@@ -1,18 +1,23 @@
-"""Refuse models that cannot be captured, such as scripted or compiled modules, and warn of hooks."""
+"""Refuse models, calls and tensors that cannot be captured, and warn of hooks."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ackpt.core.errors import check_misspelt, did_you_mean, warn
+from ackpt.checkpointing.reachable import HOOKS
+from ackpt.core.errors import TraceError, check_misspelt, did_you_mean, warn
 
-from .attributes import HOOKS
+from .calls import named_leaves
 from .value_walk import is_installed, is_of_model, module_label, said
 
 _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': 'inductor'}), which plans and compiles"
@@ -47,11 +52,7 @@ if torch.distributed.is_available():
 
 
 def check_keywords(model, given, keywords, owner: str) -> None:
-    """Refuse keywords for the model that are nearly one of `keywords`, those of `owner`, and not named by its forward.
-
-    Raises:
-        TypeError: naming both.
-    """
+    """Refuse keywords for the model that are nearly one of `keywords`, of `owner`, unless its forward names them."""
     unnamed = sorted(set(given) - forward_names(model))
     check_misspelt(unnamed, keywords, f"{owner}, nor a parameter of the model's forward")
 
@@ -59,17 +60,10 @@ def check_keywords(model, given, keywords, owner: str) -> None:
 def check_call(model, args, kwargs, advice: str = "") -> None:
     """Refuse arguments that the model's forward does not take, unless hooks of the model may change them.
 
-    Args:
-        advice: what to add to an error about a keyword.
-
-    Raises:
-        TypeError: naming the parameter.
+    `advice`: what to add to an error about a keyword.
     """
-    try:
-        signature = inspect.signature(model.forward)
-    except (AttributeError, TypeError, ValueError):
-        return
-    if model._forward_pre_hooks:
+    signature = _signature(model)
+    if signature is None or model._forward_pre_hooks:
         return
     try:
         signature.bind(*args, **kwargs)
@@ -85,22 +79,23 @@ def check_call(model, args, kwargs, advice: str = "") -> None:
         ) from None
 
 
-def forward_names(model) -> set[str]:
-    """Names of the parameters of the model's forward; none where it has no signature, or is no module."""
+def _signature(model) -> inspect.Signature | None:
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (AttributeError, TypeError, ValueError):
-        return set()
+        return inspect.signature(model.forward)
+    except (AttributeError, TypeError, ValueError):  # it has none, or is no module
+        return None
+
+
+def forward_names(model) -> set[str]:
+    """Names of the parameters of the model's forward."""
+    parameters = () if (signature := _signature(model)) is None else signature.parameters.values()
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def positional_names(model, args) -> list[str]:
     """Names of the parameters of the model's forward that positional arguments fill."""
-    try:
-        parameters = inspect.signature(model.forward).parameters
-    except (AttributeError, TypeError, ValueError):
-        return []
-    return list(parameters)[: len(args)]
+    signature = _signature(model)
+    return [] if signature is None else list(signature.parameters)[: len(args)]
 
 
 def own_call(model: nn.Module):
@@ -118,8 +113,10 @@ def first_opaque(model) -> str | None:
     """The first submodule of `model` that is scripted or compiled, in words; None if no submodule is."""
     if not isinstance(model, nn.Module) or _is_compiled(model):
         return None
-    found = ((name, module) for name, module in model.named_modules() if name and _is_compiled(module))
-    return next((f"module {name!r} ({type(module).__name__}) is scripted or compiled" for name, module in found), None)
+    compiled = ((name, module) for name, module in model.named_modules() if name and _is_compiled(module))
+    return next(
+        (f"module {name!r} ({type(module).__name__}) is scripted or compiled" for name, module in compiled), None
+    )
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -130,15 +127,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def check_model(model, except_opaque: bool = False) -> None:
-    """Refuse a model that is not a module or cannot be captured.
-
-    Args:
-        except_opaque: whether submodules may be scripted or compiled.
-
-    Raises:
-        TypeError: names the module that is compiled, scripted, parallel, planned already or without shapes, and the
-            way out.
-    """
+    """Refuse a model that is not a module or cannot be captured; `except_opaque`: submodules may be compiled."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -182,3 +171,95 @@ def warn_of_hooks(model: nn.Module) -> None:
                     "tensors, but does not call it. If it prints, counts or collects, remove it, or use "
                     "ackpt.apply_activation_checkpointing, which runs all hooks."
                 )
+
+
+def is_tensor(value) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def tensor_facts(tensor: torch.Tensor) -> tuple:
+    """The properties of a tensor of the model that a capture depends on; they compare and hash."""
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def public_attributes(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The names of a plain tensor's own Python attributes, without marks of libraries, which begin with ``_``."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return ()
+    return tuple(sorted(name for name in vars(tensor) if name[:1] != "_"))
+
+
+def require_no_attributes(args, kwargs) -> None:
+    """Refuse argument tensors with Python attributes, which the tensors of a capture do not have."""
+    for name, leaf in named_leaves(args, kwargs):
+        if isinstance(leaf, torch.Tensor) and (attributes := public_attributes(leaf)):
+            raise TraceError(
+                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a plan does not see. "
+                "Pass its value as an argument of its own, or plan with regions=True, which runs the model's own code.",
+                reason=f"argument {name} has a Python attribute {attributes[0]!r}",
+                can_split=True,
+            )
+
+
+def has_data(model: nn.Module, leaves) -> bool:
+    """Whether no tensor of the model or of the call is fake or on the meta device."""
+    tensors = filter(is_tensor, (*model.parameters(), *model.buffers(), *leaves))
+    return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+
+
+def require_traceable(model: nn.Module, args, kwargs) -> None:
+    """Refuse NumPy arrays, nested tensors, tensor subclasses, and tensors on a device that is not there."""
+    require_no_arrays(args, kwargs)
+    require_no_attributes(args, kwargs)
+    types = set()
+    for name, tensor in _named(model, args, kwargs):
+        if tensor.is_nested:
+            raise TraceError(
+                f"a nested tensor cannot be planned: give a padded one for {name}, by tensor.to_padded_tensor(0.0)"
+            )
+        require_plain(name, tensor)
+        types.add(tensor.device.type)
+    if "cuda" in types and not torch.cuda.is_available():  # torch would crash on fake ones
+        raise TraceError(
+            "the model or its inputs are on a CUDA device, but torch sees no CUDA GPU. To plan for a GPU without one, "
+            "put them on the meta device."
+        )
+
+
+def require_no_arrays(args, kwargs) -> None:
+    """Refuse NumPy arrays among the arguments of a call."""
+    for name, leaf in named_leaves(args, kwargs):
+        if isinstance(leaf, numpy.ndarray):
+            raise TypeError(
+                f"argument {name} is a NumPy array, whose values no capture follows: give torch.from_numpy(array)"
+            )
+
+
+def require_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor subclass: it changes what operations do or return, which a captured step would not do again.
+
+    Subclasses of ``nn.Parameter`` and fake tensors change nothing, and pass.
+    """
+    kind = type(tensor)
+    if kind is torch.Tensor or isinstance(tensor, FakeTensor):
+        return
+    has_torch_function = kind.__torch_function__ is not torch._C._disabled_torch_function_impl
+    dispatch = getattr(kind, "__torch_dispatch__")  # noqa: B009 (pyright cannot bind torch's own)
+    if not has_torch_function and dispatch is torch._C._disabled_torch_dispatch_impl:
+        return
+    fix = "Give a plain tensor: tensor.as_subclass(torch.Tensor), or tensor.as_tensor() of a MONAI MetaTensor."
+    if kind.__name__ == "DTensor":
+        fix = "Plan before sharding, as in fully_shard(ackpt.compile(model, ...)), or use tensor.to_local()."
+    elif not has_torch_function:  # it holds other tensors, which only its own class can give
+        fix = "Give the plain tensors that it is made of, or use ackpt.checkpoint on the model's blocks."
+    raise TraceError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor, whose type and attributes a "
+        f"captured step would lose. {fix}"
+    )
+
+
+def _named(model: nn.Module, args, kwargs) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of every parameter and buffer of the model and of every tensor among the arguments."""
+    yield from ((f"parameter {name!r}", tensor) for name, tensor in model.named_parameters())
+    yield from ((f"buffer {name!r}", tensor) for name, tensor in model.named_buffers())
+    yield from ((f"argument {name}", leaf) for name, leaf in named_leaves(args, kwargs) if is_tensor(leaf))

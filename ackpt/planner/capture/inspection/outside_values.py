@@ -25,11 +25,9 @@ from torch import nn
 from ackpt.checkpointing.reachable import tensors_in
 from ackpt.core.errors import TraceError, warn
 
-from .attributes import REGIONS, Change, not_repeated, repeated_draws
-from .closures_that_ran import Closures
-from .comparable_values import plain
+from .attributes import REGIONS, Change, not_repeated, plain
 from .kept_tensors import Kept, NotConstant
-from .value_walk import Value, Walk, closes_over, is_of_model, said
+from .value_walk import Closures, Value, Walk, closes_over, is_of_model, said
 
 _CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
 # The functions that seed. In regions the forward seeds again for the recomputation, which torch.seed does differently.
@@ -52,27 +50,23 @@ class Reads:
         self.kept = Kept()
         self._settles = True
         self._changed: list[Change] = []
-        self._settled = False
+        self.is_settled = False  # whether the values are as the model's first call would have left them
         self.places: list[Callable[[], bool]] = []  # see `ackpt.planner.capture.inspection.kept_tensors.places`
         self._has_hooks = False  # whether the forward adds hooks to its tensors or nodes
         self.has_checkpoints = False  # whether the model calls torch's own
 
     @contextlib.contextmanager
-    def watched(self, is_same):
-        """Watch the model's forward run inside; on exit, restore the plain values and RNG states that it changed.
+    def watched(self, is_same, real):
+        """Watch the model's forward run inside; on exit, restore the values and RNG states that it changed.
 
-        `is_same`: whether one tensor represents another, such as a traced one the model's own.
-
-        Raises:
-            TraceError: if the forward seeds torch's generator, draws from a generator object, or changes a value,
-                which the message names. A change that the capture may still `settle` is not an error.
+        Changes are refused unless the capture may still `settle` them; for the arguments see `Snapshot.restored`.
         """
         gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
-        with self._watched(is_same):
+        with self._watched(is_same, real):
             yield
 
     @contextlib.contextmanager
-    def _watched(self, is_same=lambda tensor, other: False):
+    def _watched(self, is_same=lambda tensor, other: False, real=lambda value: value):
         walk = self._walk(runs=True)
         seen: dict[int, types.CodeType] = {}
         closing: set[int] = set()
@@ -117,7 +111,7 @@ class Reads:
             if self._closures is not None:
                 self._closures.ended()
             self.has_checkpoints |= id(_CHECKPOINT) in seen
-            changed = walk.restored(is_same)
+            changed = walk.restored(is_same, real)
             drawn = walk.drawn_from()
             if seeds:
                 torch.set_rng_state(seeds[0][1])
@@ -129,8 +123,12 @@ class Reads:
             )
             raise TraceError(f"{message}.") if name == "seed" else not_repeated(f"{message}, {REGIONS}")
         if drawn:
-            raise repeated_draws(drawn[0])
-        if changed and not self.may_settle(changed):
+            raise not_repeated(
+                f"the forward draws random numbers from {drawn[0]} or seeds it, which a captured step would not "
+                "repeat. Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, "
+                f"{REGIONS}"
+            )
+        if changed and not self._may_settle(changed):
             raise not_repeated(changed[0].refusal)
 
     def start(self) -> None:
@@ -155,15 +153,8 @@ class Reads:
             with mock.patch.object(torch.autograd, "grad", watched(grad)):
                 yield
 
-    def may_settle(self, changed: list[Change]) -> bool:
-        """Note what the first forward has changed.
-
-        Returns:
-            False for a later forward, or if nothing is changed.
-
-        Raises:
-            TraceError: the refusal of the first change, if a later forward changes the same value again.
-        """
+    def _may_settle(self, changed: list[Change]) -> bool:
+        """Note what the first forward has changed, if anything; what a later one changes again is refused."""
         if self._settles:
             self._changed += changed
             return bool(changed)
@@ -183,13 +174,9 @@ class Reads:
         Many transformers models record in their configuration which kind of labels they receive, or in an attribute
         what they have computed; others fill a cache. The new capture must compute the same. Yields the error to raise
         otherwise. `mode`: a context in which to compute the tensors.
-
-        Raises:
-            TraceError: if a tensor cannot be computed before the step; if the forward changes a value again, or stores
-                a tensor again.
         """
         tensors = self.kept.alive()
-        error = not_repeated(self._changed[0].refusal if self._changed else kept_message(*tensors[0]))
+        error = not_repeated(self._changed[0].refusal if self._changed else _kept_message(tensors[0][1]))
         is_constant = False
         with contextlib.suppress(NotConstant):
             self.kept.give_data([tensor for tensor, _ in tensors], mode)
@@ -197,25 +184,20 @@ class Reads:
         del tensors  # the error may outlive them
         if not is_constant:
             raise error
-        self._settles, self._settled = False, True
+        self._settles, self.is_settled = False, True
         for change in self._changed:
             change.repeat()
         yield error
         if again := self.kept.alive():
-            raise not_repeated(kept_message(*again[0]))
+            raise not_repeated(_kept_message(again[0][1]))
 
     def undo(self) -> None:
         """Leave everything that the model's code keeps as it was before the capture."""
         if not self._settles:
             for change in reversed(self._changed):
                 change.revert()
-        self._changed, self._settles, self._settled = [], True, False
+        self._changed, self._settles, self.is_settled = [], True, False
         self.kept.forget()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the values are as the model's first call would have left them, not as they were before."""
-        return self._settled
 
     @contextlib.contextmanager
     def paused(self):
@@ -269,11 +251,7 @@ def warn_of_checkpoints() -> None:
 
 
 def in_own_context(call):
-    """``call()``, where what it sets in context variables is gone afterwards.
-
-    Raises:
-        TraceError: naming a context variable that it leaves with another plain value, or with tensors.
-    """
+    """``call()``, where what it sets in context variables is gone afterwards; plain values and tensors are refused."""
     before, context = contextvars.copy_context(), contextvars.copy_context()
     result = context.run(call)
     for variable, value in context.items():
@@ -293,7 +271,7 @@ def _is_by_model(frame) -> bool:
     return frame is not None and is_of_model(frame.f_code.co_filename)
 
 
-def kept_message(tensor: torch.Tensor, made: str) -> str:
+def _kept_message(made: str) -> str:
     """The refusal of a tensor that something keeps; `made`: where the model's code made it."""
     return (
         f"the model's code stores a tensor that it computes {made}: in a hook, a global or another object, which a "

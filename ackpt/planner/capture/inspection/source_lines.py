@@ -10,7 +10,9 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,8 +29,6 @@ from torch.overrides import TorchFunctionMode
 
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.core.errors import CheckpointError, TraceError
-
-from .kept_tensors import Kept
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
@@ -86,12 +86,15 @@ def set_at(module: nn.Module, name: str) -> str:
 
 
 class Where(TorchFunctionMode):
-    """Annotates every operation with the module that calls it and the line in the model's code."""
+    """Annotates every operation with the module that calls it and the line in the model's code.
 
-    def __init__(self, model, kept: Kept):
+    ``note``: gets the results of each, and the line or module in words.
+    """
+
+    def __init__(self, model, note: Callable[[Any, str], None]):
         super().__init__()
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._kept = kept
+        self._note = note
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         module = source = None
@@ -118,7 +121,7 @@ class Where(TorchFunctionMode):
             )
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
             result = func(*args, **(kwargs or {}))
-        self._kept.add(result, f"at {source}" if source else f"in module {module!r}")
+        self._note(result, f"at {source}" if source else f"in module {module!r}")
         return result
 
 
@@ -157,10 +160,6 @@ def _module_of(error, model) -> str:
     return entered[-1] if entered else ""
 
 
-def _module_in_message(error, model) -> str:
-    return _called_in_message(_module_of(error, model))
-
-
 def _called_in_message(module: str) -> str:
     return f"module {module!r}" if module else "the model itself"
 
@@ -183,10 +182,6 @@ def _in_torch(frames) -> str:
     return f", in torch's own code{_said(shown[-1])}" if shown and _is_of_layers(shown[-1]) else ""
 
 
-def _calls_hook(frame) -> bool:
-    return frame.filename == _CALL.co_filename and "hook(" in (frame.line or "")
-
-
 def _backward_hook(error, model: nn.Module) -> str | None:
     """The hook in which `error` was raised during backward, in words; None if it was raised somewhere else."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -197,11 +192,11 @@ def _backward_hook(error, model: nn.Module) -> str | None:
         hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
         if any(getattr(hook, "__code__", None) in codes[engine:] for hook in hooks):
             return f"a backward hook of {_called_in_message(name)}"
-    return "a hook of a tensor, which runs in backward," if any(map(_is_of_user, codes[engine:])) else None
-
-
-def _is_of_user(code) -> bool:
-    return is_users(code.co_filename)
+    return (
+        "a hook of a tensor, which runs in backward,"
+        if any(is_users(code.co_filename) for code in codes[engine:])
+        else None
+    )
 
 
 def _is_of_layers(frame) -> bool:
@@ -216,12 +211,12 @@ def saving_hooks_refused():
     def refuse(self):
         is_lossless = type(self) is not saved_tensors_hooks and type(self).__module__.startswith("torch.")
         if not is_lossless and in_model():
-            error = TraceError(
+            raise TraceError(
                 f"the model's code changes how autograd saves tensors, by saved_tensors_hooks{line()}. A captured step "
-                "saves what its plan says, and would not call these hooks. Remove them, or plan with regions=True."
+                "saves what its plan says, and would not call these hooks. Remove them, or plan with regions=True.",
+                reason=f"the model uses saved_tensors_hooks{line()}",
+                can_split=True,
             )
-            error.reason, error.can_split = f"the model uses saved_tensors_hooks{line()}", True
-            raise error
         return enter(self)
 
     with mock.patch.object(saved_tensors_hooks, "__enter__", refuse):
@@ -271,37 +266,35 @@ def _is_own(error) -> bool:
 
 def _explained(error, model) -> TraceError:
     frames = traceback.extract_tb(error.__traceback__)
-    where = _of(frames)
+    where, path = _of(frames), _module_of(error, model)
+    module = _called_in_message(path)
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, _LOOKS_AT_VALUES):
         inside = _in_torch(frames)
-        if any(map(_calls_hook, frames)):
+        if any(each.filename == _CALL.co_filename and "hook(" in (each.line or "") for each in frames):
             return TraceError(
-                f"a hook of {_module_in_message(error, model)} looks at the values of a tensor{where}. A planned step "
+                f"a hook of {module} looks at the values of a tensor{where}. A planned step "
                 "runs the hooks inside the model during its capture only, on tensors without values. Remove this hook "
                 "by the remove() of its handle, or use ackpt.apply_activation_checkpointing, which runs all hooks."
             )
         if hook := _backward_hook(error, model):
-            explanation = TraceError(
+            return TraceError(
                 f"{hook} looks at the values of a tensor{where}. A plan of one graph runs hooks during its capture "
                 "only, on tensors without values. Remove this hook by the remove() of its handle, give a budget, with "
-                "which the model is planned in parts that run all hooks, or use ackpt.apply_activation_checkpointing."
+                "which the model is planned in parts that run all hooks, or use ackpt.apply_activation_checkpointing.",
+                reason=f"{hook} looks at the values of a tensor{where}",
+                can_split=True,
             )
-            explanation.reason = f"{hook} looks at the values of a tensor{where}"
-            explanation.module, explanation.can_split = None, True
-            return explanation
         checks = " torch.distributions look at their arguments unless validate_args=False."
-        path = _module_of(error, model)
-        module = _called_in_message(path)
-        explanation = TraceError(
+        return TraceError(
             f"the model cannot be captured as one graph: it looks at the values of a tensor{where}"
             f"{inside}, in {module}, by {reason}.{checks if _DISTRIBUTIONS in inside else ''} "
             "Control flow and shapes must not depend on values: move such code out of the model, or use "
-            "ackpt.checkpoint on its blocks."
+            "ackpt.checkpoint on its blocks.",
+            reason=f"{module} looks at the values of a tensor{where}{inside}",
+            module=path,
+            can_split=True,
         )
-        explanation.reason = f"{module} looks at the values of a tensor{where}{inside}"
-        explanation.module, explanation.can_split = path, True
-        return explanation
     if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
         return TraceError(
             "blocks of the model are already checkpointed in a way that cannot be captured, and the plan decides what "
@@ -312,31 +305,34 @@ def _explained(error, model) -> TraceError:
         operation = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", error)))
         return TraceError(
             f"the shapes of what {operation[0] if operation else 'an operation'} returns are not known{where}, in "
-            f"{_module_in_message(error, model)}: its package has registered no fake kernel. Register one by "
+            f"{module}: its package has registered no fake kernel. Register one by "
             "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
             "the operation itself."
         )
     if "with symbolic sizes/strides" in reason:
         return TraceError(
-            f"{_module_in_message(error, model)} runs an operation{where} whose kernel takes no dynamic sizes, such as "
+            f"{module} runs an operation{where} whose kernel takes no dynamic sizes, such as "
             "that of oneDNN's LSTM: leave these dimensions out of dynamic, and every size has a capture of its own"
         )
     if "higher order operator" in reason or "HigherOrderOperator" in reason:
-        called = f"{_module_in_message(error, model)} calls a higher-order operator{where}, such as torch.cond"
-        explanation = TraceError(
+        called = f"{module} calls a higher-order operator{where}, such as torch.cond"
+        return TraceError(
             f"{called}, and a captured step runs operations on tensors only. Write it with such operations, as in "
             "torch.where, give a budget, with which the model is planned in parts, or use "
-            "ackpt.apply_activation_checkpointing, which runs the model's own code."
+            "ackpt.apply_activation_checkpointing, which runs the model's own code.",
+            reason=called,
+            module=path,
+            can_split=True,
         )
-        explanation.module, explanation.can_split, explanation.reason = _module_of(error, model), True, called
-        return explanation
     if "backprop through mirrored meta" in reason:
         return TraceError(
             f"the model calls backward() in its forward{where}: return the loss, and call backward() on it"
         )
     if isinstance(error, LookupError):  # their message is only the missing key
         reason = f"{type(error).__name__}: {reason}"
-    explanation = TraceError(f"the model fails when it is called like this{where}: {reason}")
-    explanation.module, explanation.can_split = _module_of(error, model), True
-    explanation.reason = f"{_called_in_message(explanation.module)} cannot be captured as it is{where}: {reason}"
-    return explanation
+    return TraceError(
+        f"the model fails when it is called like this{where}: {reason}",
+        reason=f"{module} cannot be captured as it is{where}: {reason}",
+        module=path,
+        can_split=True,
+    )

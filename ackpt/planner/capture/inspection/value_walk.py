@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
 import os
+import random
 import sys
 import sysconfig
 import types
-from collections import OrderedDict, defaultdict
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,19 +23,18 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
-from ackpt.checkpointing.rng import NumpyStream, TorchStream, stream_of
+from ackpt.checkpointing.rng import NumpyStream, PythonStream, TorchStream, stream_of
+from ackpt.metering.without_data.holders import CACHED
 
-from .attributes import OF_EVERY_MODULE, REGIONS, SEED, Change, changed, changed_items, copied, restore
-from .closures_that_ran import functions_of
-from .comparable_values import plain, reference
+from .attributes import OF_EVERY_MODULE, REGIONS, Change, Snapshot, module_snapshots, plain, reference
 
+_SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 _DEPTH = 2  # attributes of attributes, and containers in containers
-_ABSENT: Any = object()
-_CACHED = type(functools.lru_cache(len))
-_METHODS = types.FunctionType, staticmethod, classmethod, property, _CACHED, torch.Tensor
+_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "no value"})()
+_METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
-_CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict))
+_CONTAINERS = frozenset((list, tuple, deque, set, frozenset, dict, OrderedDict, defaultdict, Counter))
 _STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 # torch computes with symbolic sizes by these, so they run during a forward that is captured with dynamic dimensions.
 _SYMBOLIC = tuple(
@@ -56,7 +58,7 @@ class Value:
         self.content = _content(value)
         self.was = value if self.content is not None or value is _ABSENT else reference(value)
         self.original = value  # until the capture ends
-        self.copies = [(container, copied(container)) for container in _containers(value)]
+        self.copies = [Snapshot(each, functools.partial(_refusal, label), _is_set) for each in _containers(value)]
 
     def is_changed(self) -> bool:
         now = self.namespace.get(self.name, _ABSENT)
@@ -66,11 +68,8 @@ class Value:
             return self.was is _ABSENT or now is not self.was()
         return _content(now) != self.content
 
-    def restored(self, is_same) -> Iterator[Change]:
-        """Restore it where a forward has set plain values, or tensors without data; yield these changes.
-
-        `is_same`: whether a tensor without data represents the one that was there; this is no change.
-        """
+    def restored(self, is_same, real) -> Iterator[Change]:
+        """Restore it where a forward has set plain values, or tensors without data; see `Snapshot.restored`."""
         now = self.namespace.get(self.name, _ABSENT)
         if is_same(self.original, now):
             self._put(self.original)
@@ -78,16 +77,9 @@ class Value:
             key = id(getattr(self.namespace, "cell", self.namespace)), self.name
             repeat, revert = functools.partial(self._put, now), functools.partial(self._put, self.original)
             revert()
-            yield Change(key, _refusal(self.label, self.original, now), repeat, revert)
-        for container, copy in self.copies:
-            changes = [
-                changed(container, key, copy, _refusal(self.label, was, now, key))
-                for key, was, now in changed_items(container, copy, is_same)
-                if _is_set(was, now)
-            ]
-            if changes or any(is_same(was, now) for _, was, now in changed_items(container, copy, lambda a, b: False)):
-                restore(container, copy)
-            yield from changes
+            yield Change(key, _refusal(self.label, _ABSENT, self.original, now), repeat, revert)
+        for copy in self.copies:
+            yield from copy.restored(is_same, real)
 
     def _put(self, value) -> None:
         if value is _ABSENT:
@@ -99,16 +91,22 @@ class Value:
 class Walk:
     """The values that code reads by name, starting from globals, a model's modules and the arguments of a call.
 
-    `runs`: whether the code runs; generators are then seeded until `drawn_from`, which finds those that it used.
+    `runs`: whether the code runs; generators are then seeded until `drawn_from`, which finds those that it used, and
+    `restored` includes the attributes of modules.
     """
 
     def __init__(self, model: nn.Module, leaves, runs: bool = False):
         self._runs = runs
         self.values: dict[tuple[int, str], Value] = {}
         self._streams: dict[int, tuple[Any, str, Any, Any]] = {}
+        if runs:
+            self._seed(random, PythonStream(), "Python's module random")
+            if numpy := sys.modules.get("numpy"):
+                self._seed(numpy.random, NumpyStream(numpy.random.mtrand._rand), "numpy.random")
+        self._snapshots = [*module_snapshots(model)] if runs else []
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
-        self._classes: dict[type, _Class] = {}
+        self._classes: dict[type, _Namespace] = {}
         self._modules = {id(module) for module in model.modules()}
         for path, module in model.named_modules():
             label = module_label(path)
@@ -148,7 +146,7 @@ class Walk:
             self.values[id(namespace), name] = Value(namespace, name, label, value, owner)
             self._generators(value, label)
             self.add(value, label, depth)
-            if isinstance(value, _CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
+            if isinstance(value, CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
                 self.enter(wrapped.__code__, wrapped.__globals__)  # its results depend on what it reads
 
     def add(self, value, label: str, depth: int = 0) -> None:
@@ -161,11 +159,20 @@ class Walk:
         """Record the states of random number generators: of `value` itself, or of those in a list or dict."""
         for item in (value, *(item for container in _containers(value) for item in _items(container))):
             if isinstance(item, _generator_types()) and id(item) not in self._streams:
-                stream = stream_of(item)
-                if stream is not None and self._runs:
-                    state = stream.get()
-                    _seed(stream)
-                    self._streams[id(item)] = stream, label, state, stream.get()
+                if self._runs and (stream := stream_of(item)) is not None:
+                    self._seed(item, stream, label)
+
+    def _seed(self, source, stream, label: str) -> None:
+        """Seed a generator, so that code that seeds it itself leaves another state."""
+        state = stream.get()
+        with contextlib.suppress(TypeError):  # a bit generator of the user's own, which cannot be seeded
+            if isinstance(stream, TorchStream):
+                stream.generator.manual_seed(_SEED)
+            elif isinstance(stream, NumpyStream) and stream.bits is not None:
+                stream.bits.state = type(stream.bits)(_SEED).state
+            else:
+                stream.source.seed(_SEED)
+        self._streams[id(source)] = stream, label, state, stream.get()
 
     def drawn_from(self) -> list[str]:
         """The labels of the generators that were seeded or drawn from; this restores their states."""
@@ -174,11 +181,11 @@ class Walk:
             stream.set(state)
         return moved
 
-    def restored(self, is_same) -> list[Change]:
-        """Restore what changed, and return the changes; for `is_same` see `Value.restored`."""
+    def restored(self, is_same, real) -> list[Change]:
+        """Restore what changed, and return the changes: see `Snapshot.restored`."""
         new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
         values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
-        return [change for value in values for change in value.restored(is_same)]
+        return [change for each in (*values, *self._snapshots) for change in each.restored(is_same, real)]
 
     def _has_attributes(self, value) -> bool:
         if isinstance(value, types.ModuleType):
@@ -194,61 +201,40 @@ class Walk:
                 continue
             for name in names & vars(kind).keys():
                 if isinstance(vars(kind)[name], _METHODS) or _content(vars(kind)[name]) is not None:
-                    namespace = self._classes.setdefault(kind, _Class(kind))
+                    put, pop = functools.partial(setattr, kind), functools.partial(delattr, kind)
+                    of_class = _Namespace(vars(kind).get, put, pop)
+                    namespace = self._classes.setdefault(kind, of_class)
                     self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
                     shared.add(name)
                 elif isinstance(vars(kind)[name], types.MemberDescriptorType) and not isinstance(value, type):
-                    self.note(_Slots(value), name, f"attribute {name!r} of {label}", depth + 1, owner=value)
+                    get = functools.partial(_slot, value)
+                    put, pop = functools.partial(setattr, value), functools.partial(delattr, value)
+                    slots = _Namespace(get, put, pop)
+                    self.note(slots, name, f"attribute {name!r} of {label}", depth + 1, owner=value)
         instance = None if isinstance(value, type) else getattr(value, "__dict__", None)
         if isinstance(instance, dict):
             for name in names & (instance.keys() | shared):
                 self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, name in shared, value)
 
 
-def _seed(stream) -> None:
-    if isinstance(stream, TorchStream):
-        stream.generator.manual_seed(SEED)
-    elif isinstance(stream, NumpyStream) and stream.bits is not None:
-        stream.bits.state = type(stream.bits)(SEED).state
-    else:
-        stream.source.seed(SEED)
+class _Namespace:
+    """Names and values that `get` reads, `put` sets and `pop` deletes, such as the attributes of a class."""
 
-
-class _Environment:
-    """The environment variables of the process as one hash."""
-
-    def get(self, name: str, default=None):
-        return hash(frozenset(os.environ.items()))
+    def __init__(self, get, put, pop):
+        self.get, self._put, self.pop = get, put, pop
 
     def __setitem__(self, name: str, value) -> None:
-        """Do nothing: environment variables are not restored."""
+        self._put(name, value)
 
 
-_ENVIRONMENT = _Environment()
+def _slot(owner, name: str, default):
+    return getattr(owner, name, default)
 
 
-class _Class:
-    """The attributes of a class as a namespace."""
-
-    def __init__(self, kind: type):
-        self.kind = kind
-        self.get = vars(kind).get
-
-    def __setitem__(self, name: str, value) -> None:
-        setattr(self.kind, name, value)
-
-
-class _Slots:
-    """The ``__slots__`` of an object as a namespace."""
-
-    def __init__(self, owner):
-        self.owner = owner
-
-    def get(self, name: str, default=None):
-        return getattr(self.owner, name, default)
-
-    def __setitem__(self, name: str, value) -> None:
-        setattr(self.owner, name, value)
+# The environment variables of the process, as one hash; they are not restored.
+_ENVIRONMENT = _Namespace(
+    lambda name, default: hash(frozenset(os.environ.items())), lambda name, value: None, lambda name: None
+)
 
 
 def _content(value, depth: int = 0):
@@ -259,25 +245,32 @@ def _content(value, depth: int = 0):
         return (torch.Tensor, id(value)) if depth and isinstance(value, torch.Tensor) else plain(value)
     if len(value) > LONGEST_CONTAINER or depth > _DEPTH:
         return ()
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_content(item, depth + 1) for item in value)
     items = value.items() if isinstance(value, dict) else enumerate(value)
     compared = ((plain(key), _content(item, depth + 1)) for key, item in items)
     return tuple(pair for pair in compared if None not in pair)
 
 
 def _is_set(was, now) -> bool:
-    """Whether a forward has set a plain value to another one, or anything to a tensor without data."""
-    if plain(was) is not None and plain(now) is not None:
-        return plain(was) != plain(now)
-    return was is not now and _is_traced(now)
+    """Whether a forward has set or deleted a value, or stored a tensor without data; not if it creates an object.
+
+    An object that it creates where there was none may be a cache.
+    """
+    can_compare = [each is _ABSENT or _content(each) is not None for each in (was, now)]
+    if all(can_compare):
+        return _content(was) != _content(now)
+    return was is not now and (_is_traced(now) or not any(can_compare))
 
 
 def _is_traced(value, depth: int = 0) -> bool:
-    if isinstance(value, (list, tuple, dict)) and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
+    is_container = isinstance(value, (list, tuple, deque, set, frozenset, dict))
+    if is_container and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
         return any(_is_traced(item, depth + 1) for item in _items(value))
     return isinstance(value, FunctionalTensor)
 
 
-def _refusal(label: str, was, now, key=_ABSENT) -> str:
+def _refusal(label: str, key, was, now) -> str:
     if _is_traced(now):
         return (
             f"the forward stores a tensor in {label}, which a captured step would not do. Return the tensor from the "
@@ -291,11 +284,11 @@ def _refusal(label: str, was, now, key=_ABSENT) -> str:
 
 
 def _containers(value, depth: int = 0):
-    """Yield the lists and dicts in `value`, which may be one itself."""
+    """Yield the mutable containers in `value`, which may be one itself."""
     if type(value) is types.SimpleNamespace:
         value = vars(value)
     if type(value) in _CONTAINERS and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
-        if not isinstance(value, tuple):
+        if not isinstance(value, (tuple, frozenset)):
             yield value
         for item in _items(value):
             yield from _containers(item, depth + 1)
@@ -334,3 +327,72 @@ def _is_class_of_model(kind: type) -> bool:
 
 def said(code: types.CodeType) -> str:
     return f"{code.co_name}() at {code_location(code.co_filename, code.co_firstlineno)}"
+
+
+# Since Python 3.11, a frame references its function once it has ended.
+_FRAMES_HAVE_FUNCTIONS = sys.version_info >= (3, 11)
+
+
+class Closures:
+    """The functions that ran and that something else still references.
+
+    Frames keep their local variables alive: add frames only while a model runs on tensors without data.
+    """
+
+    def __init__(self) -> None:
+        self._functions: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
+        self._frames: list[types.FrameType] = []
+        self._unknown: dict[int, types.CodeType] = {}
+
+    def add(self, frame: types.FrameType) -> None:
+        """Add the function that starts to run in `frame`."""
+        self._frames = [other for other in self._frames if not self._is_found(other)]
+        self._frames.append(frame)
+
+    def ended(self) -> None:
+        """Drop all frames, because the model's forward has ended."""
+        left = [frame.f_code for frame in self._frames if not self._is_found(frame)]
+        self._unknown.update({id(code): code for code in left})
+        self._frames = []
+
+    def functions(self) -> list[types.FunctionType]:
+        """The functions that were added, and all that have the code of a frame that did not reveal its function."""
+        return [*self._functions, *functions_of([*self._unknown.values()])]
+
+    def _is_found(self, frame: types.FrameType) -> bool:
+        for function in gc.get_referents(frame) if _FRAMES_HAVE_FUNCTIONS else ():
+            if isinstance(function, types.FunctionType) and function.__code__ is frame.f_code:
+                self._functions.add(function)
+                return True
+        return False
+
+
+def functions_of(codes: list[types.CodeType]) -> list[types.FunctionType]:
+    """The functions with these codes, also those that ``gc.freeze`` hides from ``gc.get_referrers``.
+
+    Objects that are garbage now or have become garbage while frozen must not stay frozen. A collection of all objects
+    is slow, so it runs only after the number of frozen objects has grown by a quarter, as the collector itself does.
+    """
+    global _frozen_when_collected
+    functions = _referrers_of(codes)
+    if {id(function.__code__) for function in functions} == set(map(id, codes)):
+        return functions
+    frozen = gc.get_freeze_count()  # counts one by one
+    if not frozen:
+        return functions
+    gc.collect()
+    gc.unfreeze()
+    functions = _referrers_of(codes)
+    if frozen > 1.25 * _frozen_when_collected:
+        gc.collect()
+        _frozen_when_collected = frozen
+    gc.freeze()
+    return functions
+
+
+_frozen_when_collected = 0
+
+
+def _referrers_of(codes: list[types.CodeType]) -> list[types.FunctionType]:
+    referrers = gc.get_referrers(*codes) if codes else ()
+    return [function for function in referrers if isinstance(function, types.FunctionType)]

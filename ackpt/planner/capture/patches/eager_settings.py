@@ -17,21 +17,20 @@ import contextlib
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._higher_order_ops import effects
 from torch._library import utils as library_utils
 from torch.nn import functional as F
 
-from ackpt.planner.capture.in_place import noted_writes
+from ackpt.checkpointing.reachable import FUSED
+from ackpt.core.errors import TraceError
+from ackpt.planner.capture.in_place import in_place_as_eager
 from ackpt.planner.capture.operations import has_effect, may_draw
 
-from .casts import kept_casts
-from .composite_operations import whole_operations
-from .derivative_formulas import eager_formulas
-from .in_place_strides import eager_strides
 from .kernels import LOCK, true_results
-from .random_draws import eager_draws
+from .python_kernels import eager_kernels
 
 # Backward runs without the forward's autocast, as it does when the user calls it, and leaves what it was given alone.
 # Incoming gradients keep their strides, so that sums over them run in eager's order: the default from torch 2.13 on.
@@ -45,8 +44,8 @@ def like_eager(fake_mode=None):
     ``fake_mode``: that of the inputs, if they are fake already.
     """
     with LOCK, functorch_config.patch(_FUNCTORCH):
-        with eager_strides(), noted_writes(), eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
-            with _strides_that_gradients_can_have(), _effects_without_tokens(), eager_formulas():
+        with in_place_as_eager(), eager_kernels(), true_results(fake_mode):
+            with _strides_that_gradients_can_have(), _effects_without_tokens():
                 with mock.patch.object(F, "_no_grad_embedding_renorm_", _renormalized):
                     yield
 
@@ -82,3 +81,46 @@ def _strides_that_gradients_can_have():
 
     with mock.patch.object(MemoryFormatMeta, "from_tensor", staticmethod(from_tensor)):
         yield
+
+
+# Torch's attention modules are refused in eval mode if eager would run a fused kernel, which a capture cannot record
+# and which rounds differently. ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call that kernel if nothing
+# records gradients, unless a tensor has ``__torch_function__``, as every tensor has during a capture.
+#
+# Torch: ``why_not_fast_path`` in ``MultiheadAttention.forward``, ``torch/nn/modules/activation.py``, and the like in
+# ``torch/nn/modules/transformer.py``. Test: ``test_the_fused_kernel_of_attention_in_evaluation_is_refused_or_off`` in
+# ``tests/planner/capture/test_whole.py``.
+
+
+@contextlib.contextmanager
+def fused_attention_refused():
+    """Inside, a module that eager would run by the fused kernel raises a TraceError."""
+    with contextlib.ExitStack() as stack:
+        for kind in FUSED:
+            stack.enter_context(mock.patch.object(kind, "forward", _checked(kind.forward)))
+        yield
+
+
+def _checked(forward):
+    def checked(self, *args, **kwargs):
+        if _takes_fused_kernel(self, (*args, *kwargs.values())):
+            raise TraceError(
+                f"a torch.nn.{type(self).__name__} runs in evaluation mode without gradients, where eager PyTorch uses "
+                "a fused kernel that cannot be captured and rounds differently. Call "
+                "torch.backends.mha.set_fastpath_enabled(False): then the model and its plan compute the same."
+            )
+        return forward(self, *args, **kwargs)
+
+    return checked
+
+
+def _takes_fused_kernel(module, args) -> bool:
+    attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
+    if module.training or not torch.backends.mha.get_fastpath_enabled() or not attention.batch_first:
+        return False
+    if not attention._qkv_same_embed_dim or attention.num_heads % 2 or attention.in_proj_bias is None:
+        return False
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    if attention is module and any(tensor is not tensors[0] for tensor in tensors[:3]):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *module.parameters())))

@@ -1,32 +1,30 @@
-"""Correct the dtypes, strides and storages of fake results where they differ from torch's CPU kernels.
+"""Make the results of operations on fake tensors those of torch's kernels: dtypes, strides, storages and workspaces.
 
-With half-precision values and float32 weights, the CPU's norms return float32 statistics. Batch norm returns strides
-that are contiguous or channels last, and its backward computes no unused gradient. Losses, activations,
-padding and rolling write in an order of their own; some losses leave their scalar in a storage for all elements, and
-`F.fold` its image in one for all columns. Grouped products take every dtype.
-
-Torch: the rules are in ``op_implementations_dict`` (``torch/_subclasses/fake_impls.py``) and ``meta_table``
-(``torch/_decomp``, filled by ``_meta_registrations.py`` and ``_refs``); the kernels are in ``aten/src/ATen/native``.
-Versions: 2.11 to 2.13. Test: ``tests/planner/capture/test_kernels.py`` and ``test_kernel_strides.py``, by operation.
+Four parts: rules for single operations, oneDNN's recurrent layers, elementwise results in general, and the cache of
+fake results. Tests: ``tests/planner/capture/test_kernels.py`` and ``test_kernel_strides.py``, by operation, and those
+that the parts name.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
+import types
+from unittest import mock
 
 import torch
+import torch._prims as prims
 from torch import _meta_registrations
 from torch._decomp import meta_table
 from torch._prims_common import is_contiguous_for_memory_format_or_false, suggest_memory_format
-from torch._subclasses import fake_impls
-from torch.utils._pytree import tree_map
+from torch._subclasses import fake_impls, fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ackpt.metering.kernel_memory import LOSSES, in_whole_memory
-
-from .elementwise_strides import contiguous_elementwise
-from .fake_cache import exact_cache
-from .recurrent import with_own_biases, with_workspace
+from ackpt.planner.capture.in_place import RECORDS
 
 aten = torch.ops.aten
 LOCK = threading.RLock()  # torch's tables and settings are the process's
@@ -70,6 +68,15 @@ def _corrected(correct, devices=("cpu",)):
             return correct(results, *args) if args[0].device.type in devices else results
 
     return rule
+
+
+# Rules for single operations. With half-precision values and float32 weights, the CPU's norms return float32
+# statistics. Batch norm returns strides that are contiguous or channels last, and its backward computes no unused
+# gradient. Losses, activations, padding and rolling write in an order of their own; some losses leave their scalar in a
+# storage for all elements, and `F.fold` its image in one for all columns. Grouped products take every dtype.
+#
+# Torch: ``op_implementations_dict`` (``torch/_subclasses/fake_impls.py``) and ``meta_table`` (``torch/_decomp``, filled
+# by ``_meta_registrations.py`` and ``_refs``) have the rules; the kernels are in ``aten/src/ATen/native``.
 
 
 def _norm(results, x, *rest):
@@ -217,6 +224,76 @@ def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *r
         return gradient.new_empty(input_size).to(memory_format=suggest_memory_format(result))
 
 
+# Recurrent layers are captured as single operations. Torch's Python code for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``
+# leaves out the dropout between layers, rounds differently, and runs oneDNN's LSTM as in inference if the input
+# requires no grad; `python_kernels` puts C++ in its place. OneDNN's LSTM saves the tensors for its backward only if
+# autograd records. A captured step runs without autograd, so the layer is an operation of ours that saves it.
+#
+# Torch: ``lstm_impl`` and ``gru_impl`` in ``torch/_decomp/decompositions.py``; ``mkldnn_rnn_layer`` in
+# ``aten/src/ATen/native/mkldnn/RNN.cpp``. Test: ``tests/planner/capture/test_recurrent.py``.
+_ONEDNN = aten.mkldnn_rnn_layer.default
+
+torch.library.define("ackpt_graph::rnn_layer", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
+torch.library.define("ackpt_graph::rnn_layer_inference", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
+
+
+def keep_for_backward(graph: torch.fx.Graph) -> None:
+    """Make every oneDNN layer in a captured `graph` save the tensors that its backward needs.
+
+    Under ``torch.no_grad()``, oneDNN runs another kernel, which saves nothing and rounds differently.
+    """
+    for node in graph.find_nodes(op="call_function", target=_ONEDNN):
+        if node.meta.get(RECORDS, True):
+            node.target = torch.ops.ackpt_graph.rnn_layer.default
+        else:
+            node.target = torch.ops.ackpt_graph.rnn_layer_inference.default
+            *results, workspace = node.meta["val"]
+            node.meta["val"] = (*results, workspace.new_empty(0))
+
+
+def _layer(*args):
+    with torch.enable_grad():
+        *results, workspace = _ONEDNN(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args))
+    return *results, args[0].new_empty(0, dtype=torch.uint8) if workspace is None else workspace
+
+
+def _inference(*args):
+    with torch.no_grad():
+        *results, _ = _ONEDNN(*args)
+    return *results, args[0].new_empty(0, dtype=torch.uint8)
+
+
+torch.library.impl("ackpt_graph::rnn_layer", "CompositeExplicitAutograd", _layer)
+torch.library.impl("ackpt_graph::rnn_layer_inference", "CompositeExplicitAutograd", _inference)
+
+
+@torch.library.register_fake("ackpt_graph::rnn_layer")
+def _shapes(*args):
+    return with_workspace(_ONEDNN(*args), *args)
+
+
+@torch.library.register_fake("ackpt_graph::rnn_layer_inference")
+def _inference_shapes(*args):
+    return *_ONEDNN(*args)[:-1], args[0].new_empty(0, dtype=torch.uint8)
+
+
+def with_workspace(results, *args):
+    """The fake `results` of oneDNN's layer, with a workspace for backward as large as the real one: runs it once."""
+    with _disable_current_modes():
+        real = [torch.zeros(arg.shape, dtype=arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        size = _layer(*real)[-1].numel()
+    return *results[:-1], args[0].new_empty(size, dtype=torch.uint8)
+
+
+def with_own_biases(results, *args):
+    """The `results` of its backward: the gradients of its two biases are two tensors, and all are float32.
+
+    Before torch 2.13 its shapes said they had the arguments' dtype.
+    """
+    results = (*results[:4], torch.empty_like(results[4]), *results[5:])
+    return tuple(r if r.dtype == torch.float32 else torch.empty_like(r, dtype=torch.float32) for r in results)
+
+
 _RESIZES = (aten.upsample_linear1d_backward, aten.upsample_bilinear2d_backward, aten.upsample_bicubic2d_backward)
 _RESIZES += (aten.upsample_trilinear3d_backward, aten.upsample_nearest1d_backward, aten.upsample_nearest3d_backward)
 _RESIZES += (aten._upsample_bilinear2d_aa_backward, aten._upsample_bicubic2d_aa_backward)
@@ -263,3 +340,131 @@ _OURS = {
 # Rules go into both: torch may decompose an operation without one in `meta_table` before it looks into the other.
 _TABLES = fake_impls.op_implementations_dict, meta_table
 _TORCHS = [{operation: table.get(operation) for operation in _OURS} for table in _TABLES]
+
+
+# Elementwise results where an order of dimensions is not unique: a tensor of images with one pixel or one channel is
+# contiguous and channels last at once. If all operands have the same shape and are contiguous, the kernels write a
+# contiguous result; torch's rules keep the order of the first operand.
+#
+# Torch: ``compute_fast_setup_type`` in ``aten/src/ATen/TensorIterator.cpp``, and ``_prim_elementwise_meta`` in
+# ``torch/_prims/__init__.py``. Test: ``tests/planner/capture/test_one_pixel.py``.
+_UTILS = prims.utils
+
+
+class _Utils(types.ModuleType):
+    """What ``torch._prims`` uses of `torch._prims_common`, with another order of elementwise results."""
+
+    def __getattr__(self, name: str):
+        return getattr(_UTILS, name)
+
+    @staticmethod
+    def compute_elementwise_output_logical_to_physical_perm(*operands, **options):
+        if all(isinstance(x, torch.Tensor) and x.dim() > 3 and _is_contiguous(x) for x in operands):
+            return list(range(operands[0].dim())), False
+        return _UTILS.compute_elementwise_output_logical_to_physical_perm(*operands, **options)
+
+
+def contiguous_elementwise():
+    """Inside, elementwise results of contiguous fake tensors are contiguous."""
+    return mock.patch.object(prims, "utils", _Utils(_UTILS.__name__))
+
+
+# The cache of fake results. A cached result has the right shape, strides and dtype, but a new storage of just that
+# size, shared with nothing except the argument of a view. So results whose storage is larger (a copy of a slice) or
+# shared are computed every time here.
+#
+# Torch: ``_get_output_tensor_from_cache_entry`` in ``torch/_subclasses/fake_tensor.py``. Tests:
+# ``test_a_result_in_the_memory_of_another_is_none_for_the_cache`` and the case "copy of a slice" in
+# ``test_kernels.py``. Caching nothing would be correct too, but capturing a GPT-2 of 4 layers (815 nodes) then takes
+# 2.4 s of CPU time instead of 1.7 s (torch 2.13). Captures share their results: the next one of an equal model takes a
+# third less.
+#
+# For results with symbols, torch takes longer to make an entry of the cache than to compute the result. A capture runs
+# every forward twice, so only a result that is computed for the third time gets an entry: the dynamic capture of one
+# encoder layer then takes 1.8 s of CPU time instead of 2.3 s, and that of four layers as long as with all entries.
+_MAKE_ENTRY = FakeTensorMode._make_cache_entry
+_Bypass = fake_tensor._BypassDispatchCache
+_TOO_EARLY = "it was not computed often enough"
+_MOST_RESULTS = 20_000  # about 30 MB
+_RESULTS: dict[tuple, dict] = {}
+
+
+@contextlib.contextmanager
+def exact_cache(fake_mode=None):
+    """Inside, the cache has only results of such contexts under equal settings, since torch's rules differ outside.
+
+    ``fake_mode``: an existing mode; its results with symbols are not kept.
+    """
+    shapes = None if fake_mode is None else fake_mode.shape_env
+    if sum(map(len, _RESULTS.values())) > _MOST_RESULTS:
+        _RESULTS.clear()
+    results = _RESULTS.setdefault(_settings(), {})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(FakeTensorMode, "cache", results))
+        stack.enter_context(mock.patch.object(FakeTensorMode, "_make_cache_entry", _entry))
+        if shapes is not None:
+            stack.enter_context(mock.patch.object(shapes, "fake_tensor_cache", _Recurring()))
+        yield
+
+
+def _settings() -> tuple:
+    """What results depend on in addition to operation and arguments."""
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+    )
+
+
+class _Recurring(dict):
+    """Entries for results with symbols, and how often each result was computed before there was one."""
+
+    def __init__(self):
+        super().__init__()
+        self.computed = collections.Counter()
+
+    def __setitem__(self, key, entry):
+        if getattr(entry, "reason", None) != _TOO_EARLY:
+            super().__setitem__(key, entry)
+
+
+def _entry(self, state, key, func, args, kwargs, output):
+    symbolic = state.shape_env.fake_tensor_cache if state.cache_on_shape_env() else None
+    if isinstance(symbolic, _Recurring):
+        symbolic.computed[key] += 1
+        if symbolic.computed[key] < 3:
+            raise _Bypass(_TOO_EARLY)
+    if not isinstance(func, torch._ops.OpOverload):  # a key by the id of a module, which outlives it
+        raise _Bypass("it is a higher-order operation")
+    made = [value for value in tree_leaves(output) if value is not None]
+    if not all(isinstance(value, FakeTensor) for value in made):  # a choice of kernels, which settings may change
+        raise _Bypass("its result is no tensor")
+    if not _comes_back(func, args, kwargs, made):
+        raise _Bypass("its storage would not come back as it is")
+    return _MAKE_ENTRY(self, state, key, func, args, kwargs, output)
+
+
+def _comes_back(func, args, kwargs, made) -> bool:
+    """Whether all of `made`, results of one operation, would have storages as they have now."""
+    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    if any(value.layout != torch.strided for value in (*given, *made)):
+        return False
+    if isinstance(func, torch._ops.OpOverload) and func.is_view:
+        return len(given) == 1 and all(_storage(value) == _storage(given[0]) for value in made)
+    new = [value for value in made if not any(value is arg for arg in args)]
+    storages = {_storage(value) for value in new}
+    alone = len(storages) == len(new) and storages.isdisjoint(map(_storage, given))
+    return alone and all(_fills(value) for value in new)
+
+
+def _storage(value) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _fills(value) -> bool:
+    """Whether a tensor's storage is what such a shape and such strides need."""
+    if value.storage_offset():
+        return False
+    last = sum(stride * (size - 1) for size, stride in zip(value.shape, value.stride()))
+    return value.untyped_storage().nbytes() == (value.itemsize * (last + 1) if value.numel() else 0)

@@ -35,14 +35,14 @@ class SizeEnv(ShapeEnv):
     """The sizes of one capture.
 
     ``derived``: (function, arguments) of every symbol that Python computes, in order; an argument is a number or an
-    expression. ``known``: the values of those that the capture relies on. ``constants``: the line of the model's code
+    expression. ``assumed``: the values of those that the capture relies on. ``constants``: the line of the model's code
     by which a symbol became a number, and the module that runs it.
     """
 
     def __init__(self):
         super().__init__()
         self.derived: dict[Any, tuple[Callable, tuple]] = {}
-        self.known: dict[Any, Any] = {}
+        self.assumed: dict[Any, Any] = {}
         self.constants: dict[Any, str] = {}
         self._symbols: dict[str, sympy.Symbol] = {}
         self._converted: dict[Any, Any] = {}
@@ -66,7 +66,7 @@ class SizeEnv(ShapeEnv):
         if function is float:
             self._converted[symbol] = operands[0]
         if isinstance(value, bool):
-            self.known[symbol] = value
+            self.assumed[symbol] = value
             return next(each for each in operands if isinstance(each, SymNode)).wrap_bool(value)
         return SymNode(symbol, self, type(value), value)
 
@@ -74,7 +74,7 @@ class SizeEnv(ShapeEnv):
         expr = sym_node.expr
         if expr not in self.derived or not sym_node.is_float():
             return super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
-        self.known[expr] = sym_node.hint
+        self.assumed[expr] = sym_node.hint
         self.constants.setdefault(expr, line() + running_class())
         return sym_node.hint
 

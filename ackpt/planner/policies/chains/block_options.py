@@ -1,42 +1,30 @@
 """The options of one block: which of its activations to save, and the peaks and the cost of each choice.
 
 `BlockStep.options` finds them greedily: it starts from saving everything that the block's backward reads, and drops one
-unit (the activations of one operation) after the other, always the one that frees most bytes per added cost.
+unit (the activations of one operation) after the other, always the one that frees most bytes per added cost. `stages`
+makes them the stages of the chain table.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ackpt.core.progress import counted
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
-from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, Analysis, JointGraph, once_per_graph
+from ackpt.planner.policies.chains.blocks import Block, BlockChain
+from ackpt.planner.policies.chains.chain_table import Option, Partial, Stage
 from ackpt.planner.policies.search.frontier import undominated
-from ackpt.planner.schedule.late_orders import LateOrders
-from ackpt.planner.schedule.lifetimes import Uses, uses_of
-from ackpt.planner.schedule.schedule import missing_for
+from ackpt.planner.schedule.orders import Uses, unpacked_at_once, uses_of
+from ackpt.planner.schedule.schedule import bases_of, missing_for, recompute_late, storages_of
 
-from .blocks import Block, BlockChain
-
-
-@dataclass(frozen=True)
-class Option:
-    """One choice for one block; sizes in bytes.
-
-    ``saved``: storages inside the block that its forward saves for its backward, ``saved_bytes`` of them.
-    ``forward_peak``, ``backward_peak``: the dynamic peak of each pass without the activations of other blocks.
-    ``cost``: of what its backward recomputes.
-    """
-
-    saved: frozenset[int]
-    saved_bytes: int
-    forward_peak: int
-    backward_peak: int
-    cost: float
+# Of the bytes inside all blocks, which partials save (not tuned; time grows with their number).
+_SHARES = (1 / 8, 1 / 4, 1 / 2)
+_PRICES = 64  # prices of a byte that are tried, each lower by the square root of 2: they span a factor of 4e9
 
 
 class BlockStep:
@@ -54,8 +42,8 @@ class BlockStep:
             for node in reads
             if nodes[node].phase == FORWARD and node not in inside and not allocated & set(nodes[node].storages)
         }
-        self.given = {*analysis.sources, *_bases(analysis, pinned), *others}
-        self.given |= {base for node in others for base in _bases(analysis, nodes[node].storages)}
+        self.given = {*analysis.sources, *bases_of(analysis, pinned), *others}
+        self.given |= {base for node in others for base in bases_of(analysis, nodes[node].storages)}
         gradients = (
             {node for node in reads if nodes[node].phase != FORWARD} - set(block.backward) - set(analysis.sources)
         )
@@ -63,9 +51,7 @@ class BlockStep:
         self.incoming = {s for node in gradients for s in nodes[node].storages} - self.outside
         self.given |= gradients
         self.gradients = _read_later(analysis, block)
-        self._late_orders = LateOrders(analysis, block.backward)
-        self._last_recomputed: tuple[frozenset[int], frozenset[int], list[int]] | None = None
-        self._live: set[int] = set()  # when the nodes of the last recomputation run
+        self._last_recomputed: tuple[Any, list[int]] = None, []
         self._may_be_allocated = np.ones(len(analysis.bytes), dtype=bool)
         self._may_be_allocated[[*self.outside, *analysis.resident]] = False
         self._bytes, self._workspace = np.array(analysis.bytes), np.array(workspace)
@@ -78,7 +64,8 @@ class BlockStep:
         reallocated: set[int] | None = None
         while reallocated is None or reallocated & saved:
             saved = saved - (reallocated or set())
-            order = self._late_orders.order(self.given | _bases(analysis, saved | block.output))
+            live = self.given | bases_of(analysis, saved | block.output)
+            order = unpacked_at_once(analysis.graph, recompute_late(analysis, block.backward, live))
             runs = [node for node in order if node < boundary]
             reallocated = {s for node in runs for s in analysis.allocated.get(node, ())}
         cost = sum(self.costs[node] for node in runs)
@@ -113,12 +100,11 @@ class BlockStep:
 
     def _recomputed(self, saved: frozenset[int], wanted: frozenset[int]) -> list[int]:
         """Forward nodes that are recomputed for the block's output and the storages `wanted` if `saved` are saved."""
-        if self._last_recomputed is None or self._last_recomputed[:2] != (saved, wanted):
-            if self._last_recomputed is None or self._last_recomputed[0] != saved:
-                self._live = self.given | _bases(self.analysis, saved)
-            wanted_bases = _bases(self.analysis, self.block.output | wanted)
-            self._last_recomputed = saved, wanted, missing_for(self.analysis, wanted_bases, self._live)
-        return self._last_recomputed[2]
+        if self._last_recomputed[0] != (saved, wanted):
+            wanted_bases = bases_of(self.analysis, self.block.output | wanted)
+            runs = missing_for(self.analysis, wanted_bases, self.given | bases_of(self.analysis, saved))
+            self._last_recomputed = (saved, wanted), runs
+        return self._last_recomputed[1]
 
     def recompute_cost(self, saved: frozenset[int], wanted: frozenset[int]) -> float:
         """The cost of recomputing the block's output and the storages `wanted` if `saved` are saved."""
@@ -136,10 +122,7 @@ class BlockStep:
         return option
 
     def structure(self) -> tuple[tuple, tuple[int, ...]]:
-        """All that the options depend on, with nodes and storages numbered by rank, and the storages by rank.
-
-        If two blocks are equal in the first, their options are equal up to the ids of storages.
-        """
+        """All that the options depend on, with nodes and storages numbered by rank, and the storages by rank."""
         analysis, block = self.analysis, self.block
         nodes, reads, bases = analysis.graph.nodes, analysis.backward_reads, analysis.base_of
         may_run = sorted({*block.forward, *missing_for(analysis, block.backward, self.given)})
@@ -234,8 +217,8 @@ def options_of_blocks(graph: JointGraph, chain: BlockChain, costs: tuple, worksp
         if structure not in solved:
             solved[structure] = step.options(), storages
         of_first, storages_of_first = solved[structure]
-        own = dict(zip(storages_of_first, storages))
-        options.append([replace(option, saved=frozenset(own[s] for s in option.saved)) for option in of_first])
+        storage_of = dict(zip(storages_of_first, storages))
+        options.append([replace(option, saved=frozenset(storage_of[s] for s in option.saved)) for option in of_first])
     return options
 
 
@@ -243,17 +226,12 @@ def _values(option: Option) -> tuple[float, ...]:
     return option.saved_bytes, option.forward_peak, option.backward_peak, option.cost
 
 
-def _bases(analysis: Analysis, storages) -> set[int]:
-    """The base tensors of `storages`, as node ids."""
-    return {analysis.base_of[s] for s in storages if s in analysis.base_of}
-
-
 def _read_later(analysis: Analysis, block: Block) -> set[int]:
     """Storages allocated in the block's backward that something after it reads: gradients."""
     graph = analysis.graph
     inside = set(block.backward)
     allocated = {s for node in block.backward for s in analysis.allocated.get(node, ())}
-    returned = {s for node in analysis.bw_outputs if node is not None for s in graph.nodes[node].storages}
+    returned = storages_of(graph, analysis.bw_outputs)
     readers = _backward_readers(graph)
     return {s for s in allocated if s in returned or not inside.issuperset(readers.get(s, ()))}
 
@@ -267,3 +245,77 @@ def _backward_readers(graph: JointGraph) -> dict[int, set[int]]:
             for storage in graph.nodes[source].storages:
                 readers.setdefault(storage, set()).add(node.id)
     return readers
+
+
+def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage]:
+    """One stage of the chain table for each block of `chain`."""
+    steps = [BlockStep(analysis, block, chain.pinned, cost, workspace) for block in chain.blocks]
+    options = options_of_blocks(analysis.graph, chain, tuple(cost), tuple(workspace))
+    choices = [  # with the cost of recomputing the block's output, too
+        [
+            (option.cost + step.recompute_cost(option.saved, frozenset()), option)
+            for option in map(step.without_duplicates, step_options)
+        ]
+        for step, step_options in zip(steps, options)
+    ]
+    # Empty activations, such as those of batch norms in evaluation, cost nothing to save; they must not be saved twice.
+    rows = [
+        [step.without_duplicates(_least(block_options)) for step, block_options in zip(steps, options)],
+        *_rows_by_share(choices),
+    ]
+    return [
+        Stage(
+            partials=tuple(_partial(step, row[index], options[index]) for row in rows),
+            output_bytes=sum(analysis.bytes[s] for s in block.output),
+            incoming_bytes=step.incoming_bytes,
+            gradient_bytes=step.parameter_gradient_bytes,
+        )
+        for index, (block, step) in enumerate(zip(chain.blocks, steps))
+    ]
+
+
+def _partial(step: BlockStep, part: Option, options: list[Option]) -> Partial:
+    extending, run_costs = [], []
+    for option in options:
+        if option.saved >= part.saved and not step.allocated_twice(part.saved, option.saved):
+            extending.append(option)
+            run_costs.append(step.recompute_cost(part.saved, option.saved))
+    return Partial(
+        option=part,
+        options=tuple(extending),
+        run_costs=tuple(run_costs),
+        forward_cost=step.recompute_cost(part.saved, frozenset()),
+    )
+
+
+def _least(options: list[Option]) -> Option:
+    """The option that saves least."""
+    return min(options, key=lambda option: (option.saved_bytes, option.backward_peak, option.cost))
+
+
+def _rows_by_share(choices: list[list[tuple[float, Option]]]) -> list[list[Option]]:
+    """For each share the row of options, one per block, whose saved bytes come closest to it."""
+    all_bytes = sum(max(option.saved_bytes for _, option in block_choices) for block_choices in choices)
+    picks = rows_by_price([[(cost, option.saved_bytes) for cost, option in block_choices] for block_choices in choices])
+    rows = [[block_choices[index][1] for block_choices, index in zip(choices, row)] for row in picks]
+    sizes = [(sum(option.saved_bytes for option in row), row) for row in rows]
+    by_size: dict[int, list[Option]] = {}
+    for share in _SHARES:
+        size, row = min(sizes, key=lambda pair: abs(pair[0] - share * all_bytes))
+        if 0 < size < all_bytes:
+            by_size[size] = row
+    return list(by_size.values())
+
+
+def rows_by_price(choices: list[list[tuple[float, int]]]) -> list[tuple[int, ...]]:
+    """For falling prices of a saved byte, the index of every block's cheapest (cost, saved bytes), without repeats."""
+    price = max((cost / max(1, size) for block_choices in choices for cost, size in block_choices), default=0.0)
+    rows: dict[tuple[int, ...], None] = {}
+    for _ in range(_PRICES):
+        priced = [
+            [(cost + price * size, size, index) for index, (cost, size) in enumerate(block_choices)]
+            for block_choices in choices
+        ]
+        rows.setdefault(tuple(min(block_prices)[-1] for block_prices in priced))
+        price *= 2.0 ** (-1 / 2)
+    return list(rows)

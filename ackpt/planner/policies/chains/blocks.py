@@ -1,22 +1,101 @@
-"""`Block`: a range of the forward between two cuts, with its backward.
+"""A graph as a chain of blocks: where it can be cut, the blocks between the cuts, and schedules made block by block.
 
-`fine_chain` cuts wherever it can, for the policies that come from papers on chains; `coarse_chain` joins blocks that
-leave nothing to decide, for ``auto``, which looks at more choices per block.
+Cuts are the articulation points of the forward graph, as in Chen et al. 2016 (arXiv:1604.06174). Only tensors on the
+path of the gradient from the inputs to the outputs count: masks, positional tables and casts of weights may cross a
+cut. So may long skip connections, if they are saved in every plan: `long_skips` finds them. `fine_chain` cuts wherever
+it can, for the policies that come from papers on chains; `coarse_chain` joins blocks that leave nothing to decide, for
+``auto``, which looks at more choices per block.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from dataclasses import dataclass
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
-from ackpt.planner.schedule.schedule import needed_forward
+from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph, once_per_graph
+from ackpt.planner.schedule.schedule import Schedule, everything, needed_forward, recompute_late, scheduled, storages_of
 
-from .cut_points import cut_points
-
+_LONG = 40  # storages allocated without a cut between them: more than a block has
+_LEAST_SPAN = 8  # a long skip lives for at least one part in so many of such a stretch (not tuned)
 _LONG_RUN = 8  # successive blocks of single operations; shorter runs are the beginning or the end of a model
-_MOST_BLOCKS = 128  # of a coarse chain of single operations
+_MOST_BLOCKS = 128  # of a coarse chain of single operations: time and memory of the chain table grow with their square
+
+
+def cut_points(graph: JointGraph, skips: frozenset[int] = frozenset()) -> list[int]:
+    """Ids of the storages at which the forward can be cut, in execution order.
+
+    `skips`: storages that may cross a cut. Where nothing else crosses, the last of them is the cut.
+    """
+    life = lifetimes(graph)
+    by_birth = sorted(life, key=lambda storage: life[storage][0])
+    cuts: list[int] = []
+    live: list[int] = []
+    index = 0
+    for node in sorted(_on_gradient_path(graph)):
+        while index < len(by_birth) and life[by_birth[index]][0] <= node:
+            live.append(by_birth[index])
+            index += 1
+        live = [storage for storage in live if life[storage][1] > node]
+        crossing = [storage for storage in live if storage not in skips] or live[-1:]
+        if len(crossing) == 1 and crossing[0] not in cuts[-1:]:
+            cuts.append(crossing[0])
+    return cuts
+
+
+def long_skips(graph: JointGraph) -> frozenset[int]:
+    """Storages that keep a long stretch of `graph` from being cut; empty if there are none.
+
+    Examples are an encoder's output in an encoder-decoder, the skip connections of a U-Net, and the features of a dense
+    block. If they are saved in every plan, single tensors separate what comes before them from what comes after.
+    """
+    life = lifetimes(graph)
+    by_life = sorted(life, key=lambda storage: life[storage])
+    births = [life[storage][0] for storage in by_life]
+    position = {storage: at for at, storage in enumerate(by_life)}
+    ends = [0, *sorted(position[cut] for cut in cut_points(graph) if cut in position), len(by_life)]
+    skips = set()
+    for start, end in zip(ends, ends[1:]):
+        if end - start > _LONG:
+            for at in range(start, end):
+                span = bisect_right(births, life[by_life[at]][1]) - at
+                if span * _LEAST_SPAN >= end - start:
+                    skips.add(by_life[at])
+    return frozenset(skips)
+
+
+def lifetimes(graph: JointGraph) -> dict[int, tuple[int, int]]:
+    """``{storage: (node that allocates it, last forward node that reads it)}`` on the path of the gradient."""
+    analysis = graph.analysis
+    on_path = _on_gradient_path(graph)
+    birth: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for node in sorted(on_path):
+        for storage in graph.nodes[node].storages:
+            if storage not in analysis.resident:
+                birth.setdefault(storage, node)
+        for source in graph.nodes[node].inputs:
+            if source in on_path:
+                last.update({s: node for s in graph.nodes[source].storages if s in birth})
+    return {s: (birth[s], last[s]) for s in birth if last.get(s, birth[s]) > birth[s]}
+
+
+def _on_gradient_path(graph: JointGraph) -> set[int]:
+    """Forward nodes that depend on both an input and a trained parameter, and that an output depends on."""
+    analysis = graph.analysis
+    trained = set(graph.gradients)
+    of_input, of_parameter = set(), set()
+    for node in graph.nodes:
+        if node.phase != FORWARD:
+            continue
+        fx = analysis.fx[node.id]
+        description = fx.meta.get("desc") if fx.op == "placeholder" else None
+        is_input = type(description).__name__ == "PlainAOTInput"
+        if is_input or any(source in of_input for source in node.inputs):
+            of_input.add(node.id)
+        if getattr(description, "target", None) in trained or any(source in of_parameter for source in node.inputs):
+            of_parameter.add(node.id)
+    return of_input & of_parameter & set(analysis.ancestors(node for node in analysis.outputs if node is not None))
 
 
 @dataclass(frozen=True)
@@ -103,7 +182,7 @@ def coarse_chain(graph: JointGraph, skips: frozenset[int] = frozenset()) -> Bloc
 def inner_cuts(graph: JointGraph, skips: frozenset[int] = frozenset()) -> list[int]:
     """The cut points of `graph` that can be recomputed and that are not outputs, in execution order."""
     analysis = graph.analysis
-    outputs = _outputs(analysis)
+    outputs = storages_of(graph, analysis.outputs) & analysis.savable
     cuts = (cut for cut in cut_points(graph, skips) if graph.storages[cut].producer not in analysis.not_recomputable)
     return [cut for cut in cuts if cut not in outputs]
 
@@ -147,12 +226,9 @@ def _forward_blocks(analysis: Analysis, births) -> dict[int, int]:
 
 
 def _pinned(analysis: Analysis, outputs, block_of, skips) -> frozenset[int]:
-    """Storages that are always saved: outputs of the model, `skips`, fixed ones, and those that other blocks read.
-
-    The `outputs` of blocks are not among them.
-    """
+    """Storages that are always saved: outputs of the model, `skips`, fixed ones, and those that other blocks read."""
     graph = analysis.graph
-    pinned = {*_outputs(analysis), *skips}
+    pinned = storages_of(graph, analysis.outputs) & analysis.savable | skips
     for node in graph.nodes:
         if node.id in analysis.effects and not node.is_random:
             continue
@@ -163,12 +239,6 @@ def _pinned(analysis: Analysis, outputs, block_of, skips) -> frozenset[int]:
                     pinned.add(storage)
     pinned |= {s for storage in pinned for s in siblings(analysis, graph.storages[storage].producer)}
     return frozenset(pinned - outputs)
-
-
-def _outputs(analysis: Analysis) -> frozenset[int]:
-    """Storages of the model's outputs, which the caller holds during the backward."""
-    outputs = [node for node in analysis.outputs if node is not None]
-    return frozenset({s for node in outputs for s in analysis.graph.nodes[node].storages} & analysis.savable)
 
 
 def _backward_blocks(analysis: Analysis, block_of, pinned, last: int) -> list[list[int]]:
@@ -184,3 +254,66 @@ def _backward_blocks(analysis: Analysis, block_of, pinned, last: int) -> list[li
                 latest = max([latest, *(block_of[producer] for producer in producers)])
         backward[latest].append(backward_node)
     return [nodes[::-1] for nodes in backward]
+
+
+class Walk:
+    """Builds a schedule block by block, forward and back through `chain`, the blocks of `graph`.
+
+    ``saved``: nodes whose values backward can read. Saving costs nothing before the first backward, since the first
+    forward runs anyway; later it recomputes what is missing.
+    """
+
+    def __init__(self, graph: JointGraph, chain: BlockChain):
+        self.analysis, self.blocks = graph.analysis, chain.blocks
+        self.read = set(everything(graph).saved)
+        self.saved = {*self.analysis.sources, *(self.analysis.base_of[s] for s in chain.pinned)}
+        self.order: list[int] = []
+        self._bases = _bases_of_blocks(graph, chain)
+        self._live = set(self.saved)  # and the backward nodes that have run; their results live until they are read
+        self.in_first_forward = True
+
+    def save_output(self, block: int) -> None:
+        """Run up to the end of `block` and save its output."""
+        self.save(self.blocks[block].output)
+
+    def save_all(self, block: int) -> None:
+        """Run `block` and save its output and everything else that its backward reads."""
+        inside = {s for unit in self.blocks[block].units for s in unit}
+        self.save(inside & self.read | self.blocks[block].output)
+
+    def save(self, storages) -> None:
+        """Save `storages` until the backward of their block."""
+        bases = {self.analysis.base_of[s] for s in storages}
+        if not self.in_first_forward:
+            self.order += recompute_late(self.analysis, sorted(bases), set(self.saved))
+        self.saved |= bases
+        self._live |= bases
+
+    def free_output(self, block: int) -> None:
+        """Free the output of `block`."""
+        bases = {self.analysis.base_of[s] for s in self.blocks[block].output}
+        self.saved -= bases
+        self._live -= bases
+
+    def reverse(self, first: int, last: int) -> None:
+        """Run the backward of the blocks `last` to `first`; each missing activation is recomputed once."""
+        live = self._live
+        freed: set[int] = set()
+        for block in reversed(self.blocks[first : last + 1]):
+            order = recompute_late(self.analysis, block.backward, live)
+            freed.update(set(order).difference(block.backward), self._bases[block.index])
+            self.order += order
+            self.in_first_forward &= not block.backward
+        self.saved -= freed
+        live -= freed
+
+    def schedule(self) -> Schedule:
+        """The schedule of everything so far."""
+        return scheduled(self.analysis.graph, None, self.order)
+
+
+@once_per_graph
+def _bases_of_blocks(graph: JointGraph, chain: BlockChain) -> list[frozenset[int]]:
+    """The base tensors of the storages of every block, as node ids."""
+    base_of = graph.analysis.base_of
+    return [frozenset(base_of[s] for unit in (*block.units, block.output) for s in unit) for block in chain.blocks]

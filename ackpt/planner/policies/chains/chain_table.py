@@ -15,9 +15,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block_options import Option
-
 FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One choice for one block; sizes in bytes.
+
+    ``saved``: storages inside the block that its forward saves for its backward, ``saved_bytes`` of them.
+    ``forward_peak``, ``backward_peak``: the dynamic peak of each pass without the activations of other blocks.
+    ``cost``: of what its backward recomputes.
+    """
+
+    saved: frozenset[int]
+    saved_bytes: int
+    forward_peak: int
+    backward_peak: int
+    cost: float
 
 
 @dataclass(frozen=True)
@@ -155,12 +169,12 @@ class ChainTable:
                     t = s + length - 1
                     key = (partial, *kinds[s : t + 1])
                     if key not in solved:
-                        solved[key] = self._solve_later_pass(partial, s, t)
+                        solved[key] = self._solve(partial, s, t)
                     self.later_passes[partial, s, t] = solved[key]
                     self._later_rows[partial, s, t] = solved[key].row
         self.first_passes: dict[int, _Solved] = {}  # by first block
         for s in range(n - 1, -1, -1):
-            self.first_passes[s] = self._solve_first_pass(s)
+            self.first_passes[s] = self._solve(None, s, n - 1)
 
     def costs(self) -> np.ndarray:
         """Added cost of the whole chain by slots of memory; infinite where it does not fit."""
@@ -168,44 +182,36 @@ class ChainTable:
 
     def operations(self, slot: int) -> Iterator[Operation]:
         """The cheapest way through the chain within `slot` slots."""
-        yield from self._first_pass(0, slot)
+        yield from self._operations(None, 0, len(self.stages) - 1, slot)
 
-    def _solve_later_pass(self, partial: int, s: int, t: int) -> _Solved:
-        """The backward of the blocks `s` to `t`, from the input of `s` and the saved `partial` of all of them."""
-        stage, best = self.stages[s], _Best(self.slots)
-        incoming = self.stages[t].incoming_bytes
-        gradients = self.gradients[t + 1] - self.gradients[s + 1]
-        saved = self.saved[partial][t + 1] - self.saved[partial][s + 1]
-        ways = stage.partials[partial]
-        if s == t:
-            best.offer(_GoBack(), ways.option.cost, self._slots(ways.option.backward_peak))
+    def _solve(self, partial: int | None, s: int, t: int) -> _Solved:
+        """The backward of the blocks `s` to `t`, from the input of `s` and the saved `partial` of all of them.
+
+        `partial`: None for the first forward of the blocks from `s` on, which costs nothing, and their backward.
+        """
+        best, is_first = _Best(self.slots), partial is None
+        if s == t and not is_first:
+            option = self.stages[s].partials[partial].option
+            best.offer(_GoBack(), option.cost, self._slots(option.backward_peak))
             return self._solved(best)
-        options = self.options[s][partial]
-        need = np.maximum(options.forward_peaks + incoming + saved, options.backward_peaks + gradients)
-        rest = self._after(options, self.later_passes[partial, s + 1, t])
-        rest += options.costs_again[:, None]
-        best.choose(rest, np.maximum(options.saved_slots, self._slots(need)), options.decisions)
-        # A part may be saved when blocks are recomputed; from then on it is the same part until their backward.
-        for new in self.partials if partial == 0 else (partial,):
-            self._offer_stretches(best, s, t, partial, new, incoming, self._later_rows[partial, s + 1 : t + 1, t])
-        return self._solved(best)
-
-    def _solve_first_pass(self, s: int) -> _Solved:
-        """The first forward of the blocks from `s` on, and their backward."""
-        best, t = _Best(self.slots), len(self.stages) - 1
+        incoming = 0 if is_first else self.stages[t].incoming_bytes
+        saved = 0 if is_first else self.saved[partial][t + 1] - self.saved[partial][s + 1]
         gradients = self.gradients[t + 1] - self.gradients[s + 1]
-        options = self.options[s][0]
-        need = np.maximum(options.forward_peaks, options.backward_peaks + gradients)
-        needs = self._slots(need)
+        options = self.options[s][partial or 0]
+        needs = self._slots(np.maximum(options.forward_peaks + incoming + saved, options.backward_peaks + gradients))
+        rest = np.zeros((len(needs), self.slots + 1))
         if s < t:
-            rest, needs = self._after(options, self.first_passes[s + 1]), np.maximum(options.saved_slots, needs)
-        else:
-            rest = np.zeros((len(need), self.slots + 1))
-        rest += options.costs[:, None]
+            after = self.first_passes[s + 1] if is_first else self.later_passes[partial, s + 1, t]
+            rest, needs = self._after(options, after), np.maximum(options.saved_slots, needs)
+        rest += (options.costs if is_first else options.costs_again)[:, None]
         best.choose(rest, needs, options.decisions)
-        rests = np.array([self.first_passes[j].row for j in range(s + 1, t + 1)], dtype=np.int64)
-        for new in self.partials:
-            self._offer_stretches(best, s, t, None, new, 0, rests)
+        if is_first:
+            rests = np.array([self.first_passes[j].row for j in range(s + 1, t + 1)], dtype=np.int64)
+        else:
+            rests = self._later_rows[partial, s + 1 : t + 1, t]
+        # A part may be saved when blocks are recomputed; from then on it is the same part until their backward.
+        for new in (partial,) if partial else self.partials:
+            self._offer_stretches(best, s, t, partial, new, incoming, rests)
         return self._solved(best)
 
     def _offer_stretches(self, best: _Best, s: int, t: int, partial: int | None, new: int, incoming: int, rests):
@@ -240,36 +246,23 @@ class ChainTable:
             costs += run_costs[useful, None]
             best.choose(costs, fits[useful], self.stretches[new][useful], start)
 
-    def _first_pass(self, s: int, slot: int) -> Iterator[Operation]:
-        stage, t = self.stages[s], len(self.stages) - 1
-        decision: _Decision = self.first_passes[s].decisions[slot]
+    def _operations(self, partial: int | None, s: int, t: int, slot: int) -> Iterator[Operation]:
+        """The operations of the solution of `_solve` for the same blocks within `slot` slots."""
+        solved = self.first_passes[s] if partial is None else self.later_passes[partial, s, t]
+        decision: _Decision = solved.decisions[slot]
         if isinstance(decision, _RunStretch):
             j = s + decision.length
             yield self._run_stretch(decision, s)
-            yield from self._first_pass(j, slot - self._slots_saved(decision, s))
+            yield from self._operations(partial, j, t, slot - self._slots_saved(decision, s))
             slot -= int(self._slots(self.gradients[t + 1] - self.gradients[j]))
-            yield from self._later_pass(decision.partial, s, j - 1, slot)
-        elif isinstance(decision, _RunAndSave):
-            option = stage.partials[0].options[decision.option]
-            yield Operation(FORWARD, s, s, option.saved)
-            if s < t:
-                yield from self._first_pass(s + 1, slot - int(self._slots(option.saved_bytes + stage.output_bytes)))
-            yield Operation(BACKWARD, s, s)
-
-    def _later_pass(self, partial: int, s: int, t: int, slot: int) -> Iterator[Operation]:
-        decision: _Decision = self.later_passes[partial, s, t].decisions[slot]
-        if isinstance(decision, _RunStretch):
-            j = s + decision.length
-            yield self._run_stretch(decision, s)
-            yield from self._later_pass(partial, j, t, slot - self._slots_saved(decision, s))
-            slot -= int(self._slots(self.gradients[t + 1] - self.gradients[j]))
-            yield from self._later_pass(decision.partial, s, j - 1, slot)
+            yield from self._operations(decision.partial, s, j - 1, slot)
             return
         if isinstance(decision, _RunAndSave):
-            option = self.stages[s].partials[partial].options[decision.option]
+            option = self.stages[s].partials[partial or 0].options[decision.option]
             yield Operation(FORWARD, s, s, option.saved)
-            slot -= int(self._slots(option.saved_bytes + self.stages[s].output_bytes))
-            yield from self._later_pass(partial, s + 1, t, slot)
+            if s < t:
+                slot -= int(self._slots(option.saved_bytes + self.stages[s].output_bytes))
+                yield from self._operations(partial, s + 1, t, slot)
         yield Operation(BACKWARD, s, s)
 
     def _run_stretch(self, decision: _RunStretch, s: int) -> Operation:
@@ -317,10 +310,7 @@ class _Best:
         self.choose(np.full((1, len(self.costs)), costs, dtype=float), np.array([need]), np.array([decision]))
 
     def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray, start: int = 0) -> None:
-        """Offer every row of `costs`, from the slot `start` on, with its own need and its own of `decisions`.
-
-        This changes `costs`.
-        """
+        """Offer every row of `costs`, which changes, from the slot `start` on, with its own need and decision."""
         if not len(costs):
             return
         np.putmask(costs, np.arange(costs.shape[1]) < needs[:, None] - start, np.inf)
@@ -339,10 +329,6 @@ class _Rows:
     """The costs of all stretches by slots, in one array, so that many are read at once.
 
     ``least``: by row, the cost with all memory; ``first_finite``: the first slot whose cost is finite.
-
-    Args:
-        width: of a row.
-        most: number of rows.
     """
 
     def __init__(self, width: int, most: int):
@@ -362,10 +348,7 @@ class _Rows:
         return self._count
 
     def moved(self, rows: np.ndarray, by: np.ndarray, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The slots from `start` to `stop` of these rows, each moved to the right by its own number of slots.
-
-        What is left of a row has no meaning.
-        """
+        """The slots from `start` to `stop` of these rows, each moved to the right by its own number of slots."""
         return self._windows[rows * self._width - np.minimum(by, self._width), start:stop]
 
 

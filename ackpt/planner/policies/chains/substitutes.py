@@ -11,17 +11,17 @@ from __future__ import annotations
 import functools
 import itertools
 
-from ackpt.planner.capture.analysis import Analysis, once_per_graph
-from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.joint_graph import Analysis, JointGraph, once_per_graph
+from ackpt.planner.policies.chains.block_options import rows_by_price
 from ackpt.planner.policies.search.frontier import evenly_spaced, pareto
 from ackpt.planner.schedule.schedule import Schedule, everything, live_before_backward, lower
 
 from .block_options import options_of_blocks
-from .block_stages import rows_by_price
 from .blocks import BlockChain
 
-_WALKED = 400_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
-# Prices of a saved byte, as shares of the highest price that any option of a block pays.
+# Nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries.
+_WALKED = 400_000
+# Prices of a saved byte, as shares of the highest price that any option of a block pays (not tuned).
 _PRICE_SHARES = (1 / 30, 1 / 10, 1 / 3)
 
 
@@ -133,10 +133,7 @@ def _substitution(analysis: Analysis, saved: set[int], live: set[int], unit, res
 
 @once_per_graph
 def _results(graph: JointGraph, flops: tuple) -> list[tuple[frozenset[int], bool]]:
-    """By node of the forward, the storages whose base tensor it is, and whether they may be recomputed.
-
-    They may not if the operation is a matrix product, or cannot be recomputed.
-    """
+    """By node of the forward: the storages whose base tensor it is, and whether recomputing them is allowed."""
     analysis, results = graph.analysis, []
     for node in range(graph.boundary):
         storages = frozenset(s for s in analysis.storages(node, again=True) if analysis.base_of.get(s) == node)

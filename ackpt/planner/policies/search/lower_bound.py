@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ackpt.planner.capture.analysis import Analysis
-from ackpt.planner.capture.joint_graph import BACKWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, Analysis, JointGraph
 
-_INSTANTS = 256  # at most so many positions in backward at which the live bytes are bounded
+_INSTANTS = 256  # at most so many positions in backward at which the live bytes are bounded: the size of the program
 _INFEASIBLE = 2  # status of scipy
 
 
@@ -35,7 +34,7 @@ def lower_bound(
     Example:
         >>> import torch, ackpt
         >>> from ackpt.planner.policies.search.lower_bound import lower_bound
-        >>> from ackpt.planner.policies.search.recompute_costs import costs
+        >>> from ackpt.planner.policies.search.frontier import costs
         >>> def block():
         ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
         >>> model = torch.nn.Sequential(block(), block(), block())
@@ -69,10 +68,7 @@ class _Program:
         self.instants = self._instants(workspace_bytes)
 
     def _instants(self, workspace_bytes) -> list[tuple[int | None, int]]:
-        """Positions in backward, None for its beginning, and the bytes that are live there whatever is saved.
-
-        These are the positions with most live bytes, and evenly spaced ones.
-        """
+        """Some positions in backward (None: its beginning), and the bytes that are live there whatever is saved."""
         analysis = self.analysis
         size, touched_by = analysis.bytes, analysis.accessed[BACKWARD]
         last = {storage: at for at, node in enumerate(self.order) for storage in touched_by[node]}

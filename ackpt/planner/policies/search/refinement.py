@@ -1,7 +1,11 @@
-"""Add schedules between neighbors on a frontier by saving some of the recomputed activations."""
+"""Save some of the activations that a schedule recomputes.
+
+This gives the schedules between neighbors on a frontier, and the decisions of a plan.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -9,15 +13,16 @@ import numpy as np
 
 from ackpt.core.progress import counted
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-from ackpt.planner.schedule.schedule import Schedule, scheduled
+from ackpt.planner.schedule.offload_steps import offloadable, offloaded, packed
+from ackpt.planner.schedule.plan import Decision
+from ackpt.planner.schedule.schedule import Schedule, bases_of, recomputed, scheduled
 from ackpt.planner.schedule.simulator import peak_of, step_peaks
 
-_WALKED = 600_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
+# Nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries.
+_WALKED = 600_000
 _GUESSED = 20_000  # the same for trials that may not fit, for one plan
-_SHARES = (0, 1 / 2, 1)  # of the bytes between the peaks of two plans that a plan between them may use
-
-# Peaks that exceeded a limit: by the backward order, then by the positions of the runs dropped from that order.
-Tried = dict[tuple[int, ...], dict[frozenset[int], int]]
+# Of the bytes between the peaks of two plans that a plan between them may use; the middle saves up to 9 % of a step.
+_SHARES = (0, 1 / 2, 1)
 
 
 class Run(NamedTuple):
@@ -42,29 +47,27 @@ def refined(graph: JointGraph, points, cost, workspace_bytes) -> list[Schedule]:
     """
     pairs = sorted(zip(points, points[1:]), key=lambda pair: (pair[0].cost - pair[1].cost, pair[1].peak_bytes))
     tries = _WALKED // len(graph.nodes)
-    tried: Tried = {}
     schedules = []
     for higher, lower in counted(pairs, "searching: between two schedules,"):
         for share in _SHARES:
             limit = lower.peak_bytes + int(share * (higher.peak_bytes - 1 - lower.peak_bytes))
-            schedule, tries = with_fewer_runs(graph, lower.schedule, cost, workspace_bytes, limit, tries, tried)
+            schedule, tries = with_fewer_runs(graph, lower.schedule, cost, workspace_bytes, limit, tries)
             if schedule is not lower.schedule:
                 schedules.append(schedule)
     return schedules
 
 
 def with_fewer_runs(
-    graph: JointGraph, schedule: Schedule, cost, workspace_bytes, limit_bytes: int, tries: int, tried: Tried
+    graph: JointGraph, schedule: Schedule, cost, workspace_bytes, limit_bytes: int, tries: int
 ) -> tuple[Schedule, int]:
     """`schedule` without the most expensive recomputations that the limit allows to drop, and the remaining `tries`.
 
     First those whose results surely fit, as many at once as fit together. Then single ones that may fit, because what
-    they read need not stay live. `tried`: earlier peaks above a limit, shared by the calls for one graph.
+    they read need not stay live.
     """
     failed: set[tuple[int, int]] = set()
     while tries > 0:
         order = schedule.backward_arrays.computed
-        peaks = tried.setdefault(tuple(order), {})
         live, every = runs(graph, schedule, order, workspace_bytes)
         by_cost = sorted((run for run in every if cost[run.node]), key=lambda run: (-cost[run.node], run))
         sure = _fitting(by_cost, live, limit_bytes)
@@ -73,13 +76,11 @@ def with_fewer_runs(
         trials = [sure, sure[:1]] if sure else [[run] for run in unsure[: max(0, guesses)]]
         for skipped in trials:
             tries -= 1
-            positions = frozenset(position for run in skipped for position in (run.position, *run.views))
-            if peaks.get(positions, 0) <= limit_bytes:
-                cheaper = without_runs(graph, order, positions)
-                if (peak := peak_of(graph, cheaper, workspace_bytes)) <= limit_bytes:
-                    schedule = cheaper
-                    break
-                peaks[positions] = peak
+            positions = {position for run in skipped for position in (run.position, *run.views)}
+            cheaper = without_runs(graph, order, positions)
+            if peak_of(graph, cheaper, workspace_bytes) <= limit_bytes:
+                schedule = cheaper
+                break
             failed.update((run.node, run.stop - run.start) for run in skipped)
             if tries <= 0:
                 break
@@ -157,15 +158,11 @@ def with_saved(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
 
 def _bases(graph: JointGraph, node: int) -> set[int]:
     """`node` and the base tensors of the storages that it allocates."""
-    analysis = graph.analysis
-    return {node, *(analysis.base_of[s] for s in analysis.allocated.get(node, ()) if s in analysis.base_of)}
+    return {node, *bases_of(graph.analysis, graph.analysis.allocated.get(node, ()))}
 
 
 def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] = ()) -> Schedule:
-    """The schedule whose backward is `order` without the positions `skipped` and without recomputations nobody reads.
-
-    `order`: node ids of the backward; `skipped`: positions in it.
-    """
+    """The schedule whose backward is `order`, without the positions `skipped` and recomputations that nobody reads."""
     reads, boundary = graph.analysis.backward_reads, graph.boundary
     remaining: list[int] = []
     read: set[int] = set()
@@ -179,3 +176,31 @@ def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] =
         remaining.append(node)
         read.update(reads[node])
     return scheduled(graph, None, remaining[::-1])
+
+
+def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, profile, count: int = 10):
+    """The `count` most expensive recomputed operations, in order; ``step_cost``: the cost of the baseline step."""
+    analysis = graph.analysis
+    runs = Counter(recomputed(graph, schedule))
+    total = {node: number * cost[node] for node, number in runs.items() if cost[node] and node in analysis.allocated}
+    most_expensive = sorted(total, key=lambda node: (-total[node], node))[:count]
+    return tuple(
+        Decision(
+            name=graph.nodes[node].name,
+            module=graph.nodes[node].module,
+            cost=total[node] / step_cost,
+            bytes=sum(analysis.bytes[s] for s in analysis.allocated.get(node, ()) if s in analysis.savable),
+            runs=runs[node],
+            peak_if_kept_bytes=peak_of(graph, _with_saved(graph, schedule, node, profile), profile.workspace_bytes),
+        )
+        for node in most_expensive
+    )
+
+
+def _with_saved(graph: JointGraph, schedule: Schedule, node: int, profile) -> Schedule:
+    """`schedule` with the results of `node` saved, and the same storages packed and offloaded as far as possible."""
+    saving = with_saved(graph, schedule, node)
+    if masks := set(schedule.packed).intersection(saving.saved):
+        saving = packed(graph, saving, masks)
+    to_host = set(schedule.offloaded).intersection(offloadable(graph, saving))
+    return offloaded(graph, saving, to_host, profile) if to_host else saving

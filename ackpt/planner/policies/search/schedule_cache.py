@@ -26,8 +26,7 @@ from ackpt.core.files import RecordError, write_bytes_atomic
 from ackpt.core.progress import stage
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.schedule.schedule import Schedule
-from ackpt.planner.schedule.schedule_json import Steps, digest, from_json, to_json
+from ackpt.planner.schedule.schedule import Schedule, digest, from_json, to_json
 
 from .frontier import frontier
 
@@ -37,12 +36,7 @@ _DAMAGES = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, Attr
 
 
 def cache_folder(cache: Cache | None) -> Path | None:
-    """The folder `cache`, which is made if it does not exist; None for None.
-
-    Raises:
-        TypeError: if it is no path.
-        RecordError: if it cannot be written.
-    """
+    """The folder `cache`, which is made if it does not exist; raises RecordError if it cannot be written."""
     if cache is None:
         return None
     if not isinstance(cache, (str, os.PathLike)):
@@ -125,14 +119,10 @@ def _read(path: Path, key: dict[str, str]) -> list[Schedule] | None:
     """The schedules in a file; None if the file is missing or, with a warning, if it is damaged."""
     try:
         data = json.loads(gzip.decompress(path.read_bytes()))
-        if {name: data[name] for name in (*_SCHEMA, "key", "digest")} != {
-            **_SCHEMA,
-            "key": key,
-            "digest": digest(data),
-        }:
+        expected = {**_SCHEMA, "key": key, "digest": digest(data)}
+        if {name: data[name] for name in expected} != expected:
             raise ValueError("it was changed after it was written")
-        steps = Steps()
-        return [from_json(schedule, steps) for schedule in data["schedules"]]
+        return [from_json(schedule) for schedule in data["schedules"]]
     except FileNotFoundError:
         return None
     except _DAMAGES as error:

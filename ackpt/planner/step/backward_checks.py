@@ -1,0 +1,237 @@
+"""Check the backward of a planned step when it begins, and leave gradients undefined where eager mode does.
+
+All functions take ``node``, the autograd node of the step from `backward_node`, and add hooks to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ackpt.checkpointing.guards import BACKWARD_FIRST, Watch
+from ackpt.core.autograd_state import version
+from ackpt.core.errors import CheckpointError
+from ackpt.metering.meter import memory_format
+from ackpt.planner.capture.joint_graph import Analysis, JointGraph, once_per_graph
+
+ARGUMENT = "an argument"  # what errors call an input that is neither a parameter nor a buffer
+_ALWAYS = -1  # represents an output that backward always reaches
+
+
+def backward_node(outputs) -> Any:
+    """The autograd node of the step that returned `outputs`, which is one node; None if no output has it."""
+    nodes = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
+    return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+
+
+@once_per_graph
+def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
+    """For every input of the step, the outputs on whose gradients its own depends; None if it has none.
+
+    A gradient that is always zero, such as that of `torch.copysign` for the sign, depends on all outputs.
+    """
+    analysis = graph.analysis
+    outputs_of: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        # A tangent that is not that of one output, such as of the base of several outputs, always has a gradient.
+        output = getattr(getattr(analysis.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
+        outputs_of[node.id] = frozenset({output} if node.id in analysis.tangents else ()).union(
+            *(outputs_of[i] for i in node.inputs)
+        )
+    everything = frozenset().union(*(outputs_of[node_id] for node_id in analysis.bw_outputs if node_id is not None))
+    return tuple(None if node_id is None else outputs_of[node_id] or everything for node_id in analysis.bw_outputs)
+
+
+def leave_undefined(node, outputs, depends) -> None:
+    """Return no gradient where eager returns none: for inputs that only influence outputs without a gradient.
+
+    Torch passes zeros for such outputs, so parameters would get zero gradients, which an optimizer with weight decay or
+    momentum applies. ``outputs``: what the step returns; ``depends``: from `depends_on`.
+    """
+    everything = frozenset().union(*filter(None, depends))
+    if all(needs is None or needs == everything for needs in depends):
+        return
+    numbers = _numbers(node, outputs)
+
+    def undefined(gradients, incoming):
+        reached = {_ALWAYS, *(at for at, number in numbers.items() if incoming[number] is not None)}
+        return tuple(g if needs is None or needs & reached else None for g, needs in zip(gradients, depends))
+
+    node.register_hook(undefined)
+
+
+def _numbers(node, outputs) -> dict[int, int]:
+    """The number that autograd gives each of `outputs`, by its index."""
+    tensors = {at: value for at, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
+    return {at: value.output_nr for at, value in tensors.items() if value.grad_fn is node}
+
+
+def refuse_other_modes(node) -> None:
+    """Raise an error if backward builds a graph or runs in autocast."""
+
+    def check(gradients) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: a planned step cannot be differentiated twice, because its backward builds no "
+                "graph. Call the model itself for such a step."
+            )
+        devices = {gradient.device.type for gradient in gradients if isinstance(gradient, torch.Tensor)}
+        if any(map(torch.is_autocast_enabled, devices)):
+            raise CheckpointError(
+                "backward runs inside torch.autocast, where eager mode also casts the operations of the backward pass, "
+                "and a planned step does not: call backward() after the autocast region, as PyTorch recommends"
+            )
+
+    node.register_prehook(check)
+
+
+def gradient_strides(analysis: Analysis, nodes: Mapping[int, fx.Node] | None = None) -> dict[int, tuple[Any, ...]]:
+    """By output number, the strides with which its gradient was captured; torch copies all other gradients anyway.
+
+    `nodes`: those of a module whose sizes are expressions, by the ids of the graph.
+    """
+    nodes = analysis.fx if nodes is None else nodes
+    strides = {}
+    for node_id in analysis.tangents:
+        output: Any = getattr(nodes[node_id].meta["desc"], "output", None)
+        if node_id not in analysis.restrided and type(output).__name__ == "PlainAOTOutput":
+            strides[output.idx] = nodes[node_id].meta["val"].stride()
+    return strides
+
+
+def gradients_as_planned(node, outputs, strides: Mapping[int, Sequence[int]]) -> None:
+    """Refuse gradients that arrive in a different memory layout than the captured one.
+
+    Torch would copy them into the captured layout. The copy would exceed the plan's peak, and sums over it would round
+    differently than in eager. ``outputs``: what the step returned; ``strides``: from `gradient_strides`.
+    """
+    numbers = _numbers(node, outputs)
+    planned = {numbers[at]: wanted for at, wanted in strides.items() if at in numbers}
+
+    def check(gradients) -> None:
+        for number, wanted in planned.items():
+            gradient = gradients[number]
+            if gradient is not None and not _in_one_order(gradient, wanted):
+                raise RuntimeError(
+                    f"the gradient of an output of shape {list(gradient.shape)} has the strides {gradient.stride()}, "
+                    f"but this step was planned for {wanted}: a copy would exceed the plan's peak and change the "
+                    "last bits. Compute the loss in the model, or let it return output.contiguous()."
+                )
+
+    node.register_prehook(check)
+
+
+def _in_one_order(gradient, wanted) -> bool:
+    """Whether the strides are equal where they matter: not in dimensions of size 1 or expanded ones."""
+    return all(
+        size <= 1 or not its or its == stride for size, its, stride in zip(gradient.shape, gradient.stride(), wanted)
+    )
+
+
+def unchanged_until_backward(node, inputs, read) -> None:
+    """Raise an error that names an input of the step if `Watch` finds that it changed between forward and backward.
+
+    ``read``: index and description of the inputs that backward reads.
+    """
+    # Arguments may be freed early in backward.
+    watch = Watch(
+        (weakref.ref(inputs[index]) if description == ARGUMENT else inputs[index], description)
+        for index, description in read
+    )
+
+    def check(gradients) -> None:
+        for tensor, description, how in watch.changes():
+            if how == "changed":  # a frozen one gets no gradient, as in eager mode
+                raise CheckpointError(
+                    f"{description} of shape {list(tensor.shape)} was changed between the forward of this planned step "
+                    f"and its backward, which reads it. {BACKWARD_FIRST}"
+                )
+
+    node.register_prehook(check)
+
+
+def unchanged_outputs(node, outputs, places: Sequence[int]) -> None:
+    """Raise an error if backward reads an output that was changed in place, which torch does not detect for all views.
+
+    `places`: indices of the outputs whose memory backward reads.
+    """
+    tensors = [(at, outputs[at]) for at in places if isinstance(outputs[at], torch.Tensor)]
+    held = [(at, tensor.detach(), version(tensor)) for at, tensor in tensors]
+
+    def check(gradients) -> None:
+        while held:  # the memory must be free after its last use in backward
+            at, tensor, before = held.pop()
+            if version(tensor) != before:
+                raise CheckpointError(
+                    f"output {at} of shape {list(tensor.shape)} was changed in place between the forward of this "
+                    "planned step and its backward, which reads it. Change a copy, as in output.clone()."
+                )
+
+    node.register_prehook(check)
+
+
+def gradients_before_backward(node, leaves, room_bytes: Callable[[], int | None]) -> None:
+    """Raise an error when backward begins while `leaves` have gradients that the plan does not count.
+
+    `room_bytes`: the bytes of such gradients with which the step still keeps the budget; None without a budget.
+    """
+
+    def check(gradients) -> None:
+        held = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        if not held or (room := room_bytes()) is None or (total := sum(each.nbytes for each in held)) <= room:
+            return
+        raise CheckpointError(
+            f"backward begins while {memory_format(total)} of gradients exist, which would exceed the budget: it "
+            "counts only the gradients that this step adds. If you accumulate gradients, give accumulation=True, "
+            "which counts both; otherwise call optimizer.zero_grad(), which sets them to None, before the step."
+        )
+
+    node.register_prehook(check)
+
+
+def retained_after_backward(node, room_bytes: Callable[[], int | None]) -> None:
+    """Raise an error when a backward with ``retain_graph=True`` begins that may exceed the budget.
+
+    `room_bytes`: the bytes that remain if nothing saved is freed, which may be negative; None without a budget.
+    """
+
+    def check(gradients) -> None:
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+        if keeps_graph and (room := room_bytes()) is not None and room < 0:
+            raise CheckpointError(
+                "retain_graph=True: backward would free none of the activations that the plan frees, which may exceed "
+                f"the budget by {memory_format(-room)}. Add the losses and call backward() once, or give a larger "
+                "budget in bytes."
+            )
+
+    node.register_prehook(check)
+
+
+def dropped_before_backward(node, outputs, places: Sequence[int], room_bytes: Callable[[], int | None]) -> None:
+    """Raise an error when backward begins while the caller references outputs that the plan does not count.
+
+    ``places``: indices of the outputs that the caller is to drop. `room_bytes`: the bytes of such outputs with which
+    backward still keeps the budget; None without a budget.
+    """
+    storages = {}
+    for place in places:
+        storage = outputs[place].untyped_storage()
+        storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), place, list(outputs[place].shape)
+
+    def check(gradients) -> None:
+        held = [(size, place, shape) for storage, size, place, shape in storages.values() if not storage.expired()]
+        if not held or (room := room_bytes()) is None or (total := sum(size for size, *_ in held)) <= room:
+            return
+        size, place, shape = max(held)
+        raise CheckpointError(
+            f"backward begins while {memory_format(total)} of outputs are still referenced, which would exceed the "
+            f"budget: the largest is output {place} of shape {shape}. Keep the loss only, as in "
+            "loss = model(**batch).loss, delete the other outputs before backward, or plan with outputs='keep'."
+        )
+
+    node.register_prehook(check)
