@@ -76,7 +76,7 @@ class Request:
             check_policy(request.policy, cache)
         return replace(request, device=device, folder=cache_folder(cache))
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.plan is None:
             check_policy(self.policy)
         else:
