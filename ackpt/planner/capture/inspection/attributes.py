@@ -237,11 +237,12 @@ def _changed_items(container, copy) -> Iterator[tuple[Any, Any, Any]]:
     if isinstance(container, dict):
         pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
     elif isinstance(container, set):
-        pairs = [(item, *(item if item in each else None for each in (copy, container))) for item in copy ^ container]
+        pairs = [(x, x if x in copy else None, x if x in container else None) for x in copy ^ container]
     else:
         now = list(container)
         size = max(len(copy), len(now))
-        pairs = zip(range(size), *(values + [None] * (size - len(values)) for values in (copy, now)))
+        before, after = (values + [None] * (size - len(values)) for values in (copy, now))
+        pairs = list(zip(range(size), before, after))
     yield from (item for item in pairs if not _same(*item[1:]))
 
 
