@@ -1,7 +1,8 @@
-"""Where offloaded bytes go: reusable buffers of host memory, or on disk in memory-mapped files.
+"""Where regions and `offload_saved_tensors` store bytes: reusable buffers in host memory, or files on disk.
 
-The buffers come from the operating system instead of torch's allocator, so that the store never counts as memory of the
-device, even if the device is the CPU.
+Planned steps use `ackpt.planner.schedule.added_operations` instead. Files are memory-mapped. The buffers come from the
+operating system instead of torch's allocator, so that the store never counts as memory of the device, even if the
+device is the CPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The public functions that plan: `compile`, `apply_budget`, `remove_budget` and `plan`.
+"""The public functions of the planner: `compile`, `apply_budget`, `remove_budget` and `plan`.
 
-Each makes a `Request` of its keywords, which checks them, and passes it on.
+All but `remove_budget` make a `Request` from their keywords, and the `Request` checks them. `compile` and
+`apply_budget` pass it to a `PlannedStep`, `plan` to `ackpt.planner.choose.planned`.
 """
 
 from __future__ import annotations
@@ -81,11 +82,11 @@ def compile(
         costs: ``"rates"`` models the time of every operation by the rates of the device. ``"measured"`` times every
             distinct operation of the model on its device in a fraction of a second; two runs may give two plans.
         regions: whether to plan the model in parts, for models that branch on values or contain a scripted or compiled
-            module. None plans in parts if there is a budget and the model cannot be captured as one graph, and always
-            if it contains such a module, with policy ``"auto"``, ``"none"`` or ``"full"``. True always does, False
-            never. The plan is then a `RegionsPlan`: the first training step checkpoints all blocks, and from the second
-            one on, as many blocks as fit are saved. A fraction is relative to the baseline that is predicted from the
-            first step.
+            module. With None, a model that contains such a module is planned in parts if the policy is ``"auto"``,
+            ``"none"`` or ``"full"``, and any other model if it cannot be captured as one graph, the policy is
+            ``"auto"`` and there is a budget. True always plans in parts, False never. The plan is then a
+            `RegionsPlan`: the first training step checkpoints all blocks, and from the second one on, as many blocks as
+            fit are saved. A fraction is relative to the baseline that is predicted from the first step.
         on_exceed: with regions, what happens if a step needs more memory than its budget allows: ``"raise"`` a
             `BudgetError`, in the forward at once and in backward at its end, or ``"warn"``.
 
@@ -156,9 +157,9 @@ def apply_budget(
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. They are
             planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If the program has imported
             the Trainer of transformers, the call that the Trainer makes for this batch is planned.
-        budget: the upper bound on the peak; None for no bound, of which policy ``"auto"`` warns. An int or a string
-            such as ``"22GiB"``: bytes of the whole peak, that is parameters, buffers, inputs, optimizer state and
-            everything that the step allocates. A float in (0, 1] or a string such as ``"50%"``: a fraction of the
+        budget: the upper bound on the peak; None for no bound, which gives a warning with policy ``"auto"``. An int or
+            a string such as ``"22GiB"``: bytes of the whole peak, that is parameters, buffers, inputs, optimizer state
+            and everything that the step allocates. A float in (0, 1] or a string such as ``"50%"``: a fraction of the
             baseline's dynamic peak.
         policy, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
         dynamic, cache, device_profile, costs, regions, on_exceed: as in `ackpt.compile`.
@@ -232,9 +233,9 @@ def plan(
         budget: the upper bound on the peak; None for no bound. A float in (0, 1] or a string such as ``"50%"``: a
             fraction of the baseline's dynamic peak. An int or a string such as ``"6GiB"``: bytes of the whole peak,
             that is parameters, buffers, inputs, optimizer state and everything that the step allocates.
-        policy: the policy that decides. Each takes the cheapest of its schedules whose simulated peak is within the
-            budget. It may also be a function of your own, ``schedule(graph, profile, limit_bytes, **options)``, which
-            returns a `Schedule`; the plan has its name.
+        policy: the policy that chooses the schedule: the cheapest of its schedules whose simulated peak is within the
+            budget. The policy may also be a function of your own, ``schedule(graph, profile, limit_bytes, **options)``,
+            which returns a `Schedule`; the plan has its name.
 
             ``"auto"``, the default, searches for the cheapest plan. It recomputes activations, packs dropout masks
             where that is cheaper than drawing them again, and offloads if `profile` has times of copies to the host and
@@ -265,7 +266,7 @@ def plan(
 
     Raises:
         BudgetError: if the budget is infeasible for the policy; names the smallest feasible one. Also for a fraction if
-            the model has no data and was captured as ``torch.compile`` runs it: its own peak is then unknown.
+            the model has no data and was captured as ``torch.compile`` runs it: the model's own peak is then unknown.
         RecordError: if the folder `cache` cannot be written.
         ValueError, TypeError: for an unknown policy, an invalid budget, and options that the policy does not have.
 

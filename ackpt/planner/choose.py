@@ -1,4 +1,4 @@
-"""Plan a graph: run a policy, simulate its schedule, and refuse it if it breaks the budget."""
+"""Plan a graph: run a policy, simulate its schedule, and raise a BudgetError if its peak exceeds the budget."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def planned(graph: JointGraph, request: Request, profile: Profile | None = None)
 
 
 def _searched(graph: JointGraph, profile: Profile, limit: int | None, request: Request) -> Schedule:
-    """The policy's schedule; from the cache, if it is there."""
+    """The policy's schedule, from the cache if the cache has it."""
     policy, options = request.policy, request.options
     decide, name = function_of(policy), name_of(policy)
     stage(f"searching with policy {name!r}")
@@ -258,7 +258,7 @@ def _baseline_cost(baseline: Schedule, cost) -> float:
 
 
 def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit: int | None) -> float | None:
-    """The lower bound within the limit as a fraction of the baseline's cost; None if scipy is not installed."""
+    """The lower bound within the limit as a fraction of the baseline's cost; None if unknown, as without scipy."""
     assert limit is not None
     if importlib.util.find_spec("scipy") is None:
         return None

@@ -31,12 +31,12 @@ _IN_PARTS = ("auto", "none", "full")  # policies of models with a scripted or co
 
 @dataclass(frozen=True)
 class Request:
-    """What a step is to be planned for, as `ackpt.compile` describes it.
+    """The options of a planned step; most fields are keywords of `ackpt.compile`.
 
-    ``loop``: from optimizer, accumulation and scaler. ``folder``: the cache's. ``device``: from device_profile and
-    costs; ``MEASURED`` times the operations. ``on_plan``: called with every new plan before it runs. ``compiler``: of
-    the backend. ``planner``: a function that plans each graph in place of the policy; every size is then a graph of its
-    own.
+    ``loop``: from optimizer, accumulation and scaler. ``folder``: where results of searches are cached. ``device``:
+    from device_profile and costs; ``MEASURED`` times the operations. ``on_plan`` and ``compiler``: options of the
+    backend of ``torch.compile``; ``on_plan`` is called with every new plan before it runs. ``planner``: a function that
+    plans each graph in place of the policy; every size is then a graph of its own.
     """
 
     budget: float | str | None = None
@@ -173,7 +173,7 @@ def refuse_values_for_the_model(model, args, given: Mapping[str, Any], defaults:
 
 
 def refuse_misplaced_keywords(model, args, kwargs, request: Request, keywords) -> None:
-    """Refuse keywords for the model that are probably not meant for it; every name in its forward is allowed."""
+    """Refuse keywords that are probably meant for `compile` or the policy, and calls that the forward does not take."""
     check_keywords(model, kwargs, keywords, "ackpt.compile")
     options = {} if request.plan is not None else options_of(request.policy)
     if misplaced := sorted((set(kwargs) - forward_names(model)) & set(options)):

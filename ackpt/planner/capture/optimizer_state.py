@@ -1,8 +1,8 @@
-"""Compute the memory that the optimizer and accumulated gradients add to a step.
+"""Compute the memory that any optimizer and accumulated gradients add to a step, by its step without data.
 
-The state of an optimizer is resident; its step allocates and frees.
-
-Both are measured by running the step on fake tensors, so that neither the optimizer nor the model changes.
+The state of an optimizer is resident; its step allocates and frees. Both follow from one step of a copy of the
+optimizer on fake tensors, so neither the optimizer nor the model changes, and a new optimizer needs no code here.
+`ackpt.planner.workloads.optimizers` has the names that ``ackpt plan --optimizer`` takes.
 """
 
 from __future__ import annotations

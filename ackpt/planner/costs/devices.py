@@ -1,4 +1,4 @@
-"""Known devices: peak rates from their vendors' data sheets, and their memory as torch reports it."""
+"""Known devices, GPUs by name: peak rates from their vendors' data sheets, and their memory as torch reports it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Explaining: what a step saves, where its peak occurs, and what would reduce it.
 
-`explanation.explain` makes an `Explanation` from a plan; read that file first. `saved` finds the saved activations
-and the cost of recomputing them, `suggestions` simulates the changes that would reduce the peak, and `text` and `page`
-write the result as text and as an HTML page. `print_saved` needs no capture.
+Read `explanation` first: `explain` captures and plans a step, and makes an `Explanation` of the plan. `saved` finds the
+saved activations and the cost of recomputing them, `suggestions` simulates the changes that would reduce the peak, and
+`text` and `page` write the result as text and as an HTML page. `print_saved` needs no capture.
 """

@@ -1,9 +1,9 @@
 """Policies: each turns a graph, its profile and a limit in bytes into one schedule.
 
-``ackpt.plan`` runs a policy, simulates its schedule and refuses one that breaks the budget. This package has one file
-per policy, and the algorithms on plain numbers that the book uses (`chen`, `revolve`, `rotor`, `ilp`). ``chains`` has
-the code that policies for chains of blocks share; ``search`` has the Pareto frontier and the searches that extend it.
-Read `full` first, then `auto`.
+``ackpt.plan`` runs a policy, simulates its schedule, and refuses a schedule that exceeds the budget. Each policy has a
+file here, which `POLICIES` names; `ilp_program` is part of `ilp`. The files `chen`, `revolve`, `rotor` and `ilp` also
+contain the algorithms on plain numbers that the book uses. ``chains`` has the code that policies for chains of blocks
+share. ``search`` has the Pareto frontier and the searches that extend it. Read `full` first, then `auto`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLICIES = {
     "mu-two": "mu_two",
     "selective": "selective",
 }
-Policy = str | Callable[..., Any]  # a name in `POLICIES`, or a function that is called as their `schedule` are
+Policy = str | Callable[..., Any]  # a name in `POLICIES`, or a function that is called as `schedule` is
 _KEYWORDS = ("budget", "policy", "profile", "cache")  # of `ackpt.plan`, which are no options of a policy
 
 
@@ -40,7 +40,7 @@ def name_of(policy: Policy) -> str:
 
 
 def function_of(policy: Policy) -> Callable[..., Any]:
-    """The function that decides."""
+    """The function of a policy, which chooses the schedule."""
     if not isinstance(policy, str):
         return policy
     return importlib.import_module(f"ackpt.planner.policies.{POLICIES[policy]}").schedule
@@ -83,7 +83,7 @@ def check_policy(policy: Any, cache: Any = None) -> None:
 
 
 def check_options(policy: Policy, options: Mapping[str, Any]) -> None:
-    """Refuse options that `policy` does not have, and the lack of one that it needs."""
+    """Refuse options that `policy` does not have, and a call without an option that it needs."""
     expected, name = options_of(policy), name_of(policy)
     parameters = inspect.signature(function_of(policy)).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,4 +1,4 @@
-"""The operations that a planned step adds to the captured ones: copies of storages, and replays of random operations.
+"""The operations that a planned step adds: offload to pinned host memory and back, and replays of random operations.
 
 Storages move between the device and pinned host memory. A copy moves a whole storage; views of it are recomputed
 afterwards. On a GPU each direction has its own stream, by the rules of `ackpt.offloading.transport`. On the CPU a

@@ -1,4 +1,4 @@
-"""The cost of a schedule, the Pareto frontier of a policy's schedules, and the cheapest schedule within a budget.
+"""The cost of a schedule, the Pareto frontier of a policy's schedules, and the choice for a budget, ties included.
 
 A cost is seconds, or FLOPs plus weighted traffic if times are unknown. Every budget picks from the same frontier. So a
 smaller budget never gives a higher peak or a lower cost.
