@@ -1,7 +1,7 @@
-"""Compute the memory that any optimizer and accumulated gradients add to a step, by its step without data.
+"""Compute the memory that any optimizer and accumulated gradients add, by running the optimizer without data.
 
 The state of an optimizer is resident; its step allocates and frees. Both follow from one step of a copy of the
-optimizer on fake tensors, so neither the optimizer nor the model changes, and a new optimizer needs no code here.
+optimizer on fake tensors, so neither the optimizer nor the model changes, and most new optimizers need no code here.
 `ackpt.planner.workloads.optimizers` has the names that ``ackpt plan --optimizer`` takes.
 """
 
