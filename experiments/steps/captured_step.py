@@ -18,7 +18,7 @@ from ackpt.planner.capture.tracing import captured_graph
 from ackpt.planner.schedule.plan import Plan, check_applies
 from ackpt.planner.step.backward_checks import gradient_strides
 from ackpt.planner.step.compiled_schedule import compiled_schedule, dropped_places
-from ackpt.planner.step.variant import Variant
+from ackpt.planner.step.variants import Variant
 
 
 class CapturedStep:
