@@ -249,6 +249,8 @@ LANES = {"out": (0.05, "#c8553f"), "in": (0.14, "#4f9a63")}
 
 def _copies(plots, axes, step, highest, handles) -> None:
     """Draw copies as thin bars below the zero line, one lane for each direction; staggered, since they may overlap."""
+    from matplotlib.lines import Line2D
+
     if not step.copies:
         return
     shortest = len(step.live) / 250  # compute may wait for a copy immediately: its bar would be too short to see
@@ -258,7 +260,7 @@ def _copies(plots, axes, step, highest, handles) -> None:
         ends = [copy.begin, max(copy.end, copy.begin + shortest)]
         axes.plot(ends, [height] * 2, color=color, linewidth=2.4, solid_capstyle="butt")
         label = f"copy {copy.way}"
-        handles.setdefault(label, plots.Line2D([], [], color=color, linewidth=3.2, label=label))
+        handles.setdefault(label, Line2D([], [], color=color, linewidth=3.2, label=label))
     axes.set_ylim(-0.22 * highest, highest * 1.25)
     axes.axhline(0, color=plots.TEXT, linewidth=0.8)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= highest * 1.25])
