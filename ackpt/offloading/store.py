@@ -1,8 +1,8 @@
 """Where regions and `offload_saved_tensors` store bytes: reusable buffers in host memory, or files on disk.
 
-Planned steps use `ackpt.planner.schedule.added_operations` instead. Files are memory-mapped. The buffers come from the
-operating system instead of torch's allocator, so that the store never counts as memory of the device, even if the
-device is the CPU.
+Planned steps use `ackpt.planner.schedule.added_operations` instead. Files are memory-mapped, in a folder that may be on
+an NVMe drive; `engine` chooses the store. The buffers come from the operating system instead of torch's allocator, so
+that the store never counts as memory of the device, even if the device is the CPU.
 """
 
 from __future__ import annotations

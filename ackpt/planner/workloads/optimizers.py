@@ -1,4 +1,4 @@
-"""The optimizers of ``ackpt plan`` by name: those of torch, one of bitsandbytes, and any class that can be imported."""
+"""The names of optimizers that ``ackpt plan`` accepts; `ackpt.planner.capture.optimizer_state` counts their memory."""
 
 from __future__ import annotations
 

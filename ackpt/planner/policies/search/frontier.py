@@ -1,7 +1,8 @@
 """The cost of a schedule, the Pareto frontier of a policy's schedules, and the choice for a budget, ties included.
 
 A cost is seconds, or FLOPs plus weighted traffic if times are unknown. Every budget picks from the same frontier. So a
-smaller budget never gives a higher peak or a lower cost.
+smaller budget never gives a higher peak or a lower cost. With dynamic dimensions, `ackpt.planner.step.plans` chooses
+among the points of several frontiers.
 """
 
 from __future__ import annotations
