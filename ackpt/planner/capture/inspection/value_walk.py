@@ -120,9 +120,11 @@ class Walk:
             self.add(leaf, "an argument")
 
     def enter(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
-        """Record the values that `code` reads; its globals are `namespace`."""
-        for name in global_names(code)[0]:
-            self.note(namespace, name, f"global {name!r} of {namespace.get('__name__')}", 0)
+        """Record the values that `code` reads, and globals that it sets; its globals are `namespace`."""
+        read, written = global_names(code)
+        for name in sorted({*read, *written}):
+            label = f"global {name!r} of {namespace.get('__name__')}"
+            self.note(namespace, name, label, 0, is_optional=name in written)
         if rebound_names(code) and closes_over(code):
             self.close_over(functions_of([code]))
         if not _READS_ENVIRONMENT.isdisjoint(code.co_names):
