@@ -73,8 +73,8 @@ def check_policy(policy: Any, cache: Any = None) -> None:
         )
     try:
         inspect.signature(policy).bind_partial(None, None, None)
-    except TypeError as error:
-        raise TypeError(f"policy {name!r} {error}: it is called as {called}") from None
+    except (TypeError, ValueError) as error:  # a ValueError: functions in C may have no signature
+        raise TypeError(f"policy {name!r} takes other arguments ({error}): it is called as {called}") from None
     if cache is not None:
         raise ValueError(
             f"cache stores what named policies decide, and the code of the function {name!r} may change: leave cache "

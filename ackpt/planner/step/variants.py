@@ -140,6 +140,18 @@ class _Group:
         """The number of sizes that a capture with dynamic dimensions runs."""
         return sum(variant.captured is step.captured for each in self.variants.values() for variant in each)
 
+    def hand_over(self, variant: Variant, sizes: Sizes, other: _Group) -> None:
+        """Move the capture that was made last, which runs `variant` only, to `other`."""
+        self.variants[sizes].remove(variant)
+        if not self.variants[sizes]:
+            del self.variants[sizes]
+        other.variants.setdefault(sizes, []).insert(0, variant)
+        if self.captures and self.captures[0][0].captured is variant.captured:
+            other.captures.insert(0, self.captures.pop(0))
+        other.refused |= self.refused
+        other.suspected |= self.suspected
+        other.refusal = self.refusal or other.refusal
+
     def drop_first(self) -> None:
         """Drop the variant with a capture of its own that was made first."""
         sizes = self.alone[0][0]
@@ -222,7 +234,12 @@ class Variants:
                 variant = self._new(group, call)
             if variant.captured.reads.is_settled:  # attributes of the model are as after its first call
                 facts = self.call(call.args, call.kwargs).facts
-                self._groups[facts] = self._groups.pop(call.facts)
+                if facts != call.facts:  # the others were captured with the attributes as they were
+                    after = self._groups.pop(facts, None) or _Group()
+                    group.hand_over(variant, call.sizes, after)
+                    if not group.variants:
+                        del self._groups[call.facts]
+                    self._groups[facts] = after
                 if self._last is not None:
                     self._last = facts, self._last[1], self._last[2]
             self._drop_oldest()

@@ -338,6 +338,46 @@ def test_a_forward_that_adds_to_a_set_or_a_deque_is_refused_and_leaves_no_trace(
     assert not NAMES and not QUEUE and not model.names
 
 
+class Unprintable:
+    def __repr__(self):
+        raise AssertionError("planning ran code of the model's object")
+
+
+def replaces_tensor(model, x):
+    model.kept = None
+    return x * 2.0
+
+
+def replaces_tensor_in_dict(model, x):
+    model.table["kept"] = None
+    return x * 2.0
+
+
+def replaces_unprintable(model, x):
+    model.unprintable = 3.0
+    return x * 2.0
+
+
+@pytest.mark.parametrize("forward", [replaces_tensor, replaces_tensor_in_dict, replaces_unprintable])
+def test_a_value_without_a_short_text_that_every_forward_replaces_is_as_after_the_first_call(forward):
+    model = Model(forward, kept=torch.ones(2), table={"kept": torch.ones(2)}, unprintable=Unprintable())
+    step = ackpt.compile(model, X, policy="full")
+    assert torch.equal(step(X), model(X))
+    assert None in (model.kept, model.table["kept"]) or model.unprintable == 3.0
+
+
+def toggles_unprintable(model, x):
+    model.unprintable = Unprintable() if model.unprintable is None else None
+    return x * 2.0
+
+
+def test_the_refusal_of_a_change_names_the_type_of_an_object():
+    model = Model(toggles_unprintable, unprintable=Unprintable())
+    with pytest.raises(TraceError, match=r"from Unprintable\(…\) to None, which a captured step would not repeat"):
+        ackpt.compile(model, X, policy="full")
+    assert isinstance(model.unprintable, Unprintable)
+
+
 def reads_set(model, x):
     return x * (1.0 if "name" in NAMES else 2.0)
 

@@ -81,7 +81,8 @@ def full(graph, profile, limit_bytes):
 REFUSED = {
     "partial": (functools.partial(save_first, count=2), TypeError, "a name or a function that is called as policy"),
     "class": (Plan, TypeError, "a name or a function that is called as policy"),
-    "two arguments": (two_arguments, TypeError, "'two_arguments' too many positional arguments: it is called as"),
+    "two arguments": (two_arguments, TypeError, "'two_arguments' takes other arguments .too many.*it is called as"),
+    "in C": (max, TypeError, "'max' takes other arguments .no signature.*it is called as"),
     "no schedule": (no_schedule, TypeError, "'no_schedule' returned a dict: it must return a Schedule"),
     "name of another": (full, ValueError, "the function 'full' has the name of another policy.*rename it"),
     "number": (3, ValueError, "policy 3 is not known; the policies are none, full"),

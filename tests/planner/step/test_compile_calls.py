@@ -503,3 +503,34 @@ def test_new_sizes_in_several_threads_at_once():
         for size in (5, 8, 9, 21):
             x = torch.randn(size, 4)
             assert all(torch.equal(found, model(x)) for found in threads.map(step, [x, x, x]))
+
+
+class NotesLength(nn.Module):
+    """Sets an attribute and a global to the length of long batches; short ones are scaled by the attribute."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.length = nn.Linear(4, 4), 1
+
+    def forward(self, x):
+        global LENGTH
+        y = self.linear(x)
+        if len(x) < 5:
+            return (y * self.length).sum()
+        self.length = LENGTH = len(x)
+        return y.sum()
+
+
+@pytest.mark.filterwarnings("ignore:This step was captured")
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_a_value_that_a_forward_sets_at_some_sizes_only_is_as_in_the_model_at_all_others(dynamic):
+    global LENGTH
+    model, eager = NotesLength(), NotesLength()
+    step = ackpt.compile(model, torch.ones(4, 4), policy="full", dynamic=dynamic)
+    for length in [4, 6, 4, 7, 4, 6, 4]:
+        LENGTH = 0
+        output = step(torch.ones(length, 4))
+        assert LENGTH == (length if length > 4 else 0)
+        assert torch.equal(output, eager(torch.ones(length, 4)))
+        assert model.length == eager.length

@@ -284,9 +284,14 @@ def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str
             f"Return the tensor from the forward, {REGIONS}"
         )
     return (
-        f"the forward changes attribute {attribute or key!r} {owner}, from {was!r} to {now!r}, which a captured step "
-        f"would not repeat. Count in a buffer, in place, or outside of the model, {REGIONS}"
+        f"the forward changes attribute {attribute or key!r} {owner}, from {in_words(was)} to {in_words(now)}, which a "
+        f"captured step would not repeat. Count in a buffer, in place, or outside of the model, {REGIONS}"
     )
+
+
+def in_words(value) -> str:
+    """`value` in an error: the text of a plain value, the type of others, whose ``__repr__`` may fail or take long."""
+    return f"{type(value).__name__}(…)" if plain(value) is None else repr(value)
 
 
 _PLAIN = (

@@ -26,11 +26,11 @@ from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import NumpyStream, PythonStream, TorchStream, stream_of
 from ackpt.metering.without_data.holders import CACHED
 
-from .attributes import OF_EVERY_MODULE, REGIONS, Change, Snapshot, module_snapshots, plain, reference
+from .attributes import OF_EVERY_MODULE, REGIONS, Change, Snapshot, in_words, module_snapshots, plain, reference
 
 _SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 _DEPTH = 2  # attributes of attributes, and containers in containers
-_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "no value"})()
+_ABSENT: Any = object()
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
@@ -120,9 +120,11 @@ class Walk:
             self.add(leaf, "an argument")
 
     def enter(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
-        """Record the values that `code` reads; its globals are `namespace`."""
-        for name in global_names(code)[0]:
-            self.note(namespace, name, f"global {name!r} of {namespace.get('__name__')}", 0)
+        """Record the values that `code` reads, and globals that it sets; its globals are `namespace`."""
+        read, written = global_names(code)
+        for name in sorted({*read, *written}):
+            label = f"global {name!r} of {namespace.get('__name__')}"
+            self.note(namespace, name, label, 0, is_optional=name in written)
         if rebound_names(code) and closes_over(code):
             self.close_over(functions_of([code]))
         if not _READS_ENVIRONMENT.isdisjoint(code.co_names):
@@ -276,9 +278,10 @@ def _refusal(label: str, key, was, now) -> str:
             f"the forward stores a tensor in {label}, which a captured step would not do. Return the tensor from the "
             f"forward, {REGIONS}"
         )
-    label += "" if key is _ABSENT else f", at {key!r},"
+    label += "" if key is _ABSENT else f", at {in_words(key)},"
+    before, after = ("no value" if value is _ABSENT else in_words(value) for value in (was, now))
     return (
-        f"the forward changes {label} from {was!r} to {now!r}, which a captured step would not repeat. Count in a "
+        f"the forward changes {label} from {before} to {after}, which a captured step would not repeat. Count in a "
         f"buffer, in place, or outside of the model, {REGIONS}"
     )
 
