@@ -17,12 +17,16 @@ aten = torch.ops.aten
 # Operation -> (index of the argument of which only a part is read, how many bytes of it).
 _PARTLY_READ = {
     **dict.fromkeys(
-        (aten.embedding, aten.index, aten.index_select, aten.gather), (0, lambda args, result: result.nbytes)
+        (aten.embedding, aten.index, aten.index_select, aten.gather), (0, lambda args, result: _bytes(result))
     ),
     aten.nll_loss_forward: (0, lambda args, result: args[1].numel() * args[0].element_size()),  # one of each row
     aten.nll_loss_backward: (1, lambda args, result: 0),
     aten.copy_: (0, lambda args, result: 0),
 }
+
+
+def _bytes(tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # `nbytes` fails for symbolic sizes
 
 
 def allocates(node: torch.fx.Node) -> bool:
@@ -54,7 +58,7 @@ def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
     if not allocates(node) or node.target is aten._unsafe_view.default:  # a view that is not called one
         return 0, 0
     given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-    sizes = {key: min(tensor.nbytes, tensor.untyped_storage().nbytes()) for key, tensor in given.items()}
+    sizes = {key: min(_bytes(tensor), tensor.untyped_storage().nbytes()) for key, tensor in given.items()}
     target: Any = getattr(node.target, "overloadpacket", node.target)
     if target in _PARTLY_READ:
         index, partly = _PARTLY_READ[target]
@@ -62,7 +66,7 @@ def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
     argument_storages = {tensor.untyped_storage()._cdata for tensor in given.values()}
     fresh = {t.untyped_storage()._cdata: t for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
     new = [tensor.untyped_storage().nbytes() for key, tensor in fresh.items() if key not in argument_storages]
-    return sum(sizes.values()), sum(new) + sum(tensor.nbytes for tensor in written(node, args))
+    return sum(sizes.values()), sum(new) + sum(map(_bytes, written(node, args)))
 
 
 def elements(args, kwargs, result) -> int:
