@@ -398,4 +398,4 @@ def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
 
 def _bytes(node: torch.fx.Node) -> int:
     values = tree_leaves(node.meta.get("val"))
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
