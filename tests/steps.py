@@ -10,6 +10,8 @@ from late import Arena
 
 import ackpt
 from ackpt.offloading.engine import Engine
+from ackpt.planner.schedule.listing import Listing
+from ackpt.planner.step.generated_code import boxed
 
 STEPS, LAYERS, SHAPE = 6, 6, (8, 512)
 BYTES = 8 * 512 * 4
@@ -139,3 +141,8 @@ def own_engine(mode="async", **options):
     offload = ackpt.offload_saved_tensors(mode, min_bytes=1024, **options)
     offload.engine = Engine("host")
     return offload
+
+
+def run_boxed(gm, example_inputs):
+    """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
+    return boxed(gm, Listing.of(gm.graph))

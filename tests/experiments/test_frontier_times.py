@@ -6,11 +6,11 @@ import copy
 import sys
 
 import pytest
+from steps import run_boxed
 from torch._dynamo.backends.common import aot_autograd
 
 from ackpt.metering.plots import png
 from ackpt.planner.backend import dynamo
-from ackpt.planner.step.compiled_schedule import run_boxed
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
 from experiments.reports import frontier_times as times

@@ -149,11 +149,6 @@ def _rewritten(
     return step
 
 
-def run_boxed(gm: fx.GraphModule, example_inputs):
-    """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
-    return boxed(gm, Listing.of(gm.graph))
-
-
 def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:
     """(index, name for errors) of the step's inputs that its backward reads, so that they must not change before it."""
     runs = (graph.nodes[step.id] for step in schedule.backward if step.kind == COMPUTE)

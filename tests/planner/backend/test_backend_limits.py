@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from steps import run_boxed
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
 from ackpt.planner.backend import dynamo
-from ackpt.planner.step.compiled_schedule import run_boxed
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 LIMIT = 3
