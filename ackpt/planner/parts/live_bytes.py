@@ -341,17 +341,27 @@ class LiveBytes(Counter):
             if result is not None:
                 self.follow(result)
         backward = self._of_thread() or Backward(0)
+        in_place: dict[Any, int] = {}
         for result, (target, number) in zip(results, targets):
             if result is None or target is None or target.name().endswith(_ACCUMULATES):
                 continue
             key = target._sequence_nr(), number
             if key not in backward.arrived:
                 backward.arrived[key] = weakref.ref(result)
-            elif key not in backward.sums and not _is_summed_in_place(backward.arrived[key]()):
-                with self._lock:
-                    backward.sums[key] = result.nbytes
-                    self.bytes += result.nbytes
+            elif key not in backward.sums and key not in in_place:
+                if _is_summed_in_place(backward.arrived[key]()):
+                    in_place[key] = result.nbytes
+                else:
+                    self._add_sum(backward, key, result.nbytes)
         self._reached(self.bytes, "a sum of gradients")
+        # To follow a storage refers to it, so the engine now frees both gradients and allocates their sum.
+        for key, size in in_place.items():
+            self._add_sum(backward, key, size)
+
+    def _add_sum(self, backward: Backward, key: Any, size: int) -> None:
+        with self._lock:
+            backward.sums[key] = size
+            self.bytes += size
 
     def sums_of_thread(self) -> set[Any]:
         """The keys of the sums of gradients that exist in the backward of this thread."""

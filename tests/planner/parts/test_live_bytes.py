@@ -125,6 +125,33 @@ def test_counted_bytes_are_measured_bytes(name):
     assert counted == measured
 
 
+class ManyUses(nn.Module):
+    """Uses one activation several times; the peak is in a backward after the first of its gradients have been summed.
+
+    To count that step refers to storages, for which autograd's engine sums out of place; other steps sum in place.
+    """
+
+    def __init__(self, uses: int):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.wide = nn.Sequential(nn.Linear(16, 80), nn.Tanh(), nn.Linear(80, 16))
+        self.uses = uses
+
+    def forward(self, x):
+        x = self.layer(x)
+        result = self.wide(x[::1]).sum()
+        for use in range(1, self.uses):
+            result = result + x[use:].sin().sum()
+        return result
+
+
+@pytest.mark.parametrize("uses", [3, 4])
+def test_sums_of_gradients_count_until_they_are_read(uses):
+    torch.manual_seed(0)
+    counted, measured = counted_and_measured(ManyUses(uses), {"x": torch.randn(64, 16)})
+    assert counted == measured
+
+
 class Checkpoints(nn.Module):
     """A block that calls torch's checkpoint, which keeps states of random numbers; counts its runs."""
 
