@@ -246,3 +246,37 @@ def test_the_number_that_a_product_saves_counts_in_the_forward(number, size):
         y.mul_(number)
         assert live.bytes == before + size
     assert live.bytes == before
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return 0.5 * (2 * self.layer(x / 3.0)).tanh()
+
+
+def test_the_numbers_that_products_save_count_as_held_by_saved_blocks():
+    torch.manual_seed(0)
+    model, batch = Adds(Scales), {"x": torch.randn(64, 16)}
+    step = ackpt.compile(model, budget="1GiB", regions=True, **batch)
+    results(model, step, batch.values())
+    assert set(step.plan.fates.values()) == {"saved"}
+    assert step.plan.saved_bytes == 3 * (2 * 64 * 16 * 4 + 3 * 8)
+
+
+def test_the_numbers_that_products_save_count_while_they_are_recomputed():
+    live, x = LiveBytes(lambda backward: None), torch.ones(100, requires_grad=True)
+    counted = []
+
+    def call():
+        y = x.exp()
+        counted.append(live.bytes)
+        z = y * 2.0
+        counted.append(live.bytes - z.nbytes)
+        return z
+
+    z = live.recomputed(call)
+    assert counted == [400, 408] and live.bytes == 800
+    del z
