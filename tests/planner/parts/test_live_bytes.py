@@ -280,3 +280,11 @@ def test_the_numbers_that_products_save_count_while_they_are_recomputed():
     z = live.recomputed(call)
     assert counted == [400, 408] and live.bytes == 800
     del z
+
+
+def test_the_first_step_with_an_optimizer_can_be_measured():
+    torch.manual_seed(0)
+    model, batch = Adds(), {"x": torch.randn(64, 16)}
+    step = ackpt.compile(model, budget="1GiB", regions=True, optimizer=torch.optim.AdamW(model.parameters()), **batch)
+    assert dynamic_peak(model, step, batch.values()) > 0
+    assert step.plan.least_peak_bytes is not None
