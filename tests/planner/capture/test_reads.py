@@ -690,6 +690,27 @@ def test_a_default_dtype_that_the_forward_sets_is_planned(policy):
     assert torch.equal(step(X), model(X))
 
 
+class LeavesDefault(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x):
+        if self.kind == "dtype":
+            torch.set_default_dtype(torch.float64)
+        else:
+            torch.set_default_device("meta")
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize("kind", ["dtype", "device"])
+def test_a_default_that_the_forward_leaves_set_is_refused_without_a_trace(kind):
+    before = torch.get_default_dtype(), torch.get_default_device()
+    with pytest.raises(ackpt.TraceError, match=f"changes torch's default {kind} and does not restore it.*regions=True"):
+        ackpt.compile(LeavesDefault(kind), X, policy="full")
+    assert (torch.get_default_dtype(), torch.get_default_device()) == before
+
+
 def test_another_default_dtype_is_another_call():
     class Ones(nn.Linear):
         def forward(self, x):

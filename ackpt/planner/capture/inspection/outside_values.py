@@ -251,9 +251,27 @@ def warn_of_checkpoints() -> None:
 
 
 def in_own_context(call):
-    """``call()``, where what it sets in context variables is gone afterwards; plain values and tensors are refused."""
+    """``call()``, where what it sets in context variables is gone afterwards; plain values and tensors are refused.
+
+    So are torch's default dtype and device if the call leaves others set.
+    """
     before, context = contextvars.copy_context(), contextvars.copy_context()
-    result = context.run(call)
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    left = ""
+    try:
+        result = context.run(call)
+    finally:
+        if torch.get_default_dtype() != dtype:
+            left = "dtype"
+            torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            left = "device"
+            torch.set_default_device(device)
+    if left:
+        raise not_repeated(
+            f"the forward changes torch's default {left} and does not restore it, which a captured step would not do. "
+            f"Set it before the forward, restore it there in a finally block, {REGIONS}"
+        )
     for variable, value in context.items():
         was = before.get(variable)
         if was is not value and (plain(value) not in (None, plain(was)) or tensors_in([value])):
