@@ -669,6 +669,28 @@ def test_a_forward_that_seeds_itself_is_refused_also_right_after_a_call(how):
     assert all(map(torch.equal, of_torch, (torch.get_rng_state(), model.generator.get_state())))
 
 
+class OwnGenerator(nn.Module):
+    def __init__(self, is_new: bool):
+        super().__init__()
+        self.linear, self.is_new, self.generator = nn.Linear(4, 4), is_new, torch.Generator()
+
+    def forward(self, x):
+        generator = torch.Generator().manual_seed(3) if self.is_new else self.generator
+        return (self.linear(x) * torch.rand(4, generator=generator)).sum()
+
+
+def test_a_generator_that_the_forward_creates_is_refused():
+    with pytest.raises(TraceError, match=r"torch\.Generator that it creates.*regions=True"):
+        ackpt.compile(OwnGenerator(is_new=True), X, policy="full")
+
+
+def test_a_generator_of_the_model_draws_on():
+    model, expected = OwnGenerator(is_new=False), OwnGenerator(is_new=False)
+    expected.load_state_dict(model.state_dict())
+    step = ackpt.compile(model, X, policy="full")
+    assert all(torch.equal(step(X), expected(X)) for _ in range(3))
+
+
 class OtherDefaults(nn.Module):
     def __init__(self):
         super().__init__()
