@@ -105,7 +105,8 @@ def _results(seen: Seen) -> Iterator[Finding]:
 
 
 def _causes(seen: Seen) -> Iterator[Finding]:
-    labels = {label.partition(" ")[0]: label.partition(" ")[2] for label in sorted(seen.differences, reverse=True)}
+    by_importance = sorted(seen.differences, key=lambda label: ("running" in label, label), reverse=True)
+    labels = {label.partition(" ")[0]: label.partition(" ")[2] for label in reversed(by_importance)}
     values = bool(set(labels) - {"buffer", "attribute"}) or bool(seen.error)
     for run in seen.runs if values else ():
         lost = [name for name in run.drew if not run.replays_random or (run.kind != ACKPT and name != "torch")]
@@ -190,24 +191,22 @@ def _without_regions(seen: Seen) -> Iterator[Finding]:
     configs = [getattr(m, "config", None) for m in seen.modules.values()]
     keeps = any(getattr(config, "use_cache", False) is True for config in configs)
     cache = "a cache of keys and values is on (use_cache), "
-    if (on or seen.runs) and seen.watch.has_cache:
-        yield Finding(
-            "cache", f"{cache}and the output keeps it until backward ends", "call the model with use_cache=False"
-        )
+    where = on[0][0] if on else ""
+    if on and not seen.runs and not any(module.training for _, module in on):
+        text = f"checkpointing is switched on in {len(on)} modules, which are in evaluation mode and skip it"
+        yield Finding("evaluation", text, "call model.train() before the step", where)
+    elif (on or seen.runs) and seen.watch.has_cache:
+        text = f"{cache}and the output keeps it until backward ends"
+        yield Finding("cache", text, "call the model with use_cache=False")
+    elif on and not seen.runs and seen.watch.without_grad:
+        yield Finding("no_effect", "regions run only under no_grad", "call them with gradients on", where)
+    elif on and not seen.runs and keeps:
+        text = f"{cache}so the {len(on)} modules in which checkpointing is switched on skip it"
+        yield Finding("cache", text, "set model.config.use_cache = False", where)
     elif on and not seen.runs:
-        where = on[0][0]
-        if not any(module.training for _, module in on):
-            text = f"checkpointing is switched on in {len(on)} modules, which are in evaluation mode and skip it"
-            yield Finding("evaluation", text, "call model.train() before the step", where)
-        elif seen.watch.without_grad:
-            yield Finding("no_effect", "regions run only under no_grad", "call them with gradients on", where)
-        elif keeps:
-            text = f"{cache}so the {len(on)} modules in which checkpointing is switched on skip it"
-            yield Finding("cache", text, "set model.config.use_cache = False", where)
-        else:
-            text = f"checkpointing is switched on in {len(on)} modules, but no region runs in this step"
-            fix = f"call the modules that are wrapped, or {_BY_ACKPT}"
-            yield Finding("no_effect", text, fix, where)
+        text = f"checkpointing is switched on in {len(on)} modules, but no region runs in this step"
+        fix = f"call the modules that are wrapped, or {_BY_ACKPT}"
+        yield Finding("no_effect", text, fix, where)
 
 
 def _is_on(module: nn.Module) -> bool:

@@ -234,6 +234,10 @@ class Saved:
     runs: tuple[Run, ...]
 
 
+class _Nothing:
+    """An object without attributes."""
+
+
 class _Node:
     """A saved tensor of a neutral run; it exists as long as autograd needs the tensor."""
 
@@ -298,10 +302,13 @@ class Watch:
             calls.append(call)
         if not in_backward():
             self.calls.append(call)
-            if not self._modules:
-                self.outputs += [copied(tensor) for tensor in tensors]
-                cache = tree_leaves(vars(getattr(output, "past_key_values", None) or types.SimpleNamespace()))
-                self.has_cache |= bool(cache)
+            self.keep_output(output)
+
+    def keep_output(self, output) -> None:
+        """Keep what a module returned, if no other module called it."""
+        if not self._modules:
+            self.outputs += [copied(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            self.has_cache |= bool(tree_leaves(vars(getattr(output, "past_key_values", None) or _Nothing())))
 
     @contextlib.contextmanager
     def region(self, function, args, kind: str, **options) -> Iterator[Run]:
@@ -575,7 +582,15 @@ def intercepted(watch: Watch):
 
     def planned(step, *args, **kwargs):
         model = step._ackpt_planned.model
-        return model._call_impl(*args, **kwargs) if watch.neutral else forward(step, *args, **kwargs)
+        if watch.neutral:
+            return model._call_impl(*args, **kwargs)
+        hooks = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+        with contextlib.ExitStack() as stack:  # a capture must not see the watch
+            for each in hooks:
+                stack.enter_context(mock.patch.dict(each, clear=True))
+            output = forward(step, *args, **kwargs)
+        watch.keep_output(output)
+        return output
 
     patches = [
         (torch_checkpoint, "_checkpoint_without_reentrant_generator", non_reentrant),

@@ -98,12 +98,12 @@ def by_ackpt(**options):
 
 def budgeted():
     net = Net(plain, make=lambda: Block(nn.GELU(), nn.Dropout(0.1)))
-    ackpt.apply_budget(net, batch(), budget=0.6)
+    ackpt.apply_budget(net, batch(), budget=0.7)
     return net
 
 
 def compiled():
-    return ackpt.compile(Net(plain), batch(), budget=0.6)
+    return ackpt.compile(Net(plain), batch(), budget=0.7)
 
 
 def selective(block, x):
@@ -151,7 +151,7 @@ SOUND = {
     "torch reentrant wrapper": lambda: wrapped(checkpoint_impl=wrappers.CheckpointImpl.REENTRANT),
     "save_on_cpu": lambda: Net(saved_on_cpu),
     "ackpt": by_ackpt,
-    "ackpt offload": lambda: by_ackpt(offload="async"),
+    "ackpt offload": lambda: by_ackpt(offload=ackpt.offload_saved_tensors(min_bytes=0)),
     "ackpt sequential": lambda: Sequence(ackpt.checkpoint_sequential),
     "ackpt offload of saved tensors": lambda: Net(offloaded),
     "ackpt budget": budgeted,
@@ -405,25 +405,21 @@ def test_a_head_that_saves_most():
 def test_an_input_that_is_changed_in_place():  # TabPFN 1138, mamba.py 80
     class InPlace(Block):
         def forward(self, x):
-            y = super().forward(x)
-            with torch.no_grad():
-                x.mul_(2)
-            return y
+            return super().forward(x.mul_(2))
 
     found = only(Net(lambda block, x: by_torch(block, x.clone()), make=InPlace), batch())
-    assert found.kind == "error" and found.module == "blocks.0"
+    assert (found.kind, found.module) == ("error", "blocks.0") or "modified by an inplace" in found.message
 
 
-def test_a_recomputation_with_other_metadata():  # pytorch 155171
+def test_a_recomputation_that_routes_other_tokens():  # pytorch 155171
     class Routed(Block):
-        calls = 0
-
         def forward(self, x):
-            Routed.calls += 1
-            return super().forward(x.double().float() if Routed.calls % 5 else x)
+            chosen = torch.rand(len(x)) < 0.5
+            return x.index_put((chosen,), super().forward(x[chosen]))
 
-    found = only(Net(by_torch, make=Routed), batch())
-    assert found.kind == "error" and "different" in found.message
+    run = functools.partial(by_torch, preserve_rng_state=False)
+    found = only(Net(run, make=Routed), batch())
+    assert found.kind == "error" and "different metadata" in found.message and "random numbers" in found.message
 
 
 # Restoring, arguments
@@ -470,7 +466,7 @@ def test_everything_is_as_before():
         (TypeError, "got int", lambda: (3,)),
         (ValueError, "found no model", lambda: (lambda: None,)),
         (ValueError, "runs no backward", lambda: (nn.Identity(), batch())),
-        (TypeError, "before torch.compile", lambda: (torch.compile(Net(plain)), batch())),
+        (TypeError, "before torch.compile", lambda: (torch.compile(Net(plain), backend="eager"), batch())),
     ],
 )
 def test_bad_input(error, said, args):
@@ -492,12 +488,11 @@ def test_what_it_measures():
     net, x = Net(by_torch), batch(256)
     audit = ackpt.audit(net, x)
     assert [(r.module, r.recomputations) for r in audit.regions] == [(f"blocks.{n}", 1) for n in range(4)]
-    kibibyte = 1024
     row = 256 * WIDTH * 4
     assert {r.saved_bytes for r in audit.regions} == {row}
     assert {r.dropped_bytes for r in audit.regions} == {row + 2 * 4 * row}
     assert audit.measured.peak_bytes < audit.baseline.peak_bytes
-    assert audit.baseline_saved_bytes - audit.saved_bytes >= 4 * 8 * row - 16 * kibibyte
+    assert audit.baseline_saved_bytes - audit.saved_bytes == 4 * (8 * row - torch.get_rng_state().nbytes)
     assert audit.recompute_flops == 4 * 2 * 256 * WIDTH * 4 * WIDTH  # early stop leaves the second product out
     assert audit.plan.peak_bytes <= audit.measured.peak_bytes
     assert "4 x blocks.* (torch)" in str(audit) and "no findings" in str(audit)
