@@ -1,7 +1,7 @@
 """`ackpt.audit`: is the checkpointing and offload of a step right, does it have an effect, and what does it cost?
 
-The step runs as it is and once with every known kind of checkpointing and offload made a plain call, each time from the
-same state. `audit_runs` watches, `audit_findings` compares.
+The step runs as it is, and with every known kind of checkpointing and offload made a plain call, each time from the
+same state. `audit_runs` runs and watches it, `audit_findings` compares.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.errors import BudgetError, TraceError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.flops import UncountedFlops, count_flops
 from ackpt.metering.meter import Measurement, measure, memory_format
 from ackpt.metering.resident import Item, storages_of
 from ackpt.planner.capture.inspection.calls import call_arguments
+from ackpt.planner.capture.outputs import without_gradient
 from ackpt.planner.capture.places import modules_text, pattern, short_source
 from ackpt.planner.capture.tracing import trace
 from ackpt.planner.choose import default_profile, planned
@@ -29,74 +29,26 @@ from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import PlannedStep, in_place_of, without_budget
 
-from .audit_findings import (
-    Finding,
-    Seen,
-    arises_in,
-    findings,
-    flat,
-    outside_of_regions,
-    saved_bytes,
-    text_of,
-    uncovered,
-)
-from .audit_runs import Undo, Watch, intercepted, referred, same
+from .audit_findings import Finding, Seen, arises_in, findings, not_covered, outside_of_regions, saved_bytes, text_of
+from .audit_runs import AuditedRegion, SavedOutside, Undo, Watch, intercepted, named_modules, referred, same
 
 _LARGEST = 8  # lines of each list
 _MISSING: Any = object()
 
 
-@dataclass(frozen=True)
-class AuditedRegion:
-    """One region of a step: the paths of its modules, and its kind: ``"torch"``, ``"torch, reentrant"`` or ``"ackpt"``.
-
-    ``saved_bytes``: of its inputs; ``dropped_bytes``: what it would save without checkpointing, and recomputes instead;
-    ``recomputations``: how often backward ran it.
-
-    Example:
-        >>> from ackpt.planner.explain.audit import AuditedRegion
-        >>> AuditedRegion("blocks.0", "torch", 1024, 8192, 1).module
-        'blocks.0'
-    """
-
-    module: str
-    kind: str
-    saved_bytes: int
-    dropped_bytes: int
-    recomputations: int
-
-
-@dataclass(frozen=True)
-class SavedOutside:
-    """A tensor that a step saves outside of its regions, with the module and the line of code that saves it.
-
-    Example:
-        >>> from ackpt.planner.explain.audit import SavedOutside
-        >>> SavedOutside(2048, "float32[16, 32]", "head", "model.py:7").bytes
-        2048
-    """
-
-    bytes: int
-    tensor: str
-    module: str
-    source: str
-
-
 @dataclass(frozen=True, repr=False)
 class Audit:
-    """The result of `ackpt.audit`; ``print(audit)`` shows it.
+    """The result of `ackpt.audit`; ``print(audit)`` shows it, and ``audit.ok`` says that there are no findings.
 
-    ``findings``: what is wrong, each with its fix; ``ok``: whether there is none. ``differences``: the largest absolute
-    difference to the step without checkpointing and offload, by what differs, such as ``"gradient blocks.0.weight"``;
-    None where one of both is missing, infinity for values that are not tensors; empty if all bits are equal.
-    ``arises_in``: the first module with another result. ``measured``, ``baseline``: the step as it is (None if it
-    fails), and without checkpointing and offload. ``saved_bytes``, ``baseline_saved_bytes``: activations that are live
-    when backward begins. ``regions``: every region, the inner ones of nested ones too. ``not_regions``: repeated blocks
-    that are no region. ``saved_outside``: tensors saved outside of regions, the largest first. ``offloaded_bytes``,
-    ``reloaded_bytes``: by hooks on saved tensors, and 0 on a CPU for torch's ``save_on_cpu``. ``flops``: of the
-    baseline, and ``recompute_flops``: those on top; None if they cannot be counted. ``plan``: the plan that
-    `ackpt.apply_budget` would make for the measured peak, None if there is none, with the reason in ``no_plan``.
-    ``not_restored``: what could not be put back; ``notes``: what the audit does not know.
+    ``differences``: the largest absolute difference to the baseline, the step without checkpointing and offload, by
+    what differs, such as ``"gradient blocks.0.weight"``: None for a missing gradient, infinity for what is no tensor;
+    empty if all bits are equal. ``arises_in``: the first module with another result. ``measured``: the step as it is,
+    None if it fails. ``saved_bytes`` and ``baseline_saved_bytes``: activations that are live when backward begins.
+    ``regions``: all, each followed by those inside it. ``not_regions``: repeated blocks that are none, although others
+    are. ``saved_outside``: of regions, the largest first. ``offloaded_bytes`` and ``reloaded_bytes``: by hooks on saved
+    tensors. ``flops``: of the baseline, ``recompute_flops``: those that the step has in addition; None if they cannot
+    be counted. ``plan``: what `ackpt.apply_budget` would do with the measured peak as its budget; None for the reason
+    in ``no_plan``. ``notes``: what could not be restored, repeated or recognized.
 
     Example:
         >>> import torch, ackpt
@@ -124,16 +76,14 @@ class Audit:
     recompute_flops: int | None
     plan: Plan | None
     no_plan: str
-    not_restored: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
         return not self.findings
 
     def __repr__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(f"{name:<16}{text}" for name, text in _rows(self))
 
 
 def audit(
@@ -147,24 +97,22 @@ def audit(
 
     Args:
         step: a model, whose step is its forward on `batch` and the backward of its loss; or a function without
-            arguments that runs one step of any kind, such as your own loop's body.
+            arguments that runs one step of your own loop.
         batch: for a model, its inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor.
-        resident: for a function, the modules and optimizers that it trains, as in `ackpt.measure`. Those that the
-            function's code refers to are found without it.
-        compare_budget: whether to plan the same step with the measured peak as its budget; for a model only.
-
-    Returns:
-        An `Audit`: findings, equality, peaks, saved bytes, regions, offloaded bytes and recomputed FLOPs.
+        resident: for a function, the modules and optimizers that it trains, as in `ackpt.measure`; those that its code
+            refers to are found.
+        compare_budget: for a model, whether to plan the step with the measured peak as its budget.
 
     Raises:
-        TypeError, ValueError: for arguments of the wrong type, and for models that are compiled with ``torch.compile``.
-        MeterError: as `ackpt.measure`.
+        TypeError, ValueError: for invalid arguments, for a step without backward, and for a model that
+            ``torch.compile`` has compiled. Errors of the step itself are raised as they are.
 
-    The step runs about seven times. Parameters, buffers, gradients, optimizer state, attributes of modules, random
-    number streams (torch, ``random``, numpy) and the objects with a ``state_dict`` that the step refers to are restored
-    after every run, from copies in host memory. Recognized are ``torch.utils.checkpoint`` in both variants and
-    everything that is built on it (transformers, FSDP's wrapper, accelerate, Lightning, timm), hooks on saved tensors
-    (``save_on_cpu``, TRL's and torchtune's ``OffloadActivations``), and this package's regions, offload and plans.
+    The step runs about seven times. From copies in host memory, every run starts with the same parameters, buffers,
+    gradients, optimizer state, attributes of modules, random numbers (torch, ``random``, numpy), and objects with a
+    ``state_dict`` that the step refers to; afterwards all are as before. Recognized are ``torch.utils.checkpoint`` in
+    both variants, all that is built on it (transformers, FSDP's wrapper, accelerate, Lightning, timm), hooks on saved
+    tensors (``save_on_cpu``, ``OffloadActivations`` of TRL and torchtune), and this package's regions, offload and
+    plans.
 
     Example:
         >>> import torch, ackpt
@@ -176,152 +124,121 @@ def audit(
         >>> [finding.kind for finding in ackpt.audit(model, torch.ones(4, 8)).findings]
         ['random']
     """
-    modules, function, holders, call = _checked(step, batch, resident)
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError("audit() was called inside hooks on saved tensors: enter them inside the step instead")
+    model, modules, given = _checked(step, batch, resident)
+    call = None if model is None else (model, *call_arguments(batch))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _audited(modules, function, holders, call, compare_budget)
+        return _audited(step if call is None else lambda: _train(*call), modules, given, call, compare_budget)
 
 
-def _checked(step, batch, resident):
-    """The modules by prefix, the step, what it holds by name, and the model's call if it is one."""
+def _checked(step, batch, resident) -> tuple[nn.Module | None, dict[str, nn.Module], list[tuple[str, Any]]]:
+    """The model if `step` is one, the outermost modules by a prefix of their paths, and the other resident items."""
+    model = step if isinstance(step, nn.Module) else None
     if isinstance(resident, (nn.Module, torch.optim.Optimizer, torch.Tensor)):
         raise TypeError("resident must be an iterable of modules, optimizers and tensors, such as (model, optimizer)")
-    items = [*resident]
-    if isinstance(step, nn.Module):
-        if batch is _MISSING:
-            raise TypeError(
-                "audit(model) needs a batch: audit(model, batch), or a function that runs a step: audit(step)"
-            )
-        args, kwargs = call_arguments(batch)
-        roots, call, function = [step], (step, args, kwargs), _Step(step, args, kwargs)
-        items += [(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    elif not callable(step):
+    if not callable(step):
         raise TypeError(f"audit() takes a model and a batch, or a function that runs a step, got {type(step).__name__}")
-    elif batch is not _MISSING:
+    if model is not None and batch is _MISSING:
+        raise TypeError("audit(model) needs a batch: audit(model, batch), or a function that runs a step: audit(step)")
+    if model is None and batch is not _MISSING:
         raise TypeError("a step takes no batch: audit(step, resident=[model, optimizer]), or audit(model, batch)")
-    else:
-        call, function = None, step
-        roots = [item for item in (*items, *(value for _, value in referred(step))) if isinstance(item, nn.Module)]
-        if not roots:
-            raise ValueError(
-                "audit(step) found no model in the step's code: name it, as in resident=[model, optimizer]"
-            )
-    inner = {id(m) for root in roots for m in list(root.modules())[1:]}
-    roots = [root for root in {id(root): root for root in roots}.values() if id(root) not in inner]
-    roots = [root._ackpt_planned.model if isinstance(root, PlannedStep) else root for root in roots]
-    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in _modules_of(roots)):
-        raise TypeError("audit() sees eager code only: pass the model from before torch.compile")
-    names = [""] if len(roots) == 1 else [f"{type(root).__name__}{number}" for number, root in enumerate(roots)]
-    return dict(zip(names, roots)), function, [(f"input {n}", item) for n, item in enumerate(items)], call
+    items = [*resident, *(leaf for leaf in tree_leaves(None if model is None else call_arguments(batch)))]
+    held = [*items, *((value for _, value in referred(step)) if model is None else (model,))]
+    roots = [o._ackpt_planned.model if isinstance(o, PlannedStep) else o for o in held if isinstance(o, nn.Module)]
+    inner = {id(module) for root in roots for module in [*root.modules()][1:]}
+    roots = [*{id(root): root for root in roots if id(root) not in inner}.values()]
+    if not roots:
+        raise ValueError("audit(step) found no model in the step's code: name it, as in resident=[model, optimizer]")
+    for module in (module for root in roots for module in root.modules()):
+        if hasattr(module, "_torchdynamo_orig_callable") or (module._compiled_call_impl and not in_place_of(module)):
+            raise TypeError("audit() sees eager code only: pass the model from before torch.compile")
+    names = [""] if len(roots) == 1 else [f"{type(root).__name__}_{number}" for number, root in enumerate(roots)]
+    tensors = [item for item in items if isinstance(item, (torch.Tensor, torch.optim.Optimizer))]
+    return model, dict(zip(names, roots)), [(f"input {number}", item) for number, item in enumerate(tensors)]
 
 
-def _modules_of(roots):
-    return (m for root in roots for m in root.modules() if in_place_of(m) is None)
+def _train(model, args, kwargs) -> None:
+    """The forward, and the backward of the loss, or else of all outputs that require grad."""
+    outputs = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+    dropped = without_gradient(outputs, "loss")
+    outputs = [t for index, t in enumerate(outputs) if index not in dropped and t.requires_grad]
+    # Different elements: the gradient of a plain sum through a normalization is zero.
+    numbers = (torch.arange(t.numel(), device=t.device, dtype=torch.float32).cos_() for t in outputs)
+    gradients = [None if not t.dim() else each.to(t.dtype).view(t.shape) for t, each in zip(outputs, numbers)]
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
 
 
-class _Step:
-    """One step of a model: the forward, and the backward of the loss, or else of all outputs that require grad."""
-
-    def __init__(self, model, args, kwargs):
-        self.call = model, args, kwargs
-
-    def __call__(self) -> None:
-        tensors = self._outputs()
-        gradients = [None if t.dim() == 0 else self._tangent(t) for t in tensors]
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
-
-    def _outputs(self) -> list[torch.Tensor]:
-        model, args, kwargs = self.call
-        outputs = [t for t in tree_leaves(model(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-        scalars = [t for t in outputs if t.dim() == 0]
-        return scalars if len(scalars) == 1 else outputs
-
-    @staticmethod
-    def _tangent(tensor: torch.Tensor) -> torch.Tensor:
-        """Different everywhere: the gradient of a plain sum through a normalization is zero."""
-        numbers = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.float32)
-        return numbers.cos_().to(tensor.dtype).view(tensor.shape)
-
-
-def _audited(modules, function, holders, call, compare_budget) -> Audit:
-    undo = Undo(function if call is None else modules[""], modules, holders)
-    own = frozenset(s._cdata for tensor in undo.named.values() for s in storages_of(tensor))
-    resident = [*modules.values(), *(each for each, *_ in undo.optimizers), *(item for _, item in holders)]
+def _audited(step, modules, given, call, compare_budget) -> Audit:
+    undo = Undo(step if call is None else modules[""], modules, given)
+    names = {id(module): path for path, module in named_modules(modules)}
+    own = frozenset(storage._cdata for tensor in undo.named.values() for storage in storages_of(tensor))
+    is_sharded = any(hasattr(tensor, "_local_tensor") for tensor in undo.named.values())  # the meter sees its part
+    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in undo.named.values()]
+    resident = parts if is_sharded else [*modules.values(), *(o for o, *_ in undo.optimizers), *dict(given).values()]
 
     def observed(neutral: bool) -> tuple[Watch, dict[str, Any], Exception | None]:
-        watch, error = Watch(modules, neutral, own), None
+        watch, error = Watch(names, neutral, own), None
         try:
             with watch.watching():
-                function()
+                step()
         except Exception as raised:
             error = raised.with_traceback(None)
-        values = undo.values() | {f"output {n}": output for n, output in enumerate(watch.outputs)}
+        values = undo.values() | {f"output {number}": output for number, output in enumerate(watch.outputs)}
         undo.restore()
         return watch, values, error
 
     def metered(neutral: bool) -> tuple[Measurement, int | None]:
         with intercepted(Watch({}, True, quiet=True)) if neutral else contextlib.nullcontext():
-            measured = measure(function, resident=resident, warmup=0, repeats=0)
+            measured, flops = measure(step, resident=resident, warmup=0, repeats=0), None
             undo.restore()
-            try:
-                flops = count_flops(function)
-            except UncountedFlops:
-                flops = None
+            with contextlib.suppress(UncountedFlops):
+                flops = count_flops(step)
         undo.restore()
         return measured, flops
 
     try:
-        neutral, expected, failure = observed(True)
+        plain, expected, failure = observed(neutral=True)
         if failure is not None:  # the step itself is wrong
             raise failure
-        watch, values, error = observed(False)
-        differences = _differences(values, expected)
-        noise = _differences(observed(True)[1], expected) if differences else {}
-        differences = {
-            k: size for k, size in differences.items() if k not in noise or (size or 0) > 10 * (noise[k] or 0)
-        }
-        baseline, flops = metered(True)
-        measured, all_flops = (None, None) if error is not None else metered(False)
+        watch, values, error = observed(neutral=False)
+        differences = {} if error else _differences(values, expected)
+        noise = _differences(observed(neutral=True)[1], expected) if differences else {}
+        differences = {k: size for k, size in differences.items() if (size or 0.0) > 10 * (noise.get(k, -1.0) or 0.0)}
+        baseline, flops = metered(neutral=True)
+        measured, all_flops = (None, None) if error else metered(neutral=False)
     finally:
         undo.restore()
     if baseline.timeline.boundary is None:
         raise ValueError("the step runs no backward: audit a training step, with gradients on")
-    said = "" if error is None else str(error).strip().partition("\n")[0]
-    seen = Seen(modules, watch, neutral, {} if error is not None else differences, measured, baseline, said)
-    found = findings(seen)
-    plan, no_plan = None, "it is planned for a model and a batch, not for a step"
+    said = "" if error is None else str(error).strip().partition("\n")[0] or type(error).__name__
+    seen = Seen(modules, watch, plain, differences, said, measured, baseline)
+    plan, no_plan = None, "planned for a model and a batch, not for a step" if call is None else ""
     if call is not None and measured is not None and compare_budget:
         plan, no_plan = _planned(call, measured.peak_bytes)
-    notes = (
-        [f"{modules_text(neutral.unknown)}: recomputed by an unknown kind of checkpointing"] if neutral.unknown else []
-    )
-    notes += [f"not deterministic: {label} differs between two equal runs" for label in sorted(noise)[:1]]
-    outside = (SavedOutside(s.bytes, s.what, s.module, s.source) for s in outside_of_regions(seen))
+    notes = [f"not restored: {words}" for words in undo.left()]
+    notes += [f"differs between two equal runs of the step: {label}" for label in sorted(noise)[:1]]
+    notes += [f"an unknown kind of checkpointing recomputes {modules_text(plain.unknown)}"] * bool(plain.unknown)
     return Audit(
         name=" and ".join(type(root).__name__ for root in modules.values()),
-        findings=found,
-        differences=dict(seen.differences),
-        arises_in=arises_in(seen) if seen.differences else "",
+        findings=findings(seen),
+        differences=differences,
+        arises_in=arises_in(seen) if differences else "",
         measured=measured,
         baseline=baseline,
         saved_bytes=None if measured is None else saved_bytes(measured),
         baseline_saved_bytes=saved_bytes(baseline),
-        regions=tuple(
-            AuditedRegion(text_of(r), r.kind, sum(r.inputs.values()), sum(r.dropped.values()), r.recomputations)
-            for r in flat(watch.runs)
-        ),
-        not_regions=tuple(block for blocks in uncovered(seen).values() for block in blocks),
-        saved_outside=tuple(outside),
+        regions=tuple(seen.regions),
+        not_regions=tuple(block for blocks in not_covered(seen) for block in blocks),
+        saved_outside=tuple(outside_of_regions(seen)),
         offloaded_bytes=sum(context.moved for context in watch.contexts.values()),
         reloaded_bytes=sum(context.loaded for context in watch.contexts.values()),
         flops=flops,
         recompute_flops=None if flops is None or all_flops is None else all_flops - flops,
         plan=plan,
         no_plan=no_plan,
-        not_restored=undo.left(),
         notes=tuple(notes),
     )
 
@@ -330,18 +247,15 @@ def _differences(values: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
     """The largest absolute difference by label, of what is not equal bit for bit."""
     found: dict[str, float | None] = {}
     for label in {**expected, **values}:
-        if label not in values or label not in expected:
-            found[label] = None if label not in values else float("inf")
-            continue
-        value, other = values[label], expected[label]
-        if not isinstance(value, torch.Tensor):
-            found |= {} if value == other else {label: float("inf")}
-        elif value.shape != other.shape or value.dtype != other.dtype:
+        value, other = values.get(label), expected.get(label)
+        if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
+            if label not in values or value != other:
+                found[label] = None if label not in values else float("inf")
+        elif value.shape != other.shape:
             found[label] = float("inf")
         elif not same(value, other):
             wide = torch.complex128 if value.is_complex() else torch.float64
-            size = (value.to(wide) - other.to(wide)).abs().max().item()
-            found[label] = size if size == size else float("inf")
+            found[label] = (value.to(wide) - other.to(wide)).abs().nan_to_num(float("inf")).max().item()
     return found
 
 
@@ -353,58 +267,49 @@ def _planned(call, peak_bytes: int) -> tuple[Plan | None, str]:
         with intercepted(Watch({}, True, quiet=True)), without_budget(model):
             graph = trace(model, *args, **kwargs)
         return planned(graph, Request(peak_bytes), default_profile(graph)), ""
-    except (TraceError, BudgetError, ValueError, RuntimeError) as error:
+    except BudgetError as error:
+        least = "unknown" if error.least_bytes is None else memory_format(error.least_bytes)
+        return None, f"the smallest feasible budget is {least}"
+    except Exception as error:
         return None, str(error).partition("\n")[0]
 
 
-def _lines(audit: Audit) -> list[str]:
-    """The text of an audit."""
-    count = len(audit.findings)
-    rows = [("audit", f"{audit.name}: {count or 'no'} finding{'' if count == 1 else 's'}")]
-    rows += [(finding.kind, f"{finding.message}\n{'':<18}fix: {finding.fix}") for finding in audit.findings]
-    baseline, measured = audit.baseline, audit.measured
-    if measured is not None:
-        rows += [("equal", _equality(audit))]
-        change = measured.peak_bytes / baseline.peak_bytes - 1 if baseline.peak_bytes else 0.0
-        rows += [
-            (
-                "peak",
-                f"{memory_format(measured.peak_bytes)}, baseline {memory_format(baseline.peak_bytes)} ({change:+.1%})",
-            )
-        ]
-        rows += [
-            ("saved", f"{memory_format(audit.saved_bytes or 0)}, baseline {memory_format(audit.baseline_saved_bytes)}")
-        ]
-        if audit.recompute_flops is not None and audit.flops:
-            share = (
-                f"{audit.recompute_flops / 1e9:.3g} GFLOP, {audit.recompute_flops / audit.flops:.1%} of the baseline's"
-            )
-            rows += [("recomputed", share)]
-        if audit.offloaded_bytes or audit.reloaded_bytes:
-            moved = f"{memory_format(audit.offloaded_bytes)}, reloaded {memory_format(audit.reloaded_bytes)}"
-            rows += [("offloaded", moved)]
-    groups: dict[tuple, list[AuditedRegion]] = {}
-    for region in audit.regions:
-        key = pattern(region.module), region.kind, region.saved_bytes, region.dropped_bytes, region.recomputations
-        groups.setdefault(key, []).append(region)
-    for group in [*groups.values()][:_LARGEST]:
-        first, each = group[0], " each" * (len(group) > 1)
-        said = f"{modules_text(region.module for region in group)} ({first.kind}): saves {memory_format(first.saved_bytes)}"
-        times = f" {first.recomputations} times" if first.recomputations != 1 else ""
-        rows += [("region", f"{said}, recomputes {memory_format(first.dropped_bytes)}{times}{each}")]
+def _rows(audit: Audit) -> list[tuple[str, str]]:
+    """The text of an audit, as lines with a name each."""
+    count, baseline, measured = len(audit.findings), audit.baseline, audit.measured
+    rows = [("audit", f"{audit.name}: {count or 'no'} finding{'s' * (count != 1)}")]
+    rows += [(finding.kind, f"{finding.message}\n{'':<16}fix: {finding.fix}") for finding in audit.findings]
+    if measured is not None and audit.saved_bytes is not None:
+        change = measured.peak_bytes / max(1, baseline.peak_bytes) - 1
+        saved, baseline_saved = memory_format(audit.saved_bytes), memory_format(audit.baseline_saved_bytes)
+        peaks = f"{memory_format(measured.peak_bytes)}, baseline {memory_format(baseline.peak_bytes)} ({change:+.1%})"
+        rows += [("equal", _equality(audit)), ("peak", peaks), ("saved", f"{saved}, baseline {baseline_saved}")]
+    if audit.recompute_flops is not None and audit.flops:
+        share = f"{audit.recompute_flops / 1e9:.3g} GFLOP, {audit.recompute_flops / audit.flops:.1%} of the baseline's"
+        rows += [("recomputed", share)]
+    if audit.offloaded_bytes or audit.reloaded_bytes:
+        loaded = memory_format(audit.reloaded_bytes)
+        rows += [("offloaded", f"{memory_format(audit.offloaded_bytes)}, reloaded {loaded}")]
+    groups: dict[tuple, list[str]] = {}
+    for each in audit.regions:
+        sizes = each.saved_bytes, each.dropped_bytes, each.recomputations
+        groups.setdefault((pattern(text_of(each)), each.kind, *sizes), []).append(text_of(each))
+    for (_, kind, saved, dropped, times), names in [*groups.items()][:_LARGEST]:
+        sizes = f"saves {memory_format(saved)}, recomputes {memory_format(dropped)}{f' {times} times' * (times != 1)}"
+        rows += [("region", f"{modules_text(names)} ({kind}): {sizes}{' each' * (len(names) > 1)}")]
     rows += [("no region", modules_text(audit.not_regions))] * bool(audit.not_regions)
-    for saved in audit.saved_outside[:_LARGEST] if audit.regions else ():
-        where = f"{saved.module or 'the model itself'}{f', {short_source(saved.source)}' if saved.source else ''}"
-        rows += [("saved outside", f"{memory_format(saved.bytes)}  {saved.tensor} of {where}")]
+    for each in audit.saved_outside[:_LARGEST] if audit.regions else ():
+        source = f", {short_source(each.source)}" if each.source else ""
+        of = each.module or "the model itself"
+        rows += [("saved outside", f"{memory_format(each.bytes)}  {each.tensor} of {of}{source}")]
     if audit.plan is not None:
-        again, whole = audit.plan.recompute_flops, audit.plan.flops - audit.plan.recompute_flops
-        said = f"peak {memory_format(audit.plan.peak_bytes)}, recomputes {again / max(1, whole):.1%} of the FLOPs"
-        rows += [("apply_budget", f"{said}, added time {audit.plan.cost:.1%}")]
-    elif audit.no_plan and measured is not None:
+        plan = audit.plan
+        share = plan.recompute_flops / max(1, plan.flops - plan.recompute_flops)
+        text = f"peak {memory_format(plan.peak_bytes)}, recomputes {share:.1%} of the FLOPs, added time {plan.cost:.1%}"
+        rows += [("apply_budget", text)]
+    elif audit.no_plan:
         rows += [("apply_budget", f"not computed: {audit.no_plan}")]
-    rows += [("not restored", word) for word in audit.not_restored]
-    rows += [("note", note) for note in audit.notes]
-    return [f"{name:<18}{text}" for name, text in rows]
+    return rows + [("note", note) for note in audit.notes]
 
 
 def _equality(audit: Audit) -> str:
@@ -413,5 +318,4 @@ def _equality(audit: Audit) -> str:
     label = max(audit.differences, key=lambda name: audit.differences[name] or 0.0)
     size = audit.differences[label]
     by = "is missing" if size is None else f"differs by up to {size:.3g}"
-    where = f", first in {audit.arises_in}" if audit.arises_in else ""
-    return f"no: {label} {by}{where}; {len(audit.differences)} differ in all"
+    return f"no, {len(audit.differences)} values differ: {label} {by}{f', first in {audit.arises_in}' * bool(audit.arises_in)}"

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from ackpt.checkpointing.wrapping import _Checkpointed, repeated_blocks
 from ackpt.metering.meter import Measurement, memory_format
 from ackpt.planner.capture.places import modules_text, pattern
 
-from .audit_runs import ACKPT, REENTRANT, Run, Saved, Watch, path_of
+from .audit_runs import ACKPT, REENTRANT, WRAPPED, AuditedRegion, SavedOutside, Watch, named_modules
 
-_WRAPPED = "_checkpoint_wrapped_module"
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing", "use_checkpoint")
-_LEAST_SHARE = 0.1  # of all saved bytes: blocks that save less need no region
 _LEAST_BYTES = 1 << 20  # that the head saves: in a tiny model, it always saves the most
-_BY_ACKPT = "checkpoint with ackpt.apply_activation_checkpointing(model)"
+_APPLY = "ackpt.apply_activation_checkpointing(model)"
 
 
 @dataclass(frozen=True)
 class Finding:
     """Something wrong with a step's checkpointing or offload; ``module``: its path, "" for the whole step.
 
-    ``kind`` is one of ``"error"``, ``"no_gradients"``, ``"random"``, ``"statistics"``, ``"changed"``, ``"twice"``,
-    ``"different"``, ``"no_effect"``, ``"evaluation"``, ``"cache"``, ``"children"``, ``"not_covered"``, ``"nested"``,
-    ``"offload"`` and ``"head"``.
+    ``kind``: ``"error"``, ``"no_gradients"``, ``"random"``, ``"statistics"``, ``"twice"``, ``"changed"`` or
+    ``"different"`` for wrong results; ``"evaluation"``, ``"cache"``, ``"offload"``, ``"no_effect"``, ``"nested"``,
+    ``"children"``, ``"not_covered"`` or ``"head"`` for an effect that is missing.
 
     Example:
         >>> from ackpt.planner.explain.audit_findings import Finding
@@ -46,328 +43,273 @@ class Finding:
 
 
 class Seen(NamedTuple):
-    """Two runs of a step: as it is, and neutral. ``differences``: from the second, by label; None: it is missing."""
+    """A step as it is (``watch``, ``measured``), and where all is a plain call (``plain``, ``baseline``).
 
-    modules: Mapping[str, nn.Module]
+    ``differences``: the largest one by label; None where a gradient is missing. ``error``: of the step as it is.
+    """
+
+    modules: dict[str, nn.Module]
     watch: Watch
-    neutral: Watch
-    differences: Mapping[str, float | None]
+    plain: Watch
+    differences: dict[str, float | None]
+    error: str
     measured: Measurement | None
     baseline: Measurement
-    error: str
 
     @property
-    def runs(self) -> list[Run]:
-        """All regions, outer ones first, with what they save where they are plain calls."""
-        return flat(self.watch.runs)
+    def regions(self) -> list[AuditedRegion]:
+        """All regions, each followed by those inside it; what they would save is known from the plain run."""
+        regions = flat(self.watch.regions)
+        for region, plain in zip(regions, flat(self.plain.regions)):
+            region.dropped = plain.dropped
+        return regions
+
+    @property
+    def saved(self) -> list[SavedOutside]:
+        return self.plain.saved or []
 
 
-def flat(runs: list[Run]) -> list[Run]:
-    """Regions and those inside them."""
-    return [each for run in runs for each in (run, *flat(run.children))]
+def flat(regions: list[AuditedRegion]) -> list[AuditedRegion]:
+    return [each for region in regions for each in (region, *flat(region.inner))]
 
 
 def findings(seen: Seen) -> tuple[Finding, ...]:
     """All findings, those about wrong results first."""
-    for run, plain in zip(seen.runs, flat(seen.neutral.runs)):
-        run.dropped = plain.dropped
-    found = [*_results(seen)]
-    if not seen.error:
-        found += [*_without_regions(seen), *_offload(seen), *_regions(seen), *_coverage(seen), *_head(seen)]
-    return tuple(found)
+    rules = (_missing, _results, _switched, _offload, _nested, _children, _effect, _coverage, _head)
+    return tuple(finding for rule in (rules[:2] if seen.error else rules) for finding in rule(seen))
+
+
+def _missing(seen: Seen) -> Iterator[Finding]:
+    missing = sorted(label.partition(" ")[2] for label, size in seen.differences.items() if size is None)
+    if missing or "does not require grad" in seen.error:
+        region = next((region for region in seen.regions if region.kind == REENTRANT), None)
+        names = f"{len(missing)} parameters have no gradient, such as {missing[0]}" if missing else seen.error
+        has_switch = any(hasattr(root, "enable_input_require_grads") for root in seen.modules.values())
+        yield Finding(
+            "no_gradients",
+            f"{names}: with use_reentrant=True, a region needs an input that requires grad",
+            f"{'call model.enable_input_require_grads(), or ' * has_switch}pass use_reentrant=False",
+            "" if region is None else text_of(region),
+        )
 
 
 def _results(seen: Seen) -> Iterator[Finding]:
-    labels = set(seen.differences)
-    missing = [label.partition(" ")[2] for label in labels if seen.differences[label] is None]
-    no_path = "does not require grad" in seen.error or bool(missing)
-    if no_path:
-        run = next((run for run in seen.runs if run.kind == REENTRANT), None)
-        names = f"{len(missing)} parameters, such as {min(missing)}, have" if missing else "the loss has"
-        enable = any(hasattr(m, "enable_input_require_grads") for m in seen.modules.values())
+    """Differences, or an error, by their causes."""
+    labels = sorted(label for label, size in seen.differences.items() if size is not None)
+    causes = [*_causes(seen, labels)]
+    if seen.error and "does not require grad" not in seen.error:
+        cause = causes[0] if causes else Finding("", "", f"make the recomputation repeat the forward, or use {_APPLY}")
+        text = f"the step fails, and runs without checkpointing and offload: {seen.error}"
+        yield Finding("error", f"{text}; {cause.message}".rstrip("; "), cause.fix, cause.module)
+    elif labels and not causes:
+        module = arises_in(seen)
+        label = next((label for kind in ("output", "gradient", "") for label in labels if label.startswith(kind)))
+        size = f" by up to {seen.differences[label]:.3g}"
         yield Finding(
-            "no_gradients",
-            f"{names} no gradient: no input of the region requires grad, so use_reentrant=True cuts the graph there",
-            f"{'call model.enable_input_require_grads(), or ' * enable}pass use_reentrant=False",
-            text_of(run) if run else "",
+            "different",
+            f"{label} differs{size}" + f", first in module {module!r}" * bool(module),
+            f"make the recomputation repeat the forward, or use {_APPLY}",
+            module,
         )
-    causes = [*_causes(seen)]
-    if seen.error and not no_path:
-        more = f"; {causes[0].message}" if causes else ""
-        yield Finding(
-            "error",
-            f"the step fails, but not without its checkpointing and offload: {seen.error}{more}",
-            causes[0].fix if causes else f"make the region's code repeat its forward, or {_BY_ACKPT}",
-            causes[0].module if causes else "",
-        )
-    elif labels - {label for label in labels if seen.differences[label] is None}:
-        yield from causes or [_unknown_cause(seen)]
+    elif not seen.error:
+        yield from causes
 
 
-def _causes(seen: Seen) -> Iterator[Finding]:
-    by_importance = sorted(seen.differences, key=lambda label: ("running" in label, label), reverse=True)
-    labels = {label.partition(" ")[0]: label.partition(" ")[2] for label in reversed(by_importance)}
-    values = bool(set(labels) - {"buffer", "attribute"}) or bool(seen.error)
-    for run in seen.runs if values else ():
-        lost = [name for name in run.drew if not run.replays_random or (run.kind != ACKPT and name != "torch")]
-        if lost:
-            how = "preserve_rng_state=False" if not run.replays_random else "torch's checkpoint does not replay them"
-            fix = "leave preserve_rng_state out" if not run.replays_random and lost == ["torch"] else _BY_ACKPT
-            yield Finding("random", _where(run, f"draws new random numbers from {lost[0]}: {how}"), fix, text_of(run))
-            break
-    if "buffer" in labels:
-        name = labels["buffer"]
-        where = name.rpartition(".")[0]
-        yield Finding(
-            "statistics",
-            f"buffer {name} differs after the step, because the recomputation updates it again, as it does the running "
-            "statistics of a BatchNorm",
-            f"{_BY_ACKPT}, which updates it once",
-            where,
-        )
-    if "attribute" in labels:
-        name = labels["attribute"]
-        yield Finding(
-            "twice",
-            f"attribute {name} differs after the step, because the recomputation changes it again",
-            f"change it outside of the region, or {_BY_ACKPT}, which restores attributes",
-            name.rpartition(".")[0],
-        )
-    for run in seen.runs if values else ():
-        if run.changed and (seen.error or _mismatch(run) or not run.calls[0]):
-            message = _where(run, f"reads something that changed before backward: {run.changed[0]}")
-            yield Finding(
-                "changed",
-                message,
-                f"pass it as an argument, or {_BY_ACKPT}, which refuses or restores it",
-                text_of(run),
-            )
-            break
+def _causes(seen: Seen, labels: list[str]) -> Iterator[Finding]:
+    kinds = {label.partition(" ")[0] for label in labels}
+    values = bool(seen.error) or bool(kinds - {"buffer", "attribute"})
+    drawing = [(region, lost) for region in seen.regions if (lost := _not_replayed(region))]
+    for region, lost in drawing[:1] if values else ():
+        how = "torch's checkpoint does not replay them" if region.replays_random else "preserve_rng_state=False"
+        fix = f"use {_APPLY}" if lost != ["torch"] else "leave preserve_rng_state out"
+        text = f"the recomputation draws other random numbers from {lost[0]}: {how}"
+        yield Finding("random", f"{text_of(region)}: {text}", fix, text_of(region))
+    for kind, name, fix in (
+        ("statistics", "buffer", ""),
+        ("twice", "attribute", "change it outside of the region, or "),
+    ):
+        found = sorted((la for la in labels if la.startswith(f"{name} ")), key=lambda label: "running" not in label)
+        if found:
+            text = f"{found[0]} differs after the step, because the recomputation updates it again"
+            text += ", as the running statistics of a BatchNorm" * (kind == "statistics")
+            path = found[0].partition(" ")[2].rpartition(".")[0]
+            yield Finding(kind, text, f"{fix}use {_APPLY}, which updates it once", path)
+    changed = [region for region in seen.regions if region.changed]
+    if values and changed and not drawing and (seen.error or arises_in(seen) or not any(r.calls[0] for r in changed)):
+        text = f"{text_of(changed[0])}: what it reads changed before the recomputation: {changed[0].changed[0]}"
+        yield Finding("changed", text, f"pass it as an argument, or use {_APPLY}", text_of(changed[0]))
 
 
-def _unknown_cause(seen: Seen) -> Finding:
-    label = first_difference(seen)
-    size = seen.differences.get(label)
-    by = "" if size is None else f" by up to {size:.3g}"
-    module = arises_in(seen)
-    return Finding(
-        "different",
-        f"{label} differs{by} from the step without checkpointing and offload"
-        + f", first in {module!r}" * bool(module),
-        f"make the recomputation repeat the forward of that module, or {_BY_ACKPT}",
-        module,
-    )
-
-
-def first_difference(seen: Seen) -> str:
-    """The label of the largest difference: of outputs, else of gradients, else of anything."""
-    order = sorted(seen.differences, key=lambda label: -(seen.differences[label] or 0.0))
-    kinds = ("output", "gradient", "parameter", "")
-    return next((label for kind in kinds for label in order if label.startswith(kind)), "")
+def _not_replayed(region: AuditedRegion) -> list[str]:
+    lost = [name for name in region.drew if name != "torch" and region.kind != ACKPT]
+    return lost if region.replays_random else [*region.drew]
 
 
 def arises_in(seen: Seen) -> str:
-    """The first module whose forward, or else whose recomputation, has another result."""
-    for call, plain in zip(seen.watch.calls, seen.neutral.calls):
-        if call != plain:
-            return plain[0] or "the model itself"
-    differing = ((run, _mismatch(run)) for run in seen.runs)
-    return next((module for _, module in differing if module), "")
+    """The first module whose forward, or else whose recomputation, has another result; "" if there is none."""
+    pairs = [*zip(seen.plain.calls, seen.watch.calls)]
+    pairs += [pair for r in seen.regions for again in r.calls[1:] for pair in zip(r.calls[0], again)]
+    return next((first[0] or "the model itself" for first, second in pairs if first != second), "")
 
 
-def _mismatch(run: Run) -> str:
-    """The first module of a region whose recomputation has another result than its forward."""
-    for calls in run.calls[1:]:
-        for first, again in zip(run.calls[0], calls):
-            if first != again:
-                return first[0]
-    return ""
-
-
-def _without_regions(seen: Seen) -> Iterator[Finding]:
-    """Checkpointing is switched on, and no region ran."""
-    named = [(path_of(name), m) for p, root in seen.modules.items() for name, m in root.named_modules(prefix=p)]
-    on = [(name, m) for name, m in named if isinstance(m, _Checkpointed) or hasattr(m, _WRAPPED) or _is_on(m)]
-    configs = [getattr(m, "config", None) for m in seen.modules.values()]
-    keeps = any(getattr(config, "use_cache", False) is True for config in configs)
-    cache = "a cache of keys and values is on (use_cache), "
-    where = on[0][0] if on else ""
-    if on and not seen.runs and not any(module.training for _, module in on):
-        text = f"checkpointing is switched on in {len(on)} modules, which are in evaluation mode and skip it"
-        yield Finding("evaluation", text, "call model.train() before the step", where)
-    elif (on or seen.runs) and seen.watch.has_cache:
-        text = f"{cache}and the output keeps it until backward ends"
-        yield Finding("cache", text, "call the model with use_cache=False")
-    elif on and not seen.runs and seen.watch.without_grad:
-        yield Finding("no_effect", "regions run only under no_grad", "call them with gradients on", where)
-    elif on and not seen.runs and keeps:
-        text = f"{cache}so the {len(on)} modules in which checkpointing is switched on skip it"
-        yield Finding("cache", text, "set model.config.use_cache = False", where)
-    elif on and not seen.runs:
-        text = f"checkpointing is switched on in {len(on)} modules, but no region runs in this step"
-        fix = f"call the modules that are wrapped, or {_BY_ACKPT}"
-        yield Finding("no_effect", text, fix, where)
-
-
-def _is_on(module: nn.Module) -> bool:
-    return any(vars(module).get(name) is True for name in _SWITCHES)
+def _switched(seen: Seen) -> Iterator[Finding]:
+    """Checkpointing is switched on, and no region runs, or a cache defeats it."""
+    on = [
+        (path, module)
+        for path, module in named_modules(seen.modules)
+        if isinstance(module, _Checkpointed)
+        or hasattr(module, WRAPPED)
+        or any(vars(module).get(name) is True for name in _SWITCHES)
+    ]
+    configs = (getattr(root, "config", None) for root in seen.modules.values())
+    keeps_cache = any(getattr(config, "use_cache", False) is True for config in configs)
+    found = None
+    if on and not seen.regions and not any(module.training for _, module in on):
+        found = "evaluation", "are in evaluation mode and skip it", "call model.train() before the step"
+    elif seen.watch.has_cache and (on or seen.regions):
+        found = "cache", "return a cache of keys and values (use_cache)", "call the model with use_cache=False"
+    elif on and not seen.regions and seen.watch.without_grad:
+        found = "no_effect", "run under no_grad only", "call them with gradients on"
+    elif on and not seen.regions and keeps_cache:
+        found = "cache", "skip it for a cache of keys and values", "set model.config.use_cache = False"
+    elif on and not seen.regions:
+        found = "no_effect", "do not run as regions", f"use {_APPLY}, which checks that they do"
+    if found is not None:
+        kind, text, fix = found
+        count = len(on) or len(seen.regions)
+        yield Finding(kind, f"{count} modules that are to be checkpointed {text}", fix, on[0][0] if on else "")
 
 
 def _offload(seen: Seen) -> Iterator[Finding]:
     for context in seen.watch.contexts.values():
+        size, least, name = memory_format(context.seen), context.least, context.name
         if not context.seen:
-            text = f"{context.name} is entered {context.entered} times, but the step saves no activation inside"
-            yield Finding("offload", text, "enter it around the forward, not around backward")
+            text, fix = "is entered, but no activation is saved inside", "enter it around the forward, not backward"
         elif context.moved:
-            if context.copied > 2 * context.moved:
-                text = (
-                    f"{context.name} copies {memory_format(context.copied)}, and frees {memory_format(context.moved)}"
-                )
-                yield Finding("offload", text, "drop other references to the originals")
-        elif context.copied:
-            text = f"{context.name} copies {memory_format(context.copied)}, but the originals are not freed"
-            yield Finding("offload", text, "drop other references to them, such as a list of packed tensors")
-        elif context.least is not None and context.least > context.largest:
-            text = (
-                f"{context.name} offloads nothing: it leaves tensors below {memory_format(context.least)} on the "
-                f"device, and the largest has {memory_format(context.largest)}"
-            )
-            yield Finding("offload", text, f"lower its threshold below {context.largest} bytes")
-        elif not context.on_cpu:
-            text = f"{context.name} sees {memory_format(context.seen)} of activations, and offloads none of them"
-            yield Finding("offload", text, "use ackpt.offload_saved_tensors()")
-
-
-def _regions(seen: Seen) -> Iterator[Finding]:
-    """Regions that run, but save little."""
-    for run in seen.runs:
-        (inner,) = run.children if len(run.children) == 1 else (None,)
-        if inner is not None and sum(inner.dropped.values()) >= 0.9 * sum(run.dropped.values()) > 0:
-            text = _where(run, f"contains only the region {text_of(inner)}, which is recomputed twice")
-            yield Finding("nested", text, "switch one of the two off", text_of(run))
-            break
-    blocks = _blocks(seen.modules)
-    for block in blocks:
-        inside = [run for run in seen.runs if run.modules and all(m.startswith(f"{block}.") for m in run.modules)]
-        if len(inside) < 2:
             continue
-        saved = [each for each in seen.neutral.saved or () if _is_in(each.module, block)]
-        dropped = {key: size for run in inside for key, size in run.dropped.items()}
-        total = sum(each.bytes for each in saved)
-        inputs = {key: size for run in inside for key, size in run.inputs.items()}
-        left = sum(inputs.values()) + sum(each.bytes for each in saved if each.storage not in dropped)
-        if sum(dropped.values()) >= 0.5 * total and left >= 0.4 * total:
-            text = f"{len(inside)} regions inside {block!r}, not the block, are wrapped: their inputs and the rest still save "
-            text += f"{memory_format(left)} of {memory_format(total)}"
-            yield Finding("children", text, "wrap the blocks: ackpt.apply_activation_checkpointing(model)", block)
+        elif context.copied:
+            text, fix = f"copies {size}, but the originals are not freed", "drop what else refers to them"
+        elif least is not None and least > context.largest:
+            text = f"keeps all {size} on the device: no tensor reaches its threshold of {memory_format(least)}"
+            fix = f"lower the threshold; the largest tensor has {memory_format(context.largest)}"
+        elif not context.on_cpu:
+            text, fix = f"keeps all {size} on the device", "use ackpt.offload_saved_tensors()"
+        else:
+            continue
+        yield Finding("offload", f"{name} {text}", fix)
+
+
+def _nested(seen: Seen) -> Iterator[Finding]:
+    for region in seen.regions:
+        if len(region.inner) == 1 and region.inner[0].dropped_bytes >= 0.9 * region.dropped_bytes > 0:
+            text = f"{text_of(region)}: a region around the same region, so it is recomputed twice"
+            yield Finding("nested", text, "switch one of the two off", text_of(region))
             return
-    outer = seen.watch.runs
-    if outer and seen.measured is not None and not seen.watch.contexts:
-        yield from _effect(seen, outer)
 
 
-def _effect(seen: Seen, outer: list[Run]) -> Iterator[Finding]:
-    assert seen.measured is not None
-    dropped = sum({key: size for run in outer for key, size in run.dropped.items()}.values())
-    where = modules_text(m for run in outer for m in run.modules)
-    before, after = saved_bytes(seen.baseline), saved_bytes(seen.measured)
-    at_peak = seen.baseline.timeline.at(seen.baseline.timeline.peak_index)
-    gain = seen.baseline.peak_bytes - seen.measured.peak_bytes
-    if dropped and before - after < 0.1 * dropped:
-        text = f"the {len(outer)} regions ({where}) save {memory_format(after)}, {memory_format(before)} without them"
-        yield Finding(
-            "no_effect",
-            text,
-            "use larger regions: ackpt.apply_activation_checkpointing(model)",
-            outer[0].modules[0] if outer[0].modules else "",
-        )
-    elif dropped and gain < 0.1 * dropped and at_peak.get("activations", 0) > 0.5 * sum(at_peak.values()):
-        text = (
-            f"the {len(outer)} regions ({where}) save {memory_format(before - after)} less, but the peak changes from "
-            f"{memory_format(seen.baseline.peak_bytes)} to {memory_format(seen.measured.peak_bytes)}: recomputation "
-            "brings everything back at once"
-        )
-        yield Finding(
-            "no_effect", text, "use several regions: ackpt.apply_activation_checkpointing(model)", text_of(outer[0])
-        )
+def _children(seen: Seen) -> Iterator[Finding]:
+    for block in blocks_of(seen):
+        inside = [r for r in seen.regions if r.modules and all(_is_in(m, block) and m != block for m in r.modules)]
+        saved = [each for each in seen.saved if _is_in(each.module, block)]
+        total, dropped = _sum(saved), _union(region.dropped for region in inside)
+        left = sum(_union(r.inputs for r in inside).values()) + _sum(s for s in saved if s.storage not in dropped)
+        if len(inside) > 1 and sum(dropped.values()) >= 0.5 * total and left >= 0.4 * total:
+            text = (
+                f"{block}: {len(inside)} regions inside, not the block: {memory_format(left)} of {memory_format(total)}"
+            )
+            yield Finding("children", f"{text} stay saved", f"wrap the blocks: {_APPLY}", block)
+            return
 
 
-def uncovered(seen: Seen) -> dict[str, list[str]]:
-    """Repeated blocks none of which is a region, by a common name, while others are; those that save little are left out."""
-    covered = {module for run in seen.runs for module in run.modules}
-    groups: dict[tuple[str, type], list[tuple[str, bool, int]]] = {}
-    saved = seen.neutral.saved or ()
-    total = sum(each.bytes for each in saved)
-    for block, kind in _blocks(seen.modules).items():
-        is_region = any(_is_in(block, module) or _is_in(module, block) for module in covered)
-        size = sum(each.bytes for each in saved if _is_in(each.module, block) and not each.runs)
-        groups.setdefault((pattern(block), kind), []).append((block, is_region, size))
-    return {
-        modules_text(block for block, *_ in group): [block for block, *_ in group]
-        for group in groups.values()
-        if not any(is_region for _, is_region, _ in group) and sum(size for *_, size in group) > _LEAST_SHARE * total
-    }
+def _effect(seen: Seen) -> Iterator[Finding]:
+    regions, measured, baseline = seen.watch.regions, seen.measured, seen.baseline
+    dropped = sum(_union(region.dropped for region in seen.regions).values())
+    if not dropped or measured is None or seen.watch.contexts or any(_children(seen)):
+        return
+    before, after = saved_bytes(baseline), saved_bytes(measured)
+    at_peak = baseline.timeline.at(baseline.timeline.peak_index)
+    where = modules_text(module for region in regions for module in region.modules)
+    if before - after < 0.1 * dropped:
+        text = f"{where}: the step saves {memory_format(after)}, and {memory_format(before)} without these regions"
+        yield Finding("no_effect", text, f"use larger regions: {_APPLY}", text_of(regions[0]))
+    elif baseline.peak_bytes - measured.peak_bytes < 0.1 * dropped and 2 * at_peak.get("activations", 0) > sum(
+        at_peak.values()
+    ):
+        peaks = f"{memory_format(measured.peak_bytes)}, and {memory_format(baseline.peak_bytes)}"
+        text = f"{where}: the recomputation needs as much at once: the peak is {peaks} without these regions"
+        yield Finding("no_effect", text, f"use smaller regions: {_APPLY}", text_of(regions[0]))
+
+
+def not_covered(seen: Seen) -> list[list[str]]:
+    """Repeated blocks of one kind none of which is a region, although others are; without those that save little."""
+    modules = {module for region in seen.regions for module in region.modules}
+    groups: dict[tuple[str, type], list[str]] = {}
+    for block, kind in blocks_of(seen).items() if modules else ():
+        groups.setdefault((pattern(block), kind), []).append(block)
+    found = []
+    for blocks in groups.values():
+        is_covered = any(_is_in(block, module) or _is_in(module, block) for block in blocks for module in modules)
+        if not is_covered and 10 * _sum(_within(outside_of_regions(seen), blocks)) > _sum(seen.saved):
+            found.append(blocks)
+    return found
 
 
 def _coverage(seen: Seen) -> Iterator[Finding]:
-    if not seen.runs:
-        return
-    for name, blocks in uncovered(seen).items():
-        saved = sum(s.bytes for s in seen.neutral.saved or () if any(_is_in(s.module, block) for block in blocks))
-        text = f"{name}: no region, although other blocks are; {memory_format(saved)} stay saved"
-        fix = f"checkpoint them, too: ackpt.apply_activation_checkpointing(model, {blocks!r})"
+    for blocks in not_covered(seen):
+        size = memory_format(_sum(_within(seen.saved, blocks)))
+        text = f"{modules_text(blocks)}: no regions, although other blocks are; {size} stay saved"
+        fix = f"ackpt.apply_activation_checkpointing(model, {blocks!r}), or all: {_APPLY}"
         yield Finding("not_covered", text, fix, blocks[0])
 
 
 def _head(seen: Seen) -> Iterator[Finding]:
-    outside = outside_of_regions(seen)
-    if not seen.runs or not outside or seen.measured is None:
-        return
-    blocks = _blocks(seen.modules)
-    by_place: dict[str, int] = {}
-    for each in outside:
-        if not any(_is_in(each.module, block) for block in blocks):
-            by_place[each.module] = by_place.get(each.module, 0) + each.bytes
-    size = sum(by_place.values())
-    if size > max(_LEAST_BYTES, 0.5 * saved_bytes(seen.measured)):
-        module = max(by_place, key=by_place.__getitem__)
-        what = max((s for s in outside if s.module == module), key=lambda s: s.bytes)
-        text = (
-            f"{memory_format(size)} of the {memory_format(saved_bytes(seen.measured))} that are saved are outside of the "
-            f"blocks, most of them in {module or 'the model itself'} ({what.what})"
-        )
-        yield Finding("head", text, "compute the head and the loss in chunks: ackpt.chunked_cross_entropy", module)
+    inside = {id(each) for each in _within(seen.saved, blocks_of(seen))}
+    outside = [each for each in outside_of_regions(seen) if id(each) not in inside]
+    total = 0 if seen.measured is None else saved_bytes(seen.measured)
+    if seen.regions and _sum(outside) > max(_LEAST_BYTES, 0.5 * total):
+        module = outside[0].module
+        text = f"{memory_format(_sum(outside))} of {memory_format(total)} are saved outside of the blocks, most by"
+        text += f" {module or 'the model itself'} ({outside[0].tensor})"
+        yield Finding("head", text, "compute the loss in chunks: ackpt.chunked_cross_entropy", module)
 
 
-def outside_of_regions(seen: Seen) -> list[Saved]:
+def outside_of_regions(seen: Seen) -> list[SavedOutside]:
     """The tensors that are saved outside of regions, the largest first."""
-    return sorted((each for each in seen.neutral.saved or () if not each.runs), key=lambda each: -each.bytes)
+    return sorted((each for each in seen.saved if not each.regions), key=lambda each: -each.bytes)
 
 
 def saved_bytes(measured: Measurement) -> int:
     """The bytes of activations that are live when backward begins."""
-    timeline = measured.timeline
-    return 0 if timeline.boundary is None else timeline.at(timeline.boundary).get("activations", 0)
+    boundary = measured.timeline.boundary
+    return 0 if boundary is None else measured.timeline.at(boundary).get("activations", 0)
 
 
-def _blocks(modules: Mapping[str, nn.Module]) -> dict[str, type]:
+def blocks_of(seen: Seen) -> dict[str, type]:
     """The repeated blocks by path, with their classes."""
-    blocks = {}
-    for prefix, root in modules.items():
-        for name, module in repeated_blocks(root).items():
-            path = path_of(f"{prefix}.{name}" if prefix else name)
-            blocks[path] = type(getattr(module, _WRAPPED, module))
-    return blocks
+    ids = {id(block) for root in seen.modules.values() for block in repeated_blocks(root).values()}
+    return {
+        path: type(getattr(module, WRAPPED, module))
+        for path, module in named_modules(seen.modules)
+        if id(module) in ids
+    }
+
+
+def text_of(region: AuditedRegion) -> str:
+    return modules_text(region.modules) if region.modules else "a function"
 
 
 def _is_in(module: str, block: str) -> bool:
-    return module == block or not block or module.startswith(f"{block}.")
+    return not block or f"{module}.".startswith(f"{block}.")
 
 
-def text_of(run: Run) -> str:
-    """The modules of a region in words."""
-    return modules_text(run.modules) if run.modules else "a function"
+def _within(saved: Iterable[SavedOutside], blocks: Iterable[str]) -> list[SavedOutside]:
+    blocks = [*blocks]
+    return [each for each in saved if any(_is_in(each.module, block) for block in blocks)]
 
 
-def _where(run: Run, what: str) -> str:
-    return f"the region {text_of(run)} ({run.kind}) {what}"
+def _sum(saved: Iterable[SavedOutside]) -> int:
+    return sum(each.bytes for each in saved)
+
+
+def _union(sizes: Iterable[dict[int, int]]) -> dict[int, int]:
+    return {key: size for each in sizes for key, size in each.items()}

@@ -165,7 +165,7 @@ def test_a_sound_model_has_no_finding(name):
     torch.manual_seed(0)
     model = SOUND[name]()
     audit = ackpt.audit(model, batch(), compare_budget=False)
-    assert audit.findings == () and audit.ok and audit.differences == {} and audit.not_restored == ()
+    assert audit.findings == () and audit.ok and audit.differences == {} and audit.notes == ()
 
 
 # One per report
@@ -446,7 +446,7 @@ def test_everything_is_as_before():
     gradients = [p.grad if p.grad is None else (p.grad, p.grad.clone()) for p in net.parameters()]
     streams = torch.get_rng_state(), random.getstate(), schedule.state_dict(), list(losses)
     audit = ackpt.audit(step, resident=[net, optimizer])
-    assert audit.not_restored == () and "statistics" in [finding.kind for finding in audit.findings]
+    assert audit.notes == () and "statistics" in [finding.kind for finding in audit.findings]
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(map(torch.equal, state, (value for each in optimizer.state.values() for value in each.values())))
     for parameter, gradient in zip(net.parameters(), gradients):
@@ -487,7 +487,7 @@ def test_a_step_that_is_wrong_itself_raises_its_error():
 def test_what_it_measures():
     net, x = Net(by_torch), batch(256)
     audit = ackpt.audit(net, x)
-    assert [(r.module, r.recomputations) for r in audit.regions] == [(f"blocks.{n}", 1) for n in range(4)]
+    assert [(r.modules, r.recomputations) for r in audit.regions] == [((f"blocks.{n}",), 1) for n in range(4)]
     row = 256 * WIDTH * 4
     assert {r.saved_bytes for r in audit.regions} == {row}
     assert {r.dropped_bytes for r in audit.regions} == {row + 2 * 4 * row}
