@@ -221,9 +221,12 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
     notes = [f"not restored: {words}" for words in undo.left()]
     notes += [f"differs between two equal runs of the step: {label}" for label in sorted(noise)[:1]]
     notes += [f"an unknown kind of checkpointing recomputes {modules_text(plain.unknown)}"] * bool(plain.unknown)
+    found = findings(seen)
+    for region in seen.regions:  # nothing of the step is kept
+        region.facts = None
     return Audit(
         name=" and ".join(type(root).__name__ for root in modules.values()),
-        findings=findings(seen),
+        findings=found,
         differences=differences,
         arises_in=arises_in(seen) if differences else "",
         measured=measured,
@@ -318,4 +321,5 @@ def _equality(audit: Audit) -> str:
     label = max(audit.differences, key=lambda name: audit.differences[name] or 0.0)
     size = audit.differences[label]
     by = "is missing" if size is None else f"differs by up to {size:.3g}"
-    return f"no, {len(audit.differences)} values differ: {label} {by}{f', first in {audit.arises_in}' * bool(audit.arises_in)}"
+    where = f", first in {audit.arises_in}" if audit.arises_in else ""
+    return f"no, {len(audit.differences)} values differ: {label} {by}{where}"

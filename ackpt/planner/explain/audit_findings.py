@@ -103,7 +103,7 @@ def _results(seen: Seen) -> Iterator[Finding]:
         yield Finding("error", f"{text}; {cause.message}".rstrip("; "), cause.fix, cause.module)
     elif labels and not causes:
         module = arises_in(seen)
-        label = next((label for kind in ("output", "gradient", "") for label in labels if label.startswith(kind)))
+        label = next(label for kind in ("output", "gradient", "") for label in labels if label.startswith(kind))
         size = f" by up to {seen.differences[label]:.3g}"
         yield Finding(
             "different",
@@ -227,14 +227,12 @@ def _effect(seen: Seen) -> Iterator[Finding]:
     if not dropped or measured is None or seen.watch.contexts or any(_children(seen)):
         return
     before, after = saved_bytes(baseline), saved_bytes(measured)
-    at_peak = baseline.timeline.at(baseline.timeline.peak_index)
+    largest = max(region.dropped_bytes for region in regions)
     where = modules_text(module for region in regions for module in region.modules)
     if before - after < 0.1 * dropped:
         text = f"{where}: the step saves {memory_format(after)}, and {memory_format(before)} without these regions"
         yield Finding("no_effect", text, f"use larger regions: {_APPLY}", text_of(regions[0]))
-    elif baseline.peak_bytes - measured.peak_bytes < 0.1 * dropped and 2 * at_peak.get("activations", 0) > sum(
-        at_peak.values()
-    ):
+    elif baseline.peak_bytes - measured.peak_bytes < 0.1 * dropped and largest > 0.7 * dropped:
         peaks = f"{memory_format(measured.peak_bytes)}, and {memory_format(baseline.peak_bytes)}"
         text = f"{where}: the recomputation needs as much at once: the peak is {peaks} without these regions"
         yield Finding("no_effect", text, f"use smaller regions: {_APPLY}", text_of(regions[0]))

@@ -242,13 +242,6 @@ class SavedOutside:
     regions: tuple[AuditedRegion, ...] = ()
 
 
-class _Node:
-    """A saved tensor of a neutral run; it exists as long as autograd needs the tensor."""
-
-    def __init__(self, tensor: torch.Tensor, *facts):
-        self.tensor, self.facts = tensor, facts
-
-
 class Watch:
     """Records a run of the step; if `quiet`, nothing. If `neutral`, checkpointing and offload are plain calls.
 
@@ -363,24 +356,23 @@ class Watch:
         return () if name is None else (name,)
 
     def _pack(self, tensor: torch.Tensor):
-        regions = tuple(region for region, _ in self.now)
-        node = _Node(tensor.detach(), self.stack[-1] if self.stack else "", _source(), regions)
-        self.records.append(weakref.ref(node))
-        return node
+        storage = next((s for s in storages_of(tensor) if s._cdata not in self.resident), None)
+        saved = None
+        if storage is not None:
+            what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            place = self.stack[-1] if self.stack else "", _source()
+            saved = SavedOutside(storage.nbytes(), what, *place, storage._cdata, tuple(r for r, _ in self.now))
+            self.records.append(weakref.ref(saved))
+        return tensor.detach(), saved
 
-    def _unpack(self, node) -> torch.Tensor:
-        if self.saved is None:
-            saved: dict[int, SavedOutside] = {}
-            for each in filter(None, (record() for record in self.records)):
-                shape = f"{str(each.tensor.dtype).removeprefix('torch.')}{list(each.tensor.shape)}"
-                module, source, regions = each.facts
-                for storage in (s for s in storages_of(each.tensor) if s._cdata not in self.resident):
-                    key, size = storage._cdata, storage.nbytes()
-                    saved.setdefault(key, SavedOutside(size, shape, module, source, key, regions))
-                    for region in regions:
-                        region.dropped[key] = size
-            self.saved = [*saved.values()]
-        return node.tensor
+    def _unpack(self, packed) -> torch.Tensor:
+        if self.saved is None:  # a record exists as long as autograd needs its tensor
+            records = [each for record in self.records if (each := record()) is not None]
+            self.saved = [*{each.storage: each for each in reversed(records)}.values()]
+            for each in records:
+                for region in each.regions:
+                    region.dropped[each.storage] = each.bytes
+        return packed[0]
 
     def enter_offload(self, hooks, enter) -> None:
         """Enter a user's ``saved_tensors_hooks``, and record what they do with tensors."""
