@@ -1,4 +1,4 @@
-"""Ask whether a model's own checkpointing repeats its dropout, and what it saves, with `ackpt.audit`.
+"""Audit a model's own checkpointing: is it right, and what does it save?
 
 python examples/audit.py
 """
@@ -12,7 +12,7 @@ from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):
-    """Blocks that torch checkpoints; without `preserve_rng_state`, the recomputation draws other dropout masks."""
+    """Blocks that torch checkpoints; dropout needs `preserve_rng_state`."""
 
     def __init__(self, preserve_rng_state, width=64, depth=4, classes=16):
         super().__init__()

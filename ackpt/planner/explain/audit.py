@@ -1,4 +1,4 @@
-"""`ackpt.audit`: is the checkpointing and offload of a step right, does it have an effect, and what does it cost?
+"""`ackpt.audit`: whether the checkpointing and offload of a step is right, has an effect, and what it costs.
 
 The step runs as it is, and with every known kind of checkpointing and offload made a plain call, each time from the
 same state. `audit_runs` runs and watches it, `audit_findings` compares.
@@ -7,6 +7,7 @@ same state. `audit_runs` runs and watches it, `audit_findings` compares.
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -121,8 +122,8 @@ def audit(
         ...     def forward(self, x):
         ...         return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False).sum()
         >>> model = Net(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8), torch.nn.Tanh())
-        >>> [finding.kind for finding in ackpt.audit(model, torch.ones(4, 8)).findings]
-        ['random']
+        >>> ackpt.audit(model, torch.ones(4, 8)).findings[0].kind
+        'random'
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError("audit() was called inside hooks on saved tensors: enter them inside the step instead")
@@ -192,6 +193,7 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
 
     def metered(neutral: bool) -> tuple[Measurement, int | None]:
         with intercepted(Watch({}, True, quiet=True)) if neutral else contextlib.nullcontext():
+            gc.collect()  # what is freed during the step must be the step's
             measured, flops = measure(step, resident=resident, warmup=0, repeats=0), None
             undo.restore()
             with contextlib.suppress(UncountedFlops):
@@ -318,8 +320,8 @@ def _rows(audit: Audit) -> list[tuple[str, str]]:
 def _equality(audit: Audit) -> str:
     if not audit.differences:
         return "outputs, gradients, parameters, buffers and random numbers, to the last bit"
-    label = max(audit.differences, key=lambda name: audit.differences[name] or 0.0)
-    size = audit.differences[label]
-    by = "is missing" if size is None else f"differs by up to {size:.3g}"
+    sizes = {label: -1.0 if size == float("inf") else size or 0.0 for label, size in audit.differences.items()}
+    label = max(sizes, key=sizes.__getitem__)
+    by = {0.0: "is missing", -1.0: "differs"}.get(sizes[label], f"differs by up to {sizes[label]:.3g}")
     where = f", first in {audit.arises_in}" if audit.arises_in else ""
     return f"no, {len(audit.differences)} values differ: {label} {by}{where}"
