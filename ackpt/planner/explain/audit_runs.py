@@ -48,8 +48,8 @@ def named_modules(roots: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]
 def referred(function, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """(name, value) of what a function's code refers to: closure, globals, the object that a method belongs to."""
     if isinstance(function, functools.partial):
-        for value in (function.func, *function.args, *function.keywords.values()):
-            yield "argument", value
+        for name, value in (("function", function.func), *enumerate(function.args), *function.keywords.items()):
+            yield f"argument {name}", value
             yield from referred(value, depth)
     if isinstance(function, types.MethodType):
         yield "self", function.__self__
@@ -306,7 +306,7 @@ class Watch:
         """A region's forward; in the recomputation of an outer region, an inner one's second run. Yields the region."""
         outer = self.now[-1][0] if self.now else None
         if self.quiet or (_in_backward() and outer is not None):
-            inner = (each for each in (outer.inner if outer else ()) if len(each.calls) < len(outer.calls))
+            inner = (each for each in (outer.inner if outer else ()) if outer and len(each.calls) < len(outer.calls))
             with self.running(next(inner, AuditedRegion(kind, (), {}))) as region:
                 yield region
             return
@@ -420,7 +420,7 @@ class _Facts:
         attributes = {id(vars(m)): names.get(id(m)) for m in _modules_of(function)}
         self.values = [(f"{key!r}{_of(attributes.get(id(n)))}", n, key, value) for n, key, value in bindings]
         self.function = function
-        self.closure = {name: value for name, value in referred(function) if type(value) in PLAIN}
+        self.closure = {name: v for name, v in referred(function) if type(v) in PLAIN or isinstance(v, nn.Module)}
         inputs = ((tensor, f"input {number} of the region") for number, tensor in enumerate(tensors))
         self.tensors = guards.Watch([*reachable.tensors.values(), *inputs])
 
@@ -431,7 +431,8 @@ class _Facts:
         changed = [
             f"{label} changed" + f" from {value!r} to {present!r}" * (type(value) in PLAIN)
             for label, value, present in values
-            if present is not value and (type(value) not in PLAIN or present != value)
+            if present is not value
+            and (type(value) not in PLAIN or type(present) is not type(value) or present != value)
         ]
         return changed + [f"{name or 'a tensor'} was {how}" for _, name, how in self.tensors.changes()]
 

@@ -139,6 +139,69 @@ class Sequence(nn.Module):
         return self.run(self.chain, 3, x).square().mean()
 
 
+class Recursive(Net):
+    """Regions inside regions, each of several blocks."""
+
+    def forward(self, x):
+        return self.head(self.halves(self.stem(x), [*self.blocks])).square().mean()
+
+    def halves(self, x, blocks):
+        if len(blocks) == 1:
+            return blocks[0](x)
+        for half in (blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]):
+            x = self.run(self.halves, x, half)
+        return x
+
+
+class Shared(Net):
+    def forward(self, x):
+        for _ in range(4):
+            x = self.run(self.blocks[0], x)
+        return x.square().mean()
+
+
+class Taught(nn.Module):
+    """A teacher without gradients, checkpointed too."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = Net(by_torch), Net(by_torch)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.teacher(x)
+        return (self.student(x) - target).square()
+
+
+class Timm(nn.Module):
+    """As timm's ``checkpoint_seq``, two blocks at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Block() for _ in range(4)))
+        self.grad_checkpointing = True
+
+    def forward(self, x):
+        def run_function(start, end, functions):
+            def forward(y):
+                for function in functions[start : end + 1]:
+                    y = function(y)
+                return y
+
+            return forward
+
+        x = self.stem(x)
+        for start in (0, 2):
+            x = by_reentrant(run_function(start, start + 1, [*self.blocks]), x)
+        return x.square().mean()
+
+
+class Autocast(Net):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
 SOUND = {
     "baseline": lambda: Net(plain),
     "torch": lambda: Net(by_torch, make=lambda: Block(nn.GELU(), nn.Dropout(0.1))),
@@ -147,6 +210,12 @@ SOUND = {
     "functions": lambda: Custom(Net(plain).blocks),
     "every other": lambda: Net(every_other),
     "torch sequential": lambda: Sequence(functools.partial(checkpoint_sequential, use_reentrant=False)),
+    "recursive": lambda: Recursive(by_torch, blocks=8),
+    "shared": lambda: Shared(by_torch),
+    "taught": Taught,
+    "timm": Timm,
+    "autocast": lambda: Autocast(by_torch),
+    "autocast reentrant": lambda: Autocast(by_reentrant),
     "torch wrapper": wrapped,
     "torch reentrant wrapper": lambda: wrapped(checkpoint_impl=wrappers.CheckpointImpl.REENTRANT),
     "save_on_cpu": lambda: Net(saved_on_cpu),
@@ -166,6 +235,62 @@ def test_a_sound_model_has_no_finding(name):
     model = SOUND[name]()
     audit = ackpt.audit(model, batch(), compare_budget=False)
     assert audit.findings == () and audit.ok and audit.differences == {} and audit.notes == ()
+
+
+def llama(**options):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, attention_dropout=0.1, **options)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def tokens():
+    ids = torch.randint(64, (2, 16))
+    return {"input_ids": ids, "labels": ids}
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)).train()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("every_n_layers", [1, 2])
+def test_transformers_switch(use_reentrant, every_n_layers):
+    model = llama()
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant}, every_n_layers=every_n_layers)
+    audit = ackpt.audit(model, tokens(), compare_budget=False)
+    layers = [0, 1, 2][::every_n_layers]
+    assert audit.findings == () and [r.modules for r in audit.regions] == [(f"model.layers.{n}",) for n in layers]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_peft_with_the_switch(use_reentrant):
+    model = llama()
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert kinds(lora(model), tokens()) == []
+
+
+def test_transformers_and_ackpt():
+    model = llama(use_cache=False)
+    ackpt.apply_activation_checkpointing(model)
+    assert kinds(model, tokens()) == []
+
+
+def test_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    net, x = Net(by_torch), batch()
+    accelerator = accelerate.Accelerator(cpu=True)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def step():
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert kinds(step) == []
 
 
 # One per report
@@ -188,6 +313,22 @@ def test_random_numbers_of_python(run):
     assert found.kind == "random" and "Python's random" in found.message
 
 
+class Generated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+def test_random_numbers_of_other_generators():
+    assert "a torch.Generator" in only(Net(by_torch, make=lambda: Block(Generated())), batch()).message
+    assert kinds(Net(ackpt.checkpoint, make=lambda: Block(Generated())), batch()) == []
+    without = functools.partial(ackpt.checkpoint, preserve_rng_state=False)
+    assert kinds(Net(without, make=lambda: Block(Generated())), batch()) == ["random"]
+
+
 @pytest.mark.parametrize("run", [by_torch, by_reentrant])
 def test_running_statistics_that_are_updated_twice(run):
     found = only(Net(run, make=lambda: Block(nn.BatchNorm1d(4 * WIDTH), nn.GELU())), batch())
@@ -203,7 +344,7 @@ def test_a_closure_that_changes_before_backward():  # pytorch's documentation
             return self.head(x).square().mean()
 
     found = only(Closure(plain), batch())
-    assert found.kind == "changed" and "'scale'" in found.message and found.module == "blocks.0"
+    assert found.kind == "changed" and "'block' changed" in found.message and found.module == "blocks.0"
 
 
 def test_an_attribute_that_changes_before_backward():  # peft 2826
@@ -311,6 +452,29 @@ def test_checkpointing_in_evaluation_mode():
     assert found.kind == "evaluation" and "train()" in found.fix
 
 
+def test_transformers_in_evaluation_mode():
+    model = llama().eval()
+    model.activation_checkpointing_enable()
+    assert kinds(model, tokens()) == ["evaluation"]
+
+
+def test_a_cache_that_is_returned():  # FSDP's wrapper around the layers of transformers
+    model = llama()
+    layer = type(model.model.layers[0])
+    wrappers.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
+    assert kinds(model, tokens()) == ["cache"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_peft_without_input_gradients():  # peft 1142
+    model = lora(llama())
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing, module._gradient_checkpointing_func = True, by_reentrant
+    found = only(model, tokens())
+    assert found.kind == "no_gradients" and "enable_input_require_grads" in found.fix and "lora_A" in found.message
+
+
 def test_an_offload_that_is_entered_around_backward_only():
     net, x = Net(plain), batch()
 
@@ -379,6 +543,13 @@ def test_an_offload_that_never_frees():  # axolotl 3638
 def test_regions_inside_regions_of_the_same_blocks():
     found = only(Net(lambda block, x: by_torch(lambda y: by_torch(block, y), x)), batch())
     assert (found.kind, found.module) == ("nested", "blocks.0")
+
+
+@pytest.mark.parametrize("wrap", [wrappers.apply_activation_checkpointing, ackpt.apply_activation_checkpointing])
+def test_two_tools_around_the_same_blocks(wrap):
+    net = Net(by_torch)
+    wrap(net, check_fn=lambda module: isinstance(module, Block))
+    assert kinds(net, batch()) == ["nested"]
 
 
 def test_one_region_around_everything():  # pytorch 147449
@@ -456,6 +627,50 @@ def test_everything_is_as_before():
     assert schedule.state_dict() == streams[2] and losses == streams[3]
     assert not net._forward_hooks and not torch.nn.modules.module._global_forward_hooks
     step()  # and the next step runs
+
+
+def test_a_method_of_a_trainer():
+    class Trainer:
+        def __init__(self):
+            self.net, self.x, self.steps, self.losses = Net(by_torch), batch(), 0, []
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+        def step(self):
+            self.steps += 1
+            loss = self.net(self.x)
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item())
+
+    trainer = Trainer()
+    assert kinds(trainer.step) == []
+    assert (trainer.steps, trainer.losses, len(trainer.optimizer.state)) == (0, [], 0)
+    assert all(parameter.grad is None for parameter in trainer.net.parameters())
+
+
+def test_a_step_that_cannot_be_repeated_is_said():
+    net, batches = Net(by_torch), iter([batch() for _ in range(20)])
+    audit = ackpt.audit(lambda: net(next(batches)).backward())
+    assert audit.ok and "two equal runs" in audit.notes[0]
+
+
+def test_another_kind_of_checkpointing_is_said():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, function, x):
+            ctx.function = function
+            ctx.save_for_backward(x)
+            return function(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                ctx.function(x).backward(gradient)
+            return None, x.grad
+
+    audit = ackpt.audit(Net(Own.apply), batch(), compare_budget=False)
+    assert audit.ok and audit.notes[0].startswith("an unknown kind of checkpointing recomputes 4 x blocks.*")
 
 
 @pytest.mark.parametrize(
