@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from ackpt.checkpointing.wrapping import _Checkpointed, repeated_blocks
@@ -229,10 +230,11 @@ def _effect(seen: Seen) -> Iterator[Finding]:
     before, after = saved_bytes(baseline), saved_bytes(measured)
     largest = max(region.dropped_bytes for region in regions)
     where = modules_text(module for region in regions for module in region.modules)
-    if before - after < 0.1 * dropped:
+    states = torch.get_rng_state().nbytes * len(seen.regions)  # more than what a tiny region saves
+    if before - after + states < 0.1 * dropped:
         text = f"{where}: the step saves {memory_format(after)}, and {memory_format(before)} without these regions"
         yield Finding("no_effect", text, f"use larger regions: {_APPLY}", text_of(regions[0]))
-    elif baseline.peak_bytes - measured.peak_bytes < 0.1 * dropped and largest > 0.7 * dropped:
+    elif baseline.peak_bytes - measured.peak_bytes + states < 0.1 * dropped and largest > 0.7 * dropped:
         peaks = f"{memory_format(measured.peak_bytes)}, and {memory_format(baseline.peak_bytes)}"
         text = f"{where}: the recomputation needs as much at once: the peak is {peaks} without these regions"
         yield Finding("no_effect", text, f"use smaller regions: {_APPLY}", text_of(regions[0]))

@@ -47,6 +47,8 @@ def named_modules(roots: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]
 
 def referred(function, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """(name, value) of what a function's code refers to: closure, globals, the object that a method belongs to."""
+    if not isinstance(function, (functools.partial, types.FunctionType, types.MethodType, nn.Module)):
+        function = getattr(function, "__call__", None)  # noqa: B004
     if isinstance(function, functools.partial):
         for name, value in (("function", function.func), *enumerate(function.args), *function.keywords.items()):
             yield f"argument {name}", value
@@ -96,7 +98,9 @@ class Undo:
         for path, module in named_modules(modules):
             own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             named |= {id(tensor): (f"{path}.{name}".lstrip("."), tensor) for name, tensor in own}
-        self.named = dict(named.values())
+        self.named: dict[str, torch.Tensor] = {}
+        for name, tensor in named.values():
+            self.named[f"{name} ({len(self.named)})" if name in self.named else name] = tensor
         self.leaves = {name: t for name, t in self.named.items() if t.is_leaf and t.requires_grad}
         self.grads = [(t, t.grad, None if t.grad is None else copied(t.grad)) for t in self.leaves.values()]
         optimizers = {id(o): o for o in (*dict(given).values(), *objects) if isinstance(o, torch.optim.Optimizer)}
@@ -109,12 +113,10 @@ class Undo:
         self.tensors = [(name, tensor, copied(tensor)) for name, tensor in kept]
         others = [o for o in objects if not isinstance(o, (nn.Module, torch.optim.Optimizer, type))]
         self.others = [(o, copy.deepcopy(o.state_dict())) for o in others if hasattr(o, "load_state_dict")]
-        owner = getattr(step, "__self__", None)  # of a method, such as a trainer
-        containers = [
-            *others,
-            *([vars(owner)] if any(o is owner for o in others) and hasattr(owner, "__dict__") else ()),
-        ]
-        self.containers = [(o, o.copy()) for o in containers if type(o) in (list, dict, set)]
+        # Of a method's object, such as a trainer, and of the step's closure.
+        attributes = [vars(o) for o in others if o is getattr(step, "__self__", None) and hasattr(o, "__dict__")]
+        self.containers = [(o, o.copy()) for o in (*others, *attributes) if type(o) in (list, dict, set)]
+        self.failed: set[str] = set()
         self.streams = rng.snapshot(reachable.streams)
         places = {id(vars(module)): path for path, module in named_modules(modules)}
         self.counters = {
@@ -132,7 +134,10 @@ class Undo:
             for group, values in zip(optimizer.param_groups, groups):
                 guards.fill(group, values)
         for each, state in self.others:
-            each.load_state_dict(copy.deepcopy(state))
+            try:
+                each.load_state_dict(copy.deepcopy(state))
+            except Exception as error:
+                self.failed.add(f"{type(each).__name__}: {error}")
         for container, items in self.containers:
             guards.fill(container, items)
         for tensor, gradient, _ in self.grads:
@@ -148,7 +153,7 @@ class Undo:
     def left(self) -> tuple[str, ...]:
         words = [f"tensor {name}" for name, tensor, value in self.tensors if not same(tensor, value)]
         moved = (s.name for s, state in self.streams if s.comparable(s.get()) != s.comparable(state))
-        return (*words, *(f"random numbers of {name}" for name in moved))
+        return (*words, *(f"random numbers of {name}" for name in moved), *sorted(self.failed))
 
     def values(self) -> dict[str, Any]:
         """What the step has left, by a label: gradients, parameters, buffers, optimizer state, RNG, attributes."""
@@ -158,11 +163,9 @@ class Undo:
             if name in self.leaves and tensor.grad is not None:
                 values[f"gradient {name}"] = copied(tensor.grad)
         names = {id(tensor): name for name, tensor in self.named.items()}
-        for parameter, state in (
-            (p, state) for optimizer, *_ in self.optimizers for p, state in optimizer.state.items()
-        ):
-            tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
-            values |= {f"{key} {names.get(id(parameter), 'of an optimizer')}": copied(t) for key, t in tensors}
+        states = [item for optimizer, *_ in self.optimizers for item in optimizer.state.items()]
+        for name, key, value in ((names.get(id(p), ""), *item) for p, state in states for item in state.items()):
+            values |= {f"{key} {name}": copied(value)} if isinstance(value, torch.Tensor) else {}
         values |= {f"random {stream.name}": stream.comparable(stream.get()) for stream, _ in self.streams}
         return values | {f"attribute {label}": names.get(key) for label, (names, key) in self.counters.items()}
 
@@ -418,7 +421,8 @@ class _Facts:
     def __init__(self, function, reachable: ReachableState, tensors, names):
         bindings = (each for each in reachable.bindings if type(each[2]) in (*PLAIN, torch.Tensor))
         attributes = {id(vars(m)): names.get(id(m)) for m in _modules_of(function)}
-        self.values = [(f"{key!r}{_of(attributes.get(id(n)))}", n, key, value) for n, key, value in bindings]
+        of = {key: f" of module {name!r}" for key, name in attributes.items() if name is not None}
+        self.values = [(f"{key!r}{of.get(id(n), '')}", n, key, value) for n, key, value in bindings]
         self.function = function
         self.closure = {name: v for name, v in referred(function) if type(v) in PLAIN or isinstance(v, nn.Module)}
         inputs = ((tensor, f"input {number} of the region") for number, tensor in enumerate(tensors))
@@ -435,10 +439,6 @@ class _Facts:
             and (type(value) not in PLAIN or type(present) is not type(value) or present != value)
         ]
         return changed + [f"{name or 'a tensor'} was {how}" for _, name, how in self.tensors.changes()]
-
-
-def _of(module: str | None) -> str:
-    return "" if module is None else f" of module {module!r}"
 
 
 def _modules_of(function) -> Iterator[nn.Module]:
@@ -480,10 +480,9 @@ def _digest(tensor: torch.Tensor):
 @contextlib.contextmanager
 def intercepted(watch: Watch):
     """Let `watch` see regions and offload in the body; if it is neutral, they are plain calls."""
-    generator, torch_reentrant = (
-        torch_checkpoint._checkpoint_without_reentrant_generator,
-        torch_checkpoint.CheckpointFunction,
-    )
+    # What `checkpoint` of torch/utils/checkpoint.py looks up, in torch 2.11 to 2.15; it has no public hook.
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+    torch_reentrant = torch_checkpoint.CheckpointFunction
     enter, leave, forward = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, PlannedStep.forward
     apply, first_forward, recompute = torch_reentrant.apply, Region.first_forward, Region.recompute
     signature = inspect.signature(generator)
