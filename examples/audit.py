@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ackpt
-from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):

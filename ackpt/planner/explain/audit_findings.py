@@ -265,8 +265,11 @@ def _coverage(seen: Seen) -> Iterator[Finding]:
 def _head(seen: Seen) -> Iterator[Finding]:
     inside = {id(each) for each in _within(seen.saved, blocks_of(seen))}
     outside = [each for each in outside_of_regions(seen) if id(each) not in inside]
-    total = 0 if seen.measured is None else saved_bytes(seen.measured)
-    if seen.regions and _sum(outside) > max(_LEAST_BYTES, 0.5 * total):
+    if not seen.regions or seen.measured is None:
+        return
+    total, peak = saved_bytes(seen.measured), seen.measured.peak_bytes
+    # One of about three copies is saved. Below this share, parameters and their gradients matter more.
+    if _sum(outside) > max(_LEAST_BYTES, 0.5 * total, 0.22 * peak):
         module = outside[0].module
         text = f"{memory_format(_sum(outside))} of {memory_format(total)} are saved outside of the blocks, most by"
         text += f" {module or 'the model itself'} ({outside[0].tensor})"
