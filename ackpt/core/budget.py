@@ -64,7 +64,7 @@ def added_share(slowdown) -> float | None:
         share = math.nan
     if isinstance(share, bool) or not isinstance(share, Real):
         raise TypeError(f"a slowdown is a float or a string such as '10%', got {type(slowdown).__name__}")
-    if not 0 <= share <= 1:
+    if not 0 <= float(share) <= 1:
         raise ValueError(
             f"slowdown={slowdown!r}: give a fraction of the baseline's time from 0 to 1, such as 0.1 or '10%'; 1 is "
             "twice the time"

@@ -162,9 +162,9 @@ def apply_budget(
             planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If the program has imported
             the Trainer of transformers, the call that the Trainer makes for this batch is planned.
         budget: the upper bound on the peak; None for no bound, which gives a warning with policy ``"auto"`` if there
-            is no slowdown either. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters, buffers, inputs, optimizer state
-            and everything that the step allocates. A float in (0, 1] or a string such as ``"50%"``: a fraction of the
-            baseline's dynamic peak.
+            is no slowdown either. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
+            buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
+            as ``"50%"``: a fraction of the baseline's dynamic peak.
         slowdown, policy, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
         dynamic, cache, device_profile, costs, regions, on_exceed: as in `ackpt.compile`.
 
@@ -274,7 +274,8 @@ def plan(
 
     Raises:
         BudgetError: if the budget is infeasible for the policy, or within the slowdown; names the smallest feasible
-            one. Also for a fraction if the model has no data and was captured as ``torch.compile`` runs it: the model's own peak is then unknown.
+            one. Also for a fraction if the model has no data and was captured as ``torch.compile`` runs it: the
+            model's own peak is then unknown.
         RecordError: if the folder `cache` cannot be written.
         ValueError, TypeError: for an unknown policy, an invalid budget, and options that the policy does not have.
 

@@ -37,7 +37,7 @@ def planned(graph: JointGraph, request: Request, profile: Profile | None = None)
     """The plan of `graph` that the policy of `request` makes within its budget and slowdown.
 
     Raises:
-        BudgetError: if the budget is infeasible for the policy, or within the slowdown; names the smallest feasible one.
+        BudgetError: if the budget is infeasible for the policy or within the slowdown; names the smallest feasible one.
         TypeError: for an option that the policy does not have.
     """
     check_options(request.policy, request.options)

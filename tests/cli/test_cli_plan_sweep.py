@@ -82,7 +82,10 @@ def test_values(text, values, step):
         (["--sweep", "batch-size=4,8", "--batch-size", "1"], "leave out --batch-size 1"),
         (["--sweep", "device_profile=t4,l4", "--device-profile", "h200"], "leave out --device-profile h200"),
         (["--sweep", "seq_len=4", "--fsdp", "2"], "--sweep prints one line per plan: leave out --fsdp"),
-        (["--largest", "batch_size"], "--largest needs an amount of memory: give --device-profile, or --budget in bytes"),
+        (
+            ["--largest", "batch_size"],
+            "--largest needs an amount of memory: give --device-profile, or --budget in bytes",
+        ),
         (["--largest", "batch_size", "--budget", "50%"], "--largest needs an amount of memory"),
         (["--largest", "batchsize", "--device-profile", "t4"], "batch_size, seq_len, image_size (did you mean"),
         (["--largest", "seq_len", "--sweep", "seq_len=4"], "--largest is a sweep without an end: leave out --sweep"),

@@ -117,9 +117,7 @@ class Plans:
                 return schedule
         return None
 
-    def _lowest(
-        self, graph: JointGraph, workspace: tuple[int, ...], values: tuple[int, ...], most: float
-    ) -> Schedule:
+    def _lowest(self, graph: JointGraph, workspace: tuple[int, ...], values: tuple[int, ...], most: float) -> Schedule:
         """The candidate with the lowest peak that adds at most this share of the baseline's cost."""
         candidates = [self._everything, *(each for _, each in self._candidates if self._added(each, values) <= most)]
         sizes = np.array(workspace)
