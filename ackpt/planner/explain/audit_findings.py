@@ -137,7 +137,7 @@ def _causes(seen: Seen, labels: list[str]) -> Iterator[Finding]:
             yield Finding(kind, text, f"{fix}use {_APPLY}, which updates it once", path)
     changed = [region for region in seen.regions if region.changed]
     if values and changed and not drawing and (seen.error or arises_in(seen) or not any(r.calls[0] for r in changed)):
-        text = f"{text_of(changed[0])}: what it reads changed before the recomputation: {changed[0].changed[0]}"
+        text = f"{text_of(changed[0])}: what it reads changed before the recomputation, such as {changed[0].changed[0]}"
         yield Finding("changed", text, f"pass it as an argument, or use {_APPLY}", text_of(changed[0]))
 
 

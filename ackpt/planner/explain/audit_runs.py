@@ -29,6 +29,7 @@ from ackpt.checkpointing import guards, reentrant, rng
 from ackpt.checkpointing.closures import bound
 from ackpt.checkpointing.reachable import PLAIN, ReachableState, global_names
 from ackpt.checkpointing.region import Region
+from ackpt.core.autograd_state import version
 from ackpt.metering.resident import storages_of
 from ackpt.planner.step.planned_step import PlannedStep
 
@@ -317,15 +318,15 @@ class Watch:
         sizes = {s._cdata: s.nbytes() for t in tensors for s in storages_of(t) if s._cdata not in self.resident}
         region = AuditedRegion(kind, self._owner(function), sizes, replays_random)
         (self.regions if outer is None else outer.inner).append(region)
-        reachable = ReachableState(function)
-        before = rng.snapshot(reachable.streams)
-        facts = _Facts(function, reachable, tensors, self.names)
+        before = rng.snapshot(ReachableState(function).streams)
+        read = functools.partial(_read, function, tensors, self.names)
+        facts = read, read()
         try:
             with self.running(region):
                 yield region
         finally:
             region.drew = tuple(_stream_name(stream) for stream, _ in rng.drawn_from(before))
-            region.facts = facts
+            region.facts = facts  # a recomputation compares
             called = [path for path, _ in region.calls[0]] if region.calls else []
             inside = (path for path in dict.fromkeys(called) if not any(path.startswith(f"{p}.") for p in called))
             region.modules = region.modules or tuple(inside)
@@ -333,7 +334,9 @@ class Watch:
     @contextlib.contextmanager
     def running(self, region: AuditedRegion):
         """A run of a region: its forward, or a recomputation."""
-        region.changed += [] if region.facts is None else region.facts.changes()
+        if region.facts is not None:
+            before, now = region.facts[1], region.facts[0]()
+            region.changed += [label for label, value in before.items() if now.get(label, value) != value]
         calls: list[tuple[str, Any]] = []
         region.calls.append(calls)
         self.now.append((region, calls))
@@ -415,35 +418,21 @@ class Watch:
             hooks.pack_hook, hooks.unpack_hook = pack, unpack
 
 
-class _Facts:
-    """The plain values and the tensors that a region's code reads, to compare in the recomputation."""
-
-    def __init__(self, function, reachable: ReachableState, tensors, names):
-        bindings = (each for each in reachable.bindings if type(each[2]) in (*PLAIN, torch.Tensor))
-        attributes = {id(vars(m)): names.get(id(m)) for m in _modules_of(function)}
-        of = {key: f" of module {name!r}" for key, name in attributes.items() if name is not None}
-        self.values = [(f"{key!r}{of.get(id(n), '')}", n, key, value) for n, key, value in bindings]
-        self.function = function
-        self.closure = {name: v for name, v in referred(function) if type(v) in PLAIN or isinstance(v, nn.Module)}
-        inputs = ((tensor, f"input {number} of the region") for number, tensor in enumerate(tensors))
-        self.tensors = guards.Watch([*reachable.tensors.values(), *inputs])
-
-    def changes(self) -> list[str]:
-        closure = dict(referred(self.function))
-        values = [(label, value, names.get(key)) for label, names, key, value in self.values]
-        values += [(repr(name), value, closure.get(name, value)) for name, value in self.closure.items()]
-        changed = [
-            f"{label} changed" + f" from {value!r} to {present!r}" * (type(value) in PLAIN)
-            for label, value, present in values
-            if present is not value
-            and (type(value) not in PLAIN or type(present) is not type(value) or present != value)
-        ]
-        return changed + [f"{name or 'a tensor'} was {how}" for _, name, how in self.tensors.changes()]
-
-
-def _modules_of(function) -> Iterator[nn.Module]:
+def _read(function, tensors, names: dict[int, str]) -> dict[str, Any]:
+    """What a region's code reads, by a label: plain values, modules and tensors, the latter two by identity."""
+    reachable = ReachableState(function)
     values = [function, getattr(function, "__self__", None), *(value for _, value in referred(function))]
-    return (m for value in values if isinstance(value, nn.Module) for m in value.modules())
+    modules = [module for value in values if isinstance(value, nn.Module) for module in value.modules()]
+    of = {id(vars(module)): f" of module {names[id(module)]!r}" for module in modules if id(module) in names}
+    found = [(f"{key!r}{of.get(id(namespace), '')}", value) for namespace, key, value in reachable.bindings]
+    found += ((repr(name), value) for name, value in referred(function) if not isinstance(value, torch.Tensor))
+    read = {label: value if type(value) in PLAIN else id(value) for label, value in found if _is_read(value)}
+    inputs = ((tensor, f"input {number}") for number, tensor in enumerate(tensors))
+    return read | {name: (id(tensor), version(tensor)) for tensor, name in (*reachable.tensors.values(), *inputs)}
+
+
+def _is_read(value) -> bool:
+    return type(value) in PLAIN or isinstance(value, (nn.Module, torch.Tensor))
 
 
 def _in_backward() -> bool:
