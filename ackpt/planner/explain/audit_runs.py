@@ -336,7 +336,9 @@ class Watch:
         """A run of a region: its forward, or a recomputation."""
         if region.facts is not None:
             before, now = region.facts[1], region.facts[0]()
-            region.changed += [label for label, value in before.items() if now.get(label, value) != value]
+            changed = ((label, value, now.get(label, value)) for label, value in before.items())
+            changed = ((label, value, later) for label, value, later in changed if later != value)
+            region.changed += [f"{name}: {x!r}, then {y!r}" if type(x) in PLAIN else name for name, x, y in changed]
         calls: list[tuple[str, Any]] = []
         region.calls.append(calls)
         self.now.append((region, calls))
@@ -419,20 +421,16 @@ class Watch:
 
 
 def _read(function, tensors, names: dict[int, str]) -> dict[str, Any]:
-    """What a region's code reads, by a label: plain values, modules and tensors, the latter two by identity."""
+    """What a region's code reads, by a label: plain values; modules and tensors as tuples that tell them apart."""
     reachable = ReachableState(function)
-    values = [function, getattr(function, "__self__", None), *(value for _, value in referred(function))]
-    modules = [module for value in values if isinstance(value, nn.Module) for module in value.modules()]
-    of = {id(vars(module)): f" of module {names[id(module)]!r}" for module in modules if id(module) in names}
-    found = [(f"{key!r}{of.get(id(namespace), '')}", value) for namespace, key, value in reachable.bindings]
-    found += ((repr(name), value) for name, value in referred(function) if not isinstance(value, torch.Tensor))
-    read = {label: value if type(value) in PLAIN else id(value) for label, value in found if _is_read(value)}
+    values = [*referred(function), ("", function), ("", getattr(function, "__self__", None))]
+    modules = [module for _, value in values if isinstance(value, nn.Module) for module in value.modules()]
+    of = {id(vars(module)): f" of {names.get(id(module), '')!r}" for module in modules}
+    read = {repr(name): (id(value),) for name, value in values if isinstance(value, nn.Module)}
+    values += ((f"{key}{of.get(id(namespace), '')}", value) for namespace, key, value in reachable.bindings)
+    read |= {name: value for name, value in values if type(value) in PLAIN}
     inputs = ((tensor, f"input {number}") for number, tensor in enumerate(tensors))
     return read | {name: (id(tensor), version(tensor)) for tensor, name in (*reachable.tensors.values(), *inputs)}
-
-
-def _is_read(value) -> bool:
-    return type(value) in PLAIN or isinstance(value, (nn.Module, torch.Tensor))
 
 
 def _in_backward() -> bool:
