@@ -117,6 +117,12 @@ class Undo:
         # Of a method's object, such as a trainer, and of the step's closure.
         attributes = [vars(o) for o in others if o is getattr(step, "__self__", None) and hasattr(o, "__dict__")]
         self.containers = [(o, o.copy()) for o in (*others, *attributes) if type(o) in (list, dict, set)]
+        function = getattr(step, "__func__", step)
+        self.cells = [
+            (cell, cell.cell_contents) for cell in getattr(function, "__closure__", None) or () if bound(cell)
+        ]
+        written = global_names(function.__code__)[1] if isinstance(function, types.FunctionType) else ()
+        self.globals = [(function.__globals__, name, function.__globals__.get(name)) for name in written]
         self.failed: set[str] = set()
         self.streams = rng.snapshot(reachable.streams)
         places = {id(vars(module)): path for path, module in named_modules(modules)}
@@ -141,6 +147,10 @@ class Undo:
                 self.failed.add(f"{type(each).__name__}: {error}")
         for container, items in self.containers:
             guards.fill(container, items)
+        for cell, value in self.cells:
+            cell.cell_contents = value
+        for namespace, name, value in self.globals:
+            namespace[name] = value
         for tensor, gradient, _ in self.grads:
             tensor.grad = gradient
         values = [*((t, value) for _, t, value in self.tensors), *((g, v) for _, g, v in self.grads if g is not None)]

@@ -1,7 +1,9 @@
 """`ackpt.audit`: one model per kind of report, each found and named; sound models of all tools without a finding."""
 
 import functools
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -646,6 +648,29 @@ def test_a_method_of_a_trainer():
     assert kinds(trainer.step) == []
     assert (trainer.steps, trainer.losses, len(trainer.optimizer.state)) == (0, [], 0)
     assert all(parameter.grad is None for parameter in trainer.net.parameters())
+
+
+STEPS = 0
+
+
+def test_counters_of_a_step():
+    net, x, steps = Net(by_torch), batch(), 0
+
+    def step():
+        nonlocal steps
+        global STEPS
+        steps, STEPS = steps + 1, STEPS + 1
+        net(x).backward()
+
+    assert kinds(step) == [] and steps == STEPS == 0
+
+
+def test_nothing_of_a_step_is_kept():
+    net = Net(by_torch)
+    reference, audit = weakref.ref(net), ackpt.audit(net, batch())
+    del net
+    gc.collect()
+    assert reference() is None and audit.ok
 
 
 def test_a_step_that_cannot_be_repeated_is_said():
