@@ -170,7 +170,8 @@ class Undo:
         """What the step has left, by a label: gradients, parameters, buffers, optimizer state, RNG, attributes."""
         values: dict[str, Any] = {}
         for name, tensor in self.named.items():
-            values[f"{'parameter' if name in self.leaves else 'buffer'} {name}"] = copied(tensor)
+            if self.optimizers or name not in self.leaves:
+                values[f"{'parameter' if name in self.leaves else 'buffer'} {name}"] = copied(tensor)
             if name in self.leaves and tensor.grad is not None:
                 values[f"gradient {name}"] = copied(tensor.grad)
         names = {id(tensor): name for name, tensor in self.named.items()}
