@@ -31,7 +31,8 @@ from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import PlannedStep, in_place_of, without_budget
 
 from .audit_findings import Finding, Seen, arises_in, findings, not_covered, outside_of_regions, saved_bytes, text_of
-from .audit_runs import AuditedRegion, SavedOutside, Undo, Watch, intercepted, named_modules, referred, same
+from .audit_runs import AuditedRegion, SavedOutside, Undo, Watch, intercepted, named_modules, same
+from .print_saved import referred
 
 _LARGEST = 8  # lines of each list
 _MISSING: Any = object()

@@ -33,7 +33,7 @@ from ackpt.core.autograd_state import version
 from ackpt.metering.resident import storages_of
 from ackpt.planner.step.planned_step import PlannedStep
 
-from .print_saved import _source
+from .print_saved import _source, referred
 
 TORCH, REENTRANT, ACKPT = "torch", "torch, reentrant", "ackpt"
 WRAPPED = "_checkpoint_wrapped_module"
@@ -44,30 +44,6 @@ def named_modules(roots: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]
     for prefix, root in roots.items():
         for name, module in root.named_modules(prefix=prefix):
             yield ".".join(part for part in name.split(".") if part != WRAPPED), module
-
-
-def referred(function, depth: int = 2) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a function's code refers to: closure, globals, the object that a method belongs to."""
-    if not isinstance(function, (functools.partial, types.FunctionType, types.MethodType, nn.Module)):
-        function = getattr(function, "__call__", None)  # noqa: B004
-    if isinstance(function, functools.partial):
-        for name, value in (("function", function.func), *enumerate(function.args), *function.keywords.items()):
-            yield f"argument {name}", value
-            yield from referred(value, depth)
-    if isinstance(function, types.MethodType):
-        yield "self", function.__self__
-        is_object = hasattr(function.__self__, "__dict__") and not isinstance(function.__self__, nn.Module)
-        yield from vars(function.__self__).items() if is_object else ()
-        function = function.__func__
-    if isinstance(function, types.FunctionType):
-        cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-        values = {name: cell.cell_contents for name, cell in cells if bound(cell)}
-        names = global_names(function.__code__)[0]
-        values |= {name: function.__globals__[name] for name in names if name in function.__globals__}
-        for name, value in values.items():
-            yield name, value
-            if depth and isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
-                yield from referred(value, depth - 1)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
