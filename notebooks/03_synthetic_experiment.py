@@ -223,7 +223,7 @@ figure
 # :::{admonition} Takeaway
 # :class: tip
 # Up to $T^* = P_\text{block} / d$ tokens, which is about $12 d$ for $f = 4 d$, the checkpointed peak comes at the *end*
-# of backward. Only one block's activations are live then, so each further layer adds only its parameters, gradients and
+# of backward. There, depth costs no activation memory at all: a further layer adds only its parameters, gradients and
 # Adam states. Beyond $T^*$, the peak comes at the beginning of backward, and every layer adds its boundary.
 # :::
 

@@ -282,12 +282,12 @@ for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes
 # exist before the step, as with `zero_grad(set_to_none=False)`.) With offload, these tensors are live at that moment:
 #
 # - the input of the last region, which stays on the device because backward needs it first;
-# - the $h$ inputs that have another owner. The first region's input is usually the batch, or the caller's $x$;
+# - the $h$ inputs that something else also holds, usually only the batch, which is the first region's input;
 # - everything else, as without offload.
 #
 # In the backward of an earlier region, that region's input has been copied back. The prefetch of the next input starts
-# halfway through, when half of the recomputed activations have been freed. So the backward of region $i$ reaches its
-# highest memory with one input on the device, instead of $i$ inputs:
+# halfway through, when half of the recomputed activations have been freed. The backward of region $i$ needs its own
+# input on the device, not those of the regions 1 to $i$:
 #
 # $$ \text{peak}_\text{checkpoint} - \text{peak}_\text{offload} = (n - 1 - h) \, S $$
 #
@@ -524,8 +524,8 @@ line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Inputs of regions are few bytes for a lot of compute, so $S / \lambda \le F$ is often met. Then offload costs memory
-# traffic but no time. To decide, measure two times: one copy and one forward.
+# A region's input is small compared with its compute. If one copy is shorter than one forward, offload adds no time. To
+# decide, measure these two times.
 # :::
 #
 # ## Which activations to offload
@@ -568,7 +568,8 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 
 # %% [markdown]
 # For $d \ge \rho / (12 \lambda)$, the matrix products alone take at least as long as the copies. These are peak
-# rates. A real GPU computes more slowly, which makes complete overlap easier.
+# rates. A real GPU computes more slowly, which makes complete overlap easier. {doc}`08_mu_two` asks the same about the
+# outputs of single layers, which must be 24 times as wide.
 #
 # The next two exercises close Part I.
 #

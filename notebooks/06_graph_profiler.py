@@ -314,8 +314,8 @@ for saved in ([a1, a2, a3, a4], [a1, a3, a4]):
 # - **Late**: recompute a segment of $k - 1$ activations when backward reaches it. At the first segment that backward
 #   reaches, the last of the $n / k$ saved activations is already freed, and the other $n / k - 1$ are live. Two
 #   gradients are also live: the one that a tanh's backward reads and the one it computes.
-# - **Again**: recompute one activation at a time, starting from the nearest saved one before it, and free the
-#   intermediate ones. In place of $k - 1$ recomputed activations, only one is live.
+# - **Again**: rebuild each activation from the nearest saved one just before backward needs it, and then discard it. In
+#   place of $k - 1$ recomputed activations, only one is live.
 #
 # In units of $S$, and without the loss and its gradient, the peaks are
 #

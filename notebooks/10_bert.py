@@ -183,8 +183,8 @@ figure
 # *One step with three methods. Within the same peak, the plan recomputes less than half as many FLOPs as per-block
 # checkpointing.*
 #
-# Per-block checkpointing reaches its peak in the backward of a block that it has just recomputed, so recomputed tensors
-# take the place of saved ones. A plan's peak contains the activations that the budget left room to save.
+# At the per-block peak you see recomputed tensors, those of the block that backward has reached; at the plan's, saved
+# ones.
 #
 # FLOPs are not time. On a CPU, operations without FLOPs, above all the generation of dropout masks, take a considerable
 # part of a step. Guess both ratios to the baseline's time before you look. The methods take turns in one process; we
@@ -332,8 +332,9 @@ path = plots.save(figure, "results/figures/10_line.png")
 figure
 
 # %% [markdown]
-# *Plans (line: simulated) halve the dynamic peak with hardly any recomputed FLOPs. Per-block checkpointing is one point
-# above the line. So is the measured plan: it minimizes seconds at calibrated rates, the line FLOPs and moved bytes.*
+# *Plans (line: simulated) halve the dynamic peak with hardly any recomputed FLOPs. The line is simulated and minimizes
+# FLOPs and moved bytes; the measured plan minimizes seconds at calibrated rates, so it is above the line, as per-block
+# checkpointing is.*
 #
 # A plan can be saved and loaded. `ackpt.compile(model, plan=loaded, ...)` then runs it without a search, and raises an
 # error for any other model.
@@ -399,9 +400,9 @@ for kind, events in Counter(event.kind for event in planned.history).items():
     print(f"{kind}: {events}")
 
 # %% [markdown]
-# The first batch was captured for its length only. The second differed in one dimension, so that dimension was captured
-# as a symbol. This capture and one search for schedules serve all other lengths: at each of them, the known schedules
-# are simulated and the cheapest one within the budget runs. Where the baseline fits, the model itself runs.
+# The first batch was captured for its length only. The second differed in one dimension, so the length became a
+# variable. This capture and one search for schedules serve all other lengths: at each of them, the known schedules are
+# simulated and the cheapest one within the budget runs. Where the baseline fits, nothing is recomputed.
 
 # %% tags=["hide-input"] alt="Peak at four lengths for three ways. The baseline is below 30 MiB at 32 and 64 tokens and far above it at 112 and 128. The plan has the peak of the baseline at the two short lengths, and stays just below 30 MiB at the others. Per-block checkpointing is lowest at every length, and close to the plan at 128 tokens."
 figure = curves_plot(

@@ -213,10 +213,9 @@ figure
 #
 # A plan must not recompute an operation while the parameters of its block are sharded: that would need a third gather.
 # So each block has its own plan, and recomputes only in its own backward, for which FSDP2 gathers the parameters
-# anyway. The step is then a sequence of *windows*: the root, one block after another, and back again. The events of a
-# window depend only on what its own block saves, and equal blocks have equal windows. So `ackpt` captures only four
-# blocks: the first, the last, and two in between, whose windows must agree event by event. To check that four blocks
-# predict six, we capture all six:
+# anyway. The step is then a sequence of *windows*: the root, one block after another, and back again. Equal blocks
+# behave alike, so `ackpt` captures only four of them: the first, the last, and two in between, whose windows must agree
+# event by event. To check that four blocks predict six, we capture all six:
 
 # %%
 whole = ShardedModel(deep.config, whole=True)
@@ -307,8 +306,7 @@ figure
 # :::{admonition} Takeaway
 # :class: tip
 # Sharding and checkpointing reduce different parts of the memory. More GPUs divide the resident memory; a plan reduces
-# the activations of a rank's own batch. The memory that sharding frees is memory that the plan need not free by
-# recomputation.
+# the activations of a rank's own batch. Each GiB that sharding frees is a GiB that the plan need not recompute.
 # :::
 #
 # ## Communication volume

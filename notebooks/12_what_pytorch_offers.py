@@ -212,8 +212,9 @@ by_cut
 
 # %% [markdown]
 # The *memory budget* is a number between 0, which saves only inputs, and 1, which saves the minimum cut. In between, a
-# knapsack chooses what else to recompute. It must be set while `torch.compile` compiles. The backend below partitions
-# as Inductor does, but runs operations one by one, so that we can count their bytes.
+# knapsack picks tensors to recompute until the saved bytes fit that fraction. It must be set while `torch.compile`
+# compiles. The backend below partitions as Inductor does, but runs operations one by one, so that we can count their
+# bytes.
 
 
 # %%
@@ -409,10 +410,9 @@ def sent_and_seen(call, below=nn.Identity):
 assert exhibit("a shared block under DDP", sent_and_seen) == {"reentrant": "wrong"}
 
 # %% [markdown]
-# The first number was sent; the optimizer sees the second. A reentrant backward delivers the gradient in two parts.
-# After the first part, DDP has a gradient for every parameter and ends its work. The second part is never averaged, so
-# the processes drift apart. If another layer still waits for its gradient, DDP notices the second part and raises an
-# error:
+# The first number was sent; the optimizer sees the second. A reentrant backward delivers the gradient in two parts. DDP
+# averages the first part and stops listening, so the processes drift apart. If another layer still waits for its
+# gradient, DDP notices the second part and raises an error:
 
 # %%
 with_layer_below = partial(sent_and_seen, below=partial(nn.Linear, 4, 4))
@@ -544,8 +544,8 @@ assert exhibit("dropout", zeros_agree, tools) == {"memory budget 0.9": "wrong", 
 #
 # ### A choice that has no effect
 #
-# Selective checkpointing sees the operations below autograd, where `linear` has become `addmm` or `mm`. So what does the
-# list `[linear]` save, and what does the decision `MUST_CPU_OFFLOAD` do? Do the peak and the FLOPs of the step change?
+# Selective checkpointing sees the operations below autograd, where `linear` has become `addmm` or `mm`. Does listing
+# `linear`, or returning `MUST_CPU_OFFLOAD`, change anything?
 
 
 # %%

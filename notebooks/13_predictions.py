@@ -544,7 +544,7 @@ for device in ("a100-80g", "h100-80g"):
 # ## What we have seen
 #
 # - Predictions that were not fitted to any measurement agree with most published figures of allocated bytes exactly.
-# - Errors reveal what a description lacks: temporaries within kernels, a sort's scratch memory, the order of a
+# - Large errors had causes that could be named: temporaries within kernels, a sort's scratch memory, the order of a
 #   benchmark's modes.
 # - Reserved bytes and the driver's figure depend on more than the step, and their errors are larger.
 # - Ratios of times follow from data sheets, mostly within a few percent. The largest errors are those of steps that run
