@@ -1,18 +1,21 @@
 # %% [markdown]
 # # Where training memory goes
 #
-# After this chapter you can predict the memory of one training step of a Transformer: how many bytes are live, what
-# they hold, and when. You can also check every line of that prediction against the allocator.
+# **What occupies memory during one training step, and when?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/01_one_step.png
+# :alt: Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward.
+# :class: dark-light
 #
-# - Split the memory of a step into a part fixed by the parameters and a part that grows with the batch.
-# - Derive both from the sizes of the model: 16 bytes per parameter, and a sum of widths per token.
-# - Measure both to the byte, and find the moment of the peak.
-# - Decide which part to reduce, and find the number of tokens above which the activations dominate.
+# Live memory of one training step: activations rise until backward begins, gradients until it ends.
+# ```
 #
-# ## Notation
+# After this chapter you can predict the memory of one training step of a Transformer: how many bytes are live, what
+# they hold, and when. You can also check every line of that prediction against the allocator.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -22,6 +25,7 @@
 # | $h$ | attention heads; each is $d / h$ wide |
 # | $P$ | parameters |
 # | $A$ | elements that one block saves per token, from its forward to its backward |
+# :::
 #
 # All tensors are fp32 here: 4 bytes per element. A *storage* is the memory that a tensor refers to. Several tensors
 # (views) can share one storage, so we count the bytes of storages. Memory that is allocated before and after a step is

@@ -1,18 +1,22 @@
 # %% [markdown]
 # # The reentrant checkpoint, from scratch
 #
-# After this chapter you can write activation checkpointing in thirty lines of plain PyTorch and predict its peak to the
-# byte. You know why random numbers, autocast and in-place updates need care, and what correct gradients cost.
+# **What does a checkpoint save, where do common implementations go wrong, and what does a correct one cost?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/02_autograd.png
+# :alt: Three rows of boxes, the nodes of autograd's graph for four sines and a sum, with arrows from the loss to the leaf. Without a region, each of four sine nodes has a tensor below it: the first the input x, the others saved activations. With a region, after the forward, one wide node replaces the four and saves x alone. In its backward, a graph of four sine nodes exists again, with x and three recomputed activations.
+# :class: dark-light
 #
-# - Write a checkpoint in ten lines, and derive what it saves, what it recomputes and what that costs.
-# - Predict the peak of a chain of $n$ layers in $k$ regions, and check it to the byte.
-# - See where ten lines silently give wrong gradients, and fix them in thirty. Know what `ackpt.checkpoint` adds.
-# - Nest regions, checkpoint a whole model without changing its code, and measure what a region costs.
+# The graph that autograd records, without and with a checkpoint: a region is one node, which saves its input and runs
+# the function again in backward.
+# ```
 #
-# ## Notation
+# After this chapter you can write activation checkpointing in thirty lines of plain PyTorch and predict its peak to the
+# byte. You know why random numbers, autocast and in-place updates need care, and what correct gradients cost.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -23,6 +27,7 @@
 # | $k$ | regions into which the chain is cut |
 # | $\ell_i$ | layers in region $i$; $\ell_1 + \dots + \ell_k = n$ |
 # | $S$ | bytes of one activation |
+# :::
 
 # %%
 import torch

@@ -1,19 +1,21 @@
 # %% [markdown]
 # # A language model
 #
-# After this chapter you know why checkpointing the blocks is only half of the work for a language model, and how to
-# compute its loss without ever allocating all logits.
+# **Why do the logits, not the blocks, fill the memory of a language model?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/04_at_the_peak.png
+# :alt: Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both.
+# :class: dark-light
 #
-# - Train a language model on real text with four methods, and see that they learn the same.
-# - Derive the memory of the vocabulary head, tokens times vocabulary times copies, and measure it.
-# - Compute the loss in chunks, so that only one chunk's logits are live at a time, without additional FLOPs.
-# - Derive the peak of all four methods, to the byte.
-# - Predict the published peaks, and ours at the same sizes. The published baseline needs 15,977 MiB at 8192 tokens.
+# Memory at the peak of one step, with four methods: only the loss in chunks removes the logits.
+# ```
 #
-# ## Notation
+# After this chapter you know why checkpointing the blocks is only half of the work for a language model, and how to
+# compute its loss without ever allocating all logits.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -23,6 +25,7 @@
 # | $L$, $d$, $f$, $h$ | blocks; width of the model, of the MLP; heads |
 # | $P_\text{block}$, $P$ | parameters of one block, of the model |
 # | $A$ | elements that one block saves per token, from {doc}`01_where_memory_goes` |
+# :::
 
 # %%
 import math

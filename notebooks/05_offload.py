@@ -1,19 +1,21 @@
 # %% [markdown]
 # # Offload
 #
-# After this chapter you can copy activations to host memory while the model computes, and you know the rules that make
-# such copies correct. You can predict the saved memory to the byte, and say when offload adds no time.
+# **What does offloading activations save, and when does it cost no time?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/05_timelines.png
+# :alt: Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below the last two are copies: with sync each ends at once, with async they overlap with compute.
+# :class: dark-light
 #
-# - Offload saved tensors with plain PyTorch: with `save_on_cpu`, then with ten lines of your own.
-# - Overlap the copies with compute, see a race return wrong bytes, and fix it.
-# - Derive by how much offload lowers the peak of a checkpointed model, and check it to the byte.
-# - Predict when the copies overlap completely with compute, and check the prediction.
-# - Choose which activations to offload.
+# Live memory and copies of one checkpointed step on a CPU: without offload, with sync and with async offload.
+# ```
 #
-# ## Notation
+# After this chapter you can copy activations to host memory while the model computes, and you know the rules that make
+# such copies correct. You can predict the saved memory to the byte, and say when offload adds no time.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -23,6 +25,7 @@
 # | $T$ | tokens in the sequence; $S = s \, T$ with $s$ bytes per token |
 # | $\rho$, $\lambda$ | FLOPs per second of the device, bytes per second of the link to the store in each direction |
 # | $F(T)$, $R(T)$ | seconds of a block's forward, and of its backward without recomputation |
+# :::
 #
 # The model computes on the *device*. Offloaded activations are copied to the *store*: host memory, or a disk.
 

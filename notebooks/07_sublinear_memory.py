@@ -1,20 +1,21 @@
 # %% [markdown]
 # # Sublinear memory
 #
-# After this chapter you can say how little memory a chain of $n$ blocks can use and how much recomputation that takes.
-# You also know where these formulas, which hold for equal blocks, go wrong.
+# **How little memory can a chain of blocks use, and how much recomputation does that take?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/07_revolve.png
+# :alt: State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end.
+# :class: dark-light
 #
-# - Derive the saved activations and the recomputation of $\sqrt n$ segments and of recursive halving, and measure both
-#   on chains of real layers.
-# - Trade snapshots for recomputation with Revolve, the optimum for equal steps.
-# - Run a chain of a thousand blocks in the memory of a few dozen.
-# - Plan chains of unequal blocks with rotor.
-# - Compare what the formulas promise for a Transformer and a ResNet with what these models really need.
+# Revolve reverses a chain of 16 steps with three snapshots: the line is the state that runs, thin lines are snapshots.
+# ```
 #
-# ## Notation
+# After this chapter you can say how little memory a chain of $n$ blocks can use and how much recomputation that takes.
+# You also know where these formulas, which hold for equal blocks, go wrong.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -25,6 +26,7 @@
 # | $s$, $r$ | snapshots; the number of times a step runs forward before its reversal |
 # | $P(n, s)$ | fewest advances that reverse $n$ steps with $s$ snapshots |
 # | $\beta(s, r)$ | the largest number of steps that $s$ snapshots and $r$ runs can reverse |
+# :::
 #
 # {doc}`02_reentrant_checkpoint` cut chains of functions, and {doc}`06_graph_profiler` planned whole graphs. This
 # chapter answers the question in between: *where* to cut.

@@ -1,20 +1,23 @@
 # %% [markdown]
 # # mu-TWO
 #
+# **Which activations should be swapped and which recomputed, and how does that depend on the device?**
+
+# %% [markdown]
+# ```{figure} ../../results/figures/08_swapped.png
+# :alt: Simulated live memory of one step under three plans. Baseline: a high ramp up to the start of backward, and down again. Recomputed: half as high. Swapped: also half as high; activations leave during forward and return one after the other in backward.
+# :class: dark-light
+#
+# Simulated live memory of one step on a T4: everything saved, activations recomputed, and activations swapped to the
+# host.
+# ```
+#
 # After this chapter you can decide for each activation of a step whether to save, swap or recompute it, as the
 # algorithm mu-TWO does. You know how far its decisions are from the optimum, when a copy to the host is free, and how
 # much larger a batch a plan allows.
-
-# %% [markdown]
-# ## Goals
 #
-# - Compute the two prices of freeing an activation: the time of a copy, and the time of a recomputation.
-# - Follow the choices on a small network, and see how each choice changes the prices of the others.
-# - Compare the result with the exact optimum.
-# - Tell from three rates of a device whether copies overlap with compute.
-# - Predict the largest batch that fits, measure it, and compare it with published claims.
-#
-# ## Notation
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -24,6 +27,7 @@
 # | $\rho$, $\lambda$ | FLOPs per second of the device; bytes per second of its link to the host, in one direction |
 # | $T$, $d$ | tokens; width of a layer |
 # | $B$, $m_0$, $m_1$ | batch size; bytes of a step that do not depend on it; bytes per sequence of the batch |
+# :::
 #
 # {doc}`07_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
 # 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every activation individually, and may also *swap* it:

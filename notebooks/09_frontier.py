@@ -1,18 +1,21 @@
 # %% [markdown]
 # # The optimum and the frontier
 #
-# After this chapter you can bound the cost of a budget from below, measure how far each method is from the optimum, and
-# choose a method for a given budget.
+# **How far is each method from the optimum, and which one should you use when?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/09_time.png
+# :alt: Added time over the measured dynamic peak, as fractions of the baseline, for a BERT with dropout. The plans of auto form two curves that rise slowly from a peak of 0.8 down to 0.4, and steeply below. PyTorch's tools lie far above both curves.
+# :class: dark-light
 #
-# - Write rematerialization as an integer program, and relax it to a lower bound that holds for graphs of any size.
-# - Measure how far each policy is from the optimum where it is known, and from the lower bound elsewhere.
-# - Draw the Pareto frontier of all policies and of PyTorch's own tools on one model.
-# - Read from the frontier which method to use when, and from a plan the reasons for its decisions.
+# Added time over the peak of a BERT with dropout, measured on two CPU cores.
+# ```
 #
-# ## Notation
+# After this chapter you can bound the cost of a budget from below, measure how far each method is from the optimum, and
+# choose a method for a given budget.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -23,6 +26,7 @@
 # | $p(s)$ | the operation that computes the storage $s$ |
 # | $u_s$, $v_i$ | the fraction of $s$ saved from forward to backward, and of $i$ recomputed, between 0 and 1 |
 # | $a$ | bytes that are live at an instant, no matter what is saved |
+# :::
 #
 # The *frontier* consists of the plans that no other plan beats in both peak and cost. Costs are fractions of the
 # baseline's cost. Peaks and, in the tables, $B$ are fractions of its dynamic peak.

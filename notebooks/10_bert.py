@@ -1,20 +1,21 @@
 # %% [markdown]
 # # BERT: per-block checkpointing and plans
 #
-# After this chapter you can fit a BERT into the memory that you have, with per-block checkpointing or with a plan for a
-# budget. You can say what each of the two recomputes and why, and judge a published saving.
+# **What does a planner gain over per-block checkpointing on BERT-large?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/10_timelines.png
+# :alt: Live memory of three training steps side by side. Baseline: a ramp up to the peak where backward begins, and down again. Per-block checkpointing: a low staircase with spikes in the forward, then four tall teeth in backward. Plan: a ramp a third as high as the baseline, with small teeth on its way down; its peak is as high as the teeth of per-block checkpointing.
+# :class: dark-light
 #
-# - Train a BERT with per-block checkpointing and with a plan, and compare bytes, FLOPs and time.
-# - See that neither changes a loss or a gradient over three optimizer steps with dropout.
-# - Derive what a block of BERT saves, and find which of these activations a plan saves at each budget.
-# - Find the smallest feasible budget, and save a plan.
-# - Train on batches of several lengths within one budget.
-# - Predict BERT-large for 8 sequences of 512 tokens, and compare with the published figures.
+# Live memory of one step of a small BERT with three methods: per-block checkpointing and a plan at the same peak.
+# ```
 #
-# ## Notation
+# After this chapter you can fit a BERT into the memory that you have, with per-block checkpointing or with a plan for a
+# budget. You can say what each of the two recomputes and why, and judge a published saving.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -22,6 +23,7 @@
 # | $d$, $f$, $h$, $L$ | width of the model, width inside the MLP, heads, blocks |
 # | $A$ | elements that one block saves per token for its backward |
 # | $F_\text{block}$ | FLOPs of one block's forward |
+# :::
 #
 # *Per-block checkpointing* ({doc}`02_reentrant_checkpoint`) makes each block a region, which saves its input and is
 # recomputed in backward. A *plan* ({doc}`06_graph_profiler`) is a schedule of operations, made for a *budget*, an upper

@@ -1,25 +1,28 @@
 # %% [markdown]
 # # What PyTorch offers
 #
-# After this chapter you can build PyTorch's own memory-saving tools in a few lines, say what each one saves and costs,
-# and recognize the situations in which it silently computes something else.
+# **How do PyTorch's own tools save memory, what do they cost, and when are they silently wrong?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/12_timelines.png
+# :alt: Live memory of one step with four methods, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a spike per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply in backward to a peak that is not far below the baseline's. The plan stays low in both halves and has the lowest peak.
+# :class: dark-light
 #
-# - Rebuild non-reentrant and selective checkpointing, `save_on_cpu`, and the checkpointing of `transformers`; understand
-#   the min-cut partitioner of `torch.compile` and its memory budget.
-# - Compare all of them on one model: saved bytes, peak, recomputed FLOPs.
-# - Watch each tool fail in a few lines, and see what `ackpt` does instead.
-# - Fit a model of your own within a budget.
+# Live memory of one step with four methods of PyTorch and a plan, on a CPU.
+# ```
 #
-# ## Notation
+# After this chapter you can build PyTorch's own memory-saving tools in a few lines, say what each one saves and costs,
+# and recognize the situations in which it silently computes something else.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
 # | $N$ | tokens in a batch |
 # | $L$, $d$, $h$ | blocks, width of the model, attention heads |
 # | $V$ | words of the vocabulary |
+# :::
 #
 # All tensors are in fp32, 4 bytes per element. All results and failures come from this version of torch:
 
