@@ -203,6 +203,15 @@ for method in METHODS:
 # The theory predicts the saved tensors only. The *other* live tensors, incoming and outgoing gradients and the output
 # of the running operation, are read off these chains: one constant per method, two for recursive halving and three
 # otherwise. Everything else is predicted. Does every measured number equal its prediction?
+#
+# The square root appears in this book with four constants. They count different tensors of the same schedule:
+#
+# | form | counted | at $k = \sqrt n$ |
+# |---|---|--:|
+# | $k + n / k$ | {doc}`02_reentrant_checkpoint`: a chain without weights, at its peak in the last region but one: $k - 2$ boundaries, $n / k$ activations and two gradients | $2 \sqrt n$ |
+# | $n / k + k$ | {doc}`06_graph_profiler`: every $k$-th activation is saved, so $n / k - 1$ of them, $k - 1$ recomputed ones and two gradients | $2 \sqrt n$ |
+# | $k - 1 + n / k$ | here: saved and recomputed tensors alone | $2 \sqrt n - 1$ |
+# | $k - 1 + n / k + 3$ | here: with the three other live tensors, as measured | $2 \sqrt n + 2$ |
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
