@@ -49,7 +49,9 @@ def test_a_model_that_cannot_be_measured_unmodified_is_none(monkeypatch):
         return 0, None
 
     monkeypatch.setattr(compare, "measured_peak", measured)
-    (outcome,) = check(spec, only=planned.name) or ()
+    outcomes = check(spec, only=planned.name)
+    assert outcomes is not None
+    (outcome,) = outcomes
     assert outcome.kind == FINDING and "a second time" in outcome.text
     plain_fails = True
     assert check(spec, only=planned.name) is None
