@@ -247,7 +247,7 @@ def _facts(tensors: Iterable[torch.Tensor]) -> list[tuple]:
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Any:
     """Torch's check of plain tensors for at least what `tensor_facts` reads; None for tensors of other kinds."""
-    if any(type(each) not in _PLAIN or each.layout is not torch.strided or each.is_nested for each in tensors):
+    if any(type(each) not in _PLAIN or each.layout is not torch.strided for each in tensors):
         return None
     sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)

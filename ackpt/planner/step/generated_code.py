@@ -2,7 +2,8 @@
 
 Torch's Python bindings parse their arguments in two thirds of the time of an ``OpOverload``, and dispatch the same
 operation with the same arguments. Views that only undo earlier ones are left out. Operations run below autograd, which
-has nothing to record here and would describe every view. None of this changes a bit or a byte. Calls around recomputed
+has nothing to record here and would describe every view; AOTAutograd counts the versions of inputs that change. None of
+this changes a bit or a byte. Calls around recomputed
 operations let a meter tell what was recomputed.
 """
 
@@ -31,7 +32,6 @@ _VIEWS = {
     _ATEN.unsqueeze.default,
     _ATEN.squeeze.dim,
 }
-_VERSIONS = _C.DispatchKey.ADInplaceOrView
 _LEFT_OUT = {*_VIEWS, _ATEN.detach.default}  # if nothing reads the result
 # By overload, the method that dispatches it. The sizes of the second group are given one by one.
 METHODS = {
@@ -198,8 +198,6 @@ def _function(root: nn.Module, listing: Listing) -> Any:
 def _statements(code: _Code, line: Line, dropped: list[Line]) -> Iterator[str]:
     """The call of `line`, after which the values `dropped` are."""
     call = code.call(line) if line in dropped else f"{code.name(line)} = {code.call(line)}"
-    if isinstance(line.target, OpOverload) and line.target._schema.is_mutable:  # increments versions
-        call = f"with {code.constant(_C._SetExcludeDispatchKeyGuard)}({code.constant(_VERSIONS)}, False): {call}"
     yield f" {call}"
     if names := [code.name(each) for each in dropped if each is not line]:
         yield f" del {','.join(names)}"
