@@ -3,8 +3,7 @@
 Torch's Python bindings parse their arguments in two thirds of the time of an ``OpOverload``, and dispatch the same
 operation with the same arguments. Views that only undo earlier ones are left out. Operations run below autograd, which
 has nothing to record here and would describe every view; AOTAutograd counts the versions of inputs that change. None of
-this changes a bit or a byte. Calls around recomputed
-operations let a meter tell what was recomputed.
+this changes a bit or a byte. Calls around recomputed operations let a meter tell what was recomputed.
 """
 
 from __future__ import annotations
@@ -183,24 +182,19 @@ def _function(root: nn.Module, listing: Listing) -> Any:
     read = {*listing.output.inputs}.union(*(line.inputs for line in listing.lines))
     if unread := [code.name(line) for line in inputs if line not in read]:  # perhaps by a view that is left out
         lines.append(f" del {','.join(unread)}")
-    body = [text for line in listing.lines if line.op in CALLS for text in _statements(code, line, dropped[line])]
+    indent = ""
     if all(map(_runs_below_autograd, listing.lines)):
-        body = [
-            f" with {code.constant(_C._AutoDispatchBelowADInplaceOrView)}():",
-            "  pass",
-            *(f" {text}" for text in body),
-        ]
-    lines += [*body, f" return {code.text(listing.output.args[0])}"]
+        lines += [f" with {code.constant(_C._AutoDispatchBelowADInplaceOrView)}():", "  pass"]
+        indent = " "
+    for line in listing.lines:
+        if line.op in CALLS:
+            is_read = line not in dropped[line]
+            lines.append(f"{indent} {f'{code.name(line)} = ' if is_read else ''}{code.call(line)}")
+            if names := [code.name(each) for each in dropped[line] if each is not line]:
+                lines.append(f"{indent} del {','.join(names)}")
+    lines.append(f" return {code.text(listing.output.args[0])}")
     exec("\n".join(lines), code.globals)  # noqa: S102
     return code.globals["call"]
-
-
-def _statements(code: _Code, line: Line, dropped: list[Line]) -> Iterator[str]:
-    """The call of `line`, after which the values `dropped` are."""
-    call = code.call(line) if line in dropped else f"{code.name(line)} = {code.call(line)}"
-    yield f" {call}"
-    if names := [code.name(each) for each in dropped if each is not line]:
-        yield f" del {','.join(names)}"
 
 
 def _runs_below_autograd(line: Line) -> bool:
