@@ -249,7 +249,8 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Any:
     """Torch's check of plain tensors for at least what `tensor_facts` reads; None for tensors of other kinds."""
     if any(type(each) not in _PLAIN or each.layout is not torch.strided for each in tensors):
         return None
-    sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
+    sizes: Any = [list(each.shape) for each in tensors]  # a dimension with None may have any size
+    strides: Any = [list(each.stride()) for each in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
