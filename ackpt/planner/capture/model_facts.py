@@ -50,7 +50,7 @@ class ModelFacts:
     """
 
     def __init__(self, modules: Collection[nn.Module]):
-        own = _own(modules)
+        own = _tensors(_named(modules))
         self.structure = _structure(modules)
         self.tensors = _facts(own)
         self.shared = shared(own)
@@ -93,7 +93,7 @@ class WatchedModel:
 
     def own_tensors(self) -> list[torch.Tensor]:
         """The model's parameters and buffers, tied ones several times."""
-        return self._own
+        return _tensors(self._named)
 
     def _read(self) -> None:
         self.modules = every_module(self.model)
@@ -105,27 +105,30 @@ class WatchedModel:
                     "the calls of the model around it: these run as that model was planned. Call ackpt.remove_budget "
                     "on one of the two."
                 )
-        self._facts, self._own = ModelFacts(modules), _own(modules)
-        self.storages, self._guards = storages(self._own), _guards(self._own)
+        self._facts, self._named = ModelFacts(modules), _named(modules)
+        self.storages, self._guards = storages(self.own_tensors()), _guards(self.own_tensors())
         self._sources = _Sources(modules) if all(map(_has_dicts, modules)) else None
 
     def _is_current(self) -> bool:
         modules, facts, sources = self.modules.values(), self._facts, self._sources
         if sources is None or not sources.are_same(modules):
             return False
+        own = self.own_tensors()
         if sources.are_touched:
-            own = _own(modules)
             if [module.training for module in modules] != facts.training or _facts(own) != facts.tensors:
                 return False
-            self._own, self._guards, sources.are_touched = own, _guards(own), False
-        own = self._own
+            self._guards, sources.are_touched = _guards(own), False
         if not (self._guards.check(*own) if self._guards else _facts(own) == facts.tensors):
             return False
         return storages(own) == self.storages and (not facts.shared or shared(own) == facts.shared)
 
 
-def _own(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    named = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+def _named(modules: Iterable[nn.Module]) -> list[Mapping[str, torch.Tensor | None]]:
+    """The dicts of the modules' parameters and buffers."""
+    return [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+
+
+def _tensors(named: Iterable[Mapping[str, torch.Tensor | None]]) -> list[torch.Tensor]:
     return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
 
 

@@ -289,8 +289,9 @@ def test_an_argument_that_shares_the_storage_of_a_parameter_is_another_call():
 def test_a_parameter_like_the_one_before_is_the_models_own():
     model = _tied()
     watched = WatchedModel(model)
-    before = watched.facts()
+    before, earlier = watched.facts(), weakref.ref(model.first.bias)
     model.first.bias = nn.Parameter(torch.zeros(4))
+    assert earlier() is None
     assert watched.facts() == before and watched.facts().tensors == before.tensors
     own = {id(tensor) for tensor in watched.own_tensors()}
     assert own == set(map(id, [*model.parameters(), *model.buffers()]))
