@@ -313,10 +313,11 @@ class DynamicModule:
 
     def storage_bytes(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """The bytes of every storage at these sizes, by the ids that the storages of an instance have."""
-        return self.symbols.evaluated(self._storage_bytes, values)
+        return self.symbols.evaluated(self.storage_sizes, values)
 
     @cached_property
-    def _storage_bytes(self) -> tuple[Any, ...]:
+    def storage_sizes(self) -> tuple[Any, ...]:
+        """The bytes of every storage, as numbers and expressions."""
         sizes: dict[int, Any] = {}
         for node_id in range(len(self.fx) - 1):  # the last one is the output
             for value in tensors_of(self.fx[node_id]):
