@@ -13,7 +13,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,9 @@ from ackpt.planner.step.many_sizes import ManySizes, Values
 from ackpt.planner.step.runnable import Runnable
 
 from .device_memory import device_memory
-from .named_models import batches_of
-from .planned_shapes import allocated_on, calls_as_on
-from .step_request import DTYPES
+from .named_models import BUILT_IN, batches_of, training_step
+from .planned_shapes import PlanConfig, allocated_on, calls_as_on, scaled_loss, split_budget, with_training_loop
+from .step_request import TRANSFORMERS
 
 BATCH_SIZE, TOKENS, PACKED = "batch_size", "tokens_per_batch", "packed"
 _WORDS = {
@@ -268,6 +268,38 @@ def fits(
         positions,
         seed,
     )
+
+
+def fits_of_plan(
+    config: PlanConfig, lengths: Sequence[int], batches: Batching, name_of: Callable[[int], str]
+) -> Fits:
+    """As `fits`, for the model of a configuration of ``ackpt plan``."""
+    where = None if config.device is None else _gpu(config.device)
+    budget = _bytes(config.budget)
+    stage(f"building {config.step.model}")
+    model, positions = training_step(config.step).model, None
+    if config.step.model.startswith(TRANSFORMERS):
+        try:
+            make, positions = batches_of(model)
+        except TypeError:
+            raise ValueError(f"{config.step.model} reads no sequences of tokens, so --lengths does not apply") from None
+    elif batches.kind == PACKED:
+        raise ValueError(f"--packed makes rows for models of transformers ({TRANSFORMERS}...), not {config.step.model}")
+    else:
+
+        def make(size: int, length: int) -> dict[str, Any]:
+            return BUILT_IN[config.step.model][2](model, replace(config.step, batch_size=size, seq_len=length))
+
+    @contextlib.contextmanager
+    def capturing():
+        scaled = scaled_loss(model) if config.scaling else contextlib.nullcontext()
+        with calls_as_on(where, config.autocast), scaled:
+            yield
+
+    context = None if config.context_mib is None else config.context_mib * MIB
+    finish = partial(with_training_loop, model=model, config=config)
+    evaluation = _Evaluation(model, make, where, capturing, finish, budget, context)
+    return evaluated(evaluation, lengths, batches, positions, name_of=name_of)
 
 
 def evaluated(
@@ -494,7 +526,8 @@ def batching(batch_size: int | None, tokens_per_batch: int | None, packed: int |
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
         raise ValueError(
-            f"{' and '.join(given) or 'no way'} to make batches: give one of batch_size, tokens_per_batch and packed"
+            f"{' and '.join(given) or 'no way'} to make batches: give one of batch_size, tokens_per_batch and packed "
+            "(--batch-size, --tokens-per-batch, --packed)"
         )
     ((kind, number),) = given.items()
     if type(number) is not int or number < 1:
@@ -547,6 +580,9 @@ def lengths_in(path: Path) -> tuple[list[int], Callable[[int], str]]:
 
 
 def _bytes(budget: int | str | None) -> int | None:
+    bound, is_reserved = split_budget(budget)
+    if is_reserved:
+        raise ValueError(f"the budget {budget!r} bounds reserved bytes: give allocated ones, as in {str(bound).strip()!r}")
     found = dynamic_limit(budget, 0, 0)
     if budget is not None and is_share(budget):
         raise ValueError(
