@@ -64,7 +64,9 @@ def add_plan(commands) -> None:
         help="report on all batches of a data set: the number of tokens of each sequence, one number a line or a list "
         "as JSON; with --batch-size, --tokens-per-batch or --packed",
     )
-    add("--tokens-per-batch", type=int, metavar="N", help="with --lengths, the most tokens of a batch, padding included")
+    add(
+        "--tokens-per-batch", type=int, metavar="N", help="with --lengths, the most tokens of a batch, padding included"
+    )
     add("--packed", type=int, metavar="N", help="with --lengths, pack sequences to rows of N tokens, one row per batch")
     add_set(add, "n_layer=48 dropout=0.0")
     add(

@@ -211,7 +211,9 @@ class DynamicWorkspace:
     def _measure(self, todo) -> None:
         for node_ids, target, call, spec, key in todo:
             if key not in self._measured:
-                arguments = tree_unflatten([tensor_of(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in call], spec)
+                arguments = tree_unflatten(
+                    [tensor_of(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in call], spec
+                )
                 self._measured[key] = allocation_of(self.reference.nodes[node_ids[0]], target, arguments).workspace
 
     @cached_property

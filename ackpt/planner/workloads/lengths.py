@@ -1,12 +1,12 @@
 """`ackpt.fits`: the peak of every batch of a data set, from its lengths, and the largest batch that fits.
 
 The step is captured once with dynamic sizes, and `ManySizes` evaluates its schedules at every shape that occurs. A
-batch fits a GPU by the rule of `device_memory`; of batches with less allocated memory than one that fits, all fit.
+batch fits a GPU by the rule of `device_memory`. Batches whose peak is at most half of the device's memory fit. Of the
+others, at most `_MOST_REPLAYS` are replayed, evenly spaced by their peak, and each counts for those up to the next.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import copy
 import json
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from ackpt.core.budget import dynamic_limit, is_share
 from ackpt.core.errors import TraceError
@@ -31,8 +32,8 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.gpus import MIB, gpu
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import CAPTURING, capture
-from ackpt.planner.capture.call_facts import Call, call_of
-from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension, is_sized
+from ackpt.planner.capture.call_facts import Sizes, call_of
+from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension, is_sized, layout
 from ackpt.planner.capture.inspection.calls import call_arguments
 from ackpt.planner.capture.inspection.model_checks import check_model
 from ackpt.planner.capture.joint_graph import JointGraph
@@ -59,6 +60,7 @@ _WORDS = {
 NONE, FULL, AUTO = "none", "full", "auto"
 _TITLES = {NONE: "without checkpointing", FULL: "per-block checkpointing", AUTO: "plan within the budget"}
 _MOST_CAPTURES = 8
+_MOST_REPLAYS = 16  # of one epoch
 _ALMOST = 99  # percent of the batches
 Shape = tuple[int, int]  # number of sequences, length
 
@@ -223,7 +225,8 @@ def fits(
             fit its memory, as in ``ackpt plan``. The step is planned under the active autocast. By default, peaks are
             those on the CPU.
         budget: bytes of the whole peak, such as ``"20GiB"``, for a third method: plans of policy ``"auto"`` that
-            recompute activations or pack dropout masks. Without `device`, a batch fits if its peak is within the budget.
+            recompute activations or pack dropout masks. Without `device`, a batch fits if its peak is within
+            the budget.
         optimizer, accumulation: as in `ackpt.compile`.
         seed: of the shuffled order.
 
@@ -270,9 +273,7 @@ def fits(
     )
 
 
-def fits_of_plan(
-    config: PlanConfig, lengths: Sequence[int], batches: Batching, name_of: Callable[[int], str]
-) -> Fits:
+def fits_of_plan(config: PlanConfig, lengths: Sequence[int], batches: Batching, name_of: Callable[[int], str]) -> Fits:
     """As `fits`, for the model of a configuration of ``ackpt plan``."""
     where = None if config.device is None else _gpu(config.device)
     budget = _bytes(config.budget)
@@ -370,12 +371,22 @@ class _Evaluation:
         has_limit = self.where is not None or self.budget is not None
         return Peaks(tuple(shapes), peaks, self._exceeding(policy, shapes) if has_limit else None)
 
-    def _exceeding(self, policy: str, shapes: Sequence[Shape]) -> int:
+    def _exceeding(self, policy: str, shapes: Sequence[Shape], enough: float = float("inf")) -> int:
+        """How many batches of these shapes do not fit; stops at more than `enough`."""
         self._evaluate(policy, shapes)
-        counts = Counter(shapes)
-        ascending = sorted(counts, key=lambda shape: self._peaks[policy, shape][0])
-        within = bisect.bisect_left(ascending, True, key=lambda shape: not self.is_within(policy, shape))
-        return sum(counts[shape] for shape in ascending[within:])
+        exceeding, near = 0, []
+        for shape, count in Counter(shapes).items():
+            is_within = self._is_within(policy, shape)
+            exceeding += count if is_within is False else 0
+            near += [(self._peaks[policy, shape][0], shape, count)] * (is_within is None)
+        near.sort(reverse=True)
+        together = max(1, -(-len(near) // _MOST_REPLAYS))
+        for at in range(0, len(near), together):
+            if exceeding > enough:
+                break
+            group = near[at : at + together]
+            exceeding += 0 if self._is_within_reserved(policy, group[0][1]) else sum(count for *_, count in group)
+        return exceeding
 
     def _largest(self, policy, percent: int, shuffled, ordered, batches: Batching, positions) -> int:
         """The largest number of `batches` for which so many percent of the batches fit; 0 if there is none."""
@@ -383,7 +394,8 @@ class _Evaluation:
         def is_enough(number: int) -> bool:
             for order in (shuffled, ordered) if percent == 100 else (shuffled,):
                 shapes = Batching(batches.kind, number).shapes(order)
-                if 100 * self._exceeding(policy, shapes) > (100 - percent) * len(shapes):
+                most = (100 - percent) * len(shapes) // 100
+                if self._exceeding(policy, shapes, most) > most:
                     return False
             return True
 
@@ -394,27 +406,37 @@ class _Evaluation:
             most = min(most, positions[0])
         low, high = least - 1, min(batches.number, most)
         while high <= most and is_enough(high):
-            low, high = high, most if low < most < 2 * high and high < most else 2 * high
+            low, high = high, most if high < most < 2 * high else 2 * high
         high = min(high, most + 1)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if is_enough(middle) else (low, middle)
         return low if low >= least else 0
 
-    def is_within(self, policy: str, shape: Shape) -> bool:
-        """Whether a batch fits: the budget, if there is one for this method, and the device."""
+    def _is_within(self, policy: str, shape: Shape) -> bool | None:
+        """Whether a batch fits: the budget, if there is one for this method, and the device; None if a replay says."""
+        peak, _ = self._peaks[policy, shape]
+        if self.budget is not None and (policy == AUTO or self.where is None) and peak > self.budget:
+            return False
+        if self.where is None or 2 * peak <= self._room:
+            return True
+        return False if peak > self._room else None
+
+    @property
+    def _room(self) -> int:
+        """What the context leaves of the device's memory."""
+        assert self.where is not None
+        context = gpu(self.where.name).context_bytes if self._context_bytes is None else self._context_bytes
+        return self.where.memory_bytes - context
+
+    def _is_within_reserved(self, policy: str, shape: Shape) -> bool:
         if (policy, shape) not in self._fits:
-            peak, schedule = self._peaks[policy, shape]
-            if self.budget is not None and (policy == AUTO or self.where is None) and peak > self.budget:
-                is_within = False
-            elif self.where is None:
-                is_within = True
-            else:
-                one, values = self.place(shape)
-                graph, workspace, on = one.sizes.sized(values), one.sizes.workspace_bytes(values), gpu(self.where.name)
-                memory = device_memory(graph, workspace.tolist(), schedule, self.where, on, self._context_bytes)
-                is_within = memory.fits
-            self._fits[policy, shape] = is_within
+            assert self.where is not None
+            one, values = self.place(shape)
+            graph, workspace = one.sizes.sized(values), one.sizes.workspace_bytes(values).tolist()
+            schedule, on = self._peaks[policy, shape][1], gpu(self.where.name)
+            memory = device_memory(graph, workspace, schedule, self.where, on, self._context_bytes)
+            self._fits[policy, shape] = memory.fits
         return self._fits[policy, shape]
 
     def _evaluate(self, policy: str, shapes: Sequence[Shape]) -> None:
@@ -430,20 +452,16 @@ class _Evaluation:
     def place(self, shape: Shape) -> tuple[_OneCapture, Values]:
         """The capture that serves a shape, and the sizes of its dynamic dimensions there."""
         if shape not in self._places:
-            call = self._call(*shape)
-            places = ((one, one.values(call)) for one in self._captures)
+            sizes = self._sizes(*shape)
+            places = ((one, one.values(sizes)) for one in self._captures)
             found = next(((one, values) for one, values in places if values is not None), None)
             self._places[shape] = self._captured(shape) if found is None else found
         return self._places[shape]
 
-    def _call(self, size: int, length: int) -> Call:
+    def _sizes(self, size: int, length: int) -> Sizes:
         with torch.device("meta"):
-            args, kwargs = call_arguments(self.make(size, length))
-        return call_of(self._watched, args, kwargs)
-
-    @cached_property
-    def _watched(self) -> WatchedModel:
-        return WatchedModel(self.model)
+            leaves = tree_leaves(call_arguments(self.make(size, length)))
+        return tuple(map(layout, filter(is_sized, leaves)))
 
     def _captured(self, shape: Shape) -> tuple[_OneCapture, Values]:
         """A new capture, in which the dimensions that change with the shape are dynamic if they are at least 2."""
@@ -456,21 +474,21 @@ class _Evaluation:
         stage(f"capturing batches of {shape[0]} sequences of length {shape[1]}")
         size, length = shape
         args, kwargs = call_arguments(self.make(size, length))
-        others = self._call(size + 1, length), self._call(size, length + 1)
+        others = self._sizes(size + 1, length), self._sizes(size, length + 1)
         with self._capturing():
             call = call_of(WatchedModel(self.model), args, kwargs)
             places = [at for at, leaf in enumerate(call.leaves) if is_sized(leaf)]
             dims = {
                 Dimension(at, dim)
                 for other in others
-                for at, (was, *_), (now, *_) in zip(places, call.sizes, other.sizes)
+                for at, (was, *_), (now, *_) in zip(places, call.sizes, other)
                 for dim, (one, two) in enumerate(zip(was, now))
                 if one != two and one >= SMALLEST
             }
             with capture(self.model, args, kwargs, "loss", "drop", sorted(dims)) as captured:
                 step = Runnable(captured, call, self.model, NO_LOOP)
         graph = step.reference if self.where is None else allocated_on(self.where, step.reference)
-        one = _OneCapture(ManySizes(step, self._finish(graph), self.where), call)
+        one = _OneCapture(ManySizes(step, self._finish(graph), self.where), call.sizes)
         self._captures.append(one)
         return one, step.values
 
@@ -478,15 +496,15 @@ class _Evaluation:
 class _OneCapture:
     """One capture and the schedules of each method at its sizes."""
 
-    def __init__(self, sizes: ManySizes, call: Call):
-        self.sizes, self._own = sizes, call.sizes
+    def __init__(self, sizes: ManySizes, own: Sizes):
+        self.sizes, self._own = sizes, own
 
-    def values(self, call: Call) -> Values | None:
-        """The sizes of the dynamic dimensions in `call`; None if the capture does not serve it."""
+    def values(self, sizes: Sizes) -> Values | None:
+        """The sizes of the dynamic dimensions in a call with these layouts; None if the capture does not serve it."""
         symbols = self.sizes.step.captured.symbols
         if symbols is None:
-            return () if call.sizes == self._own else None
-        return symbols.values_in(call.sizes)
+            return () if sizes == self._own else None
+        return symbols.values_in(sizes)
 
     def peaks(self, policy: str, values: list[Values], budget: int | None) -> list[tuple[int, Schedule]]:
         """The peak at these sizes and its schedule: for ``auto`` the cheapest within the budget, else the lowest."""
@@ -582,7 +600,9 @@ def lengths_in(path: Path) -> tuple[list[int], Callable[[int], str]]:
 def _bytes(budget: int | str | None) -> int | None:
     bound, is_reserved = split_budget(budget)
     if is_reserved:
-        raise ValueError(f"the budget {budget!r} bounds reserved bytes: give allocated ones, as in {str(bound).strip()!r}")
+        raise ValueError(
+            f"the budget {budget!r} bounds reserved bytes: give allocated ones, as in {str(bound).strip()!r}"
+        )
     found = dynamic_limit(budget, 0, 0)
     if budget is not None and is_share(budget):
         raise ValueError(

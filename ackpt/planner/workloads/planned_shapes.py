@@ -181,9 +181,7 @@ def _planned(
 
     def memory_of(plan: Plan) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB
-        return where and device_memory(
-            graph, profile.workspace_bytes, plan.schedule, where, gpu(where.name), context
-        )
+        return where and device_memory(graph, profile.workspace_bytes, plan.schedule, where, gpu(where.name), context)
 
     budget, is_reserved = split_budget(config.budget)
     plan = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)

@@ -126,9 +126,11 @@ def test_a_batch_fits_a_gpu_as_its_own_plan_says():
             planned = run_plan(PlanConfig(step, device="l4", context_mib=context, policy=policy))
             assert planned.memory.fits is is_within
             if policy == "none":  # the schedule of `full` is chosen at the sizes of the data set
-                assert planned.plan.peak_bytes == fits_of_plan(
-                    config, [100], Batching("batch_size", size), str
-                ).methods["none"].random.bytes[0] or size > 1
+                assert (
+                    planned.plan.peak_bytes
+                    == fits_of_plan(config, [100], Batching("batch_size", size), str).methods["none"].random.bytes[0]
+                    or size > 1
+                )
 
 
 def test_a_model_without_data_has_the_same_peaks_up_to_workspace():
