@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_many_sizes import gpt2
 
 import ackpt
 from ackpt.planner.costs.devices import device
-from ackpt.planner.workloads.lengths import Batching, Peaks, lengths_in
+from ackpt.planner.workloads.lengths import Batching, Peaks, fits_of_plan, lengths_in
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest
 
@@ -115,22 +116,13 @@ def test_the_largest_number_fits_and_the_next_does_not(kind):
 
 def test_a_batch_fits_a_gpu_as_its_own_plan_says():
     context = device("l4").memory_bytes // MIB - 40  # leaves 40 MiB
-    config = PlanConfig(StepRequest("hf:GPT2Config", 1, 100, None, FIELDS), device="l4", context_mib=context)
-    from ackpt.planner.workloads.lengths import fits_of_plan
-
-    found = fits_of_plan(config, [100, 60, 80, 100, 30, 100] * 20, Batching("batch_size", 4), str)
-    for policy in ("none", "full"):
-        method = found.methods[policy]
-        for size, is_within in ((method.largest, True), (method.largest + 1, False)):
-            step = StepRequest("hf:GPT2Config", size, 100, None, FIELDS)
-            planned = run_plan(PlanConfig(step, device="l4", context_mib=context, policy=policy))
-            assert planned.memory.fits is is_within
-            if policy == "none":  # the schedule of `full` is chosen at the sizes of the data set
-                assert (
-                    planned.plan.peak_bytes
-                    == fits_of_plan(config, [100], Batching("batch_size", size), str).methods["none"].random.bytes[0]
-                    or size > 1
-                )
+    config = PlanConfig(StepRequest("hf:GPT2Config", 1, 1, None, FIELDS), device="l4", context_mib=context)
+    method = fits_of_plan(config, [100] * 60, Batching("batch_size", 4), str).methods["none"]
+    for size, is_within in ((method.largest, True), (method.largest + 1, False)):
+        config = replace(config, step=StepRequest("hf:GPT2Config", size, 100, None, FIELDS))
+        assert run_plan(config).memory.fits is is_within
+    planned = run_plan(replace(config, step=StepRequest("hf:GPT2Config", 4, 100, None, FIELDS)))
+    assert set(method.random.bytes) == {planned.plan.peak_bytes} and method.random.exceeding == 0
 
 
 def test_a_model_without_data_has_the_same_peaks_up_to_workspace():
