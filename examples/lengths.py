@@ -56,7 +56,9 @@ assert plans.largest >= baseline.largest  # with a plan, larger batches fit
 worst = batch(*baseline.random.worst)
 expected = max(baseline.random.bytes)
 peak = measure_peak(ackpt.compile(model, policy="none", **worst), worst)
-print(f"worst batch: {memory_format(peak)} measured, {memory_format(expected)} expected")
+print(
+    f"worst batch: {memory_format(peak)} measured, {memory_format(expected)} expected"
+)
 assert peak == expected
 peak = measure_peak(ackpt.compile(model, budget=BUDGET, **worst), worst)
 print(f"with the plan: {memory_format(peak)}, within {BUDGET}")

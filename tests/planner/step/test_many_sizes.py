@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dynamic_steps import Words, ids
-from transformers import GPT2Config, GPT2LMHeadModel
+from dynamic_steps import Words, gpt2, ids
 
 from ackpt.planner.capture.aot import CAPTURING, capture
 from ackpt.planner.capture.call_facts import call_of
@@ -26,11 +25,6 @@ from ackpt.planner.step.runnable import Runnable
 from ackpt.planner.workloads.planned_shapes import allocated_on, calls_as_on
 
 
-def gpt2(**options) -> GPT2LMHeadModel:
-    config = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64, **options}
-    return GPT2LMHeadModel(GPT2Config(**config, bos_token_id=0, eos_token_id=0, use_cache=False))
-
-
 def runnable(model, *args, loop=None, where=None, dtype="float32", **kwargs) -> Runnable:
     """The step, captured with all dimensions of its tensors dynamic."""
     with CAPTURING, calls_as_on(where, dtype):
@@ -42,7 +36,7 @@ def runnable(model, *args, loop=None, where=None, dtype="float32", **kwargs) -> 
 
 
 def test_peaks_on_a_cpu_equal_the_simulators_with_packed_masks_too():
-    model = Words(2)
+    model = Words()
     step = runnable(model, ids(8, 30), loop=Loop(torch.optim.AdamW(model.parameters()), True))
     many = ManySizes(step, step.reference)
     points = frontier(many.graph, many.profile, auto.candidates)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dynamic_steps import Words
-from test_many_sizes import gpt2
+from dynamic_steps import Words, gpt2
 
 import ackpt
 from ackpt.planner.costs.devices import device
