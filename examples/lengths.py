@@ -11,7 +11,7 @@ from torch import nn
 import ackpt
 from ackpt.metering.meter import memory_format
 
-BUDGET = "5MiB"
+BUDGET = "6MiB"
 
 
 class LanguageModel(nn.Module):
@@ -62,4 +62,4 @@ print(
 assert peak == expected
 peak = measure_peak(ackpt.compile(model, budget=BUDGET, **worst), worst)
 print(f"with the plan: {memory_format(peak)}, within {BUDGET}")
-assert peak <= 5 * 2**20
+assert peak <= 6 * 2**20

@@ -13,7 +13,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -53,52 +53,28 @@ from .step_request import TRANSFORMERS
 
 BATCH_SIZE, TOKENS, PACKED = "batch_size", "tokens_per_batch", "packed"
 _WORDS = {
-    BATCH_SIZE: "{} sequences, padded to the longest",
-    TOKENS: "at most {} tokens, padding included",
-    PACKED: "one row of at most {} tokens, packed",
+    BATCH_SIZE: "of {:,} sequences, padded to the longest",
+    TOKENS: "of at most {:,} tokens, padding included",
+    PACKED: "of one row of at most {:,} tokens, packed",
 }
 NONE, FULL, AUTO = "none", "full", "auto"
 _TITLES = {NONE: "without checkpointing", FULL: "per-block checkpointing", AUTO: "plan within the budget"}
 _MOST_CAPTURES = 8
 _MOST_REPLAYS = 16  # of one epoch
-_ALMOST = 99  # percent of the batches
 Shape = tuple[int, int]  # number of sequences, length
 
 
 @dataclass(frozen=True)
-class Batching:
-    """How sequences become batches: ``kind``, one of the keywords of `fits`, and its number."""
-
-    kind: str
-    number: int
-
-    def __str__(self) -> str:
-        return _WORDS[self.kind].format(f"{self.number:,}")
-
-    def shapes(self, lengths: Sequence[int]) -> list[Shape]:
-        """The shapes of the batches of sequences of these lengths, taken in this order."""
-        shapes, count, longest, total = [], 0, 0, 0
-        for length in lengths:
-            size = {
-                BATCH_SIZE: count + 1,
-                TOKENS: (count + 1) * max(longest, length),
-                PACKED: total + length,
-            }[self.kind]
-            if count and size > self.number:
-                shapes.append(self._shape(count, longest, total))
-                count = longest = total = 0
-            count, longest, total = count + 1, max(longest, length), total + length
-        return [*shapes, self._shape(count, longest, total)]
-
-    def _shape(self, count: int, longest: int, total: int) -> Shape:
-        return (1, total) if self.kind == PACKED else (count, longest)
-
-
-@dataclass(frozen=True)
 class Peaks:
-    """The batches of one epoch: their ``shapes`` (sequences, length), and the peak of each in bytes.
+    """The batches of an epoch: the ``shapes`` (sequences, length), and the peak of each in bytes.
 
     ``exceeding``: how many do not fit; None without a device or a budget.
+
+    Example:
+        >>> from ackpt.planner.workloads.lengths import Peaks
+        >>> peaks = Peaks(((2, 9), (2, 5), (1, 7)), (4000, 2500, 1600), 1)
+        >>> peaks.percentile(50), peaks.worst
+        (2500, (2, 9))
     """
 
     shapes: tuple[Shape, ...]
@@ -116,27 +92,29 @@ class Peaks:
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain data."""
-        figures = {"median_bytes": 50, "p99_bytes": 99, "worst_bytes": 100}
-        return {
-            "batches": len(self.shapes),
-            **{name: self.percentile(percent) for name, percent in figures.items()},
-            "worst": list(self.worst),
-            "exceeding": self.exceeding,
-        }
+        sizes = {name: self.percentile(at) for name, at in (("median", 50), ("p99", 99), ("worst", 100))}
+        return {"batches": len(self.shapes), "bytes": sizes, "worst": self.worst, "exceeding": self.exceeding}
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to run all batches of a data set: by policy ``none``, ``full`` or ``auto``.
+    """One way to run all batches of a data set, by policy ``none``, ``full`` or ``auto``; an entry of ``Fits.methods``.
 
     ``random``, ``sorted``: the batches in a shuffled order, and those of sequences sorted by length. ``largest``: the
     largest batch size, or number of tokens, at which every batch fits in both orders; ``largest_for_99``: at which
     99 % of the batches in the shuffled order fit. 0 if none does; None without a device or a budget. ``flops``: of an
     epoch in the shuffled order, ``recompute_flops`` in addition to them; ``added_time``: modeled time of the
     recomputation as a fraction of the baseline's, None if the rates of the device are unknown.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8), torch.nn.Tanh())
+        >>> batch = lambda size, length: torch.zeros(size, length, dtype=torch.long)
+        >>> found = ackpt.fits(model, [3, 9, 5], batch_size=1, batch=batch).methods["none"]
+        >>> found.sorted.shapes, found.largest, found.recompute_flops
+        (((1, 3), (1, 5), (1, 9)), None, 0)
     """
 
-    policy: str
     random: Peaks
     sorted: Peaks
     largest: int | None
@@ -145,53 +123,59 @@ class Method:
     recompute_flops: int
     added_time: float | None
 
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        return {**vars(self), "random": self.random.to_json(), "sorted": self.sorted.to_json()}
+
 
 @dataclass(frozen=True)
 class Fits:
     """The result of `ackpt.fits`: ``methods`` by policy; ``str()`` is a table.
 
-    ``count``, ``shortest``, ``longest``: of the lengths; ``batches``: how they are batched; ``device``, ``budget``:
-    as given, a budget in bytes.
+    ``count``, ``shortest``, ``longest``: of the lengths; ``batches``: how they are batched, in words; ``device``: its
+    name; ``budget``: in bytes.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8))
+        >>> batch = lambda size, length: torch.zeros(size, length, dtype=torch.long)
+        >>> print(str(ackpt.fits(model, [3, 9, 5], tokens_per_batch=16, batch=batch)).splitlines()[0])
+        3 sequences of 3 to 9 tokens; batches of at most 16 tokens, padding included
     """
 
     count: int
     shortest: int
     longest: int
-    batches: Batching
+    batches: str
     device: str | None
     budget: int | None
     methods: dict[str, Method]
 
     def __str__(self) -> str:
         limit = self.device or (None if self.budget is None else memory_format(self.budget))
-        unit = "batch size" if self.batches.kind == BATCH_SIZE else "tokens"
-        lines = [f"{self.count:,} sequences of {self.shortest:,} to {self.longest:,} tokens; batches: {self.batches}"]
-        head = f"{'':26}{'order':8}{'batches':>9}{'median':>12}{'99 %':>12}{'worst':>12}"
-        lines.append(head + (f"   exceed {limit}" if limit else ""))
+        lines = [
+            f"{self.count:,} sequences of {self.shortest:,} to {self.longest:,} tokens; batches {self.batches}",
+            f"{'':26}{'order':8}{'batches':>9}{'median':>12}{'99 %':>12}{'worst':>12}"
+            + (f"   exceed {limit}" if limit else ""),
+        ]
+        notes = []
         for name, method in self.methods.items():
             for order, peaks in (("random", method.random), ("sorted", method.sorted)):
                 sizes = "".join(f"{memory_format(peaks.percentile(percent)):>12}" for percent in (50, 99, 100))
-                title = _TITLES[name] if order == "random" else ""
                 exceeding = "" if peaks.exceeding is None else f"   {peaks.exceeding:,}"
+                title = _TITLES[name] if order == "random" else ""
                 lines.append(f"{title:26}{order:8}{len(peaks.shapes):>9,}{sizes}{exceeding}")
-        for name, method in self.methods.items():
-            parts = []
-            if method.largest is not None:
-                parts.append(f"largest {unit} {method.largest:,} for all batches, {method.largest_for_99:,} for 99 %")
+            parts = [] if method.largest is None else [f"all batches fit up to {method.largest:,}"]
+            parts += [] if method.largest is None else [f"99 % up to {method.largest_for_99:,}"]
             if name != NONE:
                 parts.append(f"recomputes {method.recompute_flops / max(1, method.flops):.1%} of the epoch's FLOPs")
                 parts += [] if method.added_time is None else [f"adds {method.added_time:.1%} to its modeled time"]
-            if parts:
-                lines.append(f"{_TITLES[name]}: {', '.join(parts)}")
-        return "\n".join(lines)
+            notes += [f"{_TITLES[name]}: {', '.join(parts)}"] if parts else []
+        return "\n".join([*lines, *notes])
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain data; sizes in bytes."""
-        methods = {
-            name: {**vars(method), "random": method.random.to_json(), "sorted": method.sorted.to_json()}
-            for name, method in self.methods.items()
-        }
-        return {**vars(self), "batches": asdict(self.batches), "methods": methods}
+        return {**vars(self), "methods": {name: method.to_json() for name, method in self.methods.items()}}
 
 
 def fits(
@@ -247,7 +231,7 @@ def fits(
     check_model(model)
     check_optimizer(model, optimizer)
     make, positions = batches_of(model) if batch is None else (batch, None)
-    where = None if device is None else _gpu(device)
+    where = None if device is None else rates_of(device)
     tensors = [*model.parameters(), *model.buffers()]
     if where is None and any(tensor.is_cuda for tensor in tensors):
         raise ValueError("the model is on a GPU: name the device, as in device='l4', for which its batches are planned")
@@ -256,129 +240,110 @@ def fits(
     data = model
     if where is not None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
         data = copy.deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
-    return evaluated(
-        _Evaluation(
-            data,
-            make,
-            where,
-            partial(calls_as_on, where, dtype.removeprefix("torch.")),
-            lambda graph: with_loop(graph, model, Loop(optimizer, accumulation)),
-            _bytes(budget),
-            None,
-        ),
-        lengths,
-        batching(batch_size, tokens_per_batch, packed),
-        positions,
-        seed,
+    steps = _Steps(
+        data,
+        make,
+        where,
+        _bytes(budget),
+        capturing=partial(calls_as_on, where, dtype.removeprefix("torch.")),
+        finish=lambda graph: with_loop(graph, model, Loop(optimizer, accumulation)),
     )
+    return report(steps, lengths, batching(batch_size, tokens_per_batch, packed), positions, seed=seed)
 
 
-def fits_of_plan(config: PlanConfig, lengths: Sequence[int], batches: Batching, name_of: Callable[[int], str]) -> Fits:
+def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, name_of: Callable[[int], str]) -> Fits:
     """As `fits`, for the model of a configuration of ``ackpt plan``."""
-    where = None if config.device is None else _gpu(config.device)
-    budget = _bytes(config.budget)
-    stage(f"building {config.step.model}")
+    name, budget = config.step.model, _bytes(config.budget)
+    where = None if config.device is None else rates_of(config.device)
+    stage(f"building {name}")
     model, positions = training_step(config.step).model, None
-    if config.step.model.startswith(TRANSFORMERS):
+    if name.startswith(TRANSFORMERS):
         try:
             make, positions = batches_of(model)
         except TypeError:
-            raise ValueError(f"{config.step.model} reads no sequences of tokens, so --lengths does not apply") from None
-    elif batches.kind == PACKED:
-        raise ValueError(f"--packed makes rows for models of transformers ({TRANSFORMERS}...), not {config.step.model}")
+            raise ValueError(f"{name} reads no sequences of tokens, so --lengths does not apply") from None
+    elif kind[0] == PACKED:
+        raise ValueError(f"--packed makes rows for models of transformers ({TRANSFORMERS}...), not {name}")
     else:
-
-        def make(size: int, length: int) -> dict[str, Any]:
-            return BUILT_IN[config.step.model][2](model, replace(config.step, batch_size=size, seq_len=length))
+        inputs_of = BUILT_IN[name][2]
+        make = lambda size, length: inputs_of(model, replace(config.step, batch_size=size, seq_len=length))  # noqa: E731
 
     @contextlib.contextmanager
     def capturing():
-        scaled = scaled_loss(model) if config.scaling else contextlib.nullcontext()
-        with calls_as_on(where, config.autocast), scaled:
+        with calls_as_on(where, config.autocast), scaled_loss(model) if config.scaling else contextlib.nullcontext():
             yield
 
     context = None if config.context_mib is None else config.context_mib * MIB
     finish = partial(with_training_loop, model=model, config=config)
-    evaluation = _Evaluation(model, make, where, capturing, finish, budget, context)
-    return evaluated(evaluation, lengths, batches, positions, name_of=name_of)
+    return report(_Steps(model, make, where, budget, capturing, finish, context), lengths, kind, positions, name_of)
 
 
-def evaluated(
-    evaluation: _Evaluation,
+def report(
+    steps: _Steps,
     lengths: Sequence[int],
-    batches: Batching,
+    kind: Batching,
     positions: tuple[int, str] | None,
-    seed: int = 0,
     name_of: Callable[[int], str] = "lengths[{}]".format,
+    seed: int = 0,
 ) -> Fits:
-    """The report on an epoch; `name_of` the length at an index, for errors."""
-    check_lengths(lengths, batches, positions, name_of)
-    shuffled, ordered = random.Random(seed).sample(list(lengths), len(lengths)), sorted(lengths)
+    """The report on one epoch; `name_of`: the length at an index, in words."""
+    check_lengths(lengths, kind, positions, name_of)
+    orders = random.Random(seed).sample(list(lengths), len(lengths)), sorted(lengths)
+    most = positions[0] if positions is not None and kind[0] == PACKED else sum(lengths)
+    policies = NONE, FULL, *([] if steps.budget is None else [AUTO])
     with shown(), no_collection(), CAPTURING, _disable_current_modes():
-        methods = {
-            policy: evaluation.method(policy, shuffled, ordered, batches, positions)
-            for policy in (NONE, FULL, *([] if evaluation.budget is None else [AUTO]))
-        }
-    name = None if evaluation.where is None else evaluation.where.name
-    return Fits(len(lengths), ordered[0], ordered[-1], batches, name, evaluation.budget, methods)
+        methods = {policy: steps.method(policy, orders, kind, most) for policy in policies}
+    name, (_, ascending) = None if steps.where is None else steps.where.name, orders
+    words = _WORDS[kind[0]].format(kind[1])
+    return Fits(len(lengths), ascending[0], ascending[-1], words, name, steps.budget, methods)
 
 
-class _Evaluation:
-    """A model's step at many shapes.
+@dataclass
+class _Steps:
+    """The steps of a model at many shapes.
 
     ``make``: the arguments of the model for a number of sequences and a length; ``capturing``: a context for captures;
     ``finish``: adds the training loop to a captured graph; ``context_bytes``: replaces the known size of the context.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make: Callable[[int, int], Any],
-        where: Device | None,
-        capturing: Callable[[], contextlib.AbstractContextManager[Any]],
-        finish: Callable[[JointGraph], JointGraph],
-        budget: int | None,
-        context_bytes: int | None,
-    ):
-        self.model, self.make, self.where, self.budget = model, make, where, budget
-        self._capturing, self._finish, self._context_bytes = capturing, finish, context_bytes
-        self._captures: list[_OneCapture] = []
-        self._places: dict[Shape, tuple[_OneCapture, Values]] = {}
-        self._peaks: dict[tuple[str, Shape], tuple[int, Schedule]] = {}
-        self._fits: dict[tuple[str, Shape], bool] = {}
+    model: nn.Module
+    make: Callable[[int, int], Any]
+    where: Device | None
+    budget: int | None
+    capturing: Callable[[], contextlib.AbstractContextManager[Any]]
+    finish: Callable[[JointGraph], JointGraph]
+    context_bytes: int | None = None
+    captures: list[_Capture] = field(default_factory=list)
+    places: dict[Shape, tuple[_Capture, Values]] = field(default_factory=dict)
+    peaks: dict[tuple[str, Shape], tuple[int, Schedule]] = field(default_factory=dict)
+    replayed: dict[tuple[str, Shape], bool] = field(default_factory=dict)
 
-    def method(self, policy, shuffled, ordered, batches: Batching, positions) -> Method:
-        shapes = batches.shapes(shuffled)
-        self.place(max(shapes, key=lambda shape: (min(shape) >= SMALLEST, shape[0] * shape[1], shape[1])))
-        both = [self.epoch(policy, each) for each in (shapes, batches.shapes(ordered))]
-        largest = [None, None]
-        if self.where is not None or self.budget is not None:
-            largest = [self._largest(policy, share, shuffled, ordered, batches, positions) for share in (100, _ALMOST)]
+    def method(self, policy: str, orders: tuple[list[int], list[int]], kind: Batching, most: int) -> Method:
+        both = [shapes(kind, order) for order in orders]
+        self.place(max(both[0], key=lambda shape: (min(shape) >= SMALLEST, shape[0] * shape[1], shape[1])))
+        exceeding = [self._exceeding(policy, each) for each in both]
+        peaks = (tuple(self.peaks[policy, shape][0] for shape in each) for each in both)
+        has_limit = self.where is not None or self.budget is not None
+        epochs = [Peaks(tuple(e), p, n if has_limit else None) for e, p, n in zip(both, peaks, exceeding)]
+        largest = [self._largest(policy, share, orders, kind, most) if has_limit else None for share in (100, 99)]
         flops = recomputed = 0
         seconds = added = 0.0
-        for shape, count in Counter(shapes).items():
-            one, values = self.place(shape)
-            of_nodes = one.sizes.costs(values)
-            more_flops, more_seconds = one.sizes.recompute_cost(self._peaks[policy, shape][1], values)
-            flops, recomputed = flops + count * int(of_nodes[0].sum()), recomputed + count * more_flops
-            seconds, added = seconds + count * float(of_nodes[1].sum()), added + count * more_seconds
-        return Method(policy, *both, *largest, flops, recomputed, added / seconds if seconds else None)
+        for shape, count in Counter(both[0]).items():
+            capture, values = self.place(shape)
+            of_nodes, more = capture.costs(values), capture.recompute_cost(self.peaks[policy, shape][1], values)
+            flops, recomputed = flops + count * int(of_nodes[0].sum()), recomputed + count * more[0]
+            seconds, added = seconds + count * float(of_nodes[1].sum()), added + count * more[1]
+        time = added / seconds if seconds else None
+        return Method(epochs[0], epochs[1], largest[0], largest[1], flops, recomputed, time)
 
-    def epoch(self, policy: str, shapes: Sequence[Shape]) -> Peaks:
-        """The peaks of batches of these shapes, and how many of them do not fit."""
-        self._evaluate(policy, shapes)
-        peaks = tuple(self._peaks[policy, shape][0] for shape in shapes)
-        has_limit = self.where is not None or self.budget is not None
-        return Peaks(tuple(shapes), peaks, self._exceeding(policy, shapes) if has_limit else None)
-
-    def _exceeding(self, policy: str, shapes: Sequence[Shape], enough: float = float("inf")) -> int:
+    def _exceeding(self, policy: str, batches: Sequence[Shape], enough: float = float("inf")) -> int:
         """How many batches of these shapes do not fit; stops at more than `enough`."""
-        self._evaluate(policy, shapes)
+        self._evaluate(policy, batches)
         exceeding, near = 0, []
-        for shape, count in Counter(shapes).items():
+        for shape, count in Counter(batches).items():
             is_within = self._is_within(policy, shape)
             exceeding += count if is_within is False else 0
-            near += [(self._peaks[policy, shape][0], shape, count)] * (is_within is None)
+            near += [(self.peaks[policy, shape][0], shape, count)] * (is_within is None)
         near.sort(reverse=True)
         together = max(1, -(-len(near) // _MOST_REPLAYS))
         for at in range(0, len(near), together):
@@ -388,23 +353,21 @@ class _Evaluation:
             exceeding += 0 if self._is_within_reserved(policy, group[0][1]) else sum(count for *_, count in group)
         return exceeding
 
-    def _largest(self, policy, percent: int, shuffled, ordered, batches: Batching, positions) -> int:
-        """The largest number of `batches` for which so many percent of the batches fit; 0 if there is none."""
+    def _largest(self, policy: str, percent: int, orders, kind: Batching, most: int) -> int:
+        """The largest number of `kind`, up to `most`, for which so many percent of the batches fit; 0 for none."""
 
         def is_enough(number: int) -> bool:
-            for order in (shuffled, ordered) if percent == 100 else (shuffled,):
-                shapes = Batching(batches.kind, number).shapes(order)
-                most = (100 - percent) * len(shapes) // 100
-                if self._exceeding(policy, shapes, most) > most:
+            for order in orders if percent == 100 else orders[:1]:
+                batches = shapes((kind[0], number), order)
+                allowed = (100 - percent) * len(batches) // 100
+                if self._exceeding(policy, batches, allowed) > allowed:
                     return False
             return True
 
-        longest = ordered[-1]
-        least = 1 if batches.kind == BATCH_SIZE else longest
-        most = {BATCH_SIZE: len(ordered), TOKENS: len(ordered) * longest, PACKED: sum(ordered)}[batches.kind]
-        if batches.kind == PACKED and positions is not None:
-            most = min(most, positions[0])
-        low, high = least - 1, min(batches.number, most)
+        count, longest = len(orders[1]), orders[1][-1]
+        least = 1 if kind[0] == BATCH_SIZE else longest
+        most = min(most, {BATCH_SIZE: count, TOKENS: count * longest, PACKED: most}[kind[0]])
+        low, high = least - 1, min(kind[1], most)
         while high <= most and is_enough(high):
             low, high = high, most if high < most < 2 * high else 2 * high
         high = min(high, most + 1)
@@ -415,72 +378,65 @@ class _Evaluation:
 
     def _is_within(self, policy: str, shape: Shape) -> bool | None:
         """Whether a batch fits: the budget, if there is one for this method, and the device; None if a replay says."""
-        peak, _ = self._peaks[policy, shape]
+        peak, _ = self.peaks[policy, shape]
         if self.budget is not None and (policy == AUTO or self.where is None) and peak > self.budget:
             return False
-        if self.where is None or 2 * peak <= self._room:
+        if self.where is None:
             return True
-        return False if peak > self._room else None
-
-    @property
-    def _room(self) -> int:
-        """What the context leaves of the device's memory."""
-        assert self.where is not None
-        context = gpu(self.where.name).context_bytes if self._context_bytes is None else self._context_bytes
-        return self.where.memory_bytes - context
+        context = gpu(self.where.name).context_bytes if self.context_bytes is None else self.context_bytes
+        room = self.where.memory_bytes - context
+        return True if 2 * peak <= room else None if peak <= room else False
 
     def _is_within_reserved(self, policy: str, shape: Shape) -> bool:
-        if (policy, shape) not in self._fits:
+        if (policy, shape) not in self.replayed:
             assert self.where is not None
-            one, values = self.place(shape)
-            graph, workspace = one.sizes.sized(values), one.sizes.workspace_bytes(values).tolist()
-            schedule, on = self._peaks[policy, shape][1], gpu(self.where.name)
-            memory = device_memory(graph, workspace, schedule, self.where, on, self._context_bytes)
-            self._fits[policy, shape] = memory.fits
-        return self._fits[policy, shape]
+            (capture, values), schedule = self.place(shape), self.peaks[policy, shape][1]
+            graph, workspace = capture.sized(values), capture.workspace_bytes(values).tolist()
+            memory = device_memory(graph, workspace, schedule, self.where, gpu(self.where.name), self.context_bytes)
+            self.replayed[policy, shape] = memory.fits
+        return self.replayed[policy, shape]
 
-    def _evaluate(self, policy: str, shapes: Sequence[Shape]) -> None:
+    def _evaluate(self, policy: str, batches: Sequence[Shape]) -> None:
         """Find the schedule and the peak at all these shapes."""
         todo: dict[int, list[Shape]] = {}
-        for shape in dict.fromkeys(shapes):
-            if (policy, shape) not in self._peaks:
-                todo.setdefault(self._captures.index(self.place(shape)[0]), []).append(shape)
+        for shape in dict.fromkeys(batches):
+            if (policy, shape) not in self.peaks:
+                todo.setdefault(self.captures.index(self.place(shape)[0]), []).append(shape)
         for at, group in todo.items():
-            found = self._captures[at].peaks(policy, [self._places[shape][1] for shape in group], self.budget)
-            self._peaks.update({(policy, shape): each for shape, each in zip(group, found)})
+            found = self.captures[at].with_policy(policy, [self.places[shape][1] for shape in group], self.budget)
+            self.peaks.update({(policy, shape): each for shape, each in zip(group, found)})
 
-    def place(self, shape: Shape) -> tuple[_OneCapture, Values]:
+    def place(self, shape: Shape) -> tuple[_Capture, Values]:
         """The capture that serves a shape, and the sizes of its dynamic dimensions there."""
-        if shape not in self._places:
+        if shape not in self.places:
             sizes = self._sizes(*shape)
-            places = ((one, one.values(sizes)) for one in self._captures)
-            found = next(((one, values) for one, values in places if values is not None), None)
-            self._places[shape] = self._captured(shape) if found is None else found
-        return self._places[shape]
+            served = ((capture, capture.values(sizes)) for capture in self.captures)
+            found = next(((capture, values) for capture, values in served if values is not None), None)
+            self.places[shape] = self._captured(shape) if found is None else found
+        return self.places[shape]
 
     def _sizes(self, size: int, length: int) -> Sizes:
         with torch.device("meta"):
             leaves = tree_leaves(call_arguments(self.make(size, length)))
         return tuple(map(layout, filter(is_sized, leaves)))
 
-    def _captured(self, shape: Shape) -> tuple[_OneCapture, Values]:
+    def _captured(self, shape: Shape) -> tuple[_Capture, Values]:
         """A new capture, in which the dimensions that change with the shape are dynamic if they are at least 2."""
-        if len(self._captures) == _MOST_CAPTURES:
+        size, length = shape
+        if len(self.captures) == _MOST_CAPTURES:
             raise TraceError(
                 f"the model needs more than {_MOST_CAPTURES} captures for these lengths, such as one for batches of "
-                f"{shape[0]} sequences of length {shape[1]}: pad to a few lengths, or change the model so that it does "
-                "not branch on its sizes"
+                f"{size} sequences of length {length}: pad to a few lengths, or change the model so that it does not "
+                "branch on its sizes"
             )
-        stage(f"capturing batches of {shape[0]} sequences of length {shape[1]}")
-        size, length = shape
+        stage(f"capturing batches of {size} sequences of length {length}")
         args, kwargs = call_arguments(self.make(size, length))
-        others = self._sizes(size + 1, length), self._sizes(size, length + 1)
-        with self._capturing():
+        with self.capturing():
             call = call_of(WatchedModel(self.model), args, kwargs)
             places = [at for at, leaf in enumerate(call.leaves) if is_sized(leaf)]
             dims = {
                 Dimension(at, dim)
-                for other in others
+                for other in (self._sizes(size + 1, length), self._sizes(size, length + 1))
                 for at, (was, *_), (now, *_) in zip(places, call.sizes, other)
                 for dim, (one, two) in enumerate(zip(was, now))
                 if one != two and one >= SMALLEST
@@ -488,54 +444,48 @@ class _Evaluation:
             with capture(self.model, args, kwargs, "loss", "drop", sorted(dims)) as captured:
                 step = Runnable(captured, call, self.model, NO_LOOP)
         graph = step.reference if self.where is None else allocated_on(self.where, step.reference)
-        one = _OneCapture(ManySizes(step, self._finish(graph), self.where), call.sizes)
-        self._captures.append(one)
-        return one, step.values
+        self.captures.append(_Capture(step, self.finish(graph), self.where, call.sizes))
+        return self.captures[-1], step.values
 
 
-class _OneCapture:
-    """One capture and the schedules of each method at its sizes."""
+class _Capture(ManySizes):
+    """One capture with the schedules of each method; ``own``: the layouts of the captured call."""
 
-    def __init__(self, sizes: ManySizes, own: Sizes):
-        self.sizes, self._own = sizes, own
+    def __init__(self, step: Runnable, graph: JointGraph, where: Device | None, own: Sizes):
+        super().__init__(step, graph, where)
+        self.own = own
 
     def values(self, sizes: Sizes) -> Values | None:
         """The sizes of the dynamic dimensions in a call with these layouts; None if the capture does not serve it."""
-        symbols = self.sizes.step.captured.symbols
-        if symbols is None:
-            return () if sizes == self._own else None
-        return symbols.values_in(sizes)
+        if self.step.captured.symbols is None:
+            return () if sizes == self.own else None
+        return self.step.captured.symbols.values_in(sizes)
 
-    def peaks(self, policy: str, values: list[Values], budget: int | None) -> list[tuple[int, Schedule]]:
+    def with_policy(self, policy: str, values: list[Values], budget: int | None) -> list[tuple[int, Schedule]]:
         """The peak at these sizes and its schedule: for ``auto`` the cheapest within the budget, else the lowest."""
-        if policy != AUTO:
-            schedule = self._everything if policy == NONE else self._full
-            return [(int(peak), schedule) for peak in self.sizes.peaks(schedule, values)]
-        assert budget is not None
-        found: list[tuple[int, Schedule] | None] = [None] * len(values)
-        waiting = np.arange(len(values))
-        for number in range(1 + len(self._frontier) if len(values) else 0):
-            schedule = self._frontier[number - 1] if number else self._everything
-            peaks = self.sizes.peaks(schedule, [values[at] for at in waiting])
-            for at, peak in zip(waiting, peaks):
-                if (before := found[at]) is None or peak < before[0]:
-                    found[at] = int(peak), schedule
-            waiting = waiting[peaks > budget]
-            if not len(waiting):
+        schedule = self._full if policy == FULL else everything(self.graph)
+        found = [(int(peak), schedule) for peak in self.peaks(schedule, values)]
+        limit = float("inf") if policy != AUTO or budget is None else budget
+        exceeding = [at for at, (peak, _) in enumerate(found) if peak > limit]
+        for schedule in self._frontier if exceeding else ():
+            peaks = self.peaks(schedule, [values[at] for at in exceeding]).tolist()
+            for at, peak in zip(exceeding, peaks):
+                found[at] = min(found[at], (peak, schedule), key=lambda each: each[0])
+            exceeding = [at for at in exceeding if found[at][0] > limit]
+            if not exceeding:
                 break
-        return found  # pyright: ignore[reportReturnType]
-
-    @cached_property
-    def _everything(self) -> Schedule:
-        return everything(self.sizes.graph)
+        return found
 
     @cached_property
     def _full(self) -> Schedule:
-        return full.schedule(self.sizes.graph, self.sizes.profile, None)
+        return full.schedule(self.graph, self.profile, None)
 
     @cached_property
     def _frontier(self) -> list[Schedule]:
-        return [point.schedule for point in frontier(self.sizes.graph, self.sizes.profile, auto.candidates)]
+        return [point.schedule for point in frontier(self.graph, self.profile, auto.candidates)]
+
+
+Batching = tuple[str, int]  # one of the keywords of `fits` that make batches, and its number
 
 
 def batching(batch_size: int | None, tokens_per_batch: int | None, packed: int | None) -> Batching:
@@ -550,10 +500,22 @@ def batching(batch_size: int | None, tokens_per_batch: int | None, packed: int |
     ((kind, number),) = given.items()
     if type(number) is not int or number < 1:
         raise ValueError(f"{kind} must be an integer of at least 1, got {number!r}")
-    return Batching(kind, number)
+    return kind, number
 
 
-def check_lengths(lengths, batches: Batching, positions: tuple[int, str] | None, name_of: Callable[[int], str]) -> None:
+def shapes(kind: Batching, lengths: Sequence[int]) -> list[Shape]:
+    """The shapes of the batches of sequences of these lengths, taken in this order."""
+    (name, number), found, count, longest, total = kind, [], 0, 0, 0
+    for length in lengths:
+        longer = max(longest, length)
+        if count and {BATCH_SIZE: count + 1, TOKENS: (count + 1) * longer, PACKED: total + length}[name] > number:
+            found.append((1, total) if name == PACKED else (count, longest))
+            count, longer, total = 0, length, 0
+        count, longest, total = count + 1, longer, total + length
+    return [*found, (1, total) if name == PACKED else (count, longest)]
+
+
+def check_lengths(lengths, kind: Batching, positions: tuple[int, str] | None, name_of: Callable[[int], str]) -> None:
     """ValueError for the first length that is invalid, or too long for the model or a batch."""
     if not len(lengths):
         raise ValueError("there are no lengths: give the number of tokens of every sequence of the data set")
@@ -565,10 +527,10 @@ def check_lengths(lengths, batches: Batching, positions: tuple[int, str] | None,
                 f"{name_of(at)} is {length}, longer than the {positions[0]} positions of the model "
                 f"({positions[1]}): truncate the sequence, or raise {positions[1]} in the model's configuration"
             )
-        if batches.kind != BATCH_SIZE and length > batches.number:
-            raise ValueError(f"{name_of(at)} is {length}, which exceeds {batches.kind}={batches.number}")
-    if batches.kind == PACKED and positions is not None and batches.number > positions[0]:
-        raise ValueError(f"packed={batches.number} exceeds the {positions[0]} positions of the model ({positions[1]})")
+        if kind[0] != BATCH_SIZE and length > kind[1]:
+            raise ValueError(f"{name_of(at)} is {length}, which exceeds {kind[0]}={kind[1]}")
+    if kind[0] == PACKED and positions is not None and kind[1] > positions[0]:
+        raise ValueError(f"packed={kind[1]} exceeds the {positions[0]} positions of the model ({positions[1]})")
 
 
 def lengths_in(path: Path) -> tuple[list[int], Callable[[int], str]]:
@@ -597,7 +559,7 @@ def lengths_in(path: Path) -> tuple[list[int], Callable[[int], str]]:
     return numbers, lambda at: f"line {lines[at][0]} of {path}"
 
 
-def _bytes(budget: int | str | None) -> int | None:
+def _bytes(budget: float | str | None) -> int | None:
     bound, is_reserved = split_budget(budget)
     if is_reserved:
         raise ValueError(
@@ -612,10 +574,10 @@ def _bytes(budget: int | str | None) -> int | None:
     return found
 
 
-def _gpu(name: str) -> Device:
-    where = device(name)
+def rates_of(name: str) -> Device:
+    """The rates of a GPU by its name, whose memory is known, too."""
     gpu(name)
-    return where
+    return device(name)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
