@@ -92,9 +92,8 @@ class ManySizes:
         if key not in self._live:
             fixed, *others = (self._steps(graph, schedule) for graph in self._of_kinds)
             counts = np.array(others) - fixed
-            real, own = (storage.bytes for storage in self.graph.storages), self._at(self.step.values)[0]
+            own = self._at(self.step.values)[0]
             is_sum = np.array_equal(self._steps(self.graph, schedule), own @ counts + fixed)
-            assert list(real) == own[self._kind_of].tolist()
             self._live[key] = (counts, fixed) if is_sum else None
         return self._live[key]
 
@@ -130,8 +129,11 @@ class ManySizes:
         """FLOPs and seconds that `schedule` adds at these sizes; no seconds if the rates are unknown."""
         computed, seconds = self.costs(values)
         nodes = recomputed(self.graph, schedule)
-        packing = packing_cost(self.graph, self.profile, schedule) if self._rates is not None else 0.0
-        return int(computed[nodes].sum()), float(seconds[nodes].sum()) + packing
+        added = float(seconds[nodes].sum())
+        if schedule.packed and self._rates is not None:
+            here, own = (self._at(each)[0][self._kind_of[[*schedule.packed]]] for each in (values, self.step.values))
+            added += packing_cost(self.graph, self.profile, schedule) * float(here.sum() / own.sum())
+        return int(computed[nodes].sum()), added
 
     def costs(self, values: Values) -> tuple[np.ndarray, np.ndarray]:
         """FLOPs and seconds of every operation at these sizes."""

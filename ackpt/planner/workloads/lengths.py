@@ -443,6 +443,8 @@ class _Steps:
             }
             with capture(self.model, args, kwargs, "loss", "drop", sorted(dims)) as captured:
                 step = Runnable(captured, call, self.model, NO_LOOP)
+        if step.reference.analysis.restrided:
+            raise TraceError("the model returns a tensor whose strides leave gaps: return the loss, or a copy of it")
         graph = step.reference if self.where is None else allocated_on(self.where, step.reference)
         self.captures.append(_Capture(step, self.finish(graph), self.where, call.sizes))
         return self.captures[-1], step.values
@@ -576,8 +578,9 @@ def _bytes(budget: float | str | None) -> int | None:
 
 def rates_of(name: str) -> Device:
     """The rates of a GPU by its name, whose memory is known, too."""
+    where = device(name)
     gpu(name)
-    return device(name)
+    return where
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,12 +80,13 @@ def batches_of(model: nn.Module) -> tuple[Callable[[int, int], dict[str, Any]], 
         TypeError: for a model of another library, or without a loss of sequences.
     """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-    name = type(base).__name__
-    task = _tasks_by_class().get(name) if type(base).__module__.startswith("transformers.") else None
+    kinds = [kind.__name__ for kind in type(base).__mro__ if kind.__module__.startswith("transformers.")]
+    tasks = _tasks_by_class() if kinds else {}
+    name, task = next(((name, tasks[name]) for name in kinds if name in tasks), ("", None))
     if task in (None, IMAGES):
         raise TypeError(
-            f"{name} is not a model of transformers that returns a loss for sequences: give batch=, a function of the "
-            "number of sequences and their length that returns the model's arguments, such as "
+            f"{type(base).__name__} is not a model of transformers that returns a loss for sequences: give batch=, a "
+            "function of the number of sequences and their length that returns the model's arguments, such as "
             'lambda size, length: {"tokens": torch.zeros(size, length, dtype=torch.long)}'
         )
 
