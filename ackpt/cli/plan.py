@@ -334,10 +334,8 @@ def _lengths(arguments):
 
     if arguments.lengths is None:
         raise UsageError("--tokens-per-batch and --packed make batches of the sequences of --lengths: give a file")
-    sizes, plans = (
-        ("seq_len", "image_size", "sweep", "largest"),
-        ("policy", "slowdown", "every_n_layers", "save", "fsdp"),
-    )
+    sizes = "seq_len", "image_size", "sweep", "largest"
+    plans = "policy", "slowdown", "every_n_layers", "save", "offload_blocks", "fsdp"
     _require_alone("--lengths reports on all batches of a data set", arguments, *_OF_ONE_PLAN, *sizes, *plans)
     lengths, name_of = lengths_in(Path(arguments.lengths))
     batches = batching(arguments.batch_size, arguments.tokens_per_batch, arguments.packed)
