@@ -104,7 +104,8 @@ class Method:
     largest batch size, or number of tokens, at which every batch fits in both orders; ``largest_for_99``: at which
     99 % of the batches in the shuffled order fit. 0 if none does; None without a device or a budget. ``flops``: of an
     epoch in the shuffled order, ``recompute_flops`` in addition to them; ``added_time``: modeled time of the
-    recomputation as a fraction of the baseline's, None if the rates of the device are unknown.
+    recomputation as a fraction of the baseline's, None if the rates of the device are unknown. The schedules of
+    ``full`` and ``auto`` are found at the largest batch, and evaluated at all others.
 
     Example:
         >>> import torch, ackpt
