@@ -159,15 +159,16 @@ class Fits:
             f"{'':26}{'order':8}{'batches':>9}{'median':>12}{'99 %':>12}{'worst':>12}"
             + (f"   exceed {limit}" if limit else ""),
         ]
-        notes = []
+        unit, notes = "sequences" if "sequences" in self.batches else "tokens", []
         for name, method in self.methods.items():
             for order, peaks in (("random", method.random), ("sorted", method.sorted)):
                 sizes = "".join(f"{memory_format(peaks.percentile(percent)):>12}" for percent in (50, 99, 100))
                 exceeding = "" if peaks.exceeding is None else f"   {peaks.exceeding:,}"
                 title = _TITLES[name] if order == "random" else ""
                 lines.append(f"{title:26}{order:8}{len(peaks.shapes):>9,}{sizes}{exceeding}")
-            parts = [] if method.largest is None else [f"all batches fit up to {method.largest:,}"]
-            parts += [] if method.largest is None else [f"99 % up to {method.largest_for_99:,}"]
+            parts = []
+            if method.largest is not None:
+                parts = [f"all batches fit up to {method.largest:,} {unit}, 99 % up to {method.largest_for_99:,}"]
             if name != NONE:
                 parts.append(f"recomputes {method.recompute_flops / max(1, method.flops):.1%} of the epoch's FLOPs")
                 parts += [] if method.added_time is None else [f"adds {method.added_time:.1%} to its modeled time"]
