@@ -1,7 +1,7 @@
 """`ackpt.fits`: the peak of every batch of a data set, from its lengths, and the largest batch that fits.
 
 The step is captured once with dynamic sizes, and `ManySizes` evaluates its schedules at every shape that occurs. A
-batch fits a GPU by the rule of `device_memory`. Batches whose peak is at most half of the device's memory fit. Of the
+batch fits a GPU by the rule of `device_memory`. Batches whose peak is at most half of the memory fit. Of the
 others, at most `_MOST_REPLAYS` are replayed, evenly spaced by their peak, and each counts for those up to the next.
 """
 
@@ -385,9 +385,11 @@ class _Steps:
             return False
         if self.where is None:
             return True
-        context = gpu(self.where.name).context_bytes if self.context_bytes is None else self.context_bytes
-        room = self.where.memory_bytes - context
-        return True if 2 * peak <= room else None if peak <= room else False
+        on = gpu(self.where.name)
+        room = self.where.memory_bytes - (on.context_bytes if self.context_bytes is None else self.context_bytes)
+        if 2 * (peak + 2 * on.cublas_workspace_bytes) <= room:  # of the threads of forward and backward
+            return True
+        return None if peak <= room else False
 
     def _is_within_reserved(self, policy: str, shape: Shape) -> bool:
         if (policy, shape) not in self.replayed:
