@@ -228,7 +228,7 @@ def fits(
         >>> batch = lambda size, length: torch.zeros(size, length, dtype=torch.long)
         >>> found = ackpt.fits(model, [3, 9, 5, 4, 8, 2], batch_size=2, batch=batch, budget="4kB")
         >>> found.methods["none"].sorted.shapes, found.methods["none"].sorted.exceeding
-        (((2, 3), (2, 5), (2, 9)), 0)
+        (((2, 3), (2, 5), (2, 9)), 1)
     """
     check_model(model)
     check_optimizer(model, optimizer)

@@ -120,6 +120,21 @@ def test_a_batch_fits_a_gpu_as_its_own_plan_says():
     assert set(method.random.bytes) == {planned.plan.peak_bytes} and method.random.exceeding == 0
 
 
+def test_a_model_with_data_is_planned_for_a_gpu_as_its_configuration_is():
+    fields = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64}
+    fields |= {"bos_token_id": 0, "eos_token_id": 0}
+    step = StepRequest("hf:GPT2Config", 1, 1, None, fields)
+    config = PlanConfig(step, autocast="bfloat16", optimizer="none", device="l4")
+    model = gpt2(n_layer=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ackpt.fits(model, [40, 9, 33, 21], batch_size=2, device="l4")
+    expected = fits_of_plan(config, [40, 9, 33, 21], ("batch_size", 2), str)
+    assert found.methods["none"].random.bytes == expected.methods["none"].random.bytes
+    assert found == expected
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_model_without_data_has_the_same_peaks_up_to_workspace():
     build = lambda: Words()  # noqa: E731
     lengths = [9, 12, 30, 7]
