@@ -109,7 +109,7 @@ class JointGraph:
         pairs = zip(self.storages, sizes, strict=True)
         storages = tuple(each if each.bytes == size else replace(each, bytes=size) for each, size in pairs)
         resized = replace(self, storages=storages)
-        vars(resized)["analysis"] = self.analysis.resized(resized)
+        vars(resized).update(analysis=self.analysis.resized(resized), hash=self.hash)
         return resized
 
     @cached_property

@@ -229,7 +229,7 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         read.append(bytes_in)
         written.append(bytes_out)
         if rates is not None:
-            seconds.append(_seconds(rates, node, args, kwargs, result, computed[-1], bytes_in + bytes_out))
+            seconds.append(seconds_of(rates, node, args, kwargs, result, computed[-1], bytes_in + bytes_out))
     origin = dict.fromkeys(("flops", "bytes_in", "bytes_out"), "analytic") | {"workspace_bytes": workspace}
     swaps = packs = None
     if rates is not None:
@@ -265,7 +265,8 @@ def _pack_seconds(graph: JointGraph, rates: devices.Device) -> tuple[float, ...]
     return tuple(seconds)
 
 
-def _seconds(rates: devices.Device, node, args, kwargs, result, flops: int, moved: int) -> float:
+def seconds_of(rates: devices.Device, node, args, kwargs, result, flops: int, moved: int) -> float:
+    """The run time of one operation that computes `flops` and moves `moved` bytes."""
     if not moved and not flops:  # a view
         return 0.0
     if rates.seconds_by_call and (measured := rates.seconds_by_call.get(devices.call_of(node.target, args, kwargs))):

@@ -184,7 +184,7 @@ def _planned(
 
     def memory_of(plan: Plan) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB
-        return where and device_memory(graph, profile, plan, where, gpu(where.name), context)
+        return where and device_memory(graph, profile.workspace_bytes, plan.schedule, where, gpu(where.name), context)
 
     budget, is_reserved = split_budget(config.budget)
     plan = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
@@ -222,18 +222,28 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
 
 def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
     """As `captured`, without an optimizer and the other tensors of the training loop."""
-    choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
     scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
-    with autocast("cpu", config.autocast), choices, scaled:
+    with calls_as_on(where, config.autocast), scaled:
         graph = trace(step.model, **step.inputs)
-    if where is not None:
-        graph = dataclasses.replace(
-            graph,
-            made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
-            storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, BLOCK)) for s in graph.storages),
-            on_cpu=False,
-        )
-    return graph
+    return graph if where is None else allocated_on(where, graph)
+
+
+@contextlib.contextmanager
+def calls_as_on(where: Device | None, dtype: str):
+    """Inside, a step is captured as `where` runs it under autocast to `dtype`."""
+    choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
+    with autocast("cpu", dtype), choices:
+        yield
+
+
+def allocated_on(where: Device, graph: JointGraph) -> JointGraph:
+    """`graph` with the bytes that the allocator of a GPU takes for its storages."""
+    return dataclasses.replace(
+        graph,
+        made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
+        storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, BLOCK)) for s in graph.storages),
+        on_cpu=False,
+    )
 
 
 def with_training_loop(graph: JointGraph, model: torch.nn.Module, config: PlanConfig) -> JointGraph:

@@ -454,3 +454,14 @@ def test_evaluation_neither_captures_nor_counts():
         for length in range(4, 30):
             step(ids(8, length))
     assert kinds(step) == ["capture"]
+
+
+def test_sizes_of_a_model_without_data_are_symbols_too():
+    with torch.device("meta"):
+        model, sizes = Words(), [(4, 8), (3, 9)]
+        batches = [torch.zeros(size, dtype=torch.long) for size in sizes]
+    step = ackpt.compile(model, batches[0], policy="none", dynamic=True)
+    plans = [step.prepare(batch) for batch in batches]
+    assert kinds(step) == ["dynamic capture", "plan"]
+    alone = [ackpt.plan(ackpt.trace(model, batch), policy="none") for batch in batches]
+    assert [plan.peak_bytes for plan in plans] == [plan.peak_bytes for plan in alone]
