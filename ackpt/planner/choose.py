@@ -13,6 +13,7 @@ from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import compiling_note
+from ackpt.planner.capture.chunked_head import most_chunks
 from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
@@ -33,8 +34,12 @@ from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.schedule.simulator import Simulation, simulate
 
 
-def planned(graph: JointGraph, request: Request, profile: Profile | None = None) -> Plan:
+def planned(
+    graph: JointGraph, request: Request, profile: Profile | None = None, whole: tuple[JointGraph, Profile] | None = None
+) -> Plan:
     """The plan of `graph` that the policy of `request` makes within its budget.
+
+    `whole`: the model's own graph and its profile, if `graph` is that with its head in chunks.
 
     Raises:
         BudgetError: if the budget is infeasible for the policy; names the smallest feasible one.
@@ -43,7 +48,9 @@ def planned(graph: JointGraph, request: Request, profile: Profile | None = None)
     check_options(request.policy, request.options)
     with shown():
         profile = default_profile(graph, request.device) if profile is None else profile
-        baseline = baseline_of(graph, profile, request.budget)
+        baseline = baseline_of(*(whole or (graph, profile)), request.budget)
+        if whole is not None:
+            baseline = _in_chunks(graph, profile, baseline, whole)
         schedule = _searched(graph, profile, baseline.limit_bytes, request)
         return plan_of(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
 
@@ -101,11 +108,21 @@ def resolved(graph: JointGraph, device: Device | str | None) -> Device | None:
 
 
 class Baseline(NamedTuple):
-    """The baseline of a graph, and the bound on dynamic bytes that follows from a budget, None without one."""
+    """The baseline of a graph, and the bound on dynamic bytes that follows from a budget, None without one.
+
+    ``cost``: of a step without chunks, and ``added``: by chunks; None and 0 if the head is not in chunks.
+    """
 
     schedule: Schedule
     peak_bytes: int
     limit_bytes: int | None
+    cost: float | None = None
+    added: float = 0.0
+
+    def cost_of(self, added: float, cost) -> float:
+        """The cost of what a plan adds, as a fraction of the baseline's."""
+        whole = step_cost(self.schedule, cost) if self.cost is None else self.cost
+        return (added + self.added) / (whole or 1.0)
 
 
 def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
@@ -114,6 +131,49 @@ def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
     simulated = simulate(graph, profile, schedule)
     peak_bytes = _baseline_bytes(graph, profile, simulated, budget)
     return Baseline(schedule, peak_bytes, dynamic_limit(budget, peak_bytes, simulated.resident_bytes))
+
+
+def _in_chunks(graph: JointGraph, profile: Profile, baseline: Baseline, whole: tuple[JointGraph, Profile]) -> Baseline:
+    """The baseline of `graph`, which is a graph with its head in chunks: peak and cost are those without chunks."""
+    schedule, before = everything(graph), step_cost(baseline.schedule, costs(*whole))
+    return baseline._replace(schedule=schedule, cost=before, added=step_cost(schedule, costs(graph, profile)) - before)
+
+
+def planned_in_chunks(
+    graph: JointGraph, request: Request, profile: Profile, chunked: Callable[[int], tuple[JointGraph, Profile]]
+) -> tuple[Plan, JointGraph, Profile]:
+    """The plan with the fewest chunks of the head that keeps the budget, and its graph and profile.
+
+    `chunked`: the graph with so many chunks, and its profile.
+
+    Raises:
+        BudgetError: if no number of chunks keeps the budget.
+        HeadError: if the head cannot run in chunks.
+    """
+    made: dict[int, tuple[Plan, JointGraph, Profile]] = {}
+    least: dict[int, BudgetError] = {}
+
+    def fits(count: int) -> bool:
+        one, its = (graph, profile) if count == 1 else chunked(count)
+        try:
+            made[count] = planned(one, request, its, None if count == 1 else (graph, profile)), one, its
+        except BudgetError as error:
+            if error.least_bytes is None:
+                raise
+            least[count] = error
+        return count in made
+
+    if request.chunk_head == "auto" and fits(1):
+        return made[1]
+    most, few, many = most_chunks(graph), 1, 2
+    while not fits(many):
+        if many >= most or (few in least and least[many].least_bytes >= least[few].least_bytes):
+            raise least[many]
+        few, many = many, min(2 * many, most)
+    while few + 1 < many:
+        middle = (few + many) // 2
+        few, many = (few, middle) if fits(middle) else (middle, many)
+    return made[many]
 
 
 def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: Baseline, budget, policy: str) -> Plan:
@@ -134,14 +194,14 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
     if limit is not None and simulated.peak_bytes > limit:
         least = simulated.peak_bytes + simulated.resident_bytes
         cost = costs(graph, profile)
-        added = _added_cost(graph, profile, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
+        added = baseline.cost_of(_added_cost(graph, profile, schedule, simulated, cost), cost)
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
             + (f" The model was {compiling_note(graph.as_compiled)}." if graph.as_compiled else ""),
             least,
             budget,
         )
-    return _plan(graph, policy, limit, schedule, simulated, baseline.peak_bytes, baseline.schedule, profile)
+    return _plan(graph, policy, schedule, simulated, baseline, profile)
 
 
 def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, budget) -> int:
@@ -186,11 +246,9 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
     return plan
 
 
-def _plan(
-    graph, policy, limit, schedule: Schedule, simulated: Simulation, baseline_bytes: int, baseline: Schedule, profile
-) -> Plan:
-    cost = costs(graph, profile)
-    baseline_cost = _baseline_cost(baseline, cost)
+def _plan(graph, policy, schedule: Schedule, simulated: Simulation, baseline: Baseline, profile) -> Plan:
+    cost, limit = costs(graph, profile), baseline.limit_bytes
+    baseline_cost = (step_cost(baseline.schedule, cost) if baseline.cost is None else baseline.cost) or 1.0
     node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
     peak_node = "the optimizer's step"
     # The lower bound is valid only for schedules without offload.
@@ -202,16 +260,16 @@ def _plan(
         limit_bytes=limit,
         peak_bytes=simulated.peak_bytes + simulated.resident_bytes,
         resident_bytes=simulated.resident_bytes,
-        baseline_peak_bytes=baseline_bytes + simulated.resident_bytes,
+        baseline_peak_bytes=baseline.peak_bytes + simulated.resident_bytes,
         saved_bytes=simulated.saved_bytes,
         flops=simulated.flops,
         recompute_flops=simulated.recompute_flops,
         peak_node=peak_node,
-        activations=activations(graph, baseline, schedule),
+        activations=activations(graph, baseline.schedule, schedule),
         schedule=schedule,
         timeline=simulated.timeline,
-        cost=_added_cost(graph, profile, schedule, simulated, cost) / baseline_cost,
-        lower_bound=_bound(graph, schedule, cost, baseline_cost, profile, limit) if has_bound else None,
+        cost=baseline.cost_of(_added_cost(graph, profile, schedule, simulated, cost), cost),
+        lower_bound=_bound(graph, schedule, cost, baseline, profile) if has_bound else None,
         decisions=decisions(graph, schedule, cost, baseline_cost, profile),
         host_bytes=simulated.host_bytes,
         exposed_seconds=simulated.exposed_seconds,
@@ -219,12 +277,18 @@ def _plan(
         note=_note(graph),
         sizes=graph.analysis.argument_shapes,
         device=profile.device,
+        head_chunks=graph.head_chunks,
     )
 
 
 def _note(graph: JointGraph) -> str | None:
     """The exceptions to the plan's guarantees, in words; otherwise None."""
     notes = [compiling_note(graph.as_compiled)] if graph.as_compiled else []
+    if graph.head_chunks > 1:
+        notes.append(
+            f"the head runs in {graph.head_chunks} chunks of tokens (chunk_head): the loss and the gradients differ from "
+            "eager's by roundings of sums, and outputs with a row for every token, such as logits, are not computed"
+        )
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")
     if sums := summed(graph.module):
@@ -253,12 +317,9 @@ def _added_cost(graph, profile: Profile, schedule: Schedule, simulated: Simulati
     return added + (simulated.exposed_seconds or 0.0)
 
 
-def _baseline_cost(baseline: Schedule, cost) -> float:
-    return step_cost(baseline, cost) or 1.0
-
-
-def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit: int | None) -> float | None:
+def _bound(graph, schedule: Schedule, cost, baseline: Baseline, profile) -> float | None:
     """The lower bound within the limit as a fraction of the baseline's cost; None if unknown, as without scipy."""
+    limit = baseline.limit_bytes
     assert limit is not None
     if importlib.util.find_spec("scipy") is None:
         return None
@@ -268,7 +329,7 @@ def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit
     stage("computing the lower bound")
     bounded = with_packed_masks(graph) if schedule.packed else graph
     bound = lower_bound(bounded, cost, profile.workspace_bytes, limit)
-    return None if bound is None else bound / baseline_cost
+    return None if bound is None else baseline.cost_of(bound, cost)
 
 
 def _refusal(graph, profile, schedule, policy, budget, limit, lowest: Simulation, baseline_bytes: int, cost) -> str:

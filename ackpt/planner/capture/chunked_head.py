@@ -555,7 +555,7 @@ class _Writer:
         self.made: dict[int, fx.Node] = {}
         self.totals: dict[int, fx.Node] = {}
         self.moved: set[int] = set()  # storages of values that a new node replaces
-        self.is_written = False
+        self.is_written = self.is_writing = False
         self._scale: fx.Node | None = None
         if head.has_slices:
             sequences = _split(head.sequences, count)
@@ -609,6 +609,8 @@ class _Writer:
         for source in old.all_input_nodes:
             self._value(source)
         node = self.new.node_copy(old, self._value)
+        if self.is_writing:  # a view of a weight, say, that only the backward made
+            node.meta.pop("partitioner_tag", None)
         if not self.moved.isdisjoint(storage_keys(old)):
             node.meta["val"] = self._run(node)
         self.made[node_id] = node
@@ -659,7 +661,7 @@ class _Writer:
     # Chunks
 
     def _write_chunks(self) -> None:
-        self.is_written = True
+        self.is_written = self.is_writing = True
         head, graph = self.head, self.graph
         assert head.gradient is not None
         needed = set(head.exits)
@@ -677,6 +679,7 @@ class _Writer:
                     self._accumulate(node_id, chunk)
                 else:
                     self.local[node_id] = self._of_chunk(node_id, chunk)
+        self.is_writing = False
         for node_id, how in head.exits.items():
             self.moved.update(storage_keys(self.fx[node_id]))
             if head.rows_of_exit(node_id).is_linear:
