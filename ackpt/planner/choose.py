@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -142,38 +144,38 @@ def _in_chunks(graph: JointGraph, profile: Profile, baseline: Baseline, whole: t
 def planned_in_chunks(
     graph: JointGraph, request: Request, profile: Profile, chunked: Callable[[int], tuple[JointGraph, Profile]]
 ) -> tuple[Plan, JointGraph, Profile]:
-    """The plan with the fewest chunks of the head that keeps the budget, and its graph and profile.
+    """The plan that keeps the budget with the head in chunks, and its graph and profile.
 
-    `chunked`: the graph with so many chunks, and its profile.
+    The number of chunks doubles from 2 on until a plan keeps the budget, and then as long as plans become cheaper: with
+    smaller chunks, less must be recomputed. `chunked`: the graph with so many chunks, and its profile.
 
     Raises:
         BudgetError: if no number of chunks keeps the budget.
         HeadError: if the head cannot run in chunks.
     """
-    made: dict[int, tuple[Plan, JointGraph, Profile]] = {}
-    least: dict[int, BudgetError] = {}
 
-    def fits(count: int) -> bool:
+    def made(count: int) -> tuple[Plan, JointGraph, Profile]:
         one, its = (graph, profile) if count == 1 else chunked(count)
-        try:
-            made[count] = planned(one, request, its, None if count == 1 else (graph, profile)), one, its
-        except BudgetError as error:
-            if error.least_bytes is None:
-                raise
-            least[count] = error
-        return count in made
+        return planned(one, request, its, None if count == 1 else (graph, profile)), one, its
 
-    if request.chunk_head == "auto" and fits(1):
-        return made[1]
-    most, few, many = most_chunks(graph), 1, 2
-    while not fits(many):
-        if many >= most or (few in least and least[many].least_bytes >= least[few].least_bytes):
-            raise least[many]
-        few, many = many, min(2 * many, most)
-    while few + 1 < many:
-        middle = (few + many) // 2
-        few, many = (few, middle) if fits(middle) else (middle, many)
-    return made[many]
+    if request.chunk_head == "auto":
+        with contextlib.suppress(BudgetError):
+            return made(1)
+    best, least, count, most = None, math.inf, 2, most_chunks(graph)
+    while True:
+        try:
+            found = made(count)
+        except BudgetError as error:
+            if error.least_bytes is None or best is None and (count >= most or error.least_bytes >= least):
+                raise
+            least = error.least_bytes
+            found = None
+        if best is not None and (found is None or found[0].cost >= best[0].cost):
+            return best
+        best = found
+        if best is not None and count >= most:
+            return best
+        count = min(2 * count, most)
 
 
 def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: Baseline, budget, policy: str) -> Plan:
@@ -286,8 +288,8 @@ def _note(graph: JointGraph) -> str | None:
     notes = [compiling_note(graph.as_compiled)] if graph.as_compiled else []
     if graph.head_chunks > 1:
         notes.append(
-            f"the head runs in {graph.head_chunks} chunks of tokens (chunk_head): the loss and the gradients differ from "
-            "eager's by roundings of sums, and outputs with a row for every token, such as logits, are not computed"
+            f"the head runs in {graph.head_chunks} chunks of tokens (chunk_head): the loss and the gradients differ "
+            "from eager's by roundings of sums, and outputs with a row for every token, such as logits, are not computed"
         )
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")

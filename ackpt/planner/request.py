@@ -36,8 +36,8 @@ class Request:
     ``loop``: from optimizer, accumulation and scaler. ``folder``: where results of searches are cached. ``device``:
     from device_profile and costs; ``MEASURED`` times the operations. ``on_plan`` and ``compiler``: options of the
     backend of ``torch.compile``; ``on_plan`` is called with every new plan before it runs. ``planner``: a function that
-    plans each graph in place of the policy; every size is then a graph of its own. ``chunk_head``: whether the head of a
-    language model runs in chunks; ``"auto"``: if the budget needs it.
+    plans each graph in place of the policy; every size is then a graph of its own. ``chunk_head``: whether the head of
+    a language model runs in chunks; ``"auto"``: if the budget needs it.
     """
 
     budget: float | str | None = None

@@ -133,9 +133,9 @@ class Withheld(torch.Tensor):
         if func.__name__ == "__repr__":
             return f"<not computed: shape {shape}, because the head runs in chunks (chunk_head)>"
         raise RuntimeError(
-            f"{func.__name__} reads an output of shape {shape} that this step does not compute: its head runs in chunks "
-            "(chunk_head), so that all logits never exist at once. Compute what you need of them under torch.no_grad(), "
-            "which runs the model itself, or leave chunk_head out."
+            f"{func.__name__} reads an output of shape {shape} that this step does not compute: its head runs in "
+            "chunks (chunk_head), so that all logits never exist at once. Compute what you need of them under "
+            "torch.no_grad(), which runs the model itself, or leave chunk_head out."
         )
 
 

@@ -235,8 +235,8 @@ class SavedPlan:
     def _in_chunks(self) -> JointGraph:
         if self.step.dimensions:
             raise PlanError(
-                f"this plan runs its head in {self.plan.head_chunks} chunks, so it is valid only for the sizes that it was "
-                f"made for, {self._planned_sizes()}. Plan for the sizes of this call."
+                f"this plan runs its head in {self.plan.head_chunks} chunks, so it is valid only for the sizes that it "
+                f"was made for, {self._planned_sizes()}. Plan for the sizes of this call."
             )
         return self.step.in_chunks(self.plan.head_chunks)
 

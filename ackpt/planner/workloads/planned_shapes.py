@@ -25,11 +25,12 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.cuda_choices import CudaChoices
 from ackpt.metering.gpus import BLOCK, MIB, gpu
 from ackpt.metering.resident import rounded
+from ackpt.planner.capture.chunked_head import chunked
 from ackpt.planner.capture.inspection.calls import MACHINE
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.choose import planned
+from ackpt.planner.choose import planned, planned_in_chunks
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
 from ackpt.planner.costs.profiles import profile as profiled
@@ -54,7 +55,8 @@ class PlanConfig:
     The policy is none without a budget, auto with one, unless another is named. A budget such as "15GiB reserved"
     bounds what the device's caching allocator reserves. `context_mib` replaces the size of the CUDA context that is
     known for the device. `accumulation`: gradients of earlier batches exist. `clipping`: their norm is clipped.
-    `scaling`: a ``torch.amp.GradScaler`` scales the loss. `options`: of the policy.
+    `scaling`: a ``torch.amp.GradScaler`` scales the loss. `options`: of the policy. `chunk_head`: as in
+    `ackpt.compile`.
     """
 
     step: StepRequest
@@ -68,6 +70,7 @@ class PlanConfig:
     clipping: bool = False
     scaling: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    chunk_head: bool | str = False
 
     def __post_init__(self):
         bound, is_reserved = split_budget(self.budget)
@@ -94,7 +97,10 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: its bytes on the device."""
+    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: its bytes on the device.
+
+    `whole`: the graph of the step without chunks of the head, and its profile, if they are others.
+    """
 
     config: PlanConfig
     step: TrainingStep
@@ -103,6 +109,7 @@ class Planned:
     plan: Plan
     device: Device | None
     memory: DeviceMemory | None
+    whole: tuple[JointGraph, Profile] | None = None
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the peak; the resident ones first."""
@@ -130,8 +137,7 @@ class Planned:
         room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
         config = dataclasses.replace(self.config, budget=f"{room} reserved", policy=None, options={})
         with shown(), no_collection():
-            plan, _, memory = _planned(self.graph, self.profile, self.device, config)
-        return dataclasses.replace(self, config=config, plan=plan, memory=memory)
+            return _planned(config, self.step, self.whole or (self.graph, self.profile), self.device)
 
 
 def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:
@@ -166,36 +172,50 @@ def run_plan(config: PlanConfig) -> Planned:
         stage(f"building {config.step.model}")
         step = training_step(config.step)
         graph = captured(step, config, where)
-        profile = profiled(graph, where)
-        profile = profile if where is None else with_gpu_workspace(graph, profile)
-        return Planned(config, step, graph, profile, *_planned(graph, profile, where, config))
+        return _planned(config, step, (graph, _costs(graph, where)), where)
+
+
+def _costs(graph: JointGraph, where: Device | None) -> Profile:
+    profile = profiled(graph, where)
+    return profile if where is None else with_gpu_workspace(graph, profile)
+
+
+Made = tuple[Plan, JointGraph, Profile]
 
 
 def _planned(
-    graph: JointGraph, profile: Profile, where: Device | None, config: PlanConfig
-) -> tuple[Plan, Device | None, DeviceMemory | None]:
+    config: PlanConfig, step: TrainingStep, whole: tuple[JointGraph, Profile], where: Device | None
+) -> Planned:
+    graph, profile = whole
     policy = config.policy or ("none" if config.budget is None else "auto")
 
-    def plan_within(limit: float | str | None) -> Plan:
-        return planned(graph, Request(limit, policy, config.options), profile)
+    def in_chunks(count: int) -> tuple[JointGraph, Profile]:
+        one = on_device(chunked(graph, count), where)
+        return one, _costs(one, where)
 
-    def memory_of(plan: Plan) -> DeviceMemory | None:
+    def plan_within(limit: float | str | None) -> Made:
+        request = Request(limit, policy, config.options, chunk_head=config.chunk_head)
+        if config.chunk_head:
+            return planned_in_chunks(graph, request, profile, in_chunks)
+        return planned(graph, request, profile), graph, profile
+
+    def memory_of(made: Made) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB
-        return where and device_memory(graph, profile, plan, where, gpu(where.name), context)
+        return where and device_memory(made[1], made[2], made[0], where, gpu(where.name), context)
 
     budget, is_reserved = split_budget(config.budget)
-    plan = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
-    return plan, where, memory_of(plan)
+    made = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
+    return Planned(config, step, made[1], made[2], made[0], where, memory_of(made), whole)
 
 
-def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callable[[Plan], Any]) -> Plan:
+def _within_reserved(budget, plan_within: Callable[..., Made], memory_of: Callable[[Made], Any]) -> Made:
     """A plan for which the caching allocator reserves at most `budget`; every trial has a smaller peak."""
     most = dynamic_limit(budget, 0, 0)
     assert most is not None
     limit = most
     while True:
         try:
-            plan = plan_within(limit)
+            made = plan_within(limit)
         except BudgetError as error:
             if error.least_bytes is None:
                 raise
@@ -206,10 +226,10 @@ def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callab
                 least,
                 f"{budget} reserved",
             ) from None
-        excess = memory_of(plan).reserved - most
+        excess = memory_of(made).reserved - most
         if excess <= 0:
-            return plan
-        limit = max(1, plan.peak_bytes - max(1, excess // 2))
+            return made
+        limit = max(1, made[0].peak_bytes - max(1, excess // 2))
 
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
@@ -223,14 +243,19 @@ def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device |
     scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
     with autocast("cpu", config.autocast), choices, scaled:
         graph = trace(step.model, **step.inputs)
-    if where is not None:
-        graph = dataclasses.replace(
-            graph,
-            made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
-            storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, BLOCK)) for s in graph.storages),
-            on_cpu=False,
-        )
-    return graph
+    return on_device(graph, where)
+
+
+def on_device(graph: JointGraph, where: Device | None) -> JointGraph:
+    """`graph` with sizes as the allocator of `where` rounds them."""
+    if where is None:
+        return graph
+    return dataclasses.replace(
+        graph,
+        made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
+        storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, BLOCK)) for s in graph.storages),
+        on_cpu=False,
+    )
 
 
 def with_training_loop(graph: JointGraph, model: torch.nn.Module, config: PlanConfig) -> JointGraph:
