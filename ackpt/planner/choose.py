@@ -151,7 +151,6 @@ def planned_in_chunks(
 
     Raises:
         BudgetError: if no number of chunks keeps the budget.
-        HeadError: if the head cannot run in chunks.
     """
 
     def made(count: int) -> tuple[Plan, JointGraph, Profile]:

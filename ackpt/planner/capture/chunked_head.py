@@ -1,10 +1,10 @@
 """The language-model head of a captured step in chunks of tokens, so that the logits never exist as a whole.
 
-The head is the last matrix product before the loss. `_Head` follows its result, a row for each token, through the
-forward and the backward, up to sums over tokens (the loss, gradients of weights) and to the gradient of the hidden
-states. `_Writer` writes the step with these operations once for each chunk, forward and backward together, so that no
-product runs twice. The backward of a chunk is linear in the gradient that the loss will get. It runs with 1 in its
-place, and the results are scaled in backward.
+The head is the last matrix product before the loss. `Head` follows its result, a row for each token, through forward
+and backward, up to sums over tokens (the loss, gradients of weights) and to the gradient of the hidden states.
+`chunked` writes the step with these operations once for each chunk, its forward and backward together, so that nothing
+runs twice. The backward of a chunk is linear in the gradient that the loss will get: it runs with 1 in its place, and
+the backward of the step scales the results.
 """
 
 from __future__ import annotations
@@ -22,92 +22,40 @@ from ackpt.core.errors import TraceError
 from ackpt.metering.flops import formula
 
 from .joint_graph import JointGraph, once_per_graph
-from .operations import BACKWARD, FORWARD, may_draw, storage_keys
+from .operations import BACKWARD, FORWARD, Node, may_draw, storage_keys
 from .patches.kernels import true_results
 from .tracing import described_graph
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-# The operations that accumulate write into their first argument. Named as those of ATen, whose rates they have.
-for _definition in (
-    "addmm(Tensor(a!) total, Tensor rows, Tensor columns) -> Tensor(a!)",
-    "add(Tensor(a!) total, Tensor x) -> Tensor(a!)",
-    "put_rows(Tensor(a!) whole, Tensor rows, SymInt start) -> Tensor(a!)",
-    "mul(Tensor(a!) x, Tensor scale) -> Tensor(a!)",
-):
-    torch.library.define("ackpt_graph::" + _definition.split("(")[0], _definition[_definition.index("(") :])
+aten: Any = torch.ops.aten
+ours: Any = torch.ops.ackpt_graph
+WITHHELD = "ackpt_withheld"  # on an output that is not computed: the shape that the model gives it
 
 
-def _implemented(name: str):
-    def register(function):
-        torch.library.impl(f"ackpt_graph::{name}", "CompositeExplicitAutograd")(function)
-        torch.library.register_fake(f"ackpt_graph::{name}")(lambda changed, *_: changed)
-        return function
-
-    return register
-
-
-@_implemented("addmm")
-def _add_product(total, rows, columns):
-    return total.addmm_(rows, columns)
-
-
-@_implemented("add")
-def _add(total, x):
-    return total.add_(x)
-
-
-@_implemented("put_rows")
-def _put_rows(whole, rows, start):
-    whole[start : start + rows.shape[0]] = rows
-    return whole
-
-
-@_implemented("mul")
-def _scale(x, scale):
+def _scaled(x, scale):
     """In place, unless a second backward may follow."""
-    is_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
-    if is_backward and torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+    engine: Any = torch._C
+    if engine._current_graph_task_id() != -1 and engine._autograd._get_current_graph_task_keep_graph():
         return x * scale
     return x.mul_(scale)
 
 
-ours: Any = torch.ops.ackpt_graph
-flop_registry[ours.addmm] = lambda total, rows, columns, **_: 2 * rows.shape[0] * rows.shape[1] * columns.shape[1]
+def _with_rows(whole, rows, start):
+    whole[start : start + rows.shape[0]] = rows
+    return whole
 
 
-class HeadError(TraceError):
-    """The head of this step cannot run in chunks; names the operation that prevents it.
-
-    Example:
-        >>> import torch, ackpt
-        >>> issubclass(ackpt.planner.capture.chunked_head.HeadError, ackpt.TraceError)
-        True
-    """
-
-
-def chunked(graph: JointGraph, count: int) -> JointGraph:
-    """`graph` with its head in `count` chunks of tokens; fewer if it has not that many tokens.
-
-    Raises:
-        HeadError: if an operation between the last matrix product and the loss is not known.
-    """
-    return graph if count == 1 else _written(graph, count)
-
-
-def most_chunks(graph: JointGraph) -> int:
-    """The largest number of chunks that makes sense: a token in each."""
-    return head_of(graph).count
-
-
-@once_per_graph
-def head_of(graph: JointGraph) -> _Head:
-    return _Head(graph)
-
-
-@once_per_graph
-def _written(graph: JointGraph, count: int) -> JointGraph:
-    return _Writer(graph, head_of(graph), count).finished()
+# They write into their first argument, so that none of them can be recomputed. Their names are those of ATen's
+# operations, whose rates they have.
+for _name, _arguments, _function in (
+    ("addmm", "Tensor a, Tensor b", lambda total, a, b: total.addmm_(a, b)),
+    ("add", "Tensor x", lambda total, x: total.add_(x)),
+    ("slice_scatter", "Tensor rows, SymInt start", _with_rows),
+    ("mul", "Tensor scale", _scaled),
+):
+    torch.library.define(f"ackpt_graph::{_name}", f"(Tensor(a!) x, {_arguments}) -> Tensor(a!)")
+    torch.library.impl(f"ackpt_graph::{_name}", "CompositeExplicitAutograd")(_function)
+    torch.library.register_fake(f"ackpt_graph::{_name}")(lambda x, *_: x)
+flop_registry[ours.addmm] = lambda total, a, b, **_: 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
 class Rows(NamedTuple):
@@ -124,536 +72,468 @@ class Rows(NamedTuple):
     is_last: bool = False
     is_linear: bool = False
 
-    @property
-    def place(self) -> tuple:
-        return self[:4]
 
-
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _SAME = {aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default}
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
 _TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
-_ALONG_DIM = {  # act on every row by itself if their dimension is none of the leading ones
+_SLICES = {aten.slice.Tensor, aten.slice_backward.default}
+_ALONG_DIM = {  # every row by itself, unless the dimension is a leading one
     *(aten._softmax.default, aten._log_softmax.default, aten.logsumexp.default, aten.amax.default),
     *(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.gather.default),
     *(aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.squeeze.dim, aten.unsqueeze.default),
 }
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
-_FILLED = {aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default}
-_MADE = {*_ZEROS, *_FILLED, aten.ones.default, aten.ones_like.default, aten.empty.memory_format}
-_SIZES = ("size", "input_sizes")
-# Of one factor that is proportional to the gradient, whose place is given; None: any one.
+_LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+_MADE = {*_ZEROS, *_LIKE, aten.full.default, aten.ones.default, aten.scalar_tensor.default}
+# Linear in one of several factors: its place, or None for any.
 _LINEAR = {
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.neg.default), None),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), 0),
+    **dict.fromkeys((aten.squeeze.dim, aten.unsqueeze.default, aten.gather.default), 0),
 }
 
 
-class _Head:
+class Head:
     """The operations of the head in `graph`: what is computed for every token, and the sums over tokens.
 
     ``rows``: by node, those of the first kind; ``sides``: nodes outside of the head of which a chunk reads a part.
-    ``exits``: by node, those of the second kind, with how they end: "sum", "mean", "rows" (gradients of the hidden
-    states), "loss" or "count" (the results of ``nll_loss``). ``withheld``: outputs of the model that are not computed.
-    ``gradient``: the scalar that stands in for the gradient of the loss, and the count by which it is divided.
+    ``exits``: by node, those of the second kind: their rows, and how they end: "sum", "mean", "rows" (gradients of
+    hidden states), "loss" or "count" (the results of ``nll_loss``). ``withheld``: places of the model's outputs that
+    are not computed. ``gradient``: the scalar that backward begins with, and the count by which it is divided.
+    ``sequences``, ``tokens``: tokens are numbered by both if some are left out, otherwise as those of one sequence.
     """
 
     def __init__(self, graph: JointGraph):
         self.graph, self.fx = graph, graph.analysis.fx
-        self.product = self._last_product()
-        shape = self._value(self.product).shape
-        views = (self._value(node) for node in self._views_of_product())
-        wide = next((value.shape for value in views if value.dim() == 3), (1, shape[0]))
-        self.sequences, self.tokens = int(wide[0]), int(wide[1])
-        self.has_slices = False
-        self.rows: dict[int, Rows] = {self.product: Rows(1, 0, self.tokens)}
+        self.rows: dict[int, Rows] = {}
         self.sides: dict[int, Rows] = {}
-        self.exits: dict[int, str] = {}
+        self.exits: dict[int, tuple[str, Rows]] = {}
         self.gradient: tuple[int, int | None] | None = None
+        self._has_slices = False
         self._after_exits: set[int] = set()
         self._after_tangents = set(graph.analysis.tangents)
-        hidden = graph.nodes[self.product].inputs[-2]
-        self._part(hidden, Rows(1, 0, self.tokens), graph.nodes[self.product])
-        for node in graph.nodes[self.product + 1 :]:
+        self.product = self._last_product()
+        self.sequences, self.tokens = self._shape()
+        self.rows[self.product.id] = Rows(1, 0, self.tokens)
+        self._part(self.product.inputs[-2], self.rows[self.product.id], self.product)
+        for node in graph.nodes[self.product.id + 1 :]:
             if not self._after_tangents.isdisjoint(node.inputs):
                 self._after_tangents.add(node.id)
             if not self.rows.keys().isdisjoint(node.inputs):
                 self._classify(node)
             elif any(source in self.exits or source in self._after_exits for source in node.inputs):
                 self._after_exits.add(node.id)
-        self.withheld = self._outputs()
-        if self.gradient is None or not any(self.rows_of_exit(each).is_linear for each in self.exits):
-            raise self._refused(graph.nodes[self.product], "its backward computes no gradient")
+        self.withheld = [place for place, node in enumerate(graph.analysis.outputs) if node in self.rows]
+        if self.withheld and graph.keeps_outputs:
+            self._refuse(self.product, "outputs='keep' keeps an output with a row for every token, such as logits")
+        if self.gradient is None or not any(rows.is_linear for _, rows in self.exits.values()):
+            self._refuse(self.product, "its backward computes no gradient")
+        if not self._has_slices:
+            self.sequences, self.tokens = 1, self.sequences * self.tokens
+            for table in (self.rows, self.sides):
+                table.update({node: rows._replace(end=self.tokens) for node, rows in table.items()})
+            self.exits = {node: (how, rows._replace(end=self.tokens)) for node, (how, rows) in self.exits.items()}
 
-    @property
-    def count(self) -> int:
-        """The most chunks."""
-        return self.sequences * self.tokens
+    def value(self, node: int) -> Any:
+        return self.fx[node].meta.get("val")
 
-    def rows_of_exit(self, node: int) -> Rows:
-        return self._of_exit[node]
+    def numel(self, node: int) -> int:
+        value = self.value(node)
+        return value.numel() if isinstance(value, torch.Tensor) else 0
 
-    # What is where
-
-    def _last_product(self) -> int:
+    def _last_product(self) -> Node:
         """The largest of the matrix products from which a path leads to the loss without another one."""
-        analysis = self.graph.analysis
-        described = self.fx[len(self.graph.nodes)].meta["desc"]
+        graph, analysis = self.graph, self.graph.analysis
+        described = self.fx[len(graph.nodes)].meta["desc"]
         with_gradient = [getattr(self.fx[node].meta.get("desc"), "output", None) for node in analysis.tangents]
         losses = [node for what, node in zip(described, analysis.outputs) if what in with_gradient and node is not None]
-        if len(losses) != 1 or self._value(losses[0]).numel() != 1:
-            raise HeadError(
-                f"chunk_head needs a step with one loss, a scalar, and this one differentiates {len(losses)} outputs"
-                + ("" if len(losses) != 1 else f", of shape {list(self._value(losses[0]).shape)}")
-                + ": pass the labels, so that the model computes its loss"
+        if len(losses) != 1 or self.numel(losses[0]) != 1:
+            raise TraceError(
+                "chunk_head needs a model that returns one loss, a scalar: pass the labels, so that the model computes "
+                f"its loss. This step differentiates {len(losses)} outputs of {[self.numel(each) for each in losses]} "
+                "elements."
             )
         todo, seen, products = [*losses], set(), []
         while todo:
             node = todo.pop()
-            if node in seen or node in analysis.sources:
-                continue
-            seen.add(node)
-            target = self.fx[node].target
-            if formula(getattr(target, "overloadpacket", target)) is not None:
-                products.append(node)
-            else:
-                todo += self.graph.nodes[node].inputs
+            if node not in seen and node not in analysis.sources:
+                seen.add(node)
+                target = self.fx[node].target
+                is_product = formula(getattr(target, "overloadpacket", target)) is not None
+                (products if is_product else todo).extend([node] if is_product else graph.nodes[node].inputs)
         if not products:
-            raise HeadError("chunk_head found no matrix product before the loss")
-        last = max(products, key=lambda node: (self._numel(node), node))
-        if self.fx[last].target not in _PRODUCTS:
-            raise self._refused(self.graph.nodes[last], "the last matrix product before the loss is no linear layer")
-        if self._value(last).dtype == torch.float16:
-            raise self._refused(
-                self.graph.nodes[last], "in float16, gradients without the scale of the loss may overflow; use bfloat16"
-            )
+            raise TraceError("chunk_head found no matrix product from which the loss is computed")
+        last = graph.nodes[max(products, key=lambda node: (self.numel(node), node))]
+        if self.fx[last.id].target not in (aten.mm.default, aten.addmm.default):
+            self._refuse(last, "the last matrix product before the loss is no linear layer")
+        if self.value(last.id).dtype == torch.float16:
+            self._refuse(last, "in float16, gradients without the scale of the loss may overflow; use bfloat16")
         return last
 
-    def _views_of_product(self) -> list[int]:
-        views = [self.product]
-        for node in self.graph.nodes[self.product + 1 :]:
+    def _shape(self) -> tuple[int, int]:
+        """Sequences and tokens of each, as the first view of the product's result has them."""
+        views = {self.product.id}
+        for node in self.graph.nodes[self.product.id + 1 :]:
             if node.inputs and node.inputs[0] in views and self.fx[node.id].target in _VIEWS | _SAME:
-                views.append(node.id)
-        return views
+                views.add(node.id)
+                if self.value(node.id).dim() == 3:
+                    return tuple(self.value(node.id).shape[:2])
+        return 1, self.value(self.product.id).shape[0]
 
-    def _value(self, node: int) -> Any:
-        return self.fx[node].meta.get("val")
-
-    def _numel(self, node: int) -> int:
-        value = self._value(node)
-        return value.numel() if isinstance(value, torch.Tensor) else 0
-
-    def _outputs(self) -> list[int]:
-        """Places of the outputs that are rows: they are not computed."""
-        graph = self.graph
-        places = [place for place, node in enumerate(graph.analysis.outputs) if node in self.rows]
-        if places and graph.keeps_outputs:
-            raise HeadError(
-                f"output {places[0]} of the model has a row for every token, and a head in chunks never has all rows: "
-                "plan with outputs='drop', or without chunk_head"
-            )
-        for node in graph.analysis.bw_outputs:
-            if node in self.rows:
-                raise self._refused(graph.nodes[node], "it is a gradient of the step")
-        return places
-
-    def _refused(self, node, why: str) -> HeadError:
+    def _refuse(self, node: Node, why: str):
         where = ", ".join(part for part in (node.module, node.source) if part)
-        return HeadError(
-            f"chunk_head cannot split this model's head: {why}. It is {node.name} ({node.target}){where and f', {where}'}."
-            " Compute the loss with F.cross_entropy, or with log_softmax and gather, or leave chunk_head out."
+        raise TraceError(
+            f"chunk_head cannot split the head of this model: {why}. The operation is {node.name} ({node.target})"
+            f"{where and f' of {where}'}. Compute the loss by F.cross_entropy, or leave chunk_head out."
         )
 
-    # Rules
+    # What an operation reads
 
-    def _part(self, source: int, rows: Rows, reader) -> Rows:
-        """`source`, which `reader` reads row by row, as `rows` if it is not known yet."""
+    def _part(self, source: int, rows: Rows, reader: Node) -> Rows:
+        """`source`, which `reader` reads row by row: as it is known, or else as `rows`."""
         known = self.rows.get(source) or self.sides.get(source)
         if known is not None:
-            if known.place != rows.place:
-                raise self._refused(reader, "it reads a tensor whose rows are other tokens")
+            if known[:4] != rows[:4]:
+                self._refuse(reader, "it combines rows of other tokens")
             return known
-        node, fx_node = self.graph.nodes[source], self.fx[source]
+        node, target = self.graph.nodes[source], self.fx[source].target
+        rows = rows._replace(is_linear=source in self._after_tangents)
         if source in self._after_exits or source in self.exits:
-            raise self._refused(reader, "it reads a sum over all tokens")
-        tensors = [each for each in node.inputs if self._numel(each) > 1 and fx_node.target not in _MADE]
-        if fx_node.target in _MADE and not tensors:
+            self._refuse(reader, "it reads a sum over all tokens")
+        if target in _MADE:
+            for each in node.inputs if target in _LIKE else ():
+                self._part(each, rows, node)
             self.rows[source] = rows._replace(is_linear=False)
-        elif source in self._after_tangents:
-            if fx_node.target is aten.expand.default and self._numel(node.inputs[0]) == 1:
-                self._begin(node.inputs[0], None, reader)
-                self.rows[source] = rows._replace(is_linear=True)
-            else:
-                for each in tensors:
-                    if self._value(each).shape[: rows.lead] != self._value(source).shape[: rows.lead]:
-                        raise self._refused(node, "it computes gradients of tokens in an unknown way")
+        elif target is aten.expand.default and rows.is_linear and self.numel(node.inputs[0]) == 1:
+            self._begin(node.inputs[0], None, reader)
+            self.rows[source] = rows
+        elif rows.is_linear:
+            for each in node.inputs:
+                if self.numel(each) > 1:
                     self._part(each, rows, node)
-                self._classify(node)
-        elif self._numel(source) >= self._numel(self.product):
-            raise self._refused(reader, "it reads a tensor as large as the logits that is computed elsewhere")
+            self._classify(node)
+        elif self.numel(source) >= self.numel(self.product.id):
+            self._refuse(reader, "it reads a tensor as large as the logits that is computed elsewhere")
         else:
             self.sides[source] = rows
         return self.rows.get(source) or self.sides[source]
 
-    def _begin(self, gradient: int, count: int | None, reader) -> None:
-        """Note that backward begins with the scalar `gradient`, divided by `count`."""
+    def _whole(self, source: int, reader: Node) -> None:
+        """Check a `source` that is not split, and of which every chunk reads all."""
+        if source in self._after_exits or source in self.exits or source in self._after_tangents:
+            self._refuse(reader, "it reads a sum over all tokens, or the gradient of one")
+
+    def _begin(self, gradient: int, count: int | None, reader: Node) -> None:
         if self.gradient not in (None, (gradient, count)):
-            raise self._refused(reader, "the loss is a sum of several terms, each with a gradient of its own")
+            self._refuse(reader, "the loss is a sum of several terms, each with a gradient of its own")
         self.gradient = gradient, count
 
-    def _whole(self, node, source: int) -> None:
-        """Refuse `source` as an argument of which every chunk reads all."""
-        if source in self._after_exits or source in self.exits:
-            raise self._refused(node, "it reads a sum over all tokens")
-        if source in self._after_tangents:
-            raise self._refused(node, "it multiplies by the gradient of the loss")
+    # Rules
 
-    _of_exit: dict[int, Rows]
-
-    def _classify(self, node) -> None:
-        target = self.fx[node.id].target
+    def _classify(self, node: Node) -> None:
         if node.id in self.rows or node.id in self.exits:
             return
-        if may_draw(target, *self.fx[node.id].args):
-            raise self._refused(node, "it draws random numbers")
-        if not hasattr(self, "_of_exit"):
-            self._of_exit = {}
+        fx_node = self.fx[node.id]
+        target, first = fx_node.target, self.rows.get(node.inputs[0])
+        if may_draw(target, *fx_node.args):
+            self._refuse(node, "it draws random numbers")
         if target is operator.getitem:
             self._result_of_loss(node)
-        elif target is aten.nll_loss_forward.default:
-            self._loss(node)
+        elif target is aten.nll_loss_forward.default and first is not None and first.lead == 1:
+            self._part(fx_node.args[1].meta["ackpt_id"], first, node)
+            self.rows[node.id] = first
         elif target is aten.nll_loss_backward.default:
-            self._loss_backward(node)
+            self._loss_backward(node, *(each.meta["ackpt_id"] for each in (*fx_node.args[:3], fx_node.args[6])))
         elif target is aten.mm.default:
-            self._product(node)
-        elif target in _SUMS:
-            self._sum(node)
+            self._product(node, *(each.meta["ackpt_id"] for each in fx_node.args))
+        elif target in _SUMS and first is not None:
+            self._sum(node, first)
         else:
-            self.rows[node.id] = self._rule(node, target)
+            self.rows[node.id] = self._rule(node, target, first, self.value(node.id))
 
-    def _rule(self, node, target) -> Rows:
-        arguments, value = _arguments(self.fx[node.id]), self._value(node.id)
+    def _rule(self, node: Node, target, first: Rows | None, value) -> Rows:
         if not isinstance(value, torch.Tensor):
-            raise self._refused(node, "it is not known")
-        first = node.inputs[0]
-        rows = self.rows.get(first)
-        if target in _MADE:
-            return self.rows[next(filter(self.rows.__contains__, node.inputs))]._replace(is_linear=False)
-        if rows is not None and (target in _VIEWS):
-            return self._viewed(node, rows, value)
-        if rows is not None and target in _SAME:
+            self._refuse(node, "it is not known")
+        if target in _ALONG_DIM or torch.Tag.pointwise in getattr(target, "tags", ()):
+            return self._row_by_row(node, target, value)
+        if first is None:
+            self._refuse(node, "it is not known")
+        if target in _SAME:
+            return first
+        before, shape = self.value(node.inputs[0]).shape, value.shape
+        if target in _VIEWS and not first.is_last:
+            tokens = self.sequences * (first.end - first.start)
+            if shape[:1] == (tokens,):
+                return first._replace(lead=1)
+            if shape[:2] == (self.sequences, first.end - first.start):
+                return first._replace(lead=2)
+        elif target in _TURNS and first.lead == 1 and len(shape) == 2 and shape == before[::-1]:
+            return first._replace(is_last=not first.is_last)
+        elif target in _SLICES and not first.is_last:
+            return self._sliced(node, first, before, shape)
+        elif (target in _MADE or target is aten.expand.default) and shape[: first.lead] == before[: first.lead]:
+            return first._replace(is_linear=first.is_linear and target not in _MADE)
+        return self._refuse(node, "it is not known, or mixes tokens with other dimensions")
+
+    def _sliced(self, node: Node, rows: Rows, before, after) -> Rows:
+        arguments = arguments_of(self.fx[node.id])
+        dim = arguments.get("dim", 0) % len(before)
+        if dim >= rows.lead or before[dim] == after[dim]:
             return rows
-        if rows is not None and target in _TURNS:
-            if value.dim() != 2 or rows.lead != 1 or value.shape == self._value(first).shape:
-                raise self._refused(node, "it moves the dimension of the tokens")
-            return rows._replace(is_last=not rows.is_last)
-        if rows is not None and target in (aten.slice.Tensor, aten.slice_backward.default):
-            return self._sliced(node, rows, arguments)
-        if rows is not None and target is aten.expand.default and value.dim() == self._value(first).dim():
-            return rows
-        if target in _ALONG_DIM:
-            return self._along(node, target, arguments)
-        if torch.Tag.pointwise in getattr(target, "tags", ()):
-            return self._elementwise(node, target, value)
-        raise self._refused(node, "this operation is not known")
+        if dim != rows.lead - 1 or (rows.lead == 1 and self.sequences > 1) or arguments.get("step", 1) != 1:
+            self._refuse(node, "it selects tokens in an unknown way")
+        self._has_slices = True
+        is_slice = self.fx[node.id].target is aten.slice.Tensor
+        start = arguments.get("start") or 0
+        start += max(before[dim], after[dim]) if start < 0 else 0
+        start = rows.start + (start if is_slice else -start)
+        return rows._replace(start=start, end=start + after[dim])
 
-    def _viewed(self, node, rows: Rows, value) -> Rows:
-        tokens = self.sequences * (rows.end - rows.start)
-        if value.shape and value.shape[0] == tokens and not rows.is_last:
-            return rows._replace(lead=1)
-        if value.dim() > 1 and tuple(value.shape[:2]) == (self.sequences, rows.end - rows.start) and not rows.is_last:
-            return rows._replace(lead=2)
-        raise self._refused(node, "it mixes tokens with other dimensions")
-
-    def _sliced(self, node, rows: Rows, arguments) -> Rows:
-        source, result = self._value(node.inputs[0]).shape, self._value(node.id).shape
-        dim = arguments.get("dim", 0) % len(source)
-        if dim >= rows.lead or source[dim] == result[dim]:
-            return rows
-        is_token = dim == rows.lead - 1 and (rows.lead == 2 or self.sequences == 1)
-        if not is_token or arguments.get("step", 1) != 1:
-            raise self._refused(node, "it selects tokens in an unknown way")
-        self.has_slices = True
-        begin = arguments.get("start") or 0
-        if self.fx[node.id].target is aten.slice.Tensor:
-            begin = begin + source[dim] if begin < 0 else begin
-            return rows._replace(start=rows.start + begin, end=rows.start + begin + result[dim])
-        begin = begin + result[dim] if begin < 0 else begin
-        return rows._replace(start=rows.start - begin, end=rows.start - begin + result[dim])
-
-    def _along(self, node, target, arguments) -> Rows:
-        """Rules of operations along one dimension; tensors beside the first have the same tokens."""
-        rows, value = self._rows_of_reader(node, self._value(node.id))
-        dims = arguments["dim"]
-        dims = dims if isinstance(dims, (list, tuple)) else [dims]
-        ranks = value.dim() if target is aten.unsqueeze.default else self._value(node.inputs[0]).dim()
-        if rows.is_last or any(dim % ranks < rows.lead for dim in dims):
-            raise self._refused(node, "it works along the dimension of the tokens")
-        parts = [self._part(source, rows, node) for source in node.inputs]
-        linear = [at for at, part in enumerate(parts) if part.is_linear]
-        is_gradient = str(target).removesuffix(".default").endswith("_backward_data") and linear == [0]
-        adds = (
-            target in (aten.scatter_add.default, aten.scatter.src) and linear == [2] and self._is_zero(node.inputs[0])
-        )
-        moves = target in (aten.squeeze.dim, aten.unsqueeze.default, aten.gather.default) and linear == [0]
-        if linear and not (is_gradient or adds or moves):
-            raise self._refused(node, "it is not linear in the gradient of the loss")
-        return rows._replace(is_linear=bool(linear))
-
-    def _rows_of_reader(self, node, value) -> tuple[Rows, Any]:
-        """The rows of an operation's result: those of the arguments that are rows."""
+    def _row_by_row(self, node: Node, target, value) -> Rows:
+        """Elementwise, or along a dimension that is no leading one."""
         given = [self.rows[source] for source in node.inputs if source in self.rows]
-        if any(rows.place != given[0].place for rows in given):
-            raise self._refused(node, "it combines tensors whose rows are other tokens")
-        return given[0], value
-
-    def _elementwise(self, node, target, value) -> Rows:
-        rows, _ = self._rows_of_reader(node, value)
+        rows = given[0]
+        if target in _ALONG_DIM:
+            dims = arguments_of(self.fx[node.id])["dim"]
+            rank = value.dim() if target is aten.unsqueeze.default else self.value(node.inputs[0]).dim()
+            if any(dim % rank < rows.lead for dim in (dims if isinstance(dims, (list, tuple)) else [dims])):
+                self._refuse(node, "it works along the dimension of the tokens")
         if rows.is_last:
-            raise self._refused(node, "it follows a transposition of the logits")
+            self._refuse(node, "it follows a transposition")
         linear = []
         for at, source in enumerate(node.inputs):
-            shape = self._value(source).shape
-            has_tokens = len(shape) == value.dim() and shape[: rows.lead] == value.shape[: rows.lead]
-            if source in self.rows and not has_tokens:
-                raise self._refused(node, "it broadcasts over tokens")
-            if has_tokens and any(size > 1 for size in shape[: rows.lead]):
+            shape = self.value(source).shape
+            beside = len(shape) - value.dim() + rows.lead if target not in _ALONG_DIM else rows.lead
+            if beside == rows.lead and shape[: rows.lead] == value.shape[: rows.lead]:
                 if self._part(source, rows, node).is_linear:
                     linear.append(at)
-            elif len(shape) <= value.dim() - rows.lead or all(
-                size == 1 for size in shape[: len(shape) - value.dim() + rows.lead]
-            ):
-                self._whole(node, source)
+            elif source not in self.rows and all(size == 1 for size in shape[: max(0, beside)]):
+                self._whole(source, node)
             else:
-                raise self._refused(node, "it broadcasts a tensor over some tokens")
+                self._refuse(node, "it broadcasts over tokens")
         if linear and not self._is_linear(node, target, linear):
-            raise self._refused(node, "it is not linear in the gradient of the loss")
+            self._refuse(node, "it is not linear in the gradient of the loss")
         return rows._replace(is_linear=bool(linear))
 
-    def _is_linear(self, node, target, linear: list[int]) -> bool:
+    def _is_linear(self, node: Node, target, linear: list[int]) -> bool:
+        """Whether the result is linear in the arguments at these places, together."""
         if target in _LINEAR:
             return len(linear) == 1 and _LINEAR[target] in (None, linear[0])
         if target in (aten.add.Tensor, aten.sub.Tensor):
-            return len(linear) == len(node.inputs) == 2
+            return linear == [0, 1]
         if target is aten.where.self:
             return 0 not in linear and all(at in linear or self._is_zero(node.inputs[at]) for at in (1, 2))
+        if target in (aten.scatter_add.default, aten.scatter.src):
+            return linear == [2] and self._is_zero(node.inputs[0])
         if target is aten.masked_fill.Scalar:
             return linear == [0] and self.fx[node.id].args[2] == 0
-        return linear == [0] and str(target).removesuffix(".default").endswith("_backward")
+        return linear == [0] and "_backward" in str(target)
 
     def _is_zero(self, node: int) -> bool:
-        fx_node = self.fx[node]
-        fill = fx_node.args[-1] if fx_node.target in _FILLED else None
-        return fx_node.target in _ZEROS or (isinstance(fill, (int, float)) and fill == 0)
+        made = self.fx[node]
+        fill = made.args[-1] if made.target in _MADE and made.args else None
+        return made.target in _ZEROS or (isinstance(fill, (int, float)) and fill == 0)
 
     # Ends
 
-    def _end(self, node, how: str, rows: Rows) -> None:
+    def _end(self, node: Node, how: str, rows: Rows) -> None:
         if rows.is_linear != (node.phase == BACKWARD):
-            raise self._refused(node, "it is a sum over tokens that is neither a loss nor a gradient")
-        self.exits[node.id], self._of_exit[node.id] = how, rows
+            self._refuse(node, "it is a sum over tokens that is neither a loss nor a gradient")
+        self.exits[node.id] = how, rows
 
-    def _loss(self, node) -> None:
-        log, target, *_ = node.inputs
-        rows = self.rows.get(log)
-        if rows is None or rows.lead != 1 or rows.is_linear:
-            raise self._refused(node, "it is a loss of other dimensions than tokens and classes")
-        self._part(target, rows, node)
-        self.rows[node.id] = rows
-
-    def _result_of_loss(self, node) -> None:
-        loss = self.graph.nodes[node.inputs[0]]
-        if self.fx[loss.id].target is not aten.nll_loss_forward.default:
-            raise self._refused(node, "it takes one of several results")
-        index, reduction = self.fx[node.id].args[1], self.fx[loss.id].args[3]
-        if reduction == 0 and index == 0:
-            self.rows[node.id] = self.rows[loss.id]
-        elif reduction == 0:
+    def _result_of_loss(self, node: Node) -> None:
+        loss, index = self.fx[node.id].args
+        if loss.target is not aten.nll_loss_forward.default:
+            self._refuse(node, "it takes one of several results")
+        rows, is_sum = self.rows[node.inputs[0]], loss.args[3] != 0
+        if is_sum:
+            self._end(node, "count" if index else "loss", rows)
+        elif index == 0:
+            self.rows[node.id] = rows
+        else:
             self._after_exits.add(node.id)
-        else:
-            self._end(node, "count" if index else "loss", self.rows[loss.id])
 
-    def _loss_backward(self, node) -> None:
-        gradient, log, target, *_ = self.fx[node.id].args
-        gradient, log, target = (each.meta["ackpt_id"] for each in (gradient, log, target))
-        if log not in self.rows:
-            raise self._refused(node, "its logits are no rows")
-        rows = self.rows[log]
-        self._part(target, rows, node)
-        if self.fx[node.id].args[4] == 0:
-            if not self._part(gradient, rows, node).is_linear:
-                raise self._refused(node, "it does not depend on the gradient of the loss")
-        else:
-            count = self.fx[node.id].args[6].meta["ackpt_id"]
-            if self.exits.get(count) != "count":
-                raise self._refused(node, "its number of tokens is computed elsewhere")
-            self._begin(gradient, count if self.fx[node.id].args[4] == 1 else None, node)
+    def _loss_backward(self, node: Node, gradient: int, logits: int, targets: int, count: int) -> None:
+        rows = self.rows.get(logits)
+        if rows is None:
+            self._refuse(node, "its logits are no rows")
+        self._part(targets, rows, node)
+        reduction = self.fx[node.id].args[4]
+        if reduction == 0 and not self._part(gradient, rows, node).is_linear:
+            self._refuse(node, "it does not depend on the gradient of the loss")
+        if reduction != 0:
+            self._begin(gradient, count if reduction == 1 else None, node)
         self.rows[node.id] = rows._replace(is_linear=True)
 
-    def _product(self, node) -> None:
-        left, right = node.inputs if len(node.inputs) == 2 else node.inputs * 2
+    def _product(self, node: Node, left: int, right: int) -> None:
+        """The gradient of the hidden states, or that of the weight, which is a sum over tokens."""
         rows, others = self.rows.get(left), self.rows.get(right)
-        if rows is not None and not rows.is_last and others is None:
-            self._whole(node, right)
-            if (rows.start, rows.end, rows.is_linear) != (0, self.tokens, True):
-                raise self._refused(node, "it is another product of the logits")
+        if rows is not None and not rows.is_last and others is None and rows[1:3] == (0, self.tokens):
+            self._whole(right, node)
             self._end(node, "rows", rows)
             return
         if rows is not None and rows.is_last:
             others = self._part(right, rows._replace(is_last=False), node)
-        elif others is not None and not others.is_last and rows is None:
+        elif rows is None and others is not None and not others.is_last:
             rows = self._part(left, others._replace(is_last=True), node)
-        else:
-            raise self._refused(node, "it is another product of the logits")
-        if rows.is_linear and others.is_linear:
-            raise self._refused(node, "it is not linear in the gradient of the loss")
+        if rows is None or others is None or not rows.is_last or (rows.is_linear and others.is_linear):
+            self._refuse(node, "it is another matrix product of the logits")
         self._end(node, "sum", rows._replace(is_linear=rows.is_linear or others.is_linear))
 
-    def _sum(self, node) -> None:
-        rows, x = self.rows[node.inputs[0]], self._value(node.inputs[0])
-        dims = _arguments(self.fx[node.id]).get("dim")
-        dims = range(x.dim()) if dims is None or not len(dims) else sorted(dim % x.dim() for dim in dims)
-        is_mean = self.fx[node.id].target in (aten.mean.default, aten.mean.dim)
-        if all(dim >= rows.lead for dim in dims) and not rows.is_last:
+    def _sum(self, node: Node, rows: Rows) -> None:
+        rank = self.value(node.inputs[0]).dim()
+        dims = arguments_of(self.fx[node.id]).get("dim") or range(rank)
+        dims = sorted(dim % rank for dim in dims)
+        is_mean = "mean" in node.target
+        if rows.is_last or (is_mean and dims[0] < rows.lead and len(dims) < rank):
+            self._refuse(node, "it sums over some of the tokens' dimensions")
+        if dims[0] >= rows.lead:
             self.rows[node.id] = rows
-        elif rows.is_last or list(dims)[: rows.lead] != list(range(rows.lead)):
-            raise self._refused(node, "it sums over some dimensions of the tokens")
-        elif is_mean and len(dims) != x.dim():
-            raise self._refused(node, "it is a mean over tokens alone")
-        else:
+        elif dims[: rows.lead] == list(range(rows.lead)):
             self._end(node, "mean" if is_mean else "sum", rows)
+        else:
+            self._refuse(node, "it sums over some of the tokens' dimensions")
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by their names."""
-    schema: Any = getattr(node.target, "_schema")
-    given = {argument.name: value for argument, value in zip(schema.arguments, node.args)}
-    return {**given, **node.kwargs}
+    operation: Any = node.target
+    given = zip((argument.name for argument in operation._schema.arguments), node.args)
+    return {**dict(given), **node.kwargs}
+
+
+@once_per_graph
+def most_chunks(graph: JointGraph) -> int:
+    """The number of tokens, each of which could be a chunk.
+
+    Raises:
+        TraceError: if an operation between the last matrix product and the loss is not known; names it.
+    """
+    head = Head(graph)
+    return head.sequences * head.tokens
+
+
+@once_per_graph
+def chunked(graph: JointGraph, count: int) -> JointGraph:
+    """`graph` with its head in about `count` chunks of tokens; raises as `most_chunks`."""
+    return _Writer(graph, Head(graph), count).finished()
 
 
 class _Chunk(NamedTuple):
-    """Tokens ``tokens`` of the sequences ``sequences``, both as (start, end); ``number``: of the chunk."""
+    """Tokens ``tokens`` of the sequences ``sequences``, both as (start, end)."""
 
-    number: int
     sequences: tuple[int, int]
     tokens: tuple[int, int]
 
 
 def _split(length: int, parts: int) -> list[tuple[int, int]]:
-    size = -(-length // min(parts, length))
+    size = -(-length // parts)
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 class _Writer:
-    """Writes `graph` with `head` in `count` chunks. ``made``: the new nodes by the ids of the old ones."""
+    """Writes `graph` with `head` in `count` chunks.
 
-    def __init__(self, graph: JointGraph, head: _Head, count: int):
-        self.graph, self.head = graph, head
-        self.fx = graph.analysis.fx
+    ``made``: the new nodes by the ids of the old ones; ``local``: those of the current chunk; ``totals``: sums over
+    chunks, by the ids of the exits. ``moved``: storages of old results that new nodes replace. ``phase``: of what is
+    written.
+    """
+
+    def __init__(self, graph: JointGraph, head: Head, count: int):
+        self.graph, self.head, self.fx = graph, head, graph.analysis.fx
         self.new = fx.Graph()
         self.made: dict[int, fx.Node] = {}
+        self.local: dict[int, fx.Node] = {}
         self.totals: dict[int, fx.Node] = {}
-        self.moved: set[int] = set()  # storages of values that a new node replaces
-        self.is_written = self.is_writing = False
-        self._scale: fx.Node | None = None
-        if head.has_slices:
-            sequences = _split(head.sequences, count)
-            pieces = _split(head.tokens, -(-count // head.sequences) if count > head.sequences else 1)
-            self.chunks = [_Chunk(0, each, piece) for each in sequences for piece in pieces]
-        else:
-            self.chunks = [_Chunk(0, (0, 1), piece) for piece in _split(head.count, count)]
-        self.chunks = [each._replace(number=number) for number, each in enumerate(self.chunks)]
+        self.moved: set[int] = set()
+        self.phase = FORWARD
+        self.fake_mode: Any = detect_fake_mode([head.value(head.product.id)])
+        pieces = _split(head.tokens, -(-count // head.sequences))
+        self.chunks = [_Chunk(each, piece) for each in _split(head.sequences, count) for piece in pieces]
 
     def finished(self) -> JointGraph:
-        graph, analysis = self.graph, self.graph.analysis
-        fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.module.graph.nodes])
-        region = self.head.rows.keys() | self.head.exits.keys()
-        with torch.no_grad(), true_results(fake_mode):
+        graph, head = self.graph, self.head
+        output = self.fx[len(graph.nodes)]
+        returned = list(output.args[0])
+        writes = set(graph.analysis.mutated.values())
+        with torch.no_grad(), true_results(self.fake_mode), self.fake_mode:
             for node in graph.nodes:
-                ends_forward = node.phase == BACKWARD or node.id in analysis.mutated.values()
-                if ends_forward and not self.is_written:
+                if not self.totals and (node.phase == BACKWARD or node.id in writes):
                     self._write_chunks()
-                if node.id not in region:
+                    for place in head.withheld:
+                        returned[place] = self._withheld(returned[place])
+                self.phase = node.phase
+                if node.id not in head.rows and node.id not in head.exits:
                     self._copied(node.id)
-            output = self.fx[len(graph.nodes)]
-            returned = list(output.args[0])
-            for place in self.head.withheld:
-                returned[place] = self._withheld(returned[place])
             given = [each if each is None or each.graph is self.new else self._value(each) for each in returned]
-            self.new.create_node("output", "output", (type(output.args[0])(given),)).meta.update(output.meta)
+        self.new.create_node("output", "output", (type(output.args[0])(given),)).meta.update(output.meta)
         for place, node in enumerate(self.new.nodes):
             node.meta["ackpt_id"] = place
-        module = fx.GraphModule(graph.module, self.new)
         names = ("has_data", "replays_random", "made_for", "as_compiled", "keeps_outputs")
-        made = described_graph(module, **{name: getattr(graph, name) for name in names})
+        kept = {name: getattr(graph, name) for name in names}
+        made = described_graph(fx.GraphModule(graph.module, self.new), head_chunks=len(self.chunks), **kept)
         names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "scaled_loss_bytes")
-        fields = {name: getattr(graph, name) for name in names}
-        return replace(made, **fields, head_chunks=len(self.chunks))
+        return replace(made, **{name: getattr(graph, name) for name in names})
 
     def _value(self, node: fx.Node) -> fx.Node:
         return self._copied(node.meta["ackpt_id"])
 
     def _copied(self, node_id: int) -> fx.Node:
         """The new node for an old one outside of the head, or for a result of the head."""
-        if node_id in self.made:
-            return self.made[node_id]
-        if node_id in self.head.exits:
-            if not self.is_written:
+        if node_id not in self.made and node_id in self.head.exits:
+            if not self.totals:
                 self._write_chunks()
             if node_id not in self.made:
-                total = self.totals[node_id]
-                self.made[node_id] = self._add(ours.mul.default, (total, self._gradient()), node_id, phase=BACKWARD)
-            return self.made[node_id]
-        old = self.fx[node_id]
-        for source in old.all_input_nodes:
-            self._value(source)
-        node = self.new.node_copy(old, self._value)
-        if self.is_writing:  # a view of a weight, say, that only the backward made
-            node.meta.pop("partitioner_tag", None)
-        if not self.moved.isdisjoint(storage_keys(old)):
-            node.meta["val"] = self._run(node)
-        self.made[node_id] = node
-        return node
+                self.made[node_id] = self._add(ours.mul.default, (self.totals[node_id], self._scale()), node_id)
+        if node_id not in self.made:
+            old = self.fx[node_id]
+            for source in old.all_input_nodes:
+                self._value(source)
+            node = self.made[node_id] = self.new.node_copy(old, self._value)
+            if self.phase == FORWARD:  # a view of a weight, say, that only the backward made
+                node.meta.pop("partitioner_tag", None)
+            if not self.moved.isdisjoint(storage_keys(old)):
+                node.meta["val"] = self._run(node)
+        return self.made[node_id]
 
-    def _gradient(self) -> fx.Node:
-        """The gradient of the loss by which the results of the chunks are scaled."""
-        if self._scale is None:
-            assert self.head.gradient is not None
-            gradient, count = self.head.gradient
-            self._scale = self._copied(gradient)
-            if count is not None:  # without tokens that count, gradients are 0
-                total = self._copied(count)
-                is_zero = self._add(aten.eq.Scalar, (total, 0), gradient, phase=BACKWARD)
-                total = self._add(aten.masked_fill.Scalar, (total, is_zero, 1.0), gradient, phase=BACKWARD)
-                self._scale = self._add(aten.div.Tensor, (self._scale, total), gradient, phase=BACKWARD)
-        return self._scale
+    def _scale(self) -> fx.Node:
+        """The gradient by which the results of the chunks are scaled."""
+        assert self.head.gradient is not None
+        gradient, count = self.head.gradient
+        if count is None:
+            return self._copied(gradient)
+        if gradient not in self.local:  # without tokens that count, gradients are 0
+            total = self._copied(count)
+            is_zero = self._add(aten.eq.Scalar, (total, 0), gradient)
+            total = self._add(aten.masked_fill.Scalar, (total, is_zero, 1.0), gradient)
+            self.local[gradient] = self._add(aten.div.Tensor, (self._copied(gradient), total), gradient)
+        return self.local[gradient]
 
     def _withheld(self, old: fx.Node) -> fx.Node:
         """An empty tensor in place of an output that has a row for each token."""
-        value = old.meta["val"]
-        node = self._add(aten.empty.memory_format, ([0],), old.meta["ackpt_id"], dtype=value.dtype, device=value.device)
-        node.meta[WITHHELD] = tuple(value.shape)
-        first_of_backward = next(each for each in self.new.nodes if each.meta.get("partitioner_tag") == "is_backward")
-        first_of_backward.prepend(node)
+        node = self._empty([0], old.meta["ackpt_id"])
+        node.meta[WITHHELD] = tuple(old.meta["val"].shape)
         return node
 
-    def _add(self, target, args, like: int, number: int | None = None, phase: str = FORWARD, **kwargs) -> fx.Node:
+    def _empty(self, shape, like: int) -> fx.Node:
+        value = self.head.value(like)
+        return self._add(aten.empty.memory_format, (shape,), like, dtype=value.dtype, device=value.device)
+
+    def _add(self, target, args, like: int, **kwargs) -> fx.Node:
+        """A call in the place of the old node `like`, or in a chunk's place."""
         old = self.fx[like]
-        name = f"{old.name}_head" if number is None else f"{old.name}_chunk_{number}"
-        node = self.new.create_node("call_function", target, tuple(args), kwargs, name)
+        node = self.new.create_node("call_function", target, tuple(args), kwargs, f"{old.name}_chunk")
         node.meta.update({key: old.meta[key] for key in ("custom", "stack_trace") if key in old.meta})
         node.meta["val"] = self._run(node)
-        if phase == BACKWARD:
+        if self.phase == BACKWARD:
             node.meta["partitioner_tag"] = "is_backward"
         return node
 
     def _run(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._fake)
-        fake_mode = detect_fake_mode([self.fx[self.head.product].meta["val"]])
-        assert fake_mode is not None
-        with fake_mode:
-            return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        operation: Any = node.target
+        return operation(*args, **kwargs)
 
     def _fake(self, node: fx.Node) -> Any:
         return node.meta["val"] if "val" in node.meta else getattr(self.graph.module, str(node.target))
@@ -661,45 +541,92 @@ class _Writer:
     # Chunks
 
     def _write_chunks(self) -> None:
-        self.is_written = self.is_writing = True
-        head, graph = self.head, self.graph
+        head, phase, self.phase = self.head, self.phase, FORWARD
         assert head.gradient is not None
+        value = head.value(head.gradient[0])
+        one = self._add(aten.full.default, ([], 1.0), head.product.id, dtype=value.dtype, device=value.device)
         needed = set(head.exits)
         for node_id in sorted(needed | head.rows.keys(), reverse=True):
             if node_id in needed:
-                needed.update(source for source in graph.nodes[node_id].inputs if source in head.rows)
-        value = self.fx[head.gradient[0]].meta["val"]
-        self.one = self._add(aten.full.default, ([], 1.0), head.product, dtype=value.dtype, device=value.device)
+                needed.update(source for source in self.graph.nodes[node_id].inputs if source in head.rows)
         for source in head.sides:
             self._copied(source)
         for chunk in self.chunks:
-            self.local: dict[int, fx.Node] = {}
+            self.local = {head.gradient[0]: one}
             for node_id in sorted(needed):
+                args, kwargs = self._arguments(node_id, chunk)
                 if node_id in head.exits:
-                    self._accumulate(node_id, chunk)
+                    self._accumulate(node_id, chunk, args, kwargs)
                 else:
-                    self.local[node_id] = self._of_chunk(node_id, chunk)
-        self.is_writing = False
-        for node_id, how in head.exits.items():
+                    self.local[node_id] = self._add(self.fx[node_id].target, args, node_id, **kwargs)
+        self.local = {}
+        for node_id, (how, rows) in head.exits.items():
             self.moved.update(storage_keys(self.fx[node_id]))
-            if head.rows_of_exit(node_id).is_linear:
+            if rows.is_linear:
                 continue
-            total = self.totals[node_id]
+            total, old = self.totals[node_id], self.fx[node_id].args[0]
             if how == "mean":
-                count = self.fx[node_id].args[0].meta["val"].numel()
-                total = self._add(aten.div.Scalar, (total, count), node_id)
-            self.made[node_id] = total
-        for node_id, how in head.exits.items():
-            loss = self.fx[node_id].args[0]
-            if how == "loss" and loss.args[3] == 1:
-                count = next(
-                    each for each, what in head.exits.items() if what == "count" and loss in self.fx[each].args
+                total = self._add(aten.div.Scalar, (total, old.meta["val"].numel()), node_id)
+            elif how == "loss" and old.args[3] == 1:
+                (count,) = (
+                    each for each, (what, _) in head.exits.items() if what == "count" and old in self._read(each)
                 )
-                args = self.totals[node_id], self.totals[count]
-                self.made[node_id] = self._add(aten.div.Tensor, args, node_id)
+                total = self._add(aten.div.Tensor, (total, self.totals[count]), node_id)
+            self.made[node_id] = total
+        self.phase = phase
 
-    def _length(self, rows: Rows, chunk: _Chunk) -> tuple[int, int]:
-        """The first and last token of a chunk's sequences that `rows` has, from its own first one."""
+    def _read(self, node_id: int) -> list[fx.Node]:
+        return self.fx[node_id].all_input_nodes
+
+    def _accumulate(self, node_id: int, chunk: _Chunk, args, kwargs) -> None:
+        """Add a chunk's part of an exit to the total."""
+        target, (how, _) = self.fx[node_id].target, self.head.exits[node_id]
+        if how == "mean":
+            target, args, kwargs = aten.sum.default, args[:1], {"dtype": self.head.value(node_id).dtype}
+        if how == "rows" and node_id not in self.totals:
+            self.totals[node_id] = self._empty(list(self.head.value(node_id).shape), node_id)
+        total = self.totals.get(node_id)
+        if total is not None and how == "sum" and target is aten.mm.default:
+            self._add(ours.addmm.default, (total, *args), node_id)
+            return
+        part = self._add(target, args, node_id, **kwargs)
+        if total is None:
+            self.totals[node_id] = part
+        elif how == "rows":
+            start = chunk.sequences[0] * self.head.tokens + chunk.tokens[0]
+            self._add(ours.slice_scatter.default, (total, part, start), node_id)
+        else:
+            self._add(ours.add.default, (total, part), node_id)
+
+    def _arguments(self, node_id: int, chunk: _Chunk) -> tuple[list, dict[str, Any]]:
+        """The arguments of an operation of the head in a chunk, with its sizes."""
+        old, head = self.fx[node_id], self.head
+        given = list(old.args)
+        if old.target is aten.nll_loss_forward.default:
+            given[3] = 2 if given[3] else 0  # a sum, of which the mean is computed afterwards
+        elif old.target is aten.nll_loss_backward.default:
+            given[4], given[6] = 2 if given[4] else 0, self.fx[head.gradient[0]]  # pyright: ignore
+        args, kwargs = fx.map_arg((given, dict(old.kwargs)), lambda node: self._argument(node.meta["ackpt_id"], chunk))
+        args, rows = list(args), head.rows.get(node_id)
+        if rows is None or old.target is operator.getitem:
+            return args, kwargs
+        names = [argument.name for argument in old.target._schema.arguments][: len(args)]  # pyright: ignore
+        for name in {"size", "input_sizes"} & set(names):
+            args[names.index(name)] = [*self._lead(rows, chunk), *old.meta["val"].shape[rows.lead :]]
+        if old.target in _SLICES and rows[:3] != (before := head.rows[self.graph.nodes[node_id].inputs[0]])[:3]:
+            whole, part = (before, rows) if old.target is aten.slice.Tensor else (rows, before)
+            start, end = (part.start - whole.start + token for token in self._span(part, chunk))
+            first = self._span(whole, chunk)[0]
+            args[names.index("start") : names.index("start") + 2] = start - first, end - first
+        return args, kwargs
+
+    def _argument(self, node_id: int, chunk: _Chunk) -> fx.Node:
+        if node_id in self.head.sides and node_id not in self.local:
+            self.local[node_id] = self._part(node_id, self.head.sides[node_id], chunk)
+        return self.local[node_id] if node_id in self.local else self._copied(node_id)
+
+    def _span(self, rows: Rows, chunk: _Chunk) -> tuple[int, int]:
+        """The tokens of a chunk's sequences that `rows` has, counted from its own first one."""
         start, end = (min(max(token, rows.start), rows.end) - rows.start for token in chunk.tokens)
         return start, end
 
@@ -708,104 +635,16 @@ class _Writer:
         sequences, (start, end) = chunk.sequences[1] - chunk.sequences[0], self._span(rows, chunk)
         return [sequences * (end - start)] if rows.lead == 1 else [sequences, end - start]
 
-    def _span(self, rows: Rows, chunk: _Chunk) -> tuple[int, int]:
-        return self._length(rows, chunk) if self.head.has_slices else chunk.tokens
-
     def _part(self, source: int, rows: Rows, chunk: _Chunk) -> fx.Node:
         """The rows of a chunk of a tensor that exists as a whole."""
-        whole, (start, end) = self._copied(source), self._span(rows, chunk)
-        if rows.lead == 2 and self.head.has_slices:
-            part = self._add(aten.slice.Tensor, (whole, 0, *chunk.sequences), source, chunk.number)
-            return self._add(aten.slice.Tensor, (part, 1, start, end), source, chunk.number)
-        if rows.lead == 2:
-            trailing = list(whole.meta["val"].shape[2:])
-            if not whole.meta["val"].is_contiguous():
-                whole = self._add(aten.clone.default, (whole,), source, memory_format=torch.contiguous_format)
-                self.made[source] = whole
-            flat = self._add(aten.view.default, (whole, [-1, *trailing]), source, chunk.number)
-            part = self._add(aten.slice.Tensor, (flat, 0, start, end), source, chunk.number)
-            return self._add(aten.view.default, (part, [1, end - start, *trailing]), source, chunk.number)
-        tokens = rows.end - rows.start
-        begin = (chunk.sequences[0] * tokens if self.head.has_slices else 0) + start
-        length = self._lead(rows, chunk)[0]
-        dim = 1 if rows.is_last else 0
-        return self._add(aten.slice.Tensor, (whole, dim, begin, begin + length), source, chunk.number)
-
-    def _argument(self, chunk: _Chunk, node: fx.Node) -> fx.Node:
-        node_id = node.meta["ackpt_id"]
-        if node_id in self.local:
-            return self.local[node_id]
-        if node_id in self.head.sides:
-            self.local[node_id] = self._part(node_id, self.head.sides[node_id], chunk)
-            return self.local[node_id]
-        if node_id == self.head.gradient[0]:  # pyright: ignore[reportOptionalSubscript]
-            return self.one
-        return self._copied(node_id)
-
-    def _of_chunk(self, node_id: int, chunk: _Chunk) -> fx.Node:
-        """An operation of the head on the rows of a chunk."""
-        old, head = self.fx[node_id], self.head
-        rows, target = head.rows[node_id], old.target
-        if target in (aten.nll_loss_forward.default, aten.nll_loss_backward.default):
-            args = list(old.args)
-            at = 3 if target is aten.nll_loss_forward.default else 4
-            args[at] = 2 if args[at] else 0
-            if target is aten.nll_loss_backward.default:
-                args[6] = self.one
-        else:
-            args = [*old.args]
-        args = fx.map_arg(tuple(args), lambda node: node if node.graph is self.new else self._argument(chunk, node))
-        kwargs = fx.map_arg(dict(old.kwargs), lambda node: self._argument(chunk, node))
-        if target is not operator.getitem:
-            args = self._resized(old, rows, chunk, list(args))
-        return self._add(target, args, node_id, chunk.number, **kwargs)
-
-    def _resized(self, old: fx.Node, rows: Rows, chunk: _Chunk, args: list) -> list:
-        """`args` with the sizes of a chunk."""
-        names = [argument.name for argument in old.target._schema.arguments]  # pyright: ignore
-        for name in _SIZES:
-            if name in names[: len(args)]:
-                trailing = old.meta["val"].shape[rows.lead :]
-                args[names.index(name)] = [*self._lead(rows, chunk), *trailing]
-        if old.target not in (aten.slice.Tensor, aten.slice_backward.default):
-            return args
-        source: Any = old.args[0]
-        before = self.head.rows[source.meta["ackpt_id"]]
-        if before.place != rows.place:
-            is_slice = old.target is aten.slice.Tensor
-            whole, part = (before, rows) if is_slice else (rows, before)
-            begin = self._span(part, chunk)[0] + part.start - self._span(whole, chunk)[0] - whole.start
-            length = self._lead(part, chunk)[-1]
-            args[names.index("start") : names.index("start") + 2] = begin, begin + length
-        return args
-
-    def _accumulate(self, node_id: int, chunk: _Chunk) -> None:
-        old, how, number = self.fx[node_id], self.head.exits[node_id], chunk.number
-        args = fx.map_arg(tuple(old.args), lambda node: self._argument(chunk, node))
-        kwargs = fx.map_arg(dict(old.kwargs), lambda node: self._argument(chunk, node))
-        total = self.totals.get(node_id)
-        if how == "rows":
-            if total is None:
-                value = old.meta["val"]
-                total = self._add(
-                    aten.empty.memory_format, (list(value.shape),), node_id, dtype=value.dtype, device=value.device
-                )
-                self.totals[node_id] = total
-            part = self._add(old.target, args, node_id, number, **kwargs)
-            start = chunk.sequences[0] * self.head.tokens + chunk.tokens[0]
-            self._add(ours.put_rows.default, (total, part, start), node_id, number)
-        elif total is not None and old.target is aten.mm.default:
-            self._add(ours.addmm.default, (total, *args), node_id, number)
-        else:
-            target = old.target
-            if how == "mean":
-                target, args = aten.sum.default, args[:1]
-                kwargs = {"dtype": old.meta["val"].dtype}
-            part = self._add(target, args, node_id, number, **kwargs)
-            if total is None:
-                self.totals[node_id] = part
-            else:
-                self._add(ours.add.default, (total, part), node_id, number)
-
-
-WITHHELD = "ackpt_withheld"  # on an output that is not computed: the shape that the model gives it
+        whole, (start, end), tokens = self._copied(source), self._span(rows, chunk), rows.end - rows.start
+        if rows.lead == 1:
+            start += chunk.sequences[0] * tokens
+            end = start + self._lead(rows, chunk)[0]
+            return self._add(aten.slice.Tensor, (whole, 1 if rows.is_last else 0, start, end), source)
+        shape = (self.head.sequences, tokens, *whole.meta["val"].shape[2:])
+        if shape != tuple(whole.meta["val"].shape):
+            whole = self._add(aten.clone.default, (whole,), source, memory_format=torch.contiguous_format)
+            whole = self._add(aten.view.default, (whole, shape), source)
+        part = self._add(aten.slice.Tensor, (whole, 0, *chunk.sequences), source)
+        return self._add(aten.slice.Tensor, (part, 1, start, end), source)

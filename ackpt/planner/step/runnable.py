@@ -64,7 +64,7 @@ class Runnable:
 
     def in_chunks(self, count: int) -> JointGraph:
         """The reference with its head in `count` chunks."""
-        return chunked(self.reference, count)
+        return self.reference if count == 1 else chunked(self.reference, count)
 
     def workspace_bytes(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """The workspace of every operation at these sizes; 0 where it is not measured."""
