@@ -288,7 +288,7 @@ def _note(graph: JointGraph) -> str | None:
     if graph.head_chunks > 1:
         notes.append(
             f"the head runs in {graph.head_chunks} chunks of tokens (chunk_head): the loss and the gradients differ "
-            "from eager's by roundings of sums, and outputs with a row for every token, such as logits, are not computed"
+            "from eager's by roundings of sums, and outputs with a row for every token, as logits, are not computed"
         )
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")

@@ -302,7 +302,8 @@ class Head:
         if rows.is_last:
             self._refuse(node, "it follows a transposition")
         linear = []
-        for at, source in enumerate(node.inputs):
+        sources = [each.meta["ackpt_id"] for each in self.fx[node.id].args if isinstance(each, fx.Node)]
+        for at, source in enumerate(sources):
             shape = self.value(source).shape
             beside = len(shape) - value.dim() + rows.lead if target not in _ALONG_DIM else rows.lead
             if beside == rows.lead and shape[: rows.lead] == value.shape[: rows.lead]:
@@ -312,20 +313,20 @@ class Head:
                 self._whole(source, node)
             else:
                 self._refuse(node, "it broadcasts over tokens")
-        if linear and not self._is_linear(node, target, linear):
+        if linear and not self._is_linear(node, target, linear, sources):
             self._refuse(node, "it is not linear in the gradient of the loss")
         return rows._replace(is_linear=bool(linear))
 
-    def _is_linear(self, node: Node, target, linear: list[int]) -> bool:
-        """Whether the result is linear in the arguments at these places, together."""
+    def _is_linear(self, node: Node, target, linear: list[int], sources: list[int]) -> bool:
+        """Whether the result is linear in the arguments at these places of `sources`, together."""
         if target in _LINEAR:
             return len(linear) == 1 and _LINEAR[target] in (None, linear[0])
         if target in (aten.add.Tensor, aten.sub.Tensor):
             return linear == [0, 1]
         if target is aten.where.self:
-            return 0 not in linear and all(at in linear or self._is_zero(node.inputs[at]) for at in (1, 2))
+            return 0 not in linear and all(at in linear or self._is_zero(sources[at]) for at in (1, 2))
         if target in (aten.scatter_add.default, aten.scatter.src):
-            return linear == [2] and self._is_zero(node.inputs[0])
+            return linear == [2] and self._is_zero(sources[0])
         if target is aten.masked_fill.Scalar:
             return linear == [0] and self.fx[node.id].args[2] == 0
         return linear == [0] and "_backward" in str(target)
@@ -568,15 +569,11 @@ class _Writer:
             if how == "mean":
                 total = self._add(aten.div.Scalar, (total, old.meta["val"].numel()), node_id)
             elif how == "loss" and old.args[3] == 1:
-                (count,) = (
-                    each for each, (what, _) in head.exits.items() if what == "count" and old in self._read(each)
-                )
-                total = self._add(aten.div.Tensor, (total, self.totals[count]), node_id)
+                counts = (each for each, (what, _) in head.exits.items() if what == "count")
+                (count,) = (self.totals[each] for each in counts if self.fx[each].args[0] is old)
+                total = self._add(aten.div.Tensor, (total, count), node_id)
             self.made[node_id] = total
         self.phase = phase
-
-    def _read(self, node_id: int) -> list[fx.Node]:
-        return self.fx[node_id].all_input_nodes
 
     def _accumulate(self, node_id: int, chunk: _Chunk, args, kwargs) -> None:
         """Add a chunk's part of an exit to the total."""
