@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ackpt.core.budget import dynamic_limit, is_share, least_share, readable, unit_hint
-from ackpt.core.errors import BudgetError
+from ackpt.core.budget import added_share, dynamic_limit, is_share, least_share, readable, unit_hint
+from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
@@ -24,7 +23,7 @@ from ackpt.planner.costs.profiles import Profile, default_rates, rates
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
 from ackpt.planner.policies import auto, check_options, function_of, name_of
-from ackpt.planner.policies.search.frontier import added_cost, cheapest, costs, packing_cost, step_cost
+from ackpt.planner.policies.search.frontier import cheapest, costs, lowest, step_cost, whole_added_cost
 from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.policies.search.schedule_cache import CachedCandidates, cached
 from ackpt.planner.request import MEASURED, Request
@@ -33,18 +32,18 @@ from ackpt.planner.schedule.eager_step import eager_peak
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, activations
 from ackpt.planner.schedule.schedule import Schedule, everything
-from ackpt.planner.schedule.simulator import Simulation, simulate
+from ackpt.planner.schedule.simulator import Simulation, peak_of, simulate
 
 
 def planned(
     graph: JointGraph, request: Request, profile: Profile | None = None, whole: tuple[JointGraph, Profile] | None = None
 ) -> Plan:
-    """The plan of `graph` that the policy of `request` makes within its budget.
+    """The plan of `graph` that the policy of `request` makes within its budget and slowdown.
 
     `whole`: the model's own graph and its profile, if `graph` is that with its head in chunks.
 
     Raises:
-        BudgetError: if the budget is infeasible for the policy; names the smallest feasible one.
+        BudgetError: if the budget is infeasible for the policy or within the slowdown; names the smallest feasible one.
         TypeError: for an option that the policy does not have.
     """
     check_options(request.policy, request.options)
@@ -54,7 +53,29 @@ def planned(
         if whole is not None:
             baseline = _in_chunks(graph, profile, baseline, whole)
         schedule = _searched(graph, profile, baseline.limit_bytes, request)
-        return plan_of(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
+        plan = plan_of(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
+        _check_slowdown(graph, profile, plan, request)
+        return plan
+
+
+def _check_slowdown(graph: JointGraph, profile: Profile, plan: Plan, request: Request) -> None:
+    """Raise a BudgetError if `plan`, which keeps its budget, adds more time than the request allows."""
+    most = added_share(request.slowdown)
+    if most is None or plan.cost <= most:
+        return
+    message = (
+        f"to keep the budget {request.budget!r}, policy {plan.policy!r} makes the step {plan.cost:.1%} longer, and "
+        f"slowdown={request.slowdown!r} allows {most:.1%}"
+    )
+    if request.policy != "auto" or graph.head_chunks > 1:
+        raise BudgetError(f"{message}: give a larger budget or slowdown, or policy='auto'", None, request.budget)
+    schedule = lowest(graph, profile, most, candidates_of_auto(request))
+    least = peak_of(graph, schedule, profile.workspace_bytes) + graph.resident_bytes
+    raise BudgetError(
+        f"{message}. The smallest budget within this slowdown is {readable(least)} ({least} bytes)",
+        least,
+        request.budget,
+    )
 
 
 def _searched(graph: JointGraph, profile: Profile, limit: int | None, request: Request) -> Schedule:
@@ -62,7 +83,10 @@ def _searched(graph: JointGraph, profile: Profile, limit: int | None, request: R
     policy, options = request.policy, request.options
     decide, name = function_of(policy), name_of(policy)
     stage(f"searching with policy {name!r}")
+    most = added_share(request.slowdown)
     with no_collection():
+        if most is not None and limit is None:
+            return lowest(graph, profile, most, candidates_of_auto(request))
         if request.folder is None:
             schedule = decide(graph, profile, limit, **options)
             if not isinstance(schedule, Schedule):
@@ -151,30 +175,38 @@ def planned_in_chunks(
 
     Raises:
         BudgetError: if no number of chunks keeps the budget.
+        TraceError: if the head cannot run in chunks.
     """
-
-    def made(count: int) -> tuple[Plan, JointGraph, Profile]:
-        one, its = (graph, profile) if count == 1 else chunked(count)
-        return planned(one, request, its, None if count == 1 else (graph, profile)), one, its
-
+    refusal = None
     if request.chunk_head == "auto":
-        with contextlib.suppress(BudgetError):
-            return made(1)
-    best, least, count, most = None, math.inf, 2, most_chunks(graph)
-    while True:
         try:
-            found = made(count)
+            return planned(graph, request, profile), graph, profile
         except BudgetError as error:
-            if error.least_bytes is None or best is None and (count >= most or error.least_bytes >= least):
+            refusal = error
+    try:
+        most = most_chunks(graph)
+    except TraceError as error:
+        if refusal is None:
+            raise
+        raise BudgetError(f"{refusal} {error}", refusal.least_bytes, refusal.budget) from None
+    best, least = None, math.inf
+    for count in [*(2**power for power in range(1, most.bit_length()) if 2**power < most), most]:
+        one, its = chunked(count)
+        try:
+            plan = planned(one, replace(request, slowdown=None), its, (graph, profile))
+        except BudgetError as error:
+            if best is not None:
+                break
+            if error.least_bytes is None or count == most or error.least_bytes >= least:
                 raise
             least = error.least_bytes
-            found = None
-        if best is not None and (found is None or found[0].cost >= best[0].cost):
-            return best
-        best = found
-        if best is not None and count >= most:
-            return best
-        count = min(2 * count, most)
+            continue
+        if best is not None and plan.cost >= best[0].cost:
+            break
+        best = plan, one, its
+    assert best is not None
+    _check_slowdown(best[1], best[2], best[0], request)
+    return best
 
 
 def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: Baseline, budget, policy: str) -> Plan:
@@ -195,7 +227,7 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
     if limit is not None and simulated.peak_bytes > limit:
         least = simulated.peak_bytes + simulated.resident_bytes
         cost = costs(graph, profile)
-        added = baseline.cost_of(_added_cost(graph, profile, schedule, simulated, cost), cost)
+        added = baseline.cost_of(whole_added_cost(graph, profile, schedule, cost), cost)
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
             + (f" The model was {compiling_note(graph.as_compiled)}." if graph.as_compiled else ""),
@@ -269,7 +301,7 @@ def _plan(graph, policy, schedule: Schedule, simulated: Simulation, baseline: Ba
         activations=activations(graph, baseline.schedule, schedule),
         schedule=schedule,
         timeline=simulated.timeline,
-        cost=baseline.cost_of(_added_cost(graph, profile, schedule, simulated, cost), cost),
+        cost=baseline.cost_of(whole_added_cost(graph, profile, schedule, cost), cost),
         lower_bound=_bound(graph, schedule, cost, baseline, profile) if has_bound else None,
         decisions=decisions(graph, schedule, cost, baseline_cost, profile),
         host_bytes=simulated.host_bytes,
@@ -310,12 +342,6 @@ def _note(graph: JointGraph) -> str | None:
     if any(str(call).startswith("aten.prod") for call in whole):
         notes.append("the gradient of prod takes more temporary memory than counted if its argument contains zeros")
     return "; ".join(notes) or None
-
-
-def _added_cost(graph, profile: Profile, schedule: Schedule, simulated: Simulation, cost) -> float:
-    """The cost of recomputation, of packing and of waits for copies."""
-    added = added_cost(graph, schedule, cost) + packing_cost(graph, profile, schedule)
-    return added + (simulated.exposed_seconds or 0.0)
 
 
 def _bound(graph, schedule: Schedule, cost, baseline: Baseline, profile) -> float | None:

@@ -64,6 +64,7 @@ class PlanConfig:
     optimizer: str = "adamw"
     device: str | None = None
     budget: float | int | str | None = None
+    slowdown: float | str | None = None
     policy: str | None = None
     context_mib: int | None = None
     accumulation: bool = False
@@ -83,6 +84,8 @@ class PlanConfig:
             raise ValueError("--context-mib is the size of a GPU's context: give 0 or more, and --device-profile")
         if self.policy is not None:
             _require("policy", self.policy, [policy for policy in POLICIES if policy != NEEDS_FATES])
+        if self.slowdown is not None:
+            Request(bound, self.slowdown, self.policy or "auto")  # refuses what is no slowdown before the work
         _require("dtype", self.autocast, DTYPES)
         if optimizer_kind(self.optimizer) is None and (self.clipping or self.scaling):
             raise ValueError("--clip-gradients and --grad-scaler belong to an optimizer's step: give --optimizer")
@@ -135,7 +138,7 @@ class Planned:
         """
         assert self.device is not None and self.memory is not None
         room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
-        config = dataclasses.replace(self.config, budget=f"{room} reserved", policy=None, options={})
+        config = dataclasses.replace(self.config, budget=f"{room} reserved", slowdown=None, policy=None, options={})
         with shown(), no_collection():
             return _planned(config, self.step, self.whole or (self.graph, self.profile), self.device)
 
@@ -187,14 +190,14 @@ def _planned(
     config: PlanConfig, step: TrainingStep, whole: tuple[JointGraph, Profile], where: Device | None
 ) -> Planned:
     graph, profile = whole
-    policy = config.policy or ("none" if config.budget is None else "auto")
+    policy = config.policy or ("none" if config.budget is None and config.slowdown is None else "auto")
 
     def in_chunks(count: int) -> tuple[JointGraph, Profile]:
         one = on_device(chunked(graph, count), where)
         return one, _costs(one, where)
 
     def plan_within(limit: float | str | None) -> Made:
-        request = Request(limit, policy, config.options, chunk_head=config.chunk_head)
+        request = Request(limit, config.slowdown, policy, config.options, chunk_head=config.chunk_head)
         if config.chunk_head:
             return planned_in_chunks(graph, request, profile, in_chunks)
         return planned(graph, request, profile), graph, profile
