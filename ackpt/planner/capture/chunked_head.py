@@ -460,10 +460,11 @@ class _Writer:
         writes = set(graph.analysis.mutated.values())
         with torch.no_grad(), true_results(self.fake_mode), self.fake_mode:
             for node in graph.nodes:
-                if not self.totals and (node.phase == BACKWARD or node.id in writes):
+                ends_forward = node.phase == BACKWARD and self.phase == FORWARD
+                if not self.totals and (ends_forward or node.id in writes):
                     self._write_chunks()
-                    for place in head.withheld:
-                        returned[place] = self._withheld(returned[place])
+                for place in head.withheld if ends_forward else ():
+                    returned[place] = self._withheld(returned[place])
                 self.phase = node.phase
                 if node.id not in head.rows and node.id not in head.exits:
                     self._copied(node.id)
