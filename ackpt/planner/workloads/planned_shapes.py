@@ -130,8 +130,8 @@ class Planned:
         parts = {"forward": live[: boundary + 1], "backward": live[boundary:end], "optimizer": live[end:]}
         return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
 
-    def that_fits(self) -> Planned:
-        """The plan of policy auto that fits the device.
+    def that_fits(self, chunk_head: bool | str = False) -> Planned:
+        """The plan of policy auto that fits the device; `chunk_head` as in `ackpt.compile`.
 
         Raises:
             BudgetError: if there is none; ``least_bytes`` is what the allocator reserves for the smallest peak.
@@ -139,6 +139,7 @@ class Planned:
         assert self.device is not None and self.memory is not None
         room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
         config = dataclasses.replace(self.config, budget=f"{room} reserved", slowdown=None, policy=None, options={})
+        config = dataclasses.replace(config, chunk_head=chunk_head or self.config.chunk_head)
         with shown(), no_collection():
             return _planned(config, self.step, self.whole or (self.graph, self.profile), self.device)
 

@@ -124,7 +124,6 @@ def difference(one, other) -> float:
     return max((one[name] - other[name]).abs().max().item() / max(size, least) for name, size in sizes.items())
 
 
-
 @pytest.mark.parametrize("name", [*MODELS, *OWN, "flat-bias", "shifted-bias"])
 @pytest.mark.parametrize("count", [3, 24])
 def test_every_number_of_chunks_keeps_its_bytes(name, count):
