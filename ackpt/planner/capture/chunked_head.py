@@ -148,20 +148,21 @@ class Head:
         described = self.fx[len(graph.nodes)].meta["desc"]
         with_gradient = [getattr(self.fx[node].meta.get("desc"), "output", None) for node in analysis.tangents]
         losses = [node for what, node in zip(described, analysis.outputs) if what in with_gradient and node is not None]
-        if len(losses) != 1 or self.numel(losses[0]) != 1:
+        if [self.numel(each) for each in losses] != [1]:
             raise TraceError(
-                "chunk_head needs a model that returns one loss, a scalar: pass the labels, so that the model computes "
-                f"its loss. This step differentiates {len(losses)} outputs of {[self.numel(each) for each in losses]} "
-                "elements."
+                "chunk_head needs a model that returns one loss, a scalar, and this step differentiates outputs of "
+                f"{[self.numel(each) for each in losses]} elements: pass the labels, so that the model computes its loss"
             )
         todo, seen, products = [*losses], set(), []
         while todo:
             node = todo.pop()
-            if node not in seen and node not in analysis.sources:
-                seen.add(node)
-                target = self.fx[node].target
-                is_product = formula(getattr(target, "overloadpacket", target)) is not None
-                (products if is_product else todo).extend([node] if is_product else graph.nodes[node].inputs)
+            if node in seen or node in analysis.sources:
+                continue
+            seen.add(node)
+            if formula(getattr(self.fx[node].target, "overloadpacket", None)) is not None:
+                products.append(node)
+            else:
+                todo += graph.nodes[node].inputs
         if not products:
             raise TraceError("chunk_head found no matrix product from which the loss is computed")
         last = graph.nodes[max(products, key=lambda node: (self.numel(node), node))]
@@ -172,14 +173,10 @@ class Head:
         return last
 
     def _shape(self) -> tuple[int, int]:
-        """Sequences and tokens of each, as the first view of the product's result has them."""
-        views = {self.product.id}
-        for node in self.graph.nodes[self.product.id + 1 :]:
-            if node.inputs and node.inputs[0] in views and self.fx[node.id].target in _VIEWS | _SAME:
-                views.add(node.id)
-                if self.value(node.id).dim() == 3:
-                    return tuple(self.value(node.id).shape[:2])
-        return 1, self.value(self.product.id).shape[0]
+        """Sequences and tokens of each, as the first operation after the product has them."""
+        readers = (node.id for node in self.graph.nodes[self.product.id + 1 :] if self.product.id in node.inputs)
+        shape = self.value(next(readers)).shape
+        return tuple(shape[:2]) if len(shape) == 3 else (1, shape[0])
 
     def _refuse(self, node: Node, why: str):
         where = ", ".join(part for part in (node.module, node.source) if part)
@@ -347,13 +344,10 @@ class Head:
         loss, index = self.fx[node.id].args
         if loss.target is not aten.nll_loss_forward.default:
             self._refuse(node, "it takes one of several results")
-        rows, is_sum = self.rows[node.inputs[0]], loss.args[3] != 0
-        if is_sum:
-            self._end(node, "count" if index else "loss", rows)
+        if loss.args[3]:  # a sum or a mean
+            self._end(node, "count" if index else "loss", self.rows[node.inputs[0]])
         elif index == 0:
-            self.rows[node.id] = rows
-        else:
-            self._after_exits.add(node.id)
+            self.rows[node.id] = self.rows[node.inputs[0]]
 
     def _loss_backward(self, node: Node, gradient: int, logits: int, targets: int, count: int) -> None:
         rows = self.rows.get(logits)
@@ -386,15 +380,13 @@ class Head:
         rank = self.value(node.inputs[0]).dim()
         dims = arguments_of(self.fx[node.id]).get("dim") or range(rank)
         dims = sorted(dim % rank for dim in dims)
-        is_mean = "mean" in node.target
-        if rows.is_last or (is_mean and dims[0] < rows.lead and len(dims) < rank):
-            self._refuse(node, "it sums over some of the tokens' dimensions")
-        if dims[0] >= rows.lead:
+        how = "mean" if "mean" in node.target else "sum"
+        if dims[0] >= rows.lead and not rows.is_last:
             self.rows[node.id] = rows
-        elif dims[: rows.lead] == list(range(rows.lead)):
-            self._end(node, "mean" if is_mean else "sum", rows)
-        else:
+        elif rows.is_last or dims[: rows.lead] != list(range(rows.lead)) or (how == "mean" and len(dims) < rank):
             self._refuse(node, "it sums over some of the tokens' dimensions")
+        else:
+            self._end(node, how, rows)
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -406,11 +398,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 @once_per_graph
 def most_chunks(graph: JointGraph) -> int:
-    """The number of tokens, each of which could be a chunk.
-
-    Raises:
-        TraceError: if an operation between the last matrix product and the loss is not known; names it.
-    """
+    """The number of tokens of the head; raises a TraceError that names an operation of the head that is not known."""
     head = Head(graph)
     return head.sequences * head.tokens
 
@@ -421,11 +409,7 @@ def chunked(graph: JointGraph, count: int) -> JointGraph:
     return _Writer(graph, Head(graph), count).finished()
 
 
-class _Chunk(NamedTuple):
-    """Tokens ``tokens`` of the sequences ``sequences``, both as (start, end)."""
-
-    sequences: tuple[int, int]
-    tokens: tuple[int, int]
+_Chunk = tuple[tuple[int, int], tuple[int, int]]  # sequences and tokens of each, as (start, end)
 
 
 def _split(length: int, parts: int) -> list[tuple[int, int]]:
@@ -451,7 +435,7 @@ class _Writer:
         self.phase = FORWARD
         self.fake_mode: Any = detect_fake_mode([head.value(head.product.id)])
         pieces = _split(head.tokens, -(-count // head.sequences))
-        self.chunks = [_Chunk(each, piece) for each in _split(head.sequences, count) for piece in pieces]
+        self.chunks = [(each, piece) for each in _split(head.sequences, count) for piece in pieces]
 
     def finished(self) -> JointGraph:
         graph, head = self.graph, self.head
@@ -464,7 +448,9 @@ class _Writer:
                 if not self.totals and (ends_forward or node.id in writes):
                     self._write_chunks()
                 for place in head.withheld if ends_forward else ():
-                    returned[place] = self._withheld(returned[place])
+                    shape = tuple(returned[place].meta["val"].shape)
+                    returned[place] = self._empty([0], returned[place].meta["ackpt_id"])
+                    returned[place].meta[WITHHELD] = shape
                 self.phase = node.phase
                 if node.id not in head.rows and node.id not in head.exits:
                     self._copied(node.id)
@@ -511,12 +497,6 @@ class _Writer:
             total = self._add(aten.masked_fill.Scalar, (total, is_zero, 1.0), gradient)
             self.local[gradient] = self._add(aten.div.Tensor, (self._copied(gradient), total), gradient)
         return self.local[gradient]
-
-    def _withheld(self, old: fx.Node) -> fx.Node:
-        """An empty tensor in place of an output that has a row for each token."""
-        node = self._empty([0], old.meta["ackpt_id"])
-        node.meta[WITHHELD] = tuple(old.meta["val"].shape)
-        return node
 
     def _empty(self, shape, like: int) -> fx.Node:
         value = self.head.value(like)
@@ -591,7 +571,7 @@ class _Writer:
         if total is None:
             self.totals[node_id] = part
         elif how == "rows":
-            start = chunk.sequences[0] * self.head.tokens + chunk.tokens[0]
+            start = chunk[0][0] * self.head.tokens + chunk[1][0]
             self._add(ours.slice_scatter.default, (total, part, start), node_id)
         else:
             self._add(ours.add.default, (total, part), node_id)
@@ -625,24 +605,24 @@ class _Writer:
 
     def _span(self, rows: Rows, chunk: _Chunk) -> tuple[int, int]:
         """The tokens of a chunk's sequences that `rows` has, counted from its own first one."""
-        start, end = (min(max(token, rows.start), rows.end) - rows.start for token in chunk.tokens)
+        start, end = (min(max(token, rows.start), rows.end) - rows.start for token in chunk[1])
         return start, end
 
     def _lead(self, rows: Rows, chunk: _Chunk) -> list[int]:
         """The leading sizes of `rows` in a chunk."""
-        sequences, (start, end) = chunk.sequences[1] - chunk.sequences[0], self._span(rows, chunk)
+        sequences, (start, end) = chunk[0][1] - chunk[0][0], self._span(rows, chunk)
         return [sequences * (end - start)] if rows.lead == 1 else [sequences, end - start]
 
     def _part(self, source: int, rows: Rows, chunk: _Chunk) -> fx.Node:
         """The rows of a chunk of a tensor that exists as a whole."""
         whole, (start, end), tokens = self._copied(source), self._span(rows, chunk), rows.end - rows.start
         if rows.lead == 1:
-            start += chunk.sequences[0] * tokens
+            start += chunk[0][0] * tokens
             end = start + self._lead(rows, chunk)[0]
             return self._add(aten.slice.Tensor, (whole, 1 if rows.is_last else 0, start, end), source)
         shape = (self.head.sequences, tokens, *whole.meta["val"].shape[2:])
         if shape != tuple(whole.meta["val"].shape):
             whole = self._add(aten.clone.default, (whole,), source, memory_format=torch.contiguous_format)
             whole = self._add(aten.view.default, (whole, shape), source)
-        part = self._add(aten.slice.Tensor, (whole, 0, *chunk.sequences), source)
+        part = self._add(aten.slice.Tensor, (whole, 0, *chunk[0]), source)
         return self._add(aten.slice.Tensor, (part, 1, start, end), source)
