@@ -151,7 +151,7 @@ class Head:
         if [self.numel(each) for each in losses] != [1]:
             raise TraceError(
                 "chunk_head needs a model that returns one loss, a scalar, and this step differentiates outputs of "
-                f"{[self.numel(each) for each in losses]} elements: pass the labels, so that the model computes its loss"
+                f"{[self.numel(each) for each in losses]} elements: pass the labels to the model"
             )
         todo, seen, products = [*losses], set(), []
         while todo:
@@ -207,7 +207,10 @@ class Head:
             self.rows[source] = rows
         elif rows.is_linear:
             for each in node.inputs:
-                if self.numel(each) > 1:
+                if (
+                    self.numel(each) > 1
+                    and self.value(each).shape[: rows.lead] == self.value(source).shape[: rows.lead]
+                ):
                     self._part(each, rows, node)
             self._classify(node)
         elif self.numel(source) >= self.numel(self.product.id):
@@ -217,7 +220,7 @@ class Head:
         return self.rows.get(source) or self.sides[source]
 
     def _whole(self, source: int, reader: Node) -> None:
-        """Check a `source` that is not split, and of which every chunk reads all."""
+        """Check a `source` of which every chunk reads all."""
         if source in self._after_exits or source in self.exits or source in self._after_tangents:
             self._refuse(reader, "it reads a sum over all tokens, or the gradient of one")
 
@@ -250,14 +253,10 @@ class Head:
             self.rows[node.id] = self._rule(node, target, first, self.value(node.id))
 
     def _rule(self, node: Node, target, first: Rows | None, value) -> Rows:
-        if not isinstance(value, torch.Tensor):
-            self._refuse(node, "it is not known")
         if target in _ALONG_DIM or torch.Tag.pointwise in getattr(target, "tags", ()):
             return self._row_by_row(node, target, value)
-        if first is None:
-            self._refuse(node, "it is not known")
-        if target in _SAME:
-            return first
+        if first is None or target in _SAME or not isinstance(value, torch.Tensor):
+            return first or self._refuse(node, "it is not known")
         before, shape = self.value(node.inputs[0]).shape, value.shape
         if target in _VIEWS and not first.is_last:
             tokens = self.sequences * (first.end - first.start)
@@ -350,15 +349,12 @@ class Head:
             self.rows[node.id] = self.rows[node.inputs[0]]
 
     def _loss_backward(self, node: Node, gradient: int, logits: int, targets: int, count: int) -> None:
-        rows = self.rows.get(logits)
-        if rows is None:
-            self._refuse(node, "its logits are no rows")
-        self._part(targets, rows, node)
-        reduction = self.fx[node.id].args[4]
-        if reduction == 0 and not self._part(gradient, rows, node).is_linear:
-            self._refuse(node, "it does not depend on the gradient of the loss")
+        rows, reduction = self.rows.get(logits), self.fx[node.id].args[4]
+        if rows is None or (reduction == 0 and not self._part(gradient, rows, node).is_linear):
+            self._refuse(node, "it is no gradient of the logits")
         if reduction != 0:
             self._begin(gradient, count if reduction == 1 else None, node)
+        self._part(targets, rows, node)
         self.rows[node.id] = rows._replace(is_linear=True)
 
     def _product(self, node: Node, left: int, right: int) -> None:
@@ -421,8 +417,7 @@ class _Writer:
     """Writes `graph` with `head` in `count` chunks.
 
     ``made``: the new nodes by the ids of the old ones; ``local``: those of the current chunk; ``totals``: sums over
-    chunks, by the ids of the exits. ``moved``: storages of old results that new nodes replace. ``phase``: of what is
-    written.
+    chunks, by exit. ``moved``: storages of old results that new nodes replace. ``phase``: of what is written.
     """
 
     def __init__(self, graph: JointGraph, head: Head, count: int):
@@ -439,18 +434,16 @@ class _Writer:
 
     def finished(self) -> JointGraph:
         graph, head = self.graph, self.head
-        output = self.fx[len(graph.nodes)]
+        output, writes = self.fx[len(graph.nodes)], set(graph.analysis.mutated.values())
         returned = list(output.args[0])
-        writes = set(graph.analysis.mutated.values())
         with torch.no_grad(), true_results(self.fake_mode), self.fake_mode:
             for node in graph.nodes:
                 ends_forward = node.phase == BACKWARD and self.phase == FORWARD
                 if not self.totals and (ends_forward or node.id in writes):
                     self._write_chunks()
                 for place in head.withheld if ends_forward else ():
-                    shape = tuple(returned[place].meta["val"].shape)
-                    returned[place] = self._empty([0], returned[place].meta["ackpt_id"])
-                    returned[place].meta[WITHHELD] = shape
+                    old, returned[place] = returned[place], self._empty([0], returned[place].meta["ackpt_id"])
+                    returned[place].meta[WITHHELD] = tuple(old.meta["val"].shape)
                 self.phase = node.phase
                 if node.id not in head.rows and node.id not in head.exits:
                     self._copied(node.id)
@@ -458,11 +451,9 @@ class _Writer:
         self.new.create_node("output", "output", (type(output.args[0])(given),)).meta.update(output.meta)
         for place, node in enumerate(self.new.nodes):
             node.meta["ackpt_id"] = place
-        names = ("has_data", "replays_random", "made_for", "as_compiled", "keeps_outputs")
-        kept = {name: getattr(graph, name) for name in names}
-        made = described_graph(fx.GraphModule(graph.module, self.new), head_chunks=len(self.chunks), **kept)
-        names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "scaled_loss_bytes")
-        return replace(made, **{name: getattr(graph, name) for name in names})
+        made = described_graph(fx.GraphModule(graph.module, self.new))
+        new = {name: getattr(made, name) for name in ("module", "nodes", "storages", "outputs", "gradients")}
+        return replace(graph, **new, head_chunks=len(self.chunks))
 
     def _value(self, node: fx.Node) -> fx.Node:
         return self._copied(node.meta["ackpt_id"])
@@ -513,12 +504,12 @@ class _Writer:
         return node
 
     def _run(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self._fake)
-        operation: Any = node.target
-        return operation(*args, **kwargs)
+        def value(each: fx.Node) -> Any:
+            return each.meta["val"] if "val" in each.meta else getattr(self.graph.module, str(each.target))
 
-    def _fake(self, node: fx.Node) -> Any:
-        return node.meta["val"] if "val" in node.meta else getattr(self.graph.module, str(node.target))
+        operation: Any = node.target
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        return operation(*args, **kwargs)
 
     # Chunks
 
@@ -564,17 +555,15 @@ class _Writer:
         if how == "rows" and node_id not in self.totals:
             self.totals[node_id] = self._empty(list(self.head.value(node_id).shape), node_id)
         total = self.totals.get(node_id)
-        if total is not None and how == "sum" and target is aten.mm.default:
-            self._add(ours.addmm.default, (total, *args), node_id)
-            return
-        part = self._add(target, args, node_id, **kwargs)
         if total is None:
-            self.totals[node_id] = part
+            self.totals[node_id] = self._add(target, args, node_id, **kwargs)
         elif how == "rows":
             start = chunk[0][0] * self.head.tokens + chunk[1][0]
-            self._add(ours.slice_scatter.default, (total, part, start), node_id)
+            self._add(ours.slice_scatter.default, (total, self._add(target, args, node_id), start), node_id)
+        elif target is aten.mm.default:
+            self._add(ours.addmm.default, (total, *args), node_id)
         else:
-            self._add(ours.add.default, (total, part), node_id)
+            self._add(ours.add.default, (total, self._add(target, args, node_id, **kwargs)), node_id)
 
     def _arguments(self, node_id: int, chunk: _Chunk) -> tuple[list, dict[str, Any]]:
         """The arguments of an operation of the head in a chunk, with its sizes."""
@@ -605,8 +594,7 @@ class _Writer:
 
     def _span(self, rows: Rows, chunk: _Chunk) -> tuple[int, int]:
         """The tokens of a chunk's sequences that `rows` has, counted from its own first one."""
-        start, end = (min(max(token, rows.start), rows.end) - rows.start for token in chunk[1])
-        return start, end
+        return tuple(min(max(token, rows.start), rows.end) - rows.start for token in chunk[1])  # pyright: ignore
 
     def _lead(self, rows: Rows, chunk: _Chunk) -> list[int]:
         """The leading sizes of `rows` in a chunk."""

@@ -97,8 +97,10 @@ def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
 
 def withheld(graph: JointGraph) -> dict[int, tuple[tuple[int, ...], torch.dtype]]:
     """By index, shape and dtype of the outputs that are not computed because the head runs in chunks."""
+    described = graph.analysis.fx[len(graph.nodes)].meta["desc"]
     metas = [{} if node is None else graph.analysis.fx[node].meta for node in graph.analysis.outputs]
-    return {at: (meta[WITHHELD], meta["val"].dtype) for at, meta in enumerate(metas) if WITHHELD in meta}
+    given = [(what.idx, meta) for what, meta in zip(described, metas) if WITHHELD in meta]
+    return {at: (meta[WITHHELD], meta["val"].dtype) for at, meta in given}
 
 
 class _Outline(_LazyGraphModule):

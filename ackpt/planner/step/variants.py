@@ -402,10 +402,10 @@ class Variants:
     def _dimensions(self, group: _Group, call: Call) -> set[Dimension]:
         """The dimensions to capture as dynamic: those that are declared, and those in which earlier calls differ."""
         latest = [group.number_served(step) for step, _ in group.captures[:_MOST_ALONE]]
-        if len(group.captures) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE:
+        if len(group.captures) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE or self.request.chunk_head:
             return set()
         chosen = declared(self.request.dynamic, self.model, call)
-        if self.request.dynamic is not False and not self.request.chunk_head:
+        if self.request.dynamic is not False:
             chosen |= self._dimensions_of_plan(call)
             changing = {dimension for step, _ in group.captures for dimension in step.dimensions}
             for sizes, _ in group.alone:
