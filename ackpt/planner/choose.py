@@ -14,7 +14,7 @@ from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import compiling_note
-from ackpt.planner.capture.chunked_head import most_chunks
+from ackpt.planner.capture.chunked_head import Head
 from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
@@ -184,12 +184,12 @@ def planned_in_chunks(
         except BudgetError as error:
             refusal = error
     try:
-        most = most_chunks(graph)
+        head = Head(graph)
     except TraceError as error:
         if refusal is None:
             raise
         raise BudgetError(f"{refusal} {error}", refusal.least_bytes, refusal.budget) from None
-    best, least = None, math.inf
+    best, least, most = None, math.inf, head.sequences * head.tokens
     for count in [*(2**power for power in range(1, most.bit_length()) if 2**power < most), most]:
         one, its = chunked(count)
         try:

@@ -102,6 +102,9 @@ class Head:
     hidden states), "loss" or "count" (the results of ``nll_loss``). ``withheld``: places of the model's outputs that
     are not computed. ``gradient``: the scalar that backward begins with, and the count by which it is divided.
     ``sequences``, ``tokens``: tokens are numbered by both if some are left out, otherwise as those of one sequence.
+
+    Raises:
+        TraceError: if an operation between the last matrix product and the loss is not known; names it.
     """
 
     def __init__(self, graph: JointGraph):
@@ -114,7 +117,9 @@ class Head:
         self._after_exits: set[int] = set()
         self._after_tangents = set(graph.analysis.tangents)
         self.product = self._last_product()
-        self.sequences, self.tokens = self._shape()
+        reader = next(node.id for node in graph.nodes if self.product.id in node.inputs)
+        shape = self.value(reader).shape
+        self.sequences, self.tokens = shape[:2] if len(shape) == 3 else (1, shape[0])
         self.rows[self.product.id] = Rows(1, 0, self.tokens)
         self._part(self.product.inputs[-2], self.rows[self.product.id], self.product)
         for node in graph.nodes[self.product.id + 1 :]:
@@ -172,20 +177,12 @@ class Head:
             self._refuse(last, "in float16, gradients without the scale of the loss may overflow; use bfloat16")
         return last
 
-    def _shape(self) -> tuple[int, int]:
-        """Sequences and tokens of each, as the first operation after the product has them."""
-        readers = (node.id for node in self.graph.nodes[self.product.id + 1 :] if self.product.id in node.inputs)
-        shape = self.value(next(readers)).shape
-        return tuple(shape[:2]) if len(shape) == 3 else (1, shape[0])
-
     def _refuse(self, node: Node, why: str):
         where = ", ".join(part for part in (node.module, node.source) if part)
         raise TraceError(
             f"chunk_head cannot split the head of this model: {why}. The operation is {node.name} ({node.target})"
             f"{where and f' of {where}'}. Compute the loss by F.cross_entropy, or leave chunk_head out."
         )
-
-    # What an operation reads
 
     def _part(self, source: int, rows: Rows, reader: Node) -> Rows:
         """`source`, which `reader` reads row by row: as it is known, or else as `rows`."""
@@ -194,7 +191,7 @@ class Head:
             if known[:4] != rows[:4]:
                 self._refuse(reader, "it combines rows of other tokens")
             return known
-        node, target = self.graph.nodes[source], self.fx[source].target
+        node, target, shape = self.graph.nodes[source], self.fx[source].target, self.value(source).shape
         rows = rows._replace(is_linear=source in self._after_tangents)
         if source in self._after_exits or source in self.exits:
             self._refuse(reader, "it reads a sum over all tokens")
@@ -207,10 +204,7 @@ class Head:
             self.rows[source] = rows
         elif rows.is_linear:
             for each in node.inputs:
-                if (
-                    self.numel(each) > 1
-                    and self.value(each).shape[: rows.lead] == self.value(source).shape[: rows.lead]
-                ):
+                if self.numel(each) > 1 and self.value(each).shape[: rows.lead] == shape[: rows.lead]:
                     self._part(each, rows, node)
             self._classify(node)
         elif self.numel(source) >= self.numel(self.product.id):
@@ -288,15 +282,14 @@ class Head:
 
     def _row_by_row(self, node: Node, target, value) -> Rows:
         """Elementwise, or along a dimension that is no leading one."""
-        given = [self.rows[source] for source in node.inputs if source in self.rows]
-        rows = given[0]
+        rows = next((self.rows[source] for source in node.inputs if source in self.rows), None)
+        if rows is None or rows.is_last:
+            self._refuse(node, "it is not known, or follows a transposition")
         if target in _ALONG_DIM:
             dims = arguments_of(self.fx[node.id])["dim"]
             rank = value.dim() if target is aten.unsqueeze.default else self.value(node.inputs[0]).dim()
             if any(dim % rank < rows.lead for dim in (dims if isinstance(dims, (list, tuple)) else [dims])):
                 self._refuse(node, "it works along the dimension of the tokens")
-        if rows.is_last:
-            self._refuse(node, "it follows a transposition")
         linear = []
         sources = [each.meta["ackpt_id"] for each in self.fx[node.id].args if isinstance(each, fx.Node)]
         for at, source in enumerate(sources):
@@ -331,8 +324,6 @@ class Head:
         made = self.fx[node]
         fill = made.args[-1] if made.target in _MADE and made.args else None
         return made.target in _ZEROS or (isinstance(fill, (int, float)) and fill == 0)
-
-    # Ends
 
     def _end(self, node: Node, how: str, rows: Rows) -> None:
         if rows.is_linear != (node.phase == BACKWARD):
@@ -393,15 +384,8 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 @once_per_graph
-def most_chunks(graph: JointGraph) -> int:
-    """The number of tokens of the head; raises a TraceError that names an operation of the head that is not known."""
-    head = Head(graph)
-    return head.sequences * head.tokens
-
-
-@once_per_graph
 def chunked(graph: JointGraph, count: int) -> JointGraph:
-    """`graph` with its head in about `count` chunks of tokens; raises as `most_chunks`."""
+    """`graph` with its head in about `count` chunks of tokens; raises as `Head`."""
     return _Writer(graph, Head(graph), count).finished()
 
 
