@@ -60,7 +60,8 @@ BROWSER = [
 
 # What builds the book with a newer Sphinx than Jupyter Book 1 allows, and what of Jupyter Book it leaves out.
 NEXT = ["sphinx>=8.2", "sphinx-book-theme>=1.4", "myst-nb", "sphinx-external-toc", "sphinx-design", "sphinx-copybutton"]
-NEXT += ["sphinx-togglebutton", "sphinxcontrib-bibtex", "sphinx-multitoc-numbering", "sphinx-mathjax-offline", "jupytext"]
+NEXT += ["sphinx-togglebutton", "sphinxcontrib-bibtex", "sphinx-multitoc-numbering", "sphinx-mathjax-offline"]
+NEXT += ["jupytext", "nbstripout"]
 NOT_NEXT = {"jupyter_book", "sphinx_thebe", "sphinx_comments", "sphinx_jupyterbook_latex"}
 
 shared = nox.session(python=False, requires=["environment"])
