@@ -291,10 +291,6 @@ def cumulated(logits, targets):
     return flat(logits.cumsum(1), targets)
 
 
-def two_heads(logits, targets):
-    return flat(logits @ torch.eye(WORDS), targets)
-
-
 @pytest.mark.parametrize(
     ("loss", "named"),
     [
@@ -340,9 +336,40 @@ def test_options_that_exclude_it_are_refused_before_any_work(options, message):
         ackpt.compile(*large()[:1], **{"budget": 0.9, "chunk_head": True, **options})
 
 
-def test_other_gradients_keep_their_bits():
-    """Only what the head computes differs: with the head's gradients given, the rest is eager's."""
+def test_a_budget_that_needs_no_chunks_changes_no_bit():
     model, batch = built("flat")
     copied = copy.deepcopy(model)
-    ackpt.apply_budget(model, batch, "1GiB", chunk_head="auto")
+    assert ackpt.apply_budget(model, batch, "1GiB", chunk_head="auto").plan.note is None
     assert all(map(torch.equal, *(gradients(each, batch)[1].values() for each in (model, copied))))
+
+
+def test_a_slowdown_bounds_the_cost_of_chunks_too():
+    model, batch = large()
+    with pytest.raises(ackpt.BudgetError, match="slowdown=0.001 allows 0.1%"):
+        ackpt.compile(model, *batch, budget=0.5, slowdown=0.001, chunk_head=True)
+
+
+def test_the_backend_of_torch_compile_has_the_option():
+    model, batch = large()
+    plans = []
+    options = {"budget": 0.5, "chunk_head": True, "on_plan": plans.append}
+    torch.compile(model, backend="ackpt", options=options)(*batch).backward()
+    assert plans[0].head_chunks > 1
+    with pytest.raises(ValueError, match="compiler='eager'"):
+        torch.compile(model, backend="ackpt", options={**options, "compiler": "inductor"})(*batch)
+
+
+def test_a_second_head_on_the_logits_is_refused():
+    """A trained adapter of the head makes the logits a sum of two products."""
+
+    class Adapted(Own):
+        def __init__(self):
+            super().__init__(flat)
+            self.low, self.high = nn.Linear(16, 2, bias=False), nn.Linear(2, WORDS, bias=False)
+
+        def forward(self, tokens, targets):
+            hidden = self.embedding(tokens)
+            return flat(self.head(hidden) + self.high(self.low(hidden)), targets)
+
+    with pytest.raises(ackpt.TraceError, match="as large as the logits that is computed elsewhere"):
+        ackpt.compile(Adapted(), IDS, LABELS, budget=0.9, chunk_head=True)
