@@ -11,7 +11,6 @@ from pathlib import Path
 
 from address import ROOT, repository_address
 
-
 _NOT_IN = (":!README.md", ":!book/notebooks", ":!book/colab")
 
 

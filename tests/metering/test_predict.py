@@ -100,7 +100,6 @@ def test_a_planned_step_behind_torch_compile(fresh_dynamo):
     assert predicted.flops == measured.flops > plain.flops
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, at the import
 def test_code_of_inductor_is_refused(fresh_dynamo):
     x = torch.empty(8, 4, device="meta")
     call = torch.compile(lambda x: x @ x.t())
@@ -141,6 +140,18 @@ def test_meta_tensors():
 
     predicted = predict(step, resident=(model, x))
     assert predicted.categories == measured.categories and predicted.seconds is None
+
+
+def test_in_a_measured_step():
+    model, x = torch.nn.Linear(4, 4, device="meta"), torch.empty(2, 4, device="meta")
+    peaks = []
+
+    def step():
+        peaks.append(predict(lambda: model(x).sum().backward(), resident=(model, x)).peak_bytes)
+
+    step()
+    measure(step, "cpu", warmup=0, repeats=0)
+    assert peaks[1] == peaks[0] > 0
 
 
 def test_rounding():

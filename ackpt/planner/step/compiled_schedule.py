@@ -26,6 +26,7 @@ from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 from .backward_checks import (
     ARGUMENT,
     backward_node,
+    before_backward,
     depends_on,
     gradients_as_planned,
     leave_undefined,
@@ -65,7 +66,7 @@ def compiled_schedule(
             partition_fn=partition,
             fw_compiler=lambda gm, example_inputs: functions[0],
             bw_compiler=lambda gm, example_inputs: functions[1],
-        )
+        ).__wrapped__  # without the pytrees of all inputs
     depends, read = depends_on(graph), _read_later(graph, schedule)
     saved_outputs = _saved_outputs(graph, schedule)
     returned = {info.base_idx for info in captured.joint._aot_state.fw_metadata.output_info}
@@ -77,12 +78,11 @@ def compiled_schedule(
         for place in unused:
             if isinstance(inputs[place], torch.Tensor) and inputs[place].requires_grad:
                 differentiated[place] = inputs[place].detach()
-        outputs = run(*differentiated)
+        outputs = run(differentiated)
         if (node := backward_node(outputs)) is not None:
-            refuse_other_modes(node)
-            gradients_as_planned(node, outputs, strides)
-            unchanged_until_backward(node, inputs, read)
-            unchanged_outputs(node, outputs, saved_outputs)
+            checks = [refuse_other_modes, gradients_as_planned(node, outputs, strides)]
+            checks += [unchanged_until_backward(inputs, read), unchanged_outputs(outputs, saved_outputs)]
+            before_backward(node, checks)
             leave_undefined(node, outputs, depends)
         return outputs
 

@@ -43,6 +43,7 @@ from ackpt.planner.schedule.rewriting import RewriteError
 
 from .backward_checks import (
     backward_node,
+    before_backward,
     dropped_before_backward,
     gradients_before_backward,
     retained_after_backward,
@@ -95,11 +96,12 @@ class Variant:
             inputs = self.captured.inputs(call.modules, call.leaves)
         outputs = self.run(inputs)
         if (node := backward_node(outputs)) is not None:
-            dropped_before_backward(node, outputs, self.dropped, lambda: self._room_bytes.backward)
-            retained_after_backward(node, lambda: self._room_bytes.retained)
+            checks = [retained_after_backward(lambda: self._room_bytes.retained)]
+            checks.append(dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward))
             if not self.accumulates:
                 leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
-                gradients_before_backward(node, leaves, lambda: self._room_bytes.step)
+                checks.append(gradients_before_backward(leaves, lambda: self._room_bytes.step))
+            before_backward(node, checks)
         return self.captured.outputs(outputs, self.withheld)
 
     @cached_property
