@@ -150,6 +150,16 @@ def add_plan(commands) -> None:
         help="offload the inputs of checkpointed blocks to the host (policy selective; needs --device-profile)",
     )
     add(
+        "--chunk-head",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[True, "auto"],
+        metavar="auto",
+        help="run the head of a language model, from its last matrix product to the loss, in chunks of tokens, in as "
+        "many as the budget needs; auto: only if the budget needs it",
+    )
+    add(
         "--fsdp",
         type=int,
         nargs="+",
@@ -307,6 +317,7 @@ def configuration(arguments, **changes):
         clipping=arguments.clip_gradients,
         scaling=arguments.grad_scaler,
         options=options,
+        chunk_head=arguments.chunk_head,
     )
 
 
@@ -374,6 +385,8 @@ def _shardings(arguments) -> list:
         raise UsageError(
             "--fsdp plans allocated bytes of a step without earlier gradients: leave out --accumulation and 'reserved'"
         )
+    if arguments.chunk_head:
+        raise UsageError("--fsdp plans blocks, and the head as a whole: leave out --chunk-head")
     if arguments.clip_gradients or arguments.grad_scaler:
         raise UsageError("--fsdp plans a step without clipping and scaling: leave out --clip-gradients, --grad-scaler")
     parameters, reduction = (

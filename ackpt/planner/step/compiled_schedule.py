@@ -15,6 +15,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from ackpt.core.errors import TraceError
 from ackpt.core.progress import stage
 from ackpt.planner.capture.aot import Capture
+from ackpt.planner.capture.chunked_head import WITHHELD
 from ackpt.planner.capture.dynamic_sizes import DynamicModule
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, Node
 from ackpt.planner.capture.patches.eager_settings import like_eager
@@ -92,6 +93,14 @@ def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
     """Indices of the outputs whose memory is free during backward if the caller drops them."""
     saved = set(schedule.saved)
     return tuple(place for place, storages in graph.analysis.dropped_outputs.items() if not storages & saved)
+
+
+def withheld(graph: JointGraph) -> dict[int, tuple[tuple[int, ...], torch.dtype]]:
+    """By index, shape and dtype of the outputs that are not computed because the head runs in chunks."""
+    described = graph.analysis.fx[len(graph.nodes)].meta["desc"]
+    metas = [{} if node is None else graph.analysis.fx[node].meta for node in graph.analysis.outputs]
+    given = [(what.idx, meta) for what, meta in zip(described, metas) if WITHHELD in meta]
+    return {at: (meta[WITHHELD], meta["val"].dtype) for at, meta in given}
 
 
 class _Outline(_LazyGraphModule):

@@ -30,8 +30,10 @@ from ackpt.planner.choose import (
     baseline_of,
     candidates_of_auto,
     check_runs,
+    default_profile,
     plan_of,
     planned,
+    planned_in_chunks,
     resolved,
 )
 from ackpt.planner.costs.profiles import Profile
@@ -48,10 +50,11 @@ from .runnable import Runnable
 
 
 class Choice(NamedTuple):
-    """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``."""
+    """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``, with the head in ``head_chunks`` chunks."""
 
     schedule: Schedule
     plan: Callable[[], Plan]
+    head_chunks: int = 1
 
 
 PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
@@ -171,8 +174,16 @@ class Plans:
     def _searched(self, values: tuple[int, ...]) -> Choice:
         """The plan of a search at these sizes alone."""
         graph, profile = self._at(values)
+        if self.request.chunk_head:
+            plan, graph, _ = planned_in_chunks(graph, self.request, profile, self._in_chunks)
+            check_runs(graph, plan)
+            return Choice(plan.schedule, lambda: plan, plan.head_chunks)
         plan = replace(check_runs(graph, planned(graph, self.request, profile)), dynamic=self.step.dynamic)
         return Choice(_of(plan.schedule, self.step.reference), lambda: plan)
+
+    def _in_chunks(self, count: int) -> tuple[JointGraph, Profile]:
+        graph = self.step.in_chunks(count)
+        return graph, default_profile(graph, self._device)
 
 
 def _of(schedule: Schedule, graph: JointGraph) -> Schedule:
@@ -210,16 +221,16 @@ class SavedPlan:
     def __init__(self, step: Runnable, plan: Plan):
         self.step, self.plan = step, plan
         self._values = self._planned_values()
-        graph = step.graph(self._values)
+        graph = step.graph(self._values) if plan.head_chunks == 1 else self._in_chunks()
         check_applies(graph, plan, is_instance=bool(step.dimensions))
         check_runs(graph, plan)
-        self._schedule = replace(plan.schedule, graph=step.reference.hash)
+        self._schedule = replace(plan.schedule, graph=step.reference.hash if plan.head_chunks == 1 else graph.hash)
         self._resident_bytes = graph.resident_bytes
 
     def __call__(self, values: tuple[int, ...]) -> Choice:
         if values == self._values:
             plan = self.plan
-            return Choice(self._schedule, lambda: plan)
+            return Choice(self._schedule, lambda: plan, plan.head_chunks)
         if copies(self._schedule):
             raise PlanError(
                 f"this plan offloads, so it is valid only for the sizes that it was made for, {self._planned_sizes()}: "
@@ -239,6 +250,14 @@ class SavedPlan:
             return replace(made, dynamic=self.plan.dynamic)
 
         return Choice(self._schedule, make_plan)
+
+    def _in_chunks(self) -> JointGraph:
+        if self.step.dimensions:
+            raise PlanError(
+                f"this plan runs its head in {self.plan.head_chunks} chunks, so it is valid only for the sizes that it "
+                f"was made for, {self._planned_sizes()}. Plan for the sizes of this call."
+            )
+        return self.step.in_chunks(self.plan.head_chunks)
 
     def _planned_values(self) -> tuple[int, ...]:
         """The sizes of the dynamic dimensions that the plan was made for."""

@@ -48,7 +48,7 @@ from .backward_checks import (
     gradients_before_backward,
     retained_after_backward,
 )
-from .compiled_schedule import dropped_places
+from .compiled_schedule import dropped_places, withheld
 from .dynamic_dimensions import declared, declared_bounds, differing, named_dimensions
 from .plans import PlanAt, plans_of, saved_dimensions
 from .runnable import Runnable
@@ -80,7 +80,7 @@ class Variant:
     """What runs calls of some sizes: ``run`` with the inputs of ``captured``.
 
     ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward, and
-    which counts gradients of earlier steps if ``accumulates``.
+    which counts gradients of earlier steps if ``accumulates``. ``withheld``: by place, outputs that are not computed.
     """
 
     captured: Capture
@@ -88,6 +88,7 @@ class Variant:
     make_plan: Callable[[], Plan]
     dropped: tuple[int, ...] = ()
     accumulates: bool = False
+    withheld: Mapping[int, Any] = field(default_factory=dict)
 
     def outputs(self, call: Call) -> Any:
         """The outputs of the planned step."""
@@ -101,7 +102,7 @@ class Variant:
                 leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
                 checks.append(gradients_before_backward(leaves, lambda: self._room_bytes.step))
             before_backward(node, checks)
-        return self.captured.outputs(outputs)
+        return self.captured.outputs(outputs, self.withheld)
 
     @cached_property
     def _room_bytes(self) -> _Room:
@@ -370,9 +371,10 @@ class Variants:
     def _chosen(self, group: _Group, step: Runnable, plan_at: PlanAt, call: Call, values: tuple[int, ...]) -> Variant:
         """The variant for `call`, whose dynamic dimensions have the sizes `values`."""
         choice = plan_at(values)
-        run = self._checked(step.run(choice.schedule, values), call)
-        dropped, accumulates = dropped_places(step.reference, choice.schedule), self.request.loop.accumulation
-        variant = Variant(step.captured, run, choice.plan, dropped, accumulates)
+        run = self._checked(step.run(choice.schedule, values, choice.head_chunks), call)
+        graph = step.in_chunks(choice.head_chunks)
+        dropped, accumulates = dropped_places(graph, choice.schedule), self.request.loop.accumulation
+        variant = Variant(step.captured, run, choice.plan, dropped, accumulates, withheld(graph))
         group.variants.setdefault(call.sizes, []).insert(0, variant)
         return variant
 
@@ -402,7 +404,7 @@ class Variants:
     def _dimensions(self, group: _Group, call: Call) -> set[Dimension]:
         """The dimensions to capture as dynamic: those that are declared, and those in which earlier calls differ."""
         latest = [group.number_served(step) for step, _ in group.captures[:_MOST_ALONE]]
-        if len(group.captures) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE:
+        if len(group.captures) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE or self.request.chunk_head:
             return set()
         chosen = declared(self.request.dynamic, self.model, call)
         if self.request.dynamic is not False:

@@ -449,7 +449,7 @@ class _Steps:
                 step = Runnable(captured, call, self.model, NO_LOOP)
         if step.reference.analysis.restrided:
             raise TraceError("the model returns a tensor whose strides leave gaps: return the loss, or a copy of it")
-        graph = step.reference if self.where is None else allocated_on(self.where, step.reference)
+        graph = allocated_on(self.where, step.reference)
         self.captures.append(_Capture(step, self.finish(graph), self.where, call.sizes))
         return self.captures[-1], step.values
 
