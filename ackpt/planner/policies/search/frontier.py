@@ -44,7 +44,7 @@ def costs(graph: JointGraph, profile: Profile) -> list[float]:
 
 def added_cost(graph: JointGraph, schedule: Schedule, cost) -> float:
     """The cost of all forward nodes that run in backward."""
-    return sum(cost[node] for node in recomputed(graph, schedule))
+    return sum(map(cost.__getitem__, recomputed(graph, schedule)))
 
 
 def packing_cost(graph: JointGraph, profile: Profile, schedule: Schedule) -> float:
@@ -102,7 +102,7 @@ def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Po
     """The Pareto frontier of `schedules`, from the least cost to the lowest peak."""
     cost = costs(graph, profile)
     points = []
-    different = {(one.forward, one.backward): one for one in schedules}
+    different = {(one.forward_arrays.key, one.backward_arrays.key): one for one in schedules}
     for schedule in counted(different.values(), "searching: simulating schedule"):
         peak = peak_of(graph, schedule, profile.workspace_bytes)
         added = added_cost(graph, schedule, cost) + packing_cost(graph, profile, schedule)
