@@ -7,6 +7,7 @@ among the points of several frontiers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -100,14 +101,22 @@ def frontier(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
 
 def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Point]:
     """The Pareto frontier of `schedules`, from the least cost to the lowest peak."""
-    cost = costs(graph, profile)
+    cost, simulated = costs(graph, profile), _simulated(graph, profile)
     points = []
     different = {(one.forward_arrays.key, one.backward_arrays.key): one for one in schedules}
-    for schedule in counted(different.values(), "searching: simulating schedule"):
-        peak = peak_of(graph, schedule, profile.workspace_bytes)
-        added = added_cost(graph, schedule, cost) + packing_cost(graph, profile, schedule)
-        points.append(Point(added + waiting(profile, schedule), peak, schedule))
+    for key, schedule in counted(different.items(), "searching: simulating schedule"):
+        if key not in simulated:
+            added = added_cost(graph, schedule, cost) + packing_cost(graph, profile, schedule)
+            peak = peak_of(graph, schedule, profile.workspace_bytes)
+            simulated[key] = added + waiting(profile, schedule), peak
+        points.append(Point(*simulated[key], schedule))
     return undominated(points, lambda point: point[:2])
+
+
+@once_per_graph
+def _simulated(graph: JointGraph, profile) -> dict[tuple[bytes, bytes], tuple[float, int]]:
+    """Costs and peaks of the schedules that `pareto` has simulated: a search gives it the same ones several times."""
+    return {}
 
 
 def undominated(items: Iterable[T], values: Callable[[T], tuple]) -> list[T]:
@@ -117,7 +126,8 @@ def undominated(items: Iterable[T], values: Callable[[T], tuple]) -> list[T]:
     """
     best: list[T] = []
     for item in sorted(items, key=values):
-        if not any(all(a <= b for a, b in zip(values(other), values(item))) for other in best):
+        # The latest ones are the most likely to dominate it.
+        if not any(all(map(operator.le, values(other), values(item))) for other in reversed(best)):
             best.append(item)
     return best
 
