@@ -10,7 +10,7 @@ limit of the plan, less what the arguments take in addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,6 +19,7 @@ import numpy as np
 
 from ackpt.core.budget import dynamic_limit, is_share
 from ackpt.core.errors import BudgetError
+from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import given_places
 from ackpt.planner.capture.call_facts import Call
@@ -40,7 +41,7 @@ from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.eager_step import eager_schedule
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
-from ackpt.planner.schedule.schedule import Schedule, everything
+from ackpt.planner.schedule.schedule import COMPUTE, Schedule, everything
 from ackpt.planner.schedule.simulator import peak_of, saved_bytes
 
 from .runnable import Runnable
@@ -53,15 +54,25 @@ class Choice(NamedTuple):
     plan: Callable[[], Plan]
 
 
+_ALIAS = "aten.alias.default"
 PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
 
 
-def plans_of(step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]) -> PlanAt:
-    """What `request` runs `step` with at given sizes; `sizes`: those that occurred or are declared."""
+def plans_of(
+    step: Runnable,
+    request: Request,
+    sizes: Sequence[tuple[int, ...]] = (),
+    searched: Mapping[tuple[int, ...], PlanAt] | None = None,
+) -> PlanAt:
+    """What `request` runs `step` with at given sizes.
+
+    `sizes`: those that occurred or are declared. `searched`: by sizes, the plans of an earlier capture, whose search is
+    not repeated.
+    """
     if request.plan is not None:
         return SavedPlan(step, request.plan)
     if request.planner is None:
-        return Plans(step, request, sizes)
+        return Plans(step, request, sizes, searched or {})
     planner = request.planner
 
     def by_function(values: tuple[int, ...]) -> Choice:
@@ -75,8 +86,14 @@ def plans_of(step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]])
 class Plans:
     """The plans of a policy: those of one search for all sizes of `step` where the policy allows it."""
 
-    def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]):
-        self.step, self.request, self.sizes = step, request, sizes
+    def __init__(
+        self,
+        step: Runnable,
+        request: Request,
+        sizes: Sequence[tuple[int, ...]],
+        searched: Mapping[tuple[int, ...], PlanAt],
+    ):
+        self.step, self.request, self.sizes, self.searched = step, request, sizes, searched
         self._device = request.device
         self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
@@ -114,7 +131,14 @@ class Plans:
         """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(values)
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
-        points = frontier(graph, profile, candidates_of_auto(self.request))
+        earlier, translation = self.searched.get(values), None
+        if isinstance(earlier, Plans):
+            translation = Translation.between(earlier.step.reference, graph)
+        if isinstance(earlier, Plans) and translation is not None:
+            points = frontier(*earlier._at(()), candidates_of_auto(self.request))
+            points = [point._replace(schedule=translation.of(point.schedule)) for point in points]
+        else:
+            points = frontier(graph, profile, candidates_of_auto(self.request))
         added = [(point.cost / whole, _of(point.schedule, self.step.reference)) for point in points]
         self._candidates = sorted([*self._candidates, *added], key=lambda each: each[0])
 
@@ -140,11 +164,11 @@ class Plans:
 
     def _choice(self, schedule: Schedule, values: tuple[int, ...]) -> Choice:
         def make_plan() -> Plan:
-            graph, profile = self._at(values)
-            baseline = baseline_of(graph, profile, self.request.budget)
-            made = plan_of(
-                graph, profile, _of(schedule, graph), baseline, self.request.budget, name_of(self.request.policy)
-            )
+            with shown():
+                graph, profile = self._at(values)
+                baseline = baseline_of(graph, profile, self.request.budget)
+                of_policy = self.request.budget, name_of(self.request.policy)
+                made = plan_of(graph, profile, _of(schedule, graph), baseline, *of_policy)
             return replace(made, dynamic=self.step.dynamic)
 
         return Choice(schedule, make_plan)
@@ -159,6 +183,51 @@ class Plans:
 def _of(schedule: Schedule, graph: JointGraph) -> Schedule:
     """`schedule` as one of `graph`, which has the same operations at other sizes."""
     return replace(schedule, graph=graph.hash)
+
+
+class Translation(NamedTuple):
+    """The nodes and storages of a graph with symbols, `graph`, by those of a graph of the same step without any.
+
+    The latter may have an alias where the former has nothing: torch's indexing returns one for a slice of everything.
+    """
+
+    graph: str
+    nodes: dict[int, int]
+    storages: dict[int, int]
+
+    @staticmethod
+    def between(one: JointGraph, other: JointGraph) -> Translation | None:
+        """From `one` to `other`, which is an instance of a capture with symbols; None if they differ otherwise."""
+        nodes: dict[int, int] = {}
+        storages: dict[int, int] = {}
+        place: dict[int, int] = {}  # also of what has no node of its own
+        left = iter(one.nodes)
+        for node in other.nodes:
+            for match in left:
+                if match.target != _ALIAS or node.target == _ALIAS:
+                    break
+                place[match.id] = place[match.inputs[0]]
+            else:
+                return None
+            if match.target != node.target or tuple(dict.fromkeys(place[i] for i in match.inputs)) != node.inputs:
+                return None
+            nodes[match.id] = place[match.id] = node.id
+            storages.update(zip(match.storages, node.storages))
+        is_complete = all(each.target == _ALIAS for each in left)
+        same = all(one.storages[s].bytes == other.storages[t].bytes for s, t in storages.items())
+        return Translation(other.hash, nodes, storages) if is_complete and same else None
+
+    def of(self, schedule: Schedule) -> Schedule:
+        forward, backward = (
+            tuple(
+                step._replace(id=(self.nodes if step.kind == COMPUTE else self.storages)[step.id])
+                for step in steps
+                if step.kind != COMPUTE or step.id in self.nodes
+            )
+            for steps in (schedule.forward, schedule.backward)
+        )
+        saved, replayed = map(self.storages.get, schedule.saved), map(self.nodes.get, schedule.replayed)
+        return Schedule(self.graph, forward, backward, tuple(sorted(saved)), tuple(sorted(replayed)))
 
 
 def saved_dimensions(plan: Plan, call: Call) -> set[Dimension]:
