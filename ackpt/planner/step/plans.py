@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,7 +63,7 @@ def plans_of(
     step: Runnable,
     request: Request,
     sizes: Sequence[tuple[int, ...]] = (),
-    searched: Mapping[tuple[int, ...], PlanAt] | None = None,
+    searched: Mapping[tuple[int, ...], PlanAt] = MappingProxyType({}),
 ) -> PlanAt:
     """What `request` runs `step` with at given sizes.
 
@@ -72,7 +73,7 @@ def plans_of(
     if request.plan is not None:
         return SavedPlan(step, request.plan)
     if request.planner is None:
-        return Plans(step, request, sizes, searched or {})
+        return Plans(step, request, sizes, searched)
     planner = request.planner
 
     def by_function(values: tuple[int, ...]) -> Choice:
@@ -131,14 +132,12 @@ class Plans:
         """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(values)
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
-        earlier, translation = self.searched.get(values), None
-        if isinstance(earlier, Plans):
-            translation = Translation.between(earlier.step.reference, graph)
-        if isinstance(earlier, Plans) and translation is not None:
-            points = frontier(*earlier._at(()), candidates_of_auto(self.request))
+        earlier: Any = self.searched.get(values)
+        translation = earlier and Translation.between(earlier.step.reference, graph)
+        searched = earlier._at(()) if translation else (graph, profile)
+        points = frontier(*searched, candidates_of_auto(self.request))
+        if translation:
             points = [point._replace(schedule=translation.of(point.schedule)) for point in points]
-        else:
-            points = frontier(graph, profile, candidates_of_auto(self.request))
         added = [(point.cost / whole, _of(point.schedule, self.step.reference)) for point in points]
         self._candidates = sorted([*self._candidates, *added], key=lambda each: each[0])
 
@@ -218,6 +217,7 @@ class Translation(NamedTuple):
         return Translation(other.hash, nodes, storages) if is_complete and same else None
 
     def of(self, schedule: Schedule) -> Schedule:
+        """`schedule`, of the graph without symbols, as one of `graph`."""
         forward, backward = (
             tuple(
                 step._replace(id=(self.nodes if step.kind == COMPUTE else self.storages)[step.id])
@@ -226,7 +226,7 @@ class Translation(NamedTuple):
             )
             for steps in (schedule.forward, schedule.backward)
         )
-        saved, replayed = map(self.storages.get, schedule.saved), map(self.nodes.get, schedule.replayed)
+        saved, replayed = (self.storages[s] for s in schedule.saved), (self.nodes[n] for n in schedule.replayed)
         return Schedule(self.graph, forward, backward, tuple(sorted(saved)), tuple(sorted(replayed)))
 
 

@@ -118,8 +118,8 @@ class _Group:
     ``variants``: by the sizes of calls, the latest first; several where values differ that the code reads.
     ``captures``: those with dynamic dimensions, which may serve other sizes, the latest first, each with what it runs
     there. ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at a size that may
-    be special, such as the length of a whole table; ``refusal``: the latest reason. ``searched``: the sizes and plans of
-    the latest capture without dynamic dimensions, whose search serves the first capture with some.
+    be special, such as the length of a whole table; ``refusal``: the latest reason. ``searched``: sizes and plans of
+    the latest capture without dynamic dimensions, whose search serves the first one with some.
     """
 
     variants: dict[Sizes, list[Variant]] = field(default_factory=dict)

@@ -301,12 +301,9 @@ class Walk:
         live = self._live
         freed: set[int] = set()
         for block in reversed(self.blocks[first : last + 1]):
-            for relevant, live_before, order, recomputed in self._reversed[block.index]:
-                if live & relevant == live_before:
-                    live.update(order)
-                    break
-            else:
-                order, recomputed = self._recomputed_late(block)
+            walked = (each[2:] for each in self._reversed[block.index] if live & each[0] == each[1])
+            order, recomputed = next(walked, None) or self._recomputed_late(block)
+            live.update(order)
             freed.update(recomputed, self._bases[block.index])
             self.order += order
             self.in_first_forward &= not block.backward
