@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, Analysis, JointGraph, once_per_graph
-from ackpt.planner.schedule.orders import Frees, frees, unpacked_at_once
+from ackpt.planner.schedule.orders import frees, unpacked_at_once
 
 COMPUTE, FREE = "compute", "free"
 PACK, UNPACK = "pack", "unpack"
@@ -318,7 +318,7 @@ def _with_frees(graph: JointGraph, order, never_freed, phase: str) -> tuple[np.n
 
     A step is a number: that of its node, or that of the storage it frees plus the number of nodes.
     """
-    last_uses = _forward_frees(graph, tuple(order)) if phase == FORWARD else frees(graph, order, phase)
+    last_uses = frees(graph, order, phase)
     is_freed = np.ones(len(graph.storages), dtype=bool)
     is_freed[list(never_freed)] = False
     is_freed = is_freed[last_uses.storages]
@@ -330,12 +330,6 @@ def _with_frees(graph: JointGraph, order, never_freed, phase: str) -> tuple[np.n
     numbers[is_compute] = order
     numbers[~is_compute] = storages.astype(np.int64) + len(graph.nodes)
     return numbers, set(last_uses.needed.tolist())
-
-
-@once_per_graph
-def _forward_frees(graph: JointGraph, order: tuple[int, ...]) -> Frees:
-    """Most schedules have one of a few forwards."""
-    return frees(graph, order, FORWARD)
 
 
 def _steps(graph: JointGraph, numbers: np.ndarray) -> tuple[Step, ...]:

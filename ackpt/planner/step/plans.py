@@ -43,7 +43,7 @@ from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.eager_step import eager_schedule
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
-from ackpt.planner.schedule.schedule import COMPUTE, Schedule, everything
+from ackpt.planner.schedule.schedule import COMPUTE, Schedule, Step, everything
 from ackpt.planner.schedule.simulator import peak_of, saved_bytes
 
 from .runnable import Runnable
@@ -60,17 +60,14 @@ _ALIAS = "aten.alias.default"
 PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
 
 
-def plans_of(
-    step: Runnable,
-    request: Request,
-    sizes: Sequence[tuple[int, ...]] = (),
-    searched: Mapping[tuple[int, ...], PlanAt] = MappingProxyType({}),
-) -> PlanAt:
-    """What `request` runs `step` with at given sizes.
+Searched = Mapping[tuple[int, ...], PlanAt]  # by sizes, the plans of earlier captures, whose searches are not repeated
+_NOTHING: Searched = MappingProxyType({})
 
-    `sizes`: those that occurred or are declared. `searched`: by sizes, the plans of an earlier capture, whose search is
-    not repeated.
-    """
+
+def plans_of(
+    step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]] = (), searched: Searched = _NOTHING
+) -> PlanAt:
+    """What `request` runs `step` with at given sizes; `sizes`: those that occurred or are declared."""
     if request.plan is not None:
         return SavedPlan(step, request.plan)
     if request.planner is None:
@@ -88,13 +85,7 @@ def plans_of(
 class Plans:
     """The plans of a policy: those of one search for all sizes of `step` where the policy allows it."""
 
-    def __init__(
-        self,
-        step: Runnable,
-        request: Request,
-        sizes: Sequence[tuple[int, ...]],
-        searched: Mapping[tuple[int, ...], PlanAt],
-    ):
+    def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]], searched: Searched):
         self.step, self.request, self.sizes, self.searched = step, request, sizes, searched
         self._device = request.device
         self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
@@ -216,10 +207,8 @@ class Translation(NamedTuple):
     @staticmethod
     def between(one: JointGraph, other: JointGraph) -> Translation | None:
         """From `one` to `other`, which is an instance of a capture with symbols; None if they differ otherwise."""
-        nodes: dict[int, int] = {}
-        storages: dict[int, int] = {}
+        nodes, storages, left = {}, {}, iter(one.nodes)
         place: dict[int, int] = {}  # also of what has no node of its own
-        left = iter(one.nodes)
         for node in other.nodes:
             for match in left:
                 if match.target != _ALIAS or node.target == _ALIAS:
@@ -231,22 +220,21 @@ class Translation(NamedTuple):
                 return None
             nodes[match.id] = place[match.id] = node.id
             storages.update(zip(match.storages, node.storages))
-        is_complete = all(each.target == _ALIAS for each in left)
-        same = all(one.storages[s].bytes == other.storages[t].bytes for s, t in storages.items())
-        return Translation(other.hash, nodes, storages) if is_complete and same else None
+        is_same = all(one.storages[s].bytes == other.storages[t].bytes for s, t in storages.items())
+        is_same &= all(each.target == _ALIAS for each in left)
+        return Translation(other.hash, nodes, storages) if is_same else None
 
     def of(self, schedule: Schedule) -> Schedule:
         """`schedule`, of the graph without symbols, as one of `graph`."""
-        forward, backward = (
-            tuple(
-                step._replace(id=(self.nodes if step.kind == COMPUTE else self.storages)[step.id])
-                for step in steps
-                if step.kind != COMPUTE or step.id in self.nodes
-            )
-            for steps in (schedule.forward, schedule.backward)
-        )
+
+        def steps(some):
+            for kind, number in some:
+                if kind != COMPUTE or number in self.nodes:
+                    yield Step(kind, (self.nodes if kind == COMPUTE else self.storages)[number])
+
         saved, replayed = (self.storages[s] for s in schedule.saved), (self.nodes[n] for n in schedule.replayed)
-        return Schedule(self.graph, forward, backward, tuple(sorted(saved)), tuple(sorted(replayed)))
+        halves = tuple(steps(schedule.forward)), tuple(steps(schedule.backward))
+        return Schedule(self.graph, *halves, tuple(sorted(saved)), tuple(sorted(replayed)))
 
 
 def saved_dimensions(plan: Plan, call: Call) -> set[Dimension]:
