@@ -144,8 +144,8 @@ class Plans:
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
         earlier: Any = self.searched.get(values)
         translation = earlier and Translation.between(earlier.step.reference, graph)
-        searched = earlier._at(()) if translation else (graph, profile)
-        points = frontier(*searched, candidates_of_auto(self.request))
+        graph, profile = earlier._at(()) if translation else (graph, profile)
+        points = frontier(graph, profile, candidates_of_auto(self.request))
         if translation:
             points = [point._replace(schedule=translation.of(point.schedule)) for point in points]
         added = [(point.cost / whole, _of(point.schedule, self.step.reference)) for point in points]

@@ -311,7 +311,7 @@ class Variants:
             step = Runnable(captured, call, self.model, self.request.loop)
             plan_at = plans_of(step, self.request)
             variant = self._chosen(group, step, plan_at, call, ())
-            group.searched = call.sizes, plan_at
+            group.searched = None if self.request.dynamic is False else (call.sizes, plan_at)
         seconds = time.perf_counter() - start
         self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group, group_of_causes))
         return variant
