@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ackpt.core.files import read_json, write_text_atomic
+from ackpt.core.progress import shown
 from ackpt.metering.gpus import BLOCK
 from ackpt.metering.kernel_memory import cuda_temporaries
 from ackpt.metering.resident import rounded
@@ -203,10 +204,12 @@ def profile(
     if workspace not in ("measured", "given"):
         raise ValueError(f"workspace must be 'measured' or 'given', got {workspace!r}")
     if mode == "measured":
-        return _measured(graph, device, inputs)
+        with shown("timing the operations of the model"):
+            return _measured(graph, device, inputs)
     if inputs is not None:
         raise ValueError('inputs are run, and mode="analytic" runs nothing: leave them out, or use mode="measured"')
-    return _analytic(graph, rates(device), workspace)
+    with shown():
+        return _analytic(graph, rates(device), workspace)
 
 
 def default_rates(graph: JointGraph) -> devices.Device | None:

@@ -11,15 +11,17 @@ limit of the plan, less what the arguments take in addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ackpt.core.budget import added_share, dynamic_limit, is_share
 from ackpt.core.errors import BudgetError
+from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import given_places
 from ackpt.planner.capture.call_facts import Call
@@ -43,7 +45,7 @@ from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.eager_step import eager_schedule
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
-from ackpt.planner.schedule.schedule import Schedule, everything
+from ackpt.planner.schedule.schedule import COMPUTE, Schedule, Step, everything
 from ackpt.planner.schedule.simulator import peak_of, saved_bytes
 
 from .runnable import Runnable
@@ -57,15 +59,22 @@ class Choice(NamedTuple):
     head_chunks: int = 1
 
 
+_ALIAS = "aten.alias.default"
 PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
 
 
-def plans_of(step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]) -> PlanAt:
+Searched = Mapping[tuple[int, ...], PlanAt]  # by sizes, the plans of earlier captures, whose searches are not repeated
+_NOTHING: Searched = MappingProxyType({})
+
+
+def plans_of(
+    step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]] = (), searched: Searched = _NOTHING
+) -> PlanAt:
     """What `request` runs `step` with at given sizes; `sizes`: those that occurred or are declared."""
     if request.plan is not None:
         return SavedPlan(step, request.plan)
     if request.planner is None:
-        return Plans(step, request, sizes)
+        return Plans(step, request, sizes, searched)
     planner = request.planner
 
     def by_function(values: tuple[int, ...]) -> Choice:
@@ -79,8 +88,8 @@ def plans_of(step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]])
 class Plans:
     """The plans of a policy: those of one search for all sizes of `step` where the policy allows it."""
 
-    def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]):
-        self.step, self.request, self.sizes = step, request, sizes
+    def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]], searched: Searched):
+        self.step, self.request, self.sizes, self.searched = step, request, sizes, searched
         self._device = request.device
         self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
@@ -136,7 +145,12 @@ class Plans:
         """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(values)
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
+        earlier: Any = self.searched.get(values)
+        translation = earlier and Translation.between(earlier.step.reference, graph)
+        graph, profile = earlier._at(()) if translation else (graph, profile)
         points = frontier(graph, profile, candidates_of_auto(self.request))
+        if translation:
+            points = [point._replace(schedule=translation.of(point.schedule)) for point in points]
         added = [(point.cost / whole, _of(point.schedule, self.step.reference)) for point in points]
         self._candidates = sorted([*self._candidates, *added], key=lambda each: each[0])
 
@@ -162,11 +176,11 @@ class Plans:
 
     def _choice(self, schedule: Schedule, values: tuple[int, ...]) -> Choice:
         def make_plan() -> Plan:
-            graph, profile = self._at(values)
-            baseline = baseline_of(graph, profile, self.request.budget)
-            made = plan_of(
-                graph, profile, _of(schedule, graph), baseline, self.request.budget, name_of(self.request.policy)
-            )
+            with shown():
+                graph, profile = self._at(values)
+                baseline = baseline_of(graph, profile, self.request.budget)
+                of_policy = self.request.budget, name_of(self.request.policy)
+                made = plan_of(graph, profile, _of(schedule, graph), baseline, *of_policy)
             return replace(made, dynamic=self.step.dynamic)
 
         return Choice(schedule, make_plan)
@@ -189,6 +203,49 @@ class Plans:
 def _of(schedule: Schedule, graph: JointGraph) -> Schedule:
     """`schedule` as one of `graph`, which has the same operations at other sizes."""
     return replace(schedule, graph=graph.hash)
+
+
+class Translation(NamedTuple):
+    """The nodes and storages of a graph with symbols, `graph`, by those of a graph of the same step without any.
+
+    The latter may have an alias where the former has nothing: torch's indexing returns one for a slice of everything.
+    """
+
+    graph: str
+    nodes: dict[int, int]
+    storages: dict[int, int]
+
+    @staticmethod
+    def between(one: JointGraph, other: JointGraph) -> Translation | None:
+        """From `one` to `other`, which is an instance of a capture with symbols; None if they differ otherwise."""
+        nodes, storages, left = {}, {}, iter(one.nodes)
+        place: dict[int, int] = {}  # also of what has no node of its own
+        for node in other.nodes:
+            for match in left:
+                if match.target != _ALIAS or node.target == _ALIAS:
+                    break
+                place[match.id] = place[match.inputs[0]]
+            else:
+                return None
+            if match.target != node.target or tuple(dict.fromkeys(place[i] for i in match.inputs)) != node.inputs:
+                return None
+            nodes[match.id] = place[match.id] = node.id
+            storages.update(zip(match.storages, node.storages))
+        is_same = all(one.storages[s].bytes == other.storages[t].bytes for s, t in storages.items())
+        is_same &= all(each.target == _ALIAS for each in left)
+        return Translation(other.hash, nodes, storages) if is_same else None
+
+    def of(self, schedule: Schedule) -> Schedule:
+        """`schedule`, of the graph without symbols, as one of `graph`."""
+
+        def steps(some):
+            for kind, number in some:
+                if kind != COMPUTE or number in self.nodes:
+                    yield Step(kind, (self.nodes if kind == COMPUTE else self.storages)[number])
+
+        saved, replayed = (self.storages[s] for s in schedule.saved), (self.nodes[n] for n in schedule.replayed)
+        halves = tuple(steps(schedule.forward)), tuple(steps(schedule.backward))
+        return Schedule(self.graph, *halves, tuple(sorted(saved)), tuple(sorted(replayed)))
 
 
 def saved_dimensions(plan: Plan, call: Call) -> set[Dimension]:

@@ -121,7 +121,8 @@ class _Group:
     ``variants``: by the sizes of calls, the latest first; several where values differ that the code reads.
     ``captures``: those with dynamic dimensions, which may serve other sizes, the latest first, each with what it runs
     there. ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at a size that may
-    be special, such as the length of a whole table; ``refusal``: the latest reason.
+    be special, such as the length of a whole table; ``refusal``: the latest reason. ``searched``: sizes and plans of
+    the latest capture without dynamic dimensions, whose search serves the first one with some.
     """
 
     variants: dict[Sizes, list[Variant]] = field(default_factory=dict)
@@ -129,6 +130,7 @@ class _Group:
     refused: set[Dimension] = field(default_factory=set)
     suspected: set[Dimension] = field(default_factory=set)
     refusal: str = ""
+    searched: tuple[Sizes, PlanAt] | None = None
 
     @property
     def alone(self) -> list[tuple[Sizes, Variant]]:
@@ -151,6 +153,7 @@ class _Group:
         other.variants.setdefault(sizes, []).insert(0, variant)
         if self.captures and self.captures[0][0].captured is variant.captured:
             other.captures.insert(0, self.captures.pop(0))
+        other.searched, self.searched = self.searched, None
         other.refused |= self.refused
         other.suspected |= self.suspected
         other.refusal = self.refusal or other.refusal
@@ -309,7 +312,9 @@ class Variants:
                 start = time.perf_counter()
         with self._capture(call) as captured:
             step = Runnable(captured, call, self.model, self.request.loop)
-            variant = self._chosen(group, step, plans_of(step, self.request, ()), call, ())
+            plan_at = plans_of(step, self.request)
+            variant = self._chosen(group, step, plan_at, call, ())
+            group.searched = None if self.request.dynamic is False else (call.sizes, plan_at)
         seconds = time.perf_counter() - start
         self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group, group_of_causes))
         return variant
@@ -350,7 +355,10 @@ class Variants:
         _require_equal_captures(step, earlier)
         bounds = declared_bounds(self.request.dynamic, self.model, call)
         largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.dimensions, values))
-        plan_at = plans_of(step, self.request, [each for each in (values, largest, *earlier) if symbols.holds(each)])
+        sizes = [each for each in (values, largest, *earlier) if symbols.holds(each)]
+        searched, group.searched = group.searched, None
+        at = None if searched is None else symbols.values_in(searched[0])
+        plan_at = plans_of(step, self.request, sizes, {} if at is None or searched is None else {at: searched[1]})
         group.captures.insert(0, (step, plan_at))
         try:
             variant = self._chosen(group, step, plan_at, call, values)
