@@ -464,9 +464,7 @@ def nested(regions, function, a):
 x = torch.ones(2**14, requires_grad=True)
 outer = functools.partial(nested, 4, inner)
 nested_peak = measured(functools.partial(nested, 4, outer)).dynamic_peak_bytes
-print(
-    f"4 x 4 x 4 layers: peak {nested_peak:,} bytes = {4 + 4 + 4} S + {nested_peak - 12 * S}, {len(calls)} = 3 n forwards"
-)
+print(f"4 x 4 x 4 layers: peak {nested_peak:,} bytes = {4 + 4 + 4} S + {nested_peak - 12 * S}, {len(calls)} = 3 n forwards")
 
 # %% [markdown]
 # With one level, the 64 layers needed $16 \, S$ and $2 n$ forwards. Exercise 2 nests further.

@@ -399,9 +399,7 @@ for method, (a, b) in zip(methods, ((3, 3.5), (4, 4.5))):
     step, resident = build(method, 512, 512)
     pair, one = ackpt.measure(partial(step, x), resident=(*resident, x), repeats=0), runs[method, 1024]
     by_hand = (a * matrices + b * attention / 2) / (a * matrices + b * attention)
-    print(
-        f"{method:10} {pair.peak_bytes - one.peak_bytes} bytes more, FLOPs x {pair.flops / one.flops:.4f}, {by_hand:.4f}"
-    )
+    print(f"{method:10} {pair.peak_bytes - one.peak_bytes} bytes more, FLOPs x {pair.flops / one.flops:.4f}, {by_hand:.4f}")
 
 # %% [markdown]
 # Memory depends on the number of tokens, not on where the sequences end. The 4 bytes are one more offset. Attention is

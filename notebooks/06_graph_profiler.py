@@ -374,9 +374,7 @@ for name, schedule in {"early": early, "late": late, "again": again}.items():
     computed = [graph.nodes[one.id].target for one in schedule.backward if one.kind == "compute"]
     runs = computed.count("aten.tanh.default")
     peak = simulate(graph, profile, schedule).peak_bytes
-    print(
-        f"{name:5} simulated {peak:,} B, measured {real.dynamic_peak_bytes:,} B = {peak / S:.1f} S, {runs} tanh recomputed"
-    )
+    print(f"{name:5} simulated {peak:,} B, measured {real.dynamic_peak_bytes:,} B = {peak / S:.1f} S, {runs} tanh recomputed")
     assert peak == real.dynamic_peak_bytes
 
 # %% alt="Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth."
@@ -550,9 +548,7 @@ def save_products(graph):
 
 
 frugal = measured(PlannedStep(lm, save_products), lm, *call, **targets)
-print(
-    f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs"
-)
+print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs")
 
 # %% [markdown]
 # The policy lowers the peak by more than a third without recomputing a FLOP. It still costs time, because the recomputed

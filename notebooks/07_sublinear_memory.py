@@ -260,9 +260,7 @@ path = write_text_atomic("results/tables/07_chains.md", table)
 deep, deep_live, _ = run_chain(1024, "decreasing segments", warmup=0)
 assert deep_live == predicted(1024, "decreasing segments")[0]
 of_baseline = deep_live / predicted(1024, "baseline")[0]
-print(
-    f"1,024 blocks in {deep_live} activations, {deep.dynamic_peak_bytes / MIB:.2f} MiB: {of_baseline:.1%} of the baseline"
-)
+print(f"1,024 blocks in {deep_live} activations, {deep.dynamic_peak_bytes / MIB:.2f} MiB: {of_baseline:.1%} of the baseline")
 
 # %% tags=["hide-input"] alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points lie on predicted lines, which extend to 1,024 blocks. The baseline rises straight to a thousand; equal and decreasing segments rise half as steeply, to 66 and 48; recursive halving rises least, to 13."
 found = {method: {row["n"]: row["live"] for row in rows if row["method"] == method} for method in METHODS}
@@ -440,9 +438,7 @@ print(f"planned {plan.dynamic_peak_bytes:,} bytes, measured {run.dynamic_peak_by
 # %% tags=["hide-input"] alt="Cost over the dynamic peak, both in percent of the baseline. Three lines fall to the right and end at no cost at 100 percent. The line of rotor is nowhere above the others and extends furthest to the left."
 graph = ackpt.trace(pyramid, pyramid_x)
 profile = ackpt.profile(graph, workspace="measured")
-rows = sublinear.within(
-    graph, profile, [budget / 100 for budget in range(100, 40, -6)], ("rotor", "revolve", "chen-sqrt")
-)
+rows = sublinear.within(graph, profile, [budget / 100 for budget in range(100, 40, -6)], ("rotor", "revolve", "chen-sqrt"))
 lines, by_budget = {}, {}
 for row in rows:
     if row["cost"] is not None:
@@ -507,7 +503,9 @@ print(f"c = {c:.1f}, sqrt(n) = {isqrt(n)}, sqrt(c n) = {(c * n) ** 0.5:.1f}")
 # %% tags=["hide-input"] alt="Peak memory over the number of segments for 16 Transformer blocks. Measured points fall all the way from one segment to sixteen. The predicted line falls in the same way and runs close below them."
 measured_mib = {k: run.dynamic_peak_bytes / MIB for k, run in transformer.items()}
 weights = sum(parameter.nbytes for parameter in blocks.parameters())
-with_c = {k: max((j + c * n / k) * h.nbytes + (k - 1 - j) / k * weights for j in range(k)) / MIB for k in segments}
+with_c = {
+    k: max((j + c * n / k) * h.nbytes + (k - 1 - j) / k * weights for j in range(k)) / MIB for k in segments
+}
 assert min(segments, key=lambda k: k - 1 + n / k) < min(segments, key=measured_mib.get)
 figure = figures.curves_plot(
     {"16 Transformer blocks": measured_mib},

@@ -382,7 +382,6 @@ for row in metrics["peers"]:
 # rates of this CPU, where drawing a dropout mask is expensive. This takes minutes, so the page reads the record of the
 # command `python -m experiments frontier`, which names the machine. The last line below is the noise:
 
-
 # %% tags=["hide-input"]
 def record_of(name: str) -> Record:
     """The record of measured times in `results/frontiers`; prints how it was made."""
@@ -457,9 +456,7 @@ path = write_text_atomic("results/tables/09_models.md", table)
 pairs = [frontier_times.at_the_peak_of_blocks(each) for each in records]
 halves = [frontier_times.added_time(point) for point in map(frontier_times.at_half, records) if point]
 print(f"at half of the peak: {statistics.median(halves):+.1%}, the median of {len(halves)} models")
-bounds = {
-    frontier_times.name_of(each): half["lower_bound"] for each in records if (half := frontier_times.at_half(each))
-}
+bounds = {frontier_times.name_of(each): half["lower_bound"] for each in records if (half := frontier_times.at_half(each))}
 print("lower bounds there, in modeled time:", ", ".join(f"{name} {bound:.1%}" for name, bound in bounds.items()))
 shares = [ours / blocks for blocks, ours in pairs]
 print(f"at the peak of per-block checkpointing: {statistics.median(shares):.2f} of its added time, the median")

@@ -459,12 +459,7 @@ print(f"fused, bf16: activations {large[0].metrics['categories']['activations'] 
 reference = load_reference("bert")
 rows = bert_report.published_rows(large, gpu_records("bert"))
 columns = {"method": "method", "published": "published, MiB", "published_memory": "vs plain, %"}
-columns |= {
-    "minutes": "published, min",
-    "published_time": "vs plain, %",
-    "peak": "ours, MiB",
-    "vs_plain": "vs plain, %",
-}
+columns |= {"minutes": "published, min", "published_time": "vs plain, %", "peak": "ours, MiB", "vs_plain": "vs plain, %"}
 columns |= {"flops": "FLOPs, %", "measured": "on a GPU, MiB", "measured_time": "on a GPU, time, %"}
 caption = (
     f"BERT-large: published memory and time ({reference['hardware']}; the memory is an average that the source prints as "

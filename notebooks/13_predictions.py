@@ -309,7 +309,6 @@ for kind, name in experiments.items():
 # flash-attn without `causal=True`. And it has no positions: each token sees the *set* of all tokens of its sequence,
 # without their order. A small version of the model shows both:
 
-
 # %%
 def attend(qkv, offsets):
     q, k, v = qkv.transpose(0, 2).unbind(1)
@@ -420,7 +419,6 @@ print(f"mean / peak of the bytes that a step of eight layers allocates: {sum(liv
 # including the export of the trace; `run_lm_model.py` does the same for 499 steps. Both record ten of them. The
 # profiler's work per kernel does not depend on the sequence's length, and the checkpointed step launches more kernels:
 
-
 # %% tags=["measured-time", "nbval-ignore-output"]
 def fourteen(profiled):
     run, activities = partial(train_small, blocks), [torch.profiler.ProfilerActivity.CPU]
@@ -514,12 +512,7 @@ path = plots.save(figure, "results/figures/13_calculator.png")
 # %% tags=["solution"]
 for row in found:
     sizes = row["sizes"]
-    if (
-        row["step"] == "gated-mlp"
-        and row["gpu"] == "rtx4090"
-        and sizes["length"] == 1024
-        and sizes["activation"] == "silu"
-    ):
+    if row["step"] == "gated-mlp" and row["gpu"] == "rtx4090" and sizes["length"] == 1024 and sizes["activation"] == "silu":
         print(f"{sizes.get('mode', 'full'):8} published {row['bytes']:,}, predicted {row['predicted']:,}")
 
 # %% [markdown] tags=["solution"]
