@@ -268,7 +268,7 @@ def in_own_context(call):
     So are torch's default dtype and device if the call leaves others set.
     """
     before, context = contextvars.copy_context(), contextvars.copy_context()
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    dtype, device = torch.get_default_dtype(), _default_device()
     left = ""
     try:
         result = context.run(call)
@@ -276,7 +276,7 @@ def in_own_context(call):
         if torch.get_default_dtype() != dtype:
             left = "dtype"
             torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
+        if _default_device() != device:
             left = "device"
             torch.set_default_device(device)
     if left:
@@ -292,6 +292,12 @@ def in_own_context(call):
                 f"before the forward, or store what it contains in a buffer, {REGIONS}"
             )
     return result
+
+
+def _default_device() -> torch.device | None:
+    """The device of ``torch.set_default_device``, without the tensor that torch's own function creates."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
 
 
 def _are_same(one: torch.Generator, other: torch.Generator) -> bool:
