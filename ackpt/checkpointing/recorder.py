@@ -1,20 +1,24 @@
-"""Record the torch calls of a region's two runs, to check that the recomputation repeats the forward.
+"""Check that a region's recomputation repeats its forward.
 
 ``Recorder`` watches one run. It records every call whose result requires grad, with its numbers, flags and shapes. It
 also records the storages that a call may write without bumping a version counter; ``guards.py`` restores these buffers.
+That takes longer than the calls themselves where tensors are small. So a small region is recorded in its first runs
+only, and its later runs are compared by ``Evidence``: what their graphs show of all that gradients depend on.
 ``check_same_path`` raises an error if the recomputation took a different path than the forward.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
 import numbers
+import operator
 import os
 import re
 import sys
 import types
 import weakref
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +29,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
 
-from .guards import changed_between, memory
+from .guards import PLAIN_TENSORS, changed_between, memory
+from .reachable import Graph
 from .refusals import name_of
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
@@ -38,6 +43,7 @@ _SILENT_WRITERS = (
 # Ways to get an alias through which a tensor can be written without autograd noticing.
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
+_PythonNode = torch.autograd.function.BackwardCFunction
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -92,13 +98,12 @@ _DESCRIBING = frozenset(
     "__get__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_floating_point "
     "is_complex".split()
 )
-_RETAIN, _IN_PLACE, _MAX_NORM = "retain", "in place", "max_norm"
+_IN_PLACE, _MAX_NORM = "in place", "max_norm"
 # Calls that need more than recording, by function: one look-up per call.
 _EFFECTS = {
     **{getattr(torch.Tensor, name): _IN_PLACE for name in dir(torch.Tensor) if re.fullmatch("[^_].*[^_]_", name)},
     **dict.fromkeys(_MAY_WRITE, "may write"),
     _SET_ITEM: _IN_PLACE,
-    torch.Tensor.retain_grad: _RETAIN,
     F.embedding: _MAX_NORM,
     F.embedding_bag: _MAX_NORM,
 }
@@ -133,8 +138,8 @@ class Recorder(TorchFunctionMode):
     ``calls``: in order, each with the sequence number of its autograd node and the ``_source`` of every argument.
     ``results``: weak references to what the calls returned. ``inputs``: positions of the tensors that the function is
     called with, by ``id``. ``written``: storages, by ``_cdata``, that may have been written without bumping their
-    version counters. ``overwritten``: storages of tensors that calls changed in place. ``retained``: tensors of which
-    ``retain_grad`` was called. ``parameters``: those that calls received, by ``id``.
+    version counters. ``overwritten``: storages of tensors that calls changed in place. ``parameters``: those that calls
+    received, by ``id``.
     """
 
     def __init__(self, expected: Recorder | None = None, named=None, refused=None):
@@ -144,7 +149,6 @@ class Recorder(TorchFunctionMode):
         self.results: list[weakref.ref] = []
         self.written: set[int | None] = set()
         self.overwritten: set[int | None] = set()
-        self.retained: list[torch.Tensor] = []
         self.parameters: dict[int, _Parameter] = {}
         self.different: tuple[Call, str, nn.Module | None] | None = None
         self.named: dict = (named if expected is None else expected.named) or {}
@@ -187,7 +191,7 @@ class Recorder(TorchFunctionMode):
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need."""
-        self.results, self.retained = [], []
+        self.results = []
         self.named = {
             key: pair for key, pair in self.named.items() if pair[0].is_leaf and type(pair[0]) is not torch.Tensor
         }
@@ -223,9 +227,7 @@ class Recorder(TorchFunctionMode):
                 self.different = call, *_caller()
 
     def _note(self, effect, args, kwargs) -> None:
-        if effect is _RETAIN:
-            self.retained.append(args[0])
-        elif effect is _IN_PLACE:
+        if effect is _IN_PLACE:
             self.overwritten.add(memory(args[0]))
         elif effect is not _MAX_NORM:
             tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
@@ -278,39 +280,45 @@ def _region():
     """A placeholder for the function of a nested region in a `Call`."""
 
 
-class Path(NamedTuple):
-    """How a run computed a region's outputs from its inputs: the names of the graph's nodes, and the calls.
+class Path:
+    """How a run computed a region's outputs from its inputs.
 
-    ``sources``: for each call, where its arguments come from: an input's position, (index of a call, index of its
-    result), or None if unknown.
+    ``evidence``: the `Evidence` of a small region. Of a recorded run, ``nodes``: the names of the graph's nodes;
+    ``calls``: the calls; ``sources``: for each call, where its arguments come from: an input's position, (index of a
+    call, index of its result), or None if unknown.
     """
 
-    nodes: list[str]
-    calls: list[Call]
-    sources: list[list]
+    __slots__ = ("calls", "evidence", "nodes", "sources")
+
+    def __init__(self, recorder: Recorder | None, graph: Graph, evidence: Evidence | None):
+        """The path leaves out calls that no output depends on, and casts. Autocast casts a leaf once and any other
+        tensor once per use."""
+        self.evidence = evidence
+        self.nodes = self.calls = self.sources = None
+        if recorder is None:
+            return
+        names = {node._sequence_nr(): node.name() for node in graph.nodes}
+        calls = [made for made in recorder.calls if made[0] in names]
+        numbers = {number: at for at, (number, _, _) in enumerate(calls)}
+
+        def source(of):
+            return (
+                (numbers[of[0]], of[1]) if type(of) is tuple and of[0] in numbers else of if type(of) is int else None
+            )
+
+        self.nodes = [name for name in names.values() if name != "ToCopyBackward0"]
+        self.calls = [call for _, call, _ in calls]
+        self.sources = [list(map(source, sources)) for _, _, sources in calls]
+
+    def __eq__(self, other):
+        if self.calls is not None and other.calls is not None:
+            return (self.nodes, self.calls, self.sources) == (other.nodes, other.calls, other.sources)
+        return self.evidence is None or other.evidence is None or _difference(self.evidence, other.evidence) is None
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-def path(recorder: Recorder, nodes: Iterable, started: int) -> Path:
-    """The `Path` of a run whose autograd graph has these nodes.
-
-    It leaves out nodes older than the sequence number `started`, calls that no output depends on, and casts. Autocast
-    casts a leaf once and any other tensor once per use, and some inputs are leaves only in the forward.
-    """
-    names = {node._sequence_nr(): node.name() for node in nodes}
-    calls = [made for made in recorder.calls if made[0] >= started and made[0] in names]
-    numbers = {number: at for at, (number, _, _) in enumerate(calls)}
-
-    def source(of):
-        return (numbers[of[0]], of[1]) if type(of) is tuple and of[0] in numbers else of if type(of) is int else None
-
-    return Path(
-        [name for number, name in names.items() if number >= started and name != "ToCopyBackward0"],
-        [call for _, call, _ in calls],
-        [list(map(source, sources)) for _, _, sources in calls],
-    )
-
-
-def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, function) -> None:
+def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, function) -> None:
     """Check that a region's two runs took the same path.
 
     Raises:
@@ -319,8 +327,13 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, functio
     """
     if forward == recomputed:
         return
-    calls = zip(forward.calls, recomputed.calls)
-    index = next((i for i, pair in enumerate(calls) if repr(pair[0]) != repr(pair[1])), None)  # repr, as nan != nan
+    if forward.calls is None or recomputed.calls is None:
+        for before, now in zip(forward.evidence.numbers, recomputed.evidence.numbers):
+            if isinstance(before, Path) and isinstance(now, Path):
+                check_same_path(before, now, recorder, function)
+        raise _other_path(function, _difference(forward.evidence, recomputed.evidence))
+    pairs = enumerate(zip(forward.calls, recomputed.calls))
+    index = next((i for i, (a, b) in pairs if a != b and repr(a) != repr(b)), None)  # repr, as nan != nan
     if index is None and len(forward.calls) == len(recomputed.calls):
         _check_same_sources(forward, recomputed, function)
         if forward.nodes == recomputed.nodes:
@@ -334,7 +347,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, functio
         (before,), (now,) = expected.values[0], call.values[0]
         return check_same_path(before, now, recorder, function)
     caller = ""
-    if recorder.different is not None and recorder.different[0] is call:
+    if recorder is not None and recorder.different is not None and recorder.different[0] is call:
         caller = _caller_text(*recorder.different[1:], function)
     difference = f"operation {index + 1} was {expected} in the forward and is {call or 'absent'} now{caller}"
     if isinstance(expected, Call) and call is not None and call[:2] == expected[:2]:
@@ -343,6 +356,182 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, functio
             f"{list(call.shape)} {str(call.dtype).removeprefix('torch.')} now, because it was given other values"
         )
     raise _other_path(function, difference)
+
+
+#: A small region is recorded until this number of its recomputations have been compared call by call.
+RECORDED_RUNS = 3
+#: The bytes that the inputs, the constants and the outputs of a small region have together at most, each.
+SMALL_BYTES = 1 << 20
+_SAMPLE = 64  # bytes
+# Of these the kernels leave parts unwritten, or nothing but their own backward reads them.
+_INTERNAL = re.compile(r"_saved_(result\d|.*reserve|.*workspace)")
+
+
+class Evidence(NamedTuple):
+    """What the graph of a run, still alive, shows of its path and of the values on it.
+
+    If two runs agree in their ``operations`` (classes of the graph's nodes), in how these are connected (``links``, and
+    the tensors in ``ends`` at which the graph ends), in all numbers and tensors that they save, and in their outputs,
+    then their gradients are equal. ``numbers``: all that they save except tensors, such as sizes and exponents.
+    ``samples``: the first elements, up to 64 bytes of the first row, of every saved tensor. ``outputs``: hashes of the
+    bytes of the outputs. ``order``: the sequence numbers of the nodes; only the ranks count.
+    """
+
+    operations: list[type]
+    links: list
+    numbers: list
+    samples: list
+    outputs: list
+    ends: list
+    order: list[int]
+
+
+def evidence_of(graph: Graph, outputs: list[torch.Tensor]) -> Evidence:
+    """The `Evidence` of a run whose graph of `outputs` is `graph`; ``ends`` are the ids of the tensors."""
+    nodes = graph.nodes
+    saved: list = []
+    for node in nodes:
+        if (get := _SAVED[type(node)]) is not None:
+            saved += get(node)
+    return Evidence(
+        list(map(type, nodes)),
+        graph.links,
+        [get(node) for node in nodes if (get := _NUMBERS[type(node)]) is not None],
+        list(map(_sample, saved)),
+        list(map(_digest, outputs)),
+        list(map(id, graph.ends)),
+        graph.order,
+    )
+
+
+class _Getters(dict):
+    """By class of nodes of a graph, a function that returns all numbers, or all tensors, that such a node saves."""
+
+    def __init__(self, tensors: bool):
+        self.tensors = tensors
+
+    def names(self, cls) -> list[str]:
+        names = [name for name in dir(cls) if name.startswith("_saved_")]
+        if self.tensors:
+            return ["_raw" + name for name in names if hasattr(cls, "_raw" + name) and not _INTERNAL.fullmatch(name)]
+        return [name for name in names if not hasattr(cls, "_raw" + name)]
+
+    def __missing__(self, cls):
+        names = self.names(cls) if not issubclass(cls, _PythonNode) else []
+        get = operator.attrgetter(*names) if names else None
+        self[cls] = (lambda node: (get(node),)) if len(names) == 1 else get
+        return self[cls]
+
+
+_NUMBERS, _SAVED = _Getters(tensors=False), _Getters(tensors=True)
+
+
+def compare_node_by(cls, name: str) -> None:
+    """Let graphs with nodes of this class be compared by what their attribute `name` refers to."""
+    _NUMBERS[cls], _SAVED[cls] = operator.attrgetter(name), None
+
+
+def _sample(saved) -> tuple | None:
+    """The type and first bytes of what a node has saved; None if only a hook could restore it."""
+    if type(saved) is tuple:
+        return tuple(map(_sample, saved))
+    if saved.unpack_hook is not None or type(tensor := saved.data) not in PLAIN_TENSORS or not tensor.is_cpu:
+        return None
+    shape, size = tensor.shape, tensor.itemsize
+    if 0 in shape or tensor.layout is not torch.strided:
+        return shape, tensor.dtype
+    if shape and tensor.stride(-1) == 1:
+        size = min(size * shape[-1], _SAMPLE)
+    return shape, tensor.dtype, ctypes.string_at(tensor.data_ptr(), size)
+
+
+def _digest(tensor: torch.Tensor) -> int | None:
+    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return None
+    tensor = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    return hash(ctypes.string_at(tensor.data_ptr(), min(tensor.nbytes, SMALL_BYTES)))
+
+
+def _difference(before: Evidence, now: Evidence) -> str | None:
+    """In which operation two runs differ; None if they do not."""
+    if before[:-1] == now[:-1] and (before.order == now.order or _ranks(before.order) == _ranks(now.order)):
+        return None
+    names = [[operation.__name__ for operation in each.operations] for each in (before, now)]
+    if names[0] != names[1] or before.links != now.links or before.ends != now.ends:
+        missing, extra = _only_in(names[0], names[1]), _only_in(names[1], names[0])
+        if missing or extra:
+            return f"only the forward has {missing or 'none'}, only the recompute {extra or 'none'}"
+        return "the same operations have other inputs"
+    nodes = [cls.__name__ for cls in before.operations if _NUMBERS[cls] is not None]
+    for name, first, second in zip(nodes, before.numbers, now.numbers):
+        if first != second and repr(first) != repr(second):  # repr, as nan != nan
+            return f"{name} was called with {first} in the forward and is called with {second} now"
+    nodes = [cls.__name__ for cls in before.operations if _SAVED[cls] is not None for _ in _SAVED.names(cls)]
+    for name, first, second in zip(nodes, before.samples, now.samples):
+        if first != second:
+            return f"{name} was given, or returned, other values in the forward than now"
+    if before.outputs != now.outputs:
+        return "its outputs have other values"
+    return None if _ranks(before.order) == _ranks(now.order) else "its operations have another order"
+
+
+def _ranks(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+class Subject:
+    """What regions of one function, or of one module, have shown when they were recorded.
+
+    ``passed``: how many recomputations have been compared call by call, with equal `Evidence`. ``operations``: the
+    classes of the nodes of their graphs.
+    """
+
+    __slots__ = ("operations", "passed", "reference")
+
+    def __init__(self, reference):
+        self.reference, self.passed, self.operations = reference, 0.0, set()
+
+    def add(self, before: Evidence | None, now: Evidence | None, is_repeatable: bool) -> None:
+        """Take note of the evidence of two recorded runs with equal calls."""
+        if before is None or now is None:
+            return
+        if not is_repeatable or any(map(_is_opaque, before.operations)) or _difference(before, now) is not None:
+            self.passed = -math.inf  # its values are others each time, or not all is seen
+        self.passed += 1
+        self.operations.update(before.operations)
+
+
+_subjects: dict[int, Subject] = {}  # by id of a function's code or of a module, until it is gone
+
+
+def subject_of(function) -> Subject | None:
+    """The `Subject` of a region's function; None if no weak reference to it is possible."""
+    while type(function) is functools.partial:
+        function = function.func
+    if type(function) is types.MethodType:
+        function = function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__
+    key = function.__code__ if type(function) is types.FunctionType else function
+    subject = _subjects.get(id(key))
+    if subject is None or subject.reference() is not key:
+        try:
+            subject = Subject(weakref.ref(key, functools.partial(_forget, id(key))))
+        except TypeError:
+            return None
+        _subjects[id(key)] = subject
+    return subject
+
+
+def _forget(key: int, reference) -> None:
+    if (subject := _subjects.get(key)) is not None and subject.reference is reference:
+        del _subjects[key]
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_opaque(cls) -> bool:
+    """Whether a class of nodes does not show all that it computes with, such as functions in Python and C++."""
+    if cls in _NUMBERS and issubclass(cls, _PythonNode):
+        return _NUMBERS[cls] is None
+    return not re.fullmatch(r"\w+Backward\d+", cls.__name__)
 
 
 def _check_same_sources(forward: Path, recomputed: Path, function) -> None:

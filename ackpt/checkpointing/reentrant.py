@@ -24,7 +24,8 @@ from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
 from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
-from .reachable import ACCUMULATE_GRAD
+from .reachable import Graph, graph_of
+from .recorder import compare_node_by
 from .region import Region
 
 __all__ = ["checkpoint"]
@@ -169,7 +170,7 @@ class _Recompute(torch.autograd.Function):
         with _without_hooks(ctx.leaves), region.state.restored() if region.state is not None else _NOTHING:
             # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
             saved, prefetch = saved_tensors_of(ctx)
-            graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
+            graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves)
             del saved
             if prefetch is not None:
                 _middle_node(outputs).register_prehook(prefetch)
@@ -181,8 +182,8 @@ class _Recompute(torch.autograd.Function):
                 if used:
                     torch.autograd.backward(outputs, grad_outputs)
                 return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
-            summands = Summands(outputs, received, region.uses)
-            del received
+            summands = Summands(region.uses, received, graph)
+            del received, graph
             gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
             return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
 
@@ -194,16 +195,23 @@ class Summands:
     latest use first. A region that returned their sum would change the order of this summation, and with it the last
     bits. So a region is connected to a tensor once per use, and returns the gradient of every use separately.
 
-    `tensors`: where the graph of `outputs` starts; `uses`: how often it used each of them in the first run.
+    `uses`: how often the first run's graph used each of `tensors`, at which the `graph` of the second run ends.
     """
 
-    def __init__(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], uses: list[int]):
+    def __init__(self, uses: list[int], tensors: list[torch.Tensor], graph: Graph | None):
         self._uses = uses
         self._collected: dict[int, list[torch.Tensor]] = {}
-        several = {_source(tensor): index for index, tensor in enumerate(tensors) if uses[index] > 1}
-        if several:
-            self._collected = {index: [] for index in several.values()}
-            self._watch(outputs, several)
+        if graph is None:
+            return
+        edges = dict(zip(map(id, graph.ends), graph.uses))
+        wanted: dict[Any, dict[int, list[torch.Tensor]]] = {}
+        for index, tensor in enumerate(tensors):
+            if uses[index] > 1:
+                self._collected[index] = []
+                for node, slot in edges.get(id(tensor), ()):
+                    wanted.setdefault(node, {})[slot] = self._collected[index]
+        for node, lists in wanted.items():
+            node.register_hook(_collector(lists))
 
     def of(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients with those of tensors with several uses replaced by one for each use; None where missing."""
@@ -219,22 +227,6 @@ class Summands:
             separate += [*each, *[None] * (count - len(each))]
             each.clear()  # the graph's hooks refer to the list, and the model's code may keep the graph
         return separate
-
-    def _watch(self, outputs: list[torch.Tensor], several: dict[Any, int]) -> None:
-        seen: set[Any] = {output.grad_fn for output in outputs}
-        left = list(seen)
-        while left:
-            node = left.pop()
-            edges = node.next_functions
-            wanted = {}
-            for slot, edge in enumerate(edges):
-                if (index := several.get(_key(*edge))) is not None:
-                    wanted[slot] = self._collected[index]
-                elif edge[0] is not None and edge[0] not in seen:
-                    seen.add(edge[0])
-                    left.append(edge[0])
-            if wanted:
-                node.register_hook(_collector(wanted))
 
 
 def _collector(wanted: dict[int, list[torch.Tensor]]):
@@ -255,15 +247,7 @@ def _collector(wanted: dict[int, list[torch.Tensor]]):
     return collect
 
 
-def _source(tensor: torch.Tensor):
-    return (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
-
-
-def _key(node, number: int):
-    """What `_source` returns for the tensor at the end of an edge."""
-    return (id(node.variable), 0) if type(node) is ACCUMULATE_GRAD else (node, number)
-
-
+compare_node_by(_Recompute._backward_cls, "region.path")  # pyright: ignore[reportAttributeAccessIssue]
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
 _apply: Any = super(torch.autograd.Function, _Recompute).apply  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -285,13 +269,7 @@ def _refuse_unsupported(region):
 
 def _middle_node(outputs):
     """The node of a graph that backward reaches after half of the nodes."""
-    nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
-    stack = list(nodes)
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in nodes and node.next_functions:  # not a leaf's node
-                nodes.add(node)
-                stack.append(node)
+    nodes = graph_of(outputs).nodes
     return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True)[len(nodes) // 2]
 
 

@@ -20,8 +20,8 @@ from ackpt.core.errors import CheckpointError
 
 from . import guards, refusals, rng
 from .closures import DetachClosedOver, current_detached, frozen
-from .reachable import ReachableState, graph_inputs, is_data, tensors_in
-from .recorder import Recorder, check_same_path, path
+from .reachable import ReachableState, graph_of, is_data, tensors_in
+from .recorder import RECORDED_RUNS, SMALL_BYTES, Path, Recorder, check_same_path, evidence_of, subject_of
 from .tree import Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
@@ -42,8 +42,20 @@ class Region:
         # The call: its non-tensor arguments with slots for the tensors, keyword names, and the tensors themselves.
         *("function", "template", "names", "has_containers", "inputs", "needs_grad", "is_computed"),
         # Settings and state that the recomputation restores or checks.
-        *("preserve_rng_state", "streams", "marks", "autocast", "guarantees", "state", "watch", "unread_changes"),
-        *("is_nested", "accumulates_inside", "detached", "recorder", "path", "leaked", "uses", "accumulators"),
+        *(
+            "preserve_rng_state",
+            "streams",
+            "marks",
+            "autocast",
+            "guarantees",
+            "state",
+            "watch",
+            "unread_changes",
+            "unfrozen",
+        ),
+        *("is_nested", "accumulates_inside", "detached", "leaked", "uses", "accumulators"),
+        # The path of the first run, how it is observed, and what is known of other regions of the function.
+        *("recorder", "path", "is_small", "subject"),
         # The outputs: `node_outputs` are the indices of those that the autograd node returns.
         *("node_outputs", "output_count", "output_signatures", "output_template", "output_values", "other_outputs"),
     )
@@ -59,6 +71,7 @@ class Region:
         self.autocast = Autocast() if _any_autocast() else None
         self.streams = []
         self.state = self.watch = self.recorder = self.path = self.unread_changes = self.accumulators = None
+        self.is_small, self.subject = False, None
         self.detached = current_detached()
         if self.detached is not None:
             self.inputs[:] = self.detached.replaced(list(self.inputs))
@@ -73,20 +86,27 @@ class Region:
         self.is_computed = [not tensor.is_leaf for tensor in inputs] if self.autocast is not None else self.needs_grad
         reachable = self._reachable_state()
         if self.guarantees.unchanged:
-            self.state = guards.MutableState(reachable)
-            self.recorder = None if reachable.opaque else Recorder(named=reachable.tensors)
-        aliases, starts = inputs, []
+            if not reachable.opaque:
+                self.is_small, self.subject = self._is_small(reachable), subject_of(self.function)
+                if not self.is_small or self.subject is None or self.subject.passed < RECORDED_RUNS:
+                    self.recorder = Recorder(named=reachable.tensors)
+            self.state = guards.MutableState(reachable, self.recorder is not None)
+        aliases, starts, retained = inputs, [], []
         if self.guarantees.exact_graph:
             aliases = _aliases(inputs, self.needs_grad)
             if self.recorder is not None:
                 self.recorder.record_inputs(aliases)
             starts = [weakref.ref(alias) for alias, needed in zip(aliases, self.needs_grad) if needed]
-        versions = [guards.version(tensor) for tensor in inputs]
+            for index, needed in enumerate(self.needs_grad):
+                if needed:  # the alias is a leaf, for which retain_grad does nothing
+                    aliases[index].retain_grad = functools.partial(retained.append, index)
+        versions = guards.versions(inputs)
         object_arguments = self._object_arguments()
         before = tensors_in(object_arguments) if object_arguments else {}
         leaves, counts = self._forward(inputs, aliases, versions, reachable)
         uses = [counts.get(id(alias), 1) for alias, needed in zip(aliases, self.needs_grad) if needed]
-        self._move_hooks(aliases, inputs)
+        self._move_hooks(aliases, inputs, retained)
+        ids = [id(alias) for alias in aliases]
         del aliases
         if object_arguments and any(
             key not in before and item.requires_grad for key, item in tensors_in(object_arguments).items()
@@ -106,6 +126,9 @@ class Region:
             if phase.leaves_behind is False:
                 phase.leaves_behind = bool(self.recorder.left_results())
             self.recorder.forget()
+        if self.path is not None and self.path.evidence is not None:
+            ends = self.path.evidence.ends
+            ends[:] = _numbered(ends, ids, map(id, leaves))
         if self.node_outputs:
             self._record_state(inputs, leaves, reachable)
         uses += [counts.get(id(leaf), 1) for leaf in leaves]
@@ -115,18 +138,39 @@ class Region:
         self.uses = [count if each and count <= MOST_USES else 1 for count, each in zip(uses, separate)]
         return inputs, leaves
 
-    def _move_hooks(self, aliases, inputs) -> None:
-        """Let hooks that the function has registered on its inputs run for the tensors that it was called with."""
+    def _is_small(self, reachable) -> bool:
+        """Whether runs of the function can be compared by what their graphs show, without a record of the calls.
+
+        The tensors must be small ones on the CPU, whose values are at hand; and the calls must not be needed to find
+        what a run leaves behind.
+        """
+        if self.autocast is not None or phase.leaves_behind is not None or not self.guarantees.exact_graph:
+            return False
+        size = 0
+        for tensor in self.inputs:
+            if type(tensor) not in guards.PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
+                return False
+            size += tensor.nbytes
+        for tensor, _ in reachable.tensors.values():
+            if tensor.grad_fn is not None:
+                return False
+            if not tensor.requires_grad:
+                size += tensor.nbytes
+        return size <= SMALL_BYTES and not torch._C._len_torch_dispatch_stack()
+
+    def _move_hooks(self, aliases, inputs, retained) -> None:
+        """Let hooks that the function has registered on its inputs run for the tensors that it was called with.
+
+        `retained`: indices of the inputs of which it has called ``retain_grad``.
+        """
         for alias, tensor in zip(aliases, inputs):
             if alias is not tensor and alias._backward_hooks:
                 # The dict itself, so that handles can still remove hooks from it.
                 tensor.register_hook(functools.partial(_run_hooks, alias._backward_hooks))
                 alias._backward_hooks = None
-        for tensor in () if self.recorder is None else self.recorder.retained:
-            for alias, original in zip(aliases, inputs):
-                if alias is tensor and alias is not original:
-                    original.retain_grad()
-                    original.register_hook(functools.partial(_set_gradient, weakref.ref(alias)))
+        for index in retained:
+            inputs[index].retain_grad()
+            inputs[index].register_hook(functools.partial(_set_gradient, weakref.ref(aliases[index])))
 
     def take_output_values(self):
         """Return the values of the outputs that need a gradient, and drop the region's references to them."""
@@ -224,20 +268,23 @@ class Region:
         self.accumulates_inside = reachable.sharded or not self.guarantees.exact_graph
         if self.accumulates_inside:
             return [], {}
-        self.accumulators = []
         while True:
-            tensors = [tensor for tensor, _ in reachable.tensors.values()]
-            leaves, node, nodes, counts = graph_inputs(outputs, aliases, tensors, started, self.accumulators)
-            if node is None:
+            histories = [tensor for tensor, _ in reachable.tensors.values() if tensor.grad_fn is not None]
+            graph = graph_of(outputs, histories, started)
+            if graph.older is None:
                 break
             if reachable.walked:
-                raise refusals.unreachable(node)
+                raise refusals.unreachable(graph.older)
             reachable = ReachableState(self.function, self.template)
         # New nodes of a parameter that is released after its use would expect gradients of its current shape.
-        self.accumulators = [node for node in self.accumulators if id(node.variable) in reachable.tensors]
-        if self.recorder is not None:
-            self.path = path(self.recorder, nodes, started)
-        return leaves, counts
+        self.accumulators = [node for node in graph.accumulators if id(node.variable) in reachable.tensors]
+        if self.recorder is not None or self.is_small:
+            evidence = evidence_of(graph, outputs) if self.is_small else None
+            if self.recorder is None and not self.subject.operations.issuperset(evidence.operations):
+                self.subject.passed = 0  # it does what it never did while it was recorded
+            self.path = Path(self.recorder, graph, evidence)
+        arguments = set(map(id, aliases))
+        return [tensor for tensor in graph.ends if id(tensor) not in arguments], graph.counts()
 
     def _record_state(self, inputs, leaves, reachable):
         """Freeze the function's closure, and record the versions of all tensors that must not change until backward."""
@@ -253,19 +300,19 @@ class Region:
 
     def recompute(self, saved, leaves):
         """Run the function again; return ``(tensors at which its graph starts, the same or views of them that the
-        function received, outputs that need a gradient)``."""
+        function received, outputs that need a gradient, their graph if it was looked at)``."""
         self.leaked = []
         aliases = _aliases(saved, self.needs_grad)
         closed_over = [leaf for leaf in leaves if leaf.grad_fn is not None]
         detached = self._detach(closed_over)
-        before_inputs = torch.autograd._get_sequence_nr()
         inputs = self._not_leaves(aliases)
         started = torch.autograd._get_sequence_nr()
         # The attributes of data objects are restored.
         object_arguments = [item for item in self._object_arguments() if not is_data(type(item))]
         before = tensors_in(object_arguments) if object_arguments else {}
-        recorder = None if self.recorder is None else Recorder(self.recorder, refused=self.unread_changes)
-        if recorder is not None:
+        recorder = None
+        if self.recorder is not None or self.unread_changes:
+            recorder = Recorder(self.recorder, refused=self.unread_changes)
             recorder.record_inputs(inputs)
         recomputation_begins()
         try:
@@ -297,15 +344,33 @@ class Region:
             if tensor._backward_hooks:
                 for key in [key for key, hook in tensor._backward_hooks.items() if not _is_of_torch(hook)]:
                     del tensor._backward_hooks[key]
-        if detached is not None or self.path is not None:
-            ends, node, nodes, _ = graph_inputs(computed, [], closed_over, before_inputs)
-            if node is not None or any(tensor.grad_fn is not None for tensor in ends):
+        graph = None
+        if detached is not None or self.path is not None or max(self.uses, default=1) > 1:
+            histories = [*closed_over, *(tensor for tensor in inputs if tensor.grad_fn is not None)]
+            graph = graph_of(computed, histories, started)
+            if graph.older is not None or not set(map(id, closed_over)).isdisjoint(map(id, graph.ends)):
                 raise refusals.hidden_use()
-            if self.unread_changes and any(isinstance(node, _PythonNode) for node in nodes):  # it may read what changed
-                raise guards.changed_between(*next(iter(self.unread_changes.values())))
-            if self.path is not None and recorder is not None:
-                check_same_path(self.path, path(recorder, nodes, started), recorder, self.function)
-        return starts, received, computed
+            if self.unread_changes and any(isinstance(node, _PythonNode) for node in graph.nodes):
+                raise guards.changed_between(*next(iter(self.unread_changes.values())))  # the node may read it
+            if self.path is not None:
+                self._check_path(
+                    recorder,
+                    graph,
+                    started,
+                    computed,
+                    _numbered(map(id, graph.ends), map(id, inputs), map(id, closed_over_starts)),
+                )
+        return starts, received, computed, graph
+
+    def _check_path(self, recorder, graph, started, outputs, ends) -> None:
+        forward, evidence = self.path, None
+        if forward.evidence is not None:
+            evidence = evidence_of(graph, outputs)
+            evidence.ends[:] = ends
+        present = Path(None if forward.calls is None else recorder, graph, evidence)
+        check_same_path(forward, present, recorder, self.function)
+        if self.subject is not None and forward.calls is not None:
+            self.subject.add(forward.evidence, evidence, not self.state.rewritten)
 
     def _object_arguments(self):
         """The arguments that are objects, in which the region's code can replace tensors."""
@@ -341,6 +406,8 @@ class Region:
         previous = phase.recomputing, phase.dropping, phase.function, phase.leaked
         phase.recomputing, phase.dropping, phase.function, phase.leaked = True, False, self.function, self.leaked
         try:
+            for tensor in self.unfrozen:
+                tensor.requires_grad_(False)
             with torch.enable_grad():
                 if not self.streams and self.autocast is None and not _any_autocast():
                     return self._call(aliases)
@@ -350,6 +417,8 @@ class Region:
                         raise refusals.other_draws(name, self.function)
                     return result
         finally:
+            for tensor in self.unfrozen:
+                tensor.requires_grad_()
             phase.recomputing, phase.dropping, phase.function, phase.leaked = previous
 
     def _signature(self, tensor):
@@ -358,13 +427,16 @@ class Region:
 
     def check_unchanged(self, leaves):
         """Raise if a tensor that the recomputation must read has changed; the recomputation checks the others."""
-        self.unread_changes = {}
+        self.unread_changes, self.unfrozen = {}, []
         needed = set(map(id, leaves))
         for change in () if self.watch is None else self.watch.changes():
-            tensor, name, _ = change
-            if self.recorder is None or type(name) is int or id(tensor) in needed:
+            tensor, name, how = change
+            if how == "unfrozen":
+                self.unfrozen.append(tensor)
+            elif (self.recorder is None and not self.is_small) or type(name) is int or id(tensor) in needed:
                 raise guards.changed_between(*change)
-            self.unread_changes[id(tensor)] = change
+            else:
+                self.unread_changes[id(tensor)] = change
 
 
 class Autocast:
@@ -404,6 +476,13 @@ class Autocast:
 
 
 _AUTOCAST_OFF = Autocast(off=True)
+
+
+def _numbered(ends, inputs, leaves) -> list[int | None]:
+    """The places of tensors among a region's inputs, or ``~place`` among its leaves; None for others. All are ids."""
+    known = {key: ~place for place, key in enumerate(leaves)}
+    known.update((key, place) for place, key in enumerate(inputs))
+    return [known.get(key) for key in ends]
 
 
 def _aliases(tensors, needs_grad):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import struct
 import sys
 import threading
 from typing import Any
@@ -53,12 +54,43 @@ class TorchStream(Stream):
 
 
 class PythonStream(Stream):
-    """Python's global ``random`` or a ``random.Random`` object."""
+    """Python's global ``random`` or a ``random.Random`` object.
+
+    ``getstate`` makes 625 numbers. So a state is a copy of CPython's words, from which `set` makes the numbers; that of
+    a subclass, and of an interpreter that has no such words, is what ``getstate`` returns.
+    """
 
     name = "Python's random"
 
     def __init__(self, source: Any = random):
         self.source, self.get, self.set = source, source.getstate, source.setstate
+        self._owner = owner = random._inst if source is random else source  # pyright: ignore[reportAttributeAccessIssue]
+        if _HAS_WORDS and type(owner) is random.Random:
+            self.get, self.set = self._get_words, self._set_words
+
+    def _get_words(self):
+        return _words_of(self._owner), self._owner.gauss_next  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _set_words(self, state) -> None:
+        self.source.setstate((3, _numbers(state[0]), state[1]))
+
+
+def _words_of(owner) -> bytes:
+    """The position and the 624 words of the Mersenne Twister in a ``random.Random`` of CPython."""
+    return ctypes.string_at(id(owner) + object.__basicsize__, 4 * 625)
+
+
+def _numbers(words: bytes) -> tuple[int, ...]:
+    position, *numbers = struct.unpack("625I", words)
+    return *numbers, position
+
+
+def _has_words() -> bool:
+    owner = random.Random(7)
+    return type(owner).__basicsize__ >= 4 * 625 and _numbers(_words_of(owner)) == owner.getstate()[1]
+
+
+_HAS_WORDS = sys.implementation.name == "cpython" and _has_words()
 
 
 class NumpyStream(Stream):

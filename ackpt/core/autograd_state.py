@@ -63,3 +63,11 @@ def version(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return 0
+
+
+def versions(tensors: list[torch.Tensor]) -> list[int]:
+    """The `version` of each of `tensors`."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [*map(version, tensors)]
