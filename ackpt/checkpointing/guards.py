@@ -221,7 +221,7 @@ class MutableState:
 
     __slots__ = (
         *("_before", "_bindings", "_changed", "_contents", "_hooks", "_namespaces", "_overwritten", "_parameters"),
-        *("_hook_count", "rewritten", "_saved", "_storages", "_suspects", "_versions"),
+        *("_hook_count", "_rewritten", "_saved", "_storages", "_suspects", "_versions", "is_repeatable"),
     )
 
     def __init__(self, reachable, is_recorded: bool = True):
@@ -229,7 +229,7 @@ class MutableState:
         self._namespaces = reachable.namespaces
         self._saved = [*map(dict.copy, reachable.namespaces)]
         self._suspects = reachable.suspects
-        self._overwritten, self.rewritten = [], []
+        self._overwritten, self._rewritten, self.is_repeatable = [], [], True
         containers = [] if reachable.sharded else reachable.containers  # FSDP's own change between forward and backward
         self._contents = [(each, each.copy()) for each in containers if len(each) <= LONGEST_CONTAINER]
         self._hooks, self._hook_count = reachable.hooks, sum(map(len, reachable.hooks))
@@ -269,11 +269,13 @@ class MutableState:
             if version(tensor) != self._versions[index]:
                 if recorder is None or recorder.wrote(tensor) or storage(tensor) != self._storages[index]:
                     raise changes_parameter(tensor, name)
-                self.rewritten.append((tensor, name))  # by `p.set_(p.data)`, which no recorder sees
+                self._rewritten.append((tensor, name))  # by `p.set_(p.data)`, which no recorder sees
+                self.is_repeatable = False
         self._parameters = []
         for tensor, name, mark, copy in self._before:
             if recorder is not None:
                 silently = memory(tensor) in recorder.written
+                self.is_repeatable = self.is_repeatable and not silently
             else:
                 silently = copy is not None and not (tensor.is_cpu and _is_equal(tensor, copy))
             if version(tensor) == mark and not silently:
@@ -313,7 +315,7 @@ class MutableState:
         """
         bindings, contents = self._changes()
         bindings = [each for each in bindings if not _is_made(each[0].get(each[1], _ABSENT), each[2])]
-        rewritten = [(tensor, name, tensor.detach().clone()) for tensor, name in self.rewritten]
+        rewritten = [(tensor, name, tensor.detach().clone()) for tensor, name in self._rewritten]
         if not (self._changed or bindings or contents or self._overwritten or rewritten):
             yield
             return

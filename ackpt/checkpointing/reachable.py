@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .closures import bound, rebound_names
 from .rng import stream_of
+from .tree import is_plain
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, dict, set)
@@ -74,7 +75,8 @@ class ReachableState:
         else:
             self._visit(function, "", 0)
         for item in template:
-            self._visit(item, "argument", 0)
+            if not is_plain(item):
+                self._visit(item, "argument", 0)
 
     def _visit(self, obj, name, depth, restores=True):
         """Visit what `obj` refers to; ``restores``: attributes of data objects are to be restored.

@@ -9,7 +9,6 @@ only, and its later runs are compared by ``Evidence``: what their graphs show of
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import numbers
@@ -32,6 +31,7 @@ from ackpt.core.errors import CheckpointError
 from .guards import PLAIN_TENSORS, changed_between, memory
 from .reachable import Graph
 from .refusals import name_of
+from .rng import MEMORY
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
 # schema has an argument named running_* (tests/checkpointing/test_recorder.py repeats this search).
@@ -373,8 +373,8 @@ class Evidence(NamedTuple):
     If two runs agree in their ``operations`` (classes of the graph's nodes), in how these are connected (``links``, and
     the tensors in ``ends`` at which the graph ends), in all numbers and tensors that they save, and in their outputs,
     then their gradients are equal. ``numbers``: all that they save except tensors, such as sizes and exponents.
-    ``samples``: the first elements, up to 64 bytes of the first row, of every saved tensor. ``outputs``: hashes of the
-    bytes of the outputs. ``order``: the sequence numbers of the nodes; only the ranks count.
+    ``samples``: the first 64 bytes of every saved tensor, or its first element where elements are not adjacent.
+    ``outputs``: hashes of the bytes of the outputs. ``order``: the sequence numbers of the nodes; only ranks count.
     """
 
     operations: list[type]
@@ -387,21 +387,19 @@ class Evidence(NamedTuple):
 
 
 def evidence_of(graph: Graph, outputs: list[torch.Tensor]) -> Evidence:
-    """The `Evidence` of a run whose graph of `outputs` is `graph`; ``ends`` are the ids of the tensors."""
-    nodes = graph.nodes
-    saved: list = []
-    for node in nodes:
-        if (get := _SAVED[type(node)]) is not None:
+    """The `Evidence` of a run whose graph of `outputs` is `graph`; ``ends`` is left empty."""
+    operations = list(map(type, graph.nodes))
+    saved, numbers = [], []
+    for node, operation in zip(graph.nodes, operations):
+        if (get := _NUMBERS[operation]) is not None:
+            numbers.append(get(node))
+        if (get := _SAVED[operation]) is not None:
             saved += get(node)
-    return Evidence(
-        list(map(type, nodes)),
-        graph.links,
-        [get(node) for node in nodes if (get := _NUMBERS[type(node)]) is not None],
-        list(map(_sample, saved)),
-        list(map(_digest, outputs)),
-        list(map(id, graph.ends)),
-        graph.order,
-    )
+    try:
+        samples = list(map(_sample, saved))
+    except (NotImplementedError, RuntimeError):  # of a layout without addresses
+        samples = []
+    return Evidence(operations, graph.links, numbers, samples, list(map(_digest, outputs)), [], graph.order)
 
 
 class _Getters(dict):
@@ -431,25 +429,22 @@ def compare_node_by(cls, name: str) -> None:
     _NUMBERS[cls], _SAVED[cls] = operator.attrgetter(name), None
 
 
-def _sample(saved) -> tuple | None:
-    """The type and first bytes of what a node has saved; None if only a hook could restore it."""
+def _sample(saved):
+    """The first bytes of what a node has saved; None if it is not in memory, or only a hook could restore it."""
     if type(saved) is tuple:
         return tuple(map(_sample, saved))
     if saved.unpack_hook is not None or type(tensor := saved.data) not in PLAIN_TENSORS or not tensor.is_cpu:
         return None
-    shape, size = tensor.shape, tensor.itemsize
-    if 0 in shape or tensor.layout is not torch.strided:
-        return shape, tensor.dtype
-    if shape and tensor.stride(-1) == 1:
-        size = min(size * shape[-1], _SAMPLE)
-    return shape, tensor.dtype, ctypes.string_at(tensor.data_ptr(), size)
+    address = tensor.data_ptr()
+    return MEMORY[address : address + (min(tensor.nbytes, _SAMPLE) if tensor.is_contiguous() else tensor.itemsize)]
 
 
 def _digest(tensor: torch.Tensor) -> int | None:
     if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
     tensor = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-    return hash(ctypes.string_at(tensor.data_ptr(), min(tensor.nbytes, SMALL_BYTES)))
+    address = tensor.data_ptr()
+    return hash(MEMORY[address : address + min(tensor.nbytes, SMALL_BYTES)])
 
 
 def _difference(before: Evidence, now: Evidence) -> str | None:

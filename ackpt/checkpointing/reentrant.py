@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
+from itertools import compress
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from .region import Region
 __all__ = ["checkpoint"]
 
 _NOTHING = contextlib.nullcontext()
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 _Result = TypeVar("_Result")
 
 
@@ -89,7 +90,7 @@ def checkpoint(
         )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    run: Any = _run if "torch._dynamo" not in sys.modules else _outside_dynamo()
+    run: Any = _outside_dynamo() if torch.compiler.is_dynamo_compiling() or _dynamo_callback() is not None else _run
     return run(function, args, kwargs, preserve_rng_state, offload)
 
 
@@ -128,10 +129,12 @@ def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
         return region.result(())
     # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
     anchor = None if any(region.needs_grad) or leaves else torch.zeros((), requires_grad=True)
-    inputs_with_grad = [tensor for tensor, needs_grad in zip(inputs, region.needs_grad) if needs_grad]
+    inputs_with_grad = compress(inputs, region.needs_grad)
     with offload.for_region().hooks if offload is not None else _NOTHING:
         # A tensor is an input once for each of its uses: the engine then sums their gradients as in the baseline.
-        sources = [tensor for tensor, count in zip((*inputs_with_grad, *leaves), region.uses) for _ in range(count)]
+        sources = [*inputs_with_grad, *leaves]
+        if max(region.uses, default=1) > 1:
+            sources = [tensor for tensor, count in zip(sources, region.uses) for _ in range(count)]
         outputs = _apply(region, inputs, leaves, anchor, *sources)
         del sources
         region.accumulators = None

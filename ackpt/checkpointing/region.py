@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import weakref
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from . import guards, refusals, rng
 from .closures import DetachClosedOver, current_detached, frozen
 from .reachable import ReachableState, graph_of, is_data, tensors_in
 from .recorder import RECORDED_RUNS, SMALL_BYTES, Path, Recorder, check_same_path, evidence_of, subject_of
-from .tree import Tensors, fill, is_plain, strip_arguments, strip_result
+from .tree import Tensors, fill, filled, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
 #: the region, because its contributions would take too much memory one by one.
@@ -96,17 +98,15 @@ class Region:
             aliases = _aliases(inputs, self.needs_grad)
             if self.recorder is not None:
                 self.recorder.record_inputs(aliases)
-            starts = [weakref.ref(alias) for alias, needed in zip(aliases, self.needs_grad) if needed]
-            for index, needed in enumerate(self.needs_grad):
-                if needed:  # the alias is a leaf, for which retain_grad does nothing
-                    aliases[index].retain_grad = functools.partial(retained.append, index)
+            starts = [*map(weakref.ref, compress(aliases, self.needs_grad))]
+            for index in compress(range(len(aliases)), self.needs_grad):  # retain_grad does nothing for a leaf
+                aliases[index].retain_grad = functools.partial(retained.append, index)
         versions = guards.versions(inputs)
         object_arguments = self._object_arguments()
         before = tensors_in(object_arguments) if object_arguments else {}
         leaves, counts = self._forward(inputs, aliases, versions, reachable)
-        uses = [counts.get(id(alias), 1) for alias, needed in zip(aliases, self.needs_grad) if needed]
+        uses = [counts.get(id(alias), 1) for alias in compress(aliases, self.needs_grad)]
         self._move_hooks(aliases, inputs, retained)
-        ids = [id(alias) for alias in aliases]
         del aliases
         if object_arguments and any(
             key not in before and item.requires_grad for key, item in tensors_in(object_arguments).items()
@@ -118,7 +118,8 @@ class Region:
             if (alias := start()) is not None:
                 phase.leaves_behind = None if phase.leaves_behind is None else True
                 refusals.refuse_gradient_of(alias)
-        leaves = [leaf for leaf in map(_resolved, leaves) if leaf is not None]
+        if any(type(leaf) is weakref.ref for leaf in leaves):
+            leaves = self._alive(leaves)
         if self.recorder is not None:
             if any(leaf.grad_fn is not None for leaf in leaves):  # it has a history, in which backward could reach them
                 for tensor in self.recorder.left_results():
@@ -126,25 +127,42 @@ class Region:
             if phase.leaves_behind is False:
                 phase.leaves_behind = bool(self.recorder.left_results())
             self.recorder.forget()
-        if self.path is not None and self.path.evidence is not None:
-            ends = self.path.evidence.ends
-            ends[:] = _numbered(ends, ids, map(id, leaves))
         if self.node_outputs:
             self._record_state(inputs, leaves, reachable)
         uses += [counts.get(id(leaf), 1) for leaf in leaves]
-        # Autocast casts a leaf once for all its uses, and a computed tensor for each.
-        computed = [computed for computed, needed in zip(self.is_computed, self.needs_grad) if needed]
-        separate = [*computed, *[False] * len(leaves)] if self.autocast is not None else [True] * len(uses)
-        self.uses = [count if each and count <= MOST_USES else 1 for count, each in zip(uses, separate)]
+        if self.autocast is not None:  # it casts a leaf once for all its uses, and a computed tensor for each
+            separate = [*compress(self.is_computed, self.needs_grad), *[False] * len(leaves)]
+            uses = [count if each else 1 for count, each in zip(uses, separate)]
+        self.uses = [count if count <= MOST_USES else 1 for count in uses]
         return inputs, leaves
+
+    def _places(self, inputs, leaves=()) -> dict[int, int]:
+        """By id of a tensor its place among the inputs that need a gradient, or ``~place`` among the leaves."""
+        places = dict(zip(map(id, compress(inputs, self.needs_grad)), itertools.count()))
+        places.update(zip(map(id, leaves), itertools.count(-1, -1)))
+        return places
+
+    def _alive(self, leaves):
+        """The leaves that are still alive, of which some were created by the function itself."""
+        leaves = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
+        alive = [place for place, leaf in enumerate(leaves) if leaf is not None]
+        if self.is_small:
+            places = {~place: ~number for number, place in enumerate(alive)}
+            ends = self.path.evidence.ends
+            ends[:] = [end if end >= 0 else places.get(end) for end in ends]
+        return [leaves[place] for place in alive]
 
     def _is_small(self, reachable) -> bool:
         """Whether runs of the function can be compared by what their graphs show, without a record of the calls.
 
-        The tensors must be small ones on the CPU, whose values are at hand; and the calls must not be needed to find
-        what a run leaves behind.
+        The tensors must be small ones on the CPU, with the same values in both runs; and the calls must not be needed
+        to find what a run leaves behind.
         """
-        if self.autocast is not None or phase.leaves_behind is not None or not self.guarantees.exact_graph:
+        if not (
+            self.guarantees.exact_graph and self.preserve_rng_state and self.autocast is phase.leaves_behind is None
+        ):
+            return False
+        if torch._C._len_torch_dispatch_stack() or _top_hooks(False) is not None:  # hooks may change the inputs
             return False
         size = 0
         for tensor in self.inputs:
@@ -156,7 +174,7 @@ class Region:
                 return False
             if not tensor.requires_grad:
                 size += tensor.nbytes
-        return size <= SMALL_BYTES and not torch._C._len_torch_dispatch_stack()
+        return size <= SMALL_BYTES
 
     def _move_hooks(self, aliases, inputs, retained) -> None:
         """Let hooks that the function has registered on its inputs run for the tensors that it was called with.
@@ -206,8 +224,7 @@ class Region:
         )
         if not node_outputs:
             return [], {}
-        starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
-        leaves, counts = self._leaves([outputs[index] for index in node_outputs], starts, reachable, started)
+        leaves, counts = self._leaves([outputs[index] for index in node_outputs], aliases, reachable, started)
         if reachable.walked:  # leaves that only the graph refers to were created by the function itself
             leaves = [leaf if id(leaf) in reachable.tensors else weakref.ref(leaf) for leaf in leaves]
         self.output_signatures = {index: self._signature(outputs[index]) for index in node_outputs}
@@ -244,7 +261,7 @@ class Region:
         return result
 
     def _call(self, tensors):
-        values: Any = fill(self.template, tensors)
+        values: Any = fill(self.template, tensors) if self.has_containers else filled(self.template, tensors)
         if self.names:
             split = len(values) - len(self.names)
             result = self.function(*values[:split], **dict(zip(self.names, values[split:])))
@@ -283,8 +300,11 @@ class Region:
             if self.recorder is None and not self.subject.operations.issuperset(evidence.operations):
                 self.subject.passed = 0  # it does what it never did while it was recorded
             self.path = Path(self.recorder, graph, evidence)
-        arguments = set(map(id, aliases))
-        return [tensor for tensor in graph.ends if id(tensor) not in arguments], graph.counts()
+        places = self._places(aliases)
+        leaves = [tensor for tensor in graph.ends if id(tensor) not in places]
+        if self.is_small:
+            self.path.evidence.ends[:] = map(self._places(aliases, leaves).get, map(id, graph.ends))
+        return leaves, graph.counts()
 
     def _record_state(self, inputs, leaves, reachable):
         """Freeze the function's closure, and record the versions of all tensors that must not change until backward."""
@@ -335,8 +355,8 @@ class Region:
         ):
             raise refusals.other_outputs(self.output_count, self.output_signatures, signatures)
         computed = [outputs[index] for index in self.output_signatures]
-        starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
-        received = [tensor for tensor, needed in zip(inputs, self.needs_grad) if needed]
+        starts = [*compress(aliases, self.needs_grad)]
+        received = [*compress(inputs, self.needs_grad)]
         closed_over_starts = leaves if detached is None else detached.replaced(leaves)
         starts += closed_over_starts
         received += closed_over_starts
@@ -353,16 +373,11 @@ class Region:
             if self.unread_changes and any(isinstance(node, _PythonNode) for node in graph.nodes):
                 raise guards.changed_between(*next(iter(self.unread_changes.values())))  # the node may read it
             if self.path is not None:
-                self._check_path(
-                    recorder,
-                    graph,
-                    started,
-                    computed,
-                    _numbered(map(id, graph.ends), map(id, inputs), map(id, closed_over_starts)),
-                )
+                places = self._places(inputs, closed_over_starts)
+                self._check_path(recorder, graph, computed, map(places.get, map(id, graph.ends)))
         return starts, received, computed, graph
 
-    def _check_path(self, recorder, graph, started, outputs, ends) -> None:
+    def _check_path(self, recorder, graph, outputs, ends) -> None:
         forward, evidence = self.path, None
         if forward.evidence is not None:
             evidence = evidence_of(graph, outputs)
@@ -370,7 +385,7 @@ class Region:
         present = Path(None if forward.calls is None else recorder, graph, evidence)
         check_same_path(forward, present, recorder, self.function)
         if self.subject is not None and forward.calls is not None:
-            self.subject.add(forward.evidence, evidence, not self.state.rewritten)
+            self.subject.add(forward.evidence, evidence, self.state.is_repeatable)
 
     def _object_arguments(self):
         """The arguments that are objects, in which the region's code can replace tensors."""
@@ -478,13 +493,6 @@ class Autocast:
 _AUTOCAST_OFF = Autocast(off=True)
 
 
-def _numbered(ends, inputs, leaves) -> list[int | None]:
-    """The places of tensors among a region's inputs, or ``~place`` among its leaves; None for others. All are ids."""
-    known = {key: ~place for place, key in enumerate(leaves)}
-    known.update((key, place) for place, key in enumerate(inputs))
-    return [known.get(key) for key in ends]
-
-
 def _aliases(tensors, needs_grad):
     """New leaves on the same storages, so that the region's graph starts there and not in the caller's graph."""
     return [tensor.detach().requires_grad_(True) if needed else tensor for tensor, needed in zip(tensors, needs_grad)]
@@ -514,11 +522,6 @@ def _is_of_torch(hook) -> bool:
 def _set_gradient(reference, gradient) -> None:
     if (alias := reference()) is not None:
         alias.grad = gradient
-
-
-def _resolved(leaf):
-    """The tensor itself, also if `leaf` is a weak reference; None if it is gone."""
-    return leaf() if type(leaf) is weakref.ref else leaf
 
 
 def _passed_through(outputs, aliases, inputs) -> list:

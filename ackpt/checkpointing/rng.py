@@ -21,6 +21,8 @@ import torch
 # Only one region at a time may use the global streams. Otherwise a draw of another thread, between snapshot and draw or
 # during a replay, would give the recomputation another dropout mask than the forward.
 LOCK = threading.RLock()
+#: The memory of this process as bytes by address; a slice takes a quarter of the time of ``ctypes.string_at``.
+MEMORY = (ctypes.c_char * (1 << 62)).from_address(0)
 
 
 class Stream:
@@ -50,7 +52,8 @@ class TorchStream(Stream):
         self.generator, self.get, self.set = generator, generator.get_state, generator.set_state
 
     def comparable(self, state: torch.Tensor) -> bytes:
-        return ctypes.string_at(state.data_ptr(), state.numel())
+        address = state.data_ptr()
+        return MEMORY[address : address + state.numel()]
 
 
 class PythonStream(Stream):
@@ -77,7 +80,8 @@ class PythonStream(Stream):
 
 def _words_of(owner) -> bytes:
     """The position and the 624 words of the Mersenne Twister in a ``random.Random`` of CPython."""
-    return ctypes.string_at(id(owner) + object.__basicsize__, 4 * 625)
+    address = id(owner) + object.__basicsize__
+    return MEMORY[address : address + 4 * 625]
 
 
 def _numbers(words: bytes) -> tuple[int, ...]:
@@ -166,7 +170,7 @@ class NumpyGlobalStream(Stream):
         return hash(self._read_words()) if self.address is not None else super().mark()
 
     def _read_words(self):
-        return None if self.address is None else ctypes.string_at(self.address, self._WORDS)
+        return None if self.address is None else MEMORY[self.address : self.address + self._WORDS]
 
 
 _DEVICE_MODULES = [

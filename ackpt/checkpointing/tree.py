@@ -60,6 +60,11 @@ def fill(obj, tensors):
     return _map(obj, lambda leaf: tensors[leaf.index] if type(leaf) is Slot else leaf)
 
 
+def filled(items, tensors) -> list:
+    """`fill` for items of which none is a container with slots."""
+    return [tensors[item.index] if type(item) is Slot else item for item in items]
+
+
 def strip_arguments(args, tensors: Tensors) -> tuple[tuple, bool]:
     """`strip` for the items of `args`; return the stripped tuple, and whether a container in it has tensors."""
     stripped, nested = [], False
