@@ -109,7 +109,11 @@ class Watch:
         """The tensors, with `_GONE` for one that is gone, and their versions, storages and ``requires_grad``."""
         tensors = [item() if type(item) is weakref.ref else item for item, _ in self._named]
         tensors = [_GONE if tensor is None else tensor for tensor in tensors]
-        return tensors, versions(tensors), [*map(_storage_mark, tensors)], [tensor.requires_grad for tensor in tensors]
+        if PLAIN_TENSORS.issuperset(map(type, tensors)):
+            storages = [weakref.ref(tensor.untyped_storage()) if tensor.numel() else None for tensor in tensors]
+        else:
+            storages = list(map(_storage_mark, tensors))
+        return tensors, versions(tensors), storages, [tensor.requires_grad for tensor in tensors]
 
     def changes(self):
         """Yield ``(tensor, description, how)`` for each that changed; how: "changed", "frozen" or "unfrozen"."""
@@ -305,6 +309,10 @@ class MutableState:
                 with torch.autograd._unsafe_preserve_version_counter(tensor):
                     _set(tensor, copy)
 
+    def is_as_before(self) -> bool:
+        """Whether there is nothing to restore."""
+        return not (self._changed or self._overwritten or self._rewritten or any(self._changes()))
+
     @contextlib.contextmanager
     def restored(self):
         """Restore the values from before the forward in the body, and the present ones after it; keep versions.
@@ -316,9 +324,6 @@ class MutableState:
         bindings, contents = self._changes()
         bindings = [each for each in bindings if not _is_made(each[0].get(each[1], _ABSENT), each[2])]
         rewritten = [(tensor, name, tensor.detach().clone()) for tensor, name in self._rewritten]
-        if not (self._changed or bindings or contents or self._overwritten or rewritten):
-            yield
-            return
         names = [*(binding[:2] for binding in bindings), *self._overwritten]
         values = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]
         items = [(container, container.copy()) for container, _ in contents]

@@ -423,23 +423,24 @@ class Graph(NamedTuple):
 
     ``nodes``: ``{node: index}``. ``order``: their sequence numbers, from the start of the run. ``links``: for each edge
     the index of its node, with the number of that node's output if this is not 0, or ``~index`` of a tensor in
-    ``ends``, at which the graph ends. ``uses``: for each of ``ends``, the edges to it, ``(node, slot)``.
-    ``accumulators``: the nodes of those that are leaves. ``older``: a node of before the run that is reached otherwise.
+    ``ends``, at which the graph ends. ``sources``: the nodes of those that are leaves, and the edges to the others.
+    ``users``: for each of ``ends``, the nodes that use it, once for each use. ``older``: a node of before the run that
+    is reached otherwise.
     """
 
     nodes: dict[Any, int]
     order: list[int]
     links: list
     ends: list[torch.Tensor]
-    uses: list[list[tuple[Any, int]]]
-    accumulators: list
-    older: Any = None
+    sources: list
+    users: list[list]
+    older: Any
 
     def counts(self) -> dict[int, int]:
         """How often the graph uses each of ``ends``, by id; through a cast, which autocast makes once for all uses of a
         leaf, once for each use of the cast."""
-        counts = dict(zip(map(id, self.ends), map(len, self.uses)))
-        if CAST in set(map(type, self.nodes)):
+        counts = dict(zip(map(id, self.ends), map(len, self.users)))
+        if CAST in map(type, self.nodes):
             for node, index in self.nodes.items():
                 leaf = node.next_functions[0][0]
                 if type(node) is CAST and type(leaf) is ACCUMULATE_GRAD and (count := self.links.count(index)) > 1:
@@ -456,29 +457,30 @@ def graph_of(outputs, histories=(), started: int = 0) -> Graph:
     closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in histories}
     stack = list(dict.fromkeys([output.grad_fn for output in outputs if output.grad_fn is not None]))
     nodes = {node: index for index, node in enumerate(stack)}
-    order, links = [node._sequence_nr() - started for node in stack], []
-    places: dict[Any, int] = {}  # of accumulators, and of edges to `histories`, in `ends`
-    ends, uses = [], []
+    places: dict[Any, int] = {}  # in `ends`, by source
+    links, ends, users = [], [], []
     while stack:
         node = stack.pop()
-        for slot, edge in enumerate(node.next_functions):
+        for edge in node.next_functions:
             target, number = edge
             index = nodes.get(target)
             if index is None and target is not None:
                 is_leaf = type(target) is ACCUMULATE_GRAD
                 if is_leaf or edge in closed_over:
-                    key = target if is_leaf else edge
-                    place = places.setdefault(key, len(ends))
-                    if place == len(ends):
+                    source = target if is_leaf else edge
+                    place = places.get(source)
+                    if place is None:
+                        place = places[source] = len(ends)
                         ends.append(target.variable if is_leaf else closed_over[edge])
-                        uses.append([])
-                    uses[place].append((node, slot))
+                        users.append([])
+                    users[place].append(node)
                     links.append(~place)
                     continue
-                if (at := target._sequence_nr() - started) < 0:
-                    return Graph(nodes, order, links, ends, uses, [], target)
-                index = nodes[target] = len(order)
-                order.append(at)
+                index = nodes[target] = len(nodes)
                 stack.append(target)
             links.append((index, number) if number else index)
-    return Graph(nodes, order, links, ends, uses, [key for key in places if type(key) is ACCUMULATE_GRAD])
+    order = [node._sequence_nr() - started for node in nodes]
+    older = [pair for pair in zip(order, nodes) if pair[0] < 0] if min(order, default=0) < 0 else ()
+    return Graph(
+        nodes, order, links, ends, list(places), users, max(older, key=operator.itemgetter(0))[1] if older else None
+    )

@@ -328,9 +328,8 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
     if forward == recomputed:
         return
     if forward.calls is None or recomputed.calls is None:
-        for before, now in zip(forward.evidence.numbers, recomputed.evidence.numbers):
-            if isinstance(before, Path) and isinstance(now, Path):
-                check_same_path(before, now, recorder, function)
+        for before, now in zip(forward.evidence.regions, recomputed.evidence.regions):
+            check_same_path(before, now, recorder, function)
         raise _other_path(function, _difference(forward.evidence, recomputed.evidence))
     pairs = enumerate(zip(forward.calls, recomputed.calls))
     index = next((i for i, (a, b) in pairs if a != b and repr(a) != repr(b)), None)  # repr, as nan != nan
@@ -360,6 +359,8 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
 
 #: A small region is recorded until this number of its recomputations have been compared call by call.
 RECORDED_RUNS = 3
+#: Of the later runs, one in so many is compared by the numbers and tensors that its graph saves, too.
+COMPLETE_EVERY = 8
 #: The bytes that the inputs, the constants and the outputs of a small region have together at most, each.
 SMALL_BYTES = 1 << 20
 _SAMPLE = 64  # bytes
@@ -370,36 +371,44 @@ _INTERNAL = re.compile(r"_saved_(result\d|.*reserve|.*workspace)")
 class Evidence(NamedTuple):
     """What the graph of a run, still alive, shows of its path and of the values on it.
 
-    If two runs agree in their ``operations`` (classes of the graph's nodes), in how these are connected (``links``, and
-    the tensors in ``ends`` at which the graph ends), in all numbers and tensors that they save, and in their outputs,
-    then their gradients are equal. ``numbers``: all that they save except tensors, such as sizes and exponents.
-    ``samples``: the first 64 bytes of every saved tensor, or its first element where elements are not adjacent.
-    ``outputs``: hashes of the bytes of the outputs. ``order``: the sequence numbers of the nodes; only ranks count.
+    Two runs with the same ``operations`` (classes of the graph's nodes), connected in the same way (``links``, and the
+    tensors in ``ends`` at which the graph ends; of ``order``, sequence numbers, only the ranks count), and with the same
+    ``outputs`` (hashes of the bytes) have the same gradients, unless a number or a tensor that differs does not change
+    a bit of the outputs, for example in a branch that is multiplied by zero. So every eighth run also has ``numbers``,
+    all that the nodes save except tensors, such as sizes and exponents, and ``samples``, the first 64 bytes of every
+    tensor that they save, or its first element where elements are not adjacent. ``regions``: paths of nested regions.
     """
 
     operations: list[type]
     links: list
-    numbers: list
-    samples: list
-    outputs: list
     ends: list
+    outputs: list
+    regions: list
     order: list[int]
+    numbers: list | None
+    samples: list | None
 
 
-def evidence_of(graph: Graph, outputs: list[torch.Tensor]) -> Evidence:
+def evidence_of(graph: Graph, outputs: list[torch.Tensor], is_complete: bool) -> Evidence:
     """The `Evidence` of a run whose graph of `outputs` is `graph`; ``ends`` is left empty."""
     operations = list(map(type, graph.nodes))
-    saved, numbers = [], []
-    for node, operation in zip(graph.nodes, operations):
-        if (get := _NUMBERS[operation]) is not None:
-            numbers.append(get(node))
-        if (get := _SAVED[operation]) is not None:
-            saved += get(node)
-    try:
-        samples = list(map(_sample, saved))
-    except (NotImplementedError, RuntimeError):  # of a layout without addresses
-        samples = []
-    return Evidence(operations, graph.links, numbers, samples, list(map(_digest, outputs)), [], graph.order)
+    numbers = samples = None
+    if is_complete:
+        saved, numbers = [], []
+        for node, operation in zip(graph.nodes, operations):
+            if (get := _NUMBERS[operation]) is not None:
+                numbers.append(get(node))
+            if (get := _SAVED[operation]) is not None:
+                saved += get(node)
+        try:
+            samples = list(map(_sample, saved))
+        except (NotImplementedError, RuntimeError):  # of a layout without addresses
+            samples = []
+    regions = [node.region.path for node in graph.nodes if type(node) in _REGIONS] if _REGIONS & set(operations) else []
+    return Evidence(operations, graph.links, [], list(map(_digest, outputs)), regions, graph.order, numbers, samples)
+
+
+_REGIONS: set[type] = set()  # the classes of the nodes of regions, which have an attribute `region`
 
 
 class _Getters(dict):
@@ -424,11 +433,6 @@ class _Getters(dict):
 _NUMBERS, _SAVED = _Getters(tensors=False), _Getters(tensors=True)
 
 
-def compare_node_by(cls, name: str) -> None:
-    """Let graphs with nodes of this class be compared by what their attribute `name` refers to."""
-    _NUMBERS[cls], _SAVED[cls] = operator.attrgetter(name), None
-
-
 def _sample(saved):
     """The first bytes of what a node has saved; None if it is not in memory, or only a hook could restore it."""
     if type(saved) is tuple:
@@ -449,7 +453,9 @@ def _digest(tensor: torch.Tensor) -> int | None:
 
 def _difference(before: Evidence, now: Evidence) -> str | None:
     """In which operation two runs differ; None if they do not."""
-    if before[:-1] == now[:-1] and (before.order == now.order or _ranks(before.order) == _ranks(now.order)):
+    is_same = before[:5] == now[:5] and (before.order == now.order or _ranks(before.order) == _ranks(now.order))
+    is_complete = before.numbers is not None and now.numbers is not None
+    if is_same and not (is_complete and before[6:] != now[6:]):
         return None
     names = [[operation.__name__ for operation in each.operations] for each in (before, now)]
     if names[0] != names[1] or before.links != now.links or before.ends != now.ends:
@@ -458,15 +464,17 @@ def _difference(before: Evidence, now: Evidence) -> str | None:
             return f"only the forward has {missing or 'none'}, only the recompute {extra or 'none'}"
         return "the same operations have other inputs"
     nodes = [cls.__name__ for cls in before.operations if _NUMBERS[cls] is not None]
-    for name, first, second in zip(nodes, before.numbers, now.numbers):
+    for name, first, second in zip(nodes, before.numbers, now.numbers) if is_complete else ():
         if first != second and repr(first) != repr(second):  # repr, as nan != nan
             return f"{name} was called with {first} in the forward and is called with {second} now"
     nodes = [cls.__name__ for cls in before.operations if _SAVED[cls] is not None for _ in _SAVED.names(cls)]
-    for name, first, second in zip(nodes, before.samples, now.samples):
+    for name, first, second in zip(nodes, before.samples, now.samples) if is_complete else ():
         if first != second:
             return f"{name} was given, or returned, other values in the forward than now"
     if before.outputs != now.outputs:
         return "its outputs have other values"
+    if before.regions != now.regions:
+        return "a region inside took another path"
     return None if _ranks(before.order) == _ranks(now.order) else "its operations have another order"
 
 
@@ -481,10 +489,15 @@ class Subject:
     classes of the nodes of their graphs.
     """
 
-    __slots__ = ("operations", "passed", "reference")
+    __slots__ = ("operations", "passed", "reference", "runs")
 
     def __init__(self, reference):
-        self.reference, self.passed, self.operations = reference, 0.0, set()
+        self.reference, self.passed, self.operations, self.runs = reference, 0.0, set(), 0
+
+    def is_due(self) -> bool:
+        """Whether the evidence of this run is to be complete."""
+        self.runs += 1
+        return self.runs % COMPLETE_EVERY == 0
 
     def add(self, before: Evidence | None, now: Evidence | None, is_repeatable: bool) -> None:
         """Take note of the evidence of two recorded runs with equal calls."""
@@ -524,9 +537,7 @@ def _forget(key: int, reference) -> None:
 @functools.lru_cache(maxsize=4096)
 def _is_opaque(cls) -> bool:
     """Whether a class of nodes does not show all that it computes with, such as functions in Python and C++."""
-    if cls in _NUMBERS and issubclass(cls, _PythonNode):
-        return _NUMBERS[cls] is None
-    return not re.fullmatch(r"\w+Backward\d+", cls.__name__)
+    return cls not in _REGIONS and (issubclass(cls, _PythonNode) or not re.fullmatch(r"\w+Backward\d+", cls.__name__))
 
 
 def _check_same_sources(forward: Path, recomputed: Path, function) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from itertools import compress
@@ -25,7 +26,7 @@ from ackpt.core.errors import CheckpointError
 from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
 from .reachable import Graph, graph_of
-from .recorder import compare_node_by
+from .recorder import _REGIONS
 from .region import Region
 
 __all__ = ["checkpoint"]
@@ -121,8 +122,8 @@ _modules_run: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forward 
 
 
 def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
-    if isinstance(owner := getattr(function, "__self__", None), torch.nn.Module):
-        _modules_run.add(owner)
+    if type(function) is types.MethodType and isinstance(function.__self__, torch.nn.Module):
+        _modules_run.add(function.__self__)
     region = Region(function, args, kwargs, preserve_rng_state)
     inputs, leaves = region.first_forward()
     if not region.node_outputs:  # no output needs a gradient
@@ -170,7 +171,17 @@ class _Recompute(torch.autograd.Function):
         region = ctx.region
         _refuse_unsupported(region)
         region.check_unchanged(ctx.leaves)
-        with _without_hooks(ctx.leaves), region.state.restored() if region.state is not None else _NOTHING:
+        taken = _take_hooks(ctx.leaves)
+        try:
+            return _Recompute._gradients_of(ctx, region, grad_outputs)
+        finally:
+            _take_hooks(ctx.leaves)  # those that the recomputation has registered
+            for hooks, items in taken:
+                hooks.update(items)
+
+    @staticmethod
+    def _gradients_of(ctx, region, grad_outputs):
+        with region.restored() or _NOTHING:
             # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
             saved, prefetch = saved_tensors_of(ctx)
             graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves)
@@ -204,15 +215,20 @@ class Summands:
     def __init__(self, uses: list[int], tensors: list[torch.Tensor], graph: Graph | None):
         self._uses = uses
         self._collected: dict[int, list[torch.Tensor]] = {}
-        if graph is None:
+        if graph is None or max(uses, default=1) == 1:
             return
-        edges = dict(zip(map(id, graph.ends), graph.uses))
+        places = dict(zip(map(id, graph.ends), range(len(graph.ends))))
         wanted: dict[Any, dict[int, list[torch.Tensor]]] = {}
         for index, tensor in enumerate(tensors):
             if uses[index] > 1:
                 self._collected[index] = []
-                for node, slot in edges.get(id(tensor), ()):
-                    wanted.setdefault(node, {})[slot] = self._collected[index]
+                if (place := places.get(id(tensor))) is None:
+                    continue
+                source = graph.sources[place]
+                for node in dict.fromkeys(graph.users[place]):
+                    for slot, edge in enumerate(node.next_functions):
+                        if edge[0] is source or edge == source:
+                            wanted.setdefault(node, {})[slot] = self._collected[index]
         for node, lists in wanted.items():
             node.register_hook(_collector(lists))
 
@@ -250,7 +266,7 @@ def _collector(wanted: dict[int, list[torch.Tensor]]):
     return collect
 
 
-compare_node_by(_Recompute._backward_cls, "region.path")  # pyright: ignore[reportAttributeAccessIssue]
+_REGIONS.add(_Recompute._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
 _apply: Any = super(torch.autograd.Function, _Recompute).apply  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -285,22 +301,13 @@ def _gradients(outputs, grads, inputs):
     )
 
 
-@contextlib.contextmanager
-def _without_hooks(leaves):
-    """Remove the hooks of `leaves` in the body, which runs the inner graph: they run once, in the outer one."""
-    taken = [(hooks, dict(hooks)) for hooks in _hooks_of(leaves)]
+def _take_hooks(leaves) -> list[tuple[dict, dict]]:
+    """Remove the hooks of the `leaves` without a history, and return them with the dicts that had them.
+
+    They run once, in the outer graph, and not in the inner one.
+    """
+    pairs = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves if leaf.grad_fn is None)
+    taken = [(hooks, dict(hooks)) for pair in pairs for hooks in pair if hooks]
     for hooks, _ in taken:
         hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks in _hooks_of(leaves):  # also those that the recomputation has registered
-            hooks.clear()
-        for hooks, items in taken:
-            hooks.update(items)
-
-
-def _hooks_of(leaves) -> list[dict]:
-    """The hooks of the `leaves` without a history, as the dicts that have them."""
-    pairs = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves if leaf.grad_fn is None)
-    return [hooks for pair in pairs for hooks in pair if hooks]
+    return taken

@@ -294,11 +294,13 @@ class Region:
                 raise refusals.unreachable(graph.older)
             reachable = ReachableState(self.function, self.template)
         # New nodes of a parameter that is released after its use would expect gradients of its current shape.
-        self.accumulators = [node for node in graph.accumulators if id(node.variable) in reachable.tensors]
+        self.accumulators = [node for node, tensor in zip(graph.sources, graph.ends) if id(tensor) in reachable.tensors]
         if self.recorder is not None or self.is_small:
-            evidence = evidence_of(graph, outputs) if self.is_small else None
-            if self.recorder is None and not self.subject.operations.issuperset(evidence.operations):
-                self.subject.passed = 0  # it does what it never did while it was recorded
+            evidence = None
+            if self.is_small:
+                evidence = evidence_of(graph, outputs, self.recorder is not None or self.subject.is_due())
+                if self.recorder is None and not self.subject.operations.issuperset(evidence.operations):
+                    self.subject.passed = 0  # it does what it never did while it was recorded
             self.path = Path(self.recorder, graph, evidence)
         places = self._places(aliases)
         leaves = [tensor for tensor in graph.ends if id(tensor) not in places]
@@ -380,12 +382,16 @@ class Region:
     def _check_path(self, recorder, graph, outputs, ends) -> None:
         forward, evidence = self.path, None
         if forward.evidence is not None:
-            evidence = evidence_of(graph, outputs)
+            evidence = evidence_of(graph, outputs, forward.evidence.numbers is not None)
             evidence.ends[:] = ends
         present = Path(None if forward.calls is None else recorder, graph, evidence)
         check_same_path(forward, present, recorder, self.function)
         if self.subject is not None and forward.calls is not None:
             self.subject.add(forward.evidence, evidence, self.state.is_repeatable)
+
+    def restored(self):
+        """A context in which what the region changes is as before its forward; None if it is so now."""
+        return None if self.state is None or self.state.is_as_before() else self.state.restored()
 
     def _object_arguments(self):
         """The arguments that are objects, in which the region's code can replace tensors."""
@@ -426,7 +432,8 @@ class Region:
             with torch.enable_grad():
                 if not self.streams and self.autocast is None and not _any_autocast():
                     return self._call(aliases)
-                with rng.replay(self.streams), (self.autocast or _AUTOCAST_OFF).restored():
+                autocast = self.autocast or (_AUTOCAST_OFF if _any_autocast() else None)
+                with rng.replay(self.streams), autocast.restored() if autocast is not None else _NOTHING:
                     result = self._call(aliases)
                     if name := rng.ended_elsewhere(self.streams, self.marks):
                         raise refusals.other_draws(name, self.function)
