@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_local = threading.local()
+
+class _Local(threading.local):
+    detached: DetachClosedOver | None = None
+
+
+_local = _Local()
 
 
 class DetachClosedOver(TorchFunctionMode):
@@ -50,7 +55,7 @@ class DetachClosedOver(TorchFunctionMode):
 
 def current_detached() -> DetachClosedOver | None:
     """The mode of the recomputation that this thread runs; regions nested in it must apply the same replacements."""
-    return getattr(_local, "detached", None)
+    return _local.detached
 
 
 def frozen(function):

@@ -44,14 +44,15 @@ class Guarantees:
     exact_graph: bool = True
 
 
-_local = threading.local()
+class _Local(threading.local):
+    guarantees = Guarantees()
+
+
+_local = _Local()
 
 
 def current() -> Guarantees:
-    return getattr(_local, "guarantees", _ALL)
-
-
-_ALL = Guarantees()
+    return _local.guarantees
 
 
 @contextlib.contextmanager
@@ -94,37 +95,40 @@ class Watch:
     steps of optimizers since then, because fused optimizers change nothing else.
 
     Args:
-        named: pairs of a tensor, or of a weak reference to one, and its description for errors. Pass strong references
-            for tensors that outlive the step: ``torch.utils.swap_tensors`` refuses tensors with weak references.
+        items: tensors, or weak references to them. Pass strong references to tensors that outlive the step:
+            ``torch.utils.swap_tensors`` refuses tensors with weak references.
+        names: their descriptions for errors.
     """
 
-    __slots__ = ("_marks", "_named", "_steps")
+    __slots__ = ("_items", "_marks", "_names", "_steps")
 
-    def __init__(self, named):
-        self._named = list(named)
-        self._marks = self._present()[1:]
+    def __init__(self, items, names):
+        self._items, self._names = items, names
+        self._marks = self._present()[1]
         self._steps = optimizer_steps()
 
     def _present(self):
-        """The tensors, with `_GONE` for one that is gone, and their versions, storages and ``requires_grad``."""
-        tensors = [item() if type(item) is weakref.ref else item for item, _ in self._named]
+        """The tensors, with `_GONE` for one that is gone, and the version, storage and ``requires_grad`` of each."""
+        tensors = [item() if type(item) is weakref.ref else item for item in self._items]
         tensors = [_GONE if tensor is None else tensor for tensor in tensors]
         if PLAIN_TENSORS.issuperset(map(type, tensors)):
-            storages = [weakref.ref(tensor.untyped_storage()) if tensor.numel() else None for tensor in tensors]
-        else:
-            storages = list(map(_storage_mark, tensors))
-        return tensors, versions(tensors), storages, [tensor.requires_grad for tensor in tensors]
+            with contextlib.suppress(RuntimeError):  # inference tensors have no version, and other layouts no storage
+                return tensors, [
+                    (each._version, weakref.ref(each.untyped_storage()) if each.numel() else None, each.requires_grad)
+                    for each in tensors
+                ]
+        return tensors, [(version(each), _storage_mark(each), each.requires_grad) for each in tensors]
 
     def changes(self):
         """Yield ``(tensor, description, how)`` for each that changed; how: "changed", "frozen" or "unfrozen"."""
         stepped = self._steps != optimizer_steps()
-        tensors, *present = self._present()
-        if not stepped and present == [*self._marks]:
+        tensors, present = self._present()
+        if not stepped and present == self._marks:
             return
-        for (_, name), tensor, *states in zip(self._named, tensors, *self._marks, *present):
-            mark, storage, requires_grad, mark_now, storage_now, requires_grad_now = states
+        for tensor, name, before, now in zip(tensors, self._names, self._marks, present):
             if tensor is _GONE:
                 continue
+            (mark, storage, requires_grad), (mark_now, storage_now, requires_grad_now) = before, now
             if requires_grad_now < requires_grad:
                 yield tensor, name, "frozen"
             elif (
@@ -269,7 +273,8 @@ class MutableState:
             for namespace, name in self._overwritten:
                 saved.get(id(namespace), {}).pop(name, None)
         self._contents = [each for each in self._contents if not _has_history(each[1])]
-        for index, (tensor, name) in enumerate(self._parameters):
+        tensors = [tensor for tensor, _ in self._parameters]
+        for index, (tensor, name) in enumerate(self._parameters if versions(tensors) != self._versions else ()):
             if version(tensor) != self._versions[index]:
                 if recorder is None or recorder.wrote(tensor) or storage(tensor) != self._storages[index]:
                     raise changes_parameter(tensor, name)
@@ -386,12 +391,10 @@ class MutableState:
 
 def _are_same(dicts, copies) -> bool:
     """Whether dicts have the very items of their copies, in the same order."""
+    if [*map(list, dicts)] != [*map(list, copies)]:  # of names, equal ones of which are one object
+        return False
     flat = itertools.chain.from_iterable
-    return (
-        [*map(len, dicts)] == [*map(len, copies)]
-        and all(map(is_, flat(map(dict.values, dicts)), flat(map(dict.values, copies))))
-        and all(map(is_, flat(dicts), flat(copies)))
-    )
+    return all(map(is_, flat(map(dict.values, dicts)), flat(map(dict.values, copies))))
 
 
 def _is_made(present, value) -> bool:

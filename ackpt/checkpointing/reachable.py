@@ -480,7 +480,7 @@ def graph_of(outputs, histories=(), started: int = 0) -> Graph:
                 stack.append(target)
             links.append((index, number) if number else index)
     order = [node._sequence_nr() - started for node in nodes]
-    older = [pair for pair in zip(order, nodes) if pair[0] < 0] if min(order, default=0) < 0 else ()
-    return Graph(
-        nodes, order, links, ends, list(places), users, max(older, key=operator.itemgetter(0))[1] if older else None
-    )
+    older = None
+    if min(order, default=0) < 0:
+        older = max((pair for pair in zip(order, nodes) if pair[0] < 0), key=operator.itemgetter(0))[1]
+    return Graph(nodes, order, links, ends, list(places), users, older)

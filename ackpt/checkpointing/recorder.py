@@ -360,7 +360,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
 #: A small region is recorded until this number of its recomputations have been compared call by call.
 RECORDED_RUNS = 3
 #: Of the later runs, one in so many is compared by the numbers and tensors that its graph saves, too.
-COMPLETE_EVERY = 8
+COMPLETE_EVERY = 16
 #: The bytes that the inputs, the constants and the outputs of a small region have together at most, each.
 SMALL_BYTES = 1 << 20
 _SAMPLE = 64  # bytes
@@ -371,11 +371,10 @@ _INTERNAL = re.compile(r"_saved_(result\d|.*reserve|.*workspace)")
 class Evidence(NamedTuple):
     """What the graph of a run, still alive, shows of its path and of the values on it.
 
-    Two runs with the same ``operations`` (classes of the graph's nodes), connected in the same way (``links``, and the
-    tensors in ``ends`` at which the graph ends; of ``order``, sequence numbers, only the ranks count), and with the same
+    Two runs with the same ``operations`` (classes of the graph's nodes), connected in the same way (``links``; ``ends``,
+    the tensors at which the graph ends; of ``order``, sequence numbers, only the ranks count), and with the same
     ``outputs`` (hashes of the bytes) have the same gradients, unless a number or a tensor that differs does not change
-    a bit of the outputs, for example in a branch that is multiplied by zero. So every eighth run also has ``numbers``,
-    all that the nodes save except tensors, such as sizes and exponents, and ``samples``, the first 64 bytes of every
+    a bit of the outputs, for example in a branch that is multiplied by zero. So some runs also have ``numbers``, all that the nodes save except tensors, such as sizes and exponents, and ``samples``, the first 64 bytes of every
     tensor that they save, or its first element where elements are not adjacent. ``regions``: paths of nested regions.
     """
 

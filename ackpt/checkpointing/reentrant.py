@@ -306,8 +306,10 @@ def _take_hooks(leaves) -> list[tuple[dict, dict]]:
 
     They run once, in the outer graph, and not in the inner one.
     """
-    pairs = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves if leaf.grad_fn is None)
-    taken = [(hooks, dict(hooks)) for pair in pairs for hooks in pair if hooks]
-    for hooks, _ in taken:
-        hooks.clear()
+    taken = []
+    for leaf in leaves:
+        for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
+            if hooks and leaf.grad_fn is None:
+                taken.append((hooks, dict(hooks)))
+                hooks.clear()
     return taken

@@ -136,12 +136,6 @@ class Region:
         self.uses = [count if count <= MOST_USES else 1 for count in uses]
         return inputs, leaves
 
-    def _places(self, inputs, leaves=()) -> dict[int, int]:
-        """By id of a tensor its place among the inputs that need a gradient, or ``~place`` among the leaves."""
-        places = dict(zip(map(id, compress(inputs, self.needs_grad)), itertools.count()))
-        places.update(zip(map(id, leaves), itertools.count(-1, -1)))
-        return places
-
     def _alive(self, leaves):
         """The leaves that are still alive, of which some were created by the function itself."""
         leaves = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
@@ -302,10 +296,11 @@ class Region:
                 if self.recorder is None and not self.subject.operations.issuperset(evidence.operations):
                     self.subject.passed = 0  # it does what it never did while it was recorded
             self.path = Path(self.recorder, graph, evidence)
-        places = self._places(aliases)
+        places = dict(zip(map(id, compress(aliases, self.needs_grad)), itertools.count()))
         leaves = [tensor for tensor in graph.ends if id(tensor) not in places]
         if self.is_small:
-            self.path.evidence.ends[:] = map(self._places(aliases, leaves).get, map(id, graph.ends))
+            places.update(zip(map(id, leaves), itertools.count(-1, -1)))
+            evidence.ends[:] = map(places.get, map(id, graph.ends))
         return leaves, graph.counts()
 
     def _record_state(self, inputs, leaves, reachable):
@@ -313,12 +308,13 @@ class Region:
         self.function = frozen(self.function)
         if self.state is not None:
             changed = self.state.after_forward(leaves, self.recorder)
-            watched = {id(tensor): (weakref.ref(tensor), index) for index, tensor in enumerate(inputs)}
-            watched |= {id(leaf): (leaf, reachable.tensors.get(id(leaf), (None, ""))[1]) for leaf in leaves}
+            items, names = [*map(weakref.ref, inputs), *leaves], [*range(len(inputs))]
+            names += [reachable.tensors.get(id(leaf), (None, ""))[1] for leaf in leaves]
             for key, (tensor, name) in reachable.tensors.items():
                 if not tensor.requires_grad and key not in changed and key not in reachable.unread:
-                    watched.setdefault(key, (tensor, name))
-            self.watch = guards.Watch(watched.values())
+                    items.append(tensor)
+                    names.append(name)
+            self.watch = guards.Watch(items, names)
 
     def recompute(self, saved, leaves):
         """Run the function again; return ``(tensors at which its graph starts, the same or views of them that the
@@ -375,15 +371,16 @@ class Region:
             if self.unread_changes and any(isinstance(node, _PythonNode) for node in graph.nodes):
                 raise guards.changed_between(*next(iter(self.unread_changes.values())))  # the node may read it
             if self.path is not None:
-                places = self._places(inputs, closed_over_starts)
-                self._check_path(recorder, graph, computed, map(places.get, map(id, graph.ends)))
+                places = dict(zip(map(id, compress(inputs, self.needs_grad)), itertools.count()))
+                places.update(zip(map(id, closed_over_starts), itertools.count(-1, -1)))
+                self._check_path(recorder, graph, computed, places)
         return starts, received, computed, graph
 
-    def _check_path(self, recorder, graph, outputs, ends) -> None:
+    def _check_path(self, recorder, graph, outputs, places) -> None:
         forward, evidence = self.path, None
         if forward.evidence is not None:
             evidence = evidence_of(graph, outputs, forward.evidence.numbers is not None)
-            evidence.ends[:] = ends
+            evidence.ends[:] = map(places.get, map(id, graph.ends))
         present = Path(None if forward.calls is None else recorder, graph, evidence)
         check_same_path(forward, present, recorder, self.function)
         if self.subject is not None and forward.calls is not None:
