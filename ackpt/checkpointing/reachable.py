@@ -126,16 +126,17 @@ class ReachableState:
             return
         self._seen.add(id(module))
         prefix = f"{name}." if name else ""
-        if isinstance(module, torch.jit.ScriptModule):  # its attributes are in C++ and cannot be rebound
+        cls, tensors, namespaces = type(module), self.tensors, self.namespaces
+        if issubclass(cls, torch.jit.ScriptModule):  # its attributes are in C++ and cannot be rebound
             self.opaque = True
             for key, value in (*module.named_parameters(), *module.named_buffers()):
-                self.tensors.setdefault(id(value), (value, prefix + key))
+                tensors.setdefault(id(value), (value, prefix + key))
             return
-        cls, attributes, tensors = type(module), vars(module), self.tensors
         code, is_fused, is_sharded = _facts_of(cls, cls.forward)
-        namespaces, parameters, buffers = self.namespaces, attributes["_parameters"], attributes["_buffers"]
+        attributes = module.__dict__
+        parameters, buffers, children, *hooks = _fields_of(attributes)
         namespaces.append(attributes)
-        self.hooks += _hooks_of(attributes)
+        self.hooks += hooks
         if parameters:
             namespaces.append(parameters)
             for key, value in parameters.items():
@@ -143,7 +144,7 @@ class ReachableState:
                     tensors.setdefault(id(value), (value, prefix + key))
         if buffers:
             namespaces.append(buffers)
-            if isinstance(module, _NormBase) and module.training and _is_of_torch(cls.forward):
+            if module.training and issubclass(cls, _NormBase) and _is_of_torch(cls.forward):
                 self.unread.update(map(id, buffers.values()))
             for key, value in buffers.items():
                 if value is not None:
@@ -158,11 +159,11 @@ class ReachableState:
             self._globals_of(*code)
         if is_fused and not module.training:
             self.opaque = True
-        if own_hooks and is_sharded:
+        if is_sharded and own_hooks:
             self.sharded = True
-        if attributes["_modules"]:
-            namespaces.append(attributes["_modules"])
-            for key, child in attributes["_modules"].items():
+        if children:
+            namespaces.append(children)
+            for key, child in children.items():
                 if child is not None:
                     self._module(child, prefix + key)
 
@@ -378,7 +379,7 @@ PLAIN = _ATOMS | {
 _ABSENT = object()
 _OBJECT_DEPTH = _DEPTH - 2  # of data objects in attributes of modules, of which two levels are followed
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-_hooks_of = operator.itemgetter(*HOOKS)
+_fields_of = operator.itemgetter("_parameters", "_buffers", "_modules", *HOOKS)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 MODULE_FIELDS = frozenset(vars(nn.Module()))
 # Without gradients in evaluation these use a fused kernel, unless a TorchFunctionMode such as the recorder is active.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-import operator
 import os
 import re
 import sys
@@ -43,7 +42,6 @@ _SILENT_WRITERS = (
 # Ways to get an alias through which a tensor can be written without autograd noticing.
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
-_PythonNode = torch.autograd.function.BackwardCFunction
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -313,7 +311,7 @@ class Path:
     def __eq__(self, other):
         if self.calls is not None and other.calls is not None:
             return (self.nodes, self.calls, self.sources) == (other.nodes, other.calls, other.sources)
-        return self.evidence is None or other.evidence is None or _difference(self.evidence, other.evidence) is None
+        return self.evidence is None or other.evidence is None or _is_same(self.evidence, other.evidence)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -359,90 +357,38 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
 
 #: A small region is recorded until this number of its recomputations have been compared call by call.
 RECORDED_RUNS = 3
-#: Of the later runs, one in so many is compared by the numbers and tensors that its graph saves, too.
-COMPLETE_EVERY = 16
-#: The bytes that the inputs, the constants and the outputs of a small region have together at most, each.
+#: The bytes of the inputs and constants of a small region at most, and the bytes of an output that are compared.
 SMALL_BYTES = 1 << 20
-_SAMPLE = 64  # bytes
-# Of these the kernels leave parts unwritten, or nothing but their own backward reads them.
-_INTERNAL = re.compile(r"_saved_(result\d|.*reserve|.*workspace)")
 
 
 class Evidence(NamedTuple):
-    """What the graph of a run, still alive, shows of its path and of the values on it.
+    """What the graph of a run shows of its path: ``kinds``, the classes of its nodes; ``links`` between them, and
+    ``ends``, the tensors at which it ends; ``order``, their sequence numbers, of which the ranks count; and ``values``,
+    hashes of the bytes of the outputs. ``regions``: the paths of nested regions.
 
-    Two runs with the same ``operations`` (classes of the graph's nodes), connected in the same way (``links``; ``ends``,
-    the tensors at which the graph ends; of ``order``, sequence numbers, only the ranks count), and with the same
-    ``outputs`` (hashes of the bytes) have the same gradients, unless a number or a tensor that differs does not change
-    a bit of the outputs, for example in a branch that is multiplied by zero. So some runs also have ``numbers``, all that the nodes save except tensors, such as sizes and exponents, and ``samples``, the first 64 bytes of every
-    tensor that they save, or its first element where elements are not adjacent. ``regions``: paths of nested regions.
+    Runs with the same evidence have the same gradients, unless a number or tensor differs and changes no bit of an
+    output, for example in a branch that is multiplied by zero.
     """
 
-    operations: list[type]
+    kinds: list[type]
     links: list
     ends: list
-    outputs: list
+    values: list
     regions: list
     order: list[int]
-    numbers: list | None
-    samples: list | None
 
 
-def evidence_of(graph: Graph, outputs: list[torch.Tensor], is_complete: bool) -> Evidence:
+def evidence_of(graph: Graph, outputs: list[torch.Tensor]) -> Evidence:
     """The `Evidence` of a run whose graph of `outputs` is `graph`; ``ends`` is left empty."""
-    operations = list(map(type, graph.nodes))
-    numbers = samples = None
-    if is_complete:
-        saved, numbers = [], []
-        for node, operation in zip(graph.nodes, operations):
-            if (get := _NUMBERS[operation]) is not None:
-                numbers.append(get(node))
-            if (get := _SAVED[operation]) is not None:
-                saved += get(node)
-        try:
-            samples = list(map(_sample, saved))
-        except (NotImplementedError, RuntimeError):  # of a layout without addresses
-            samples = []
-    regions = [node.region.path for node in graph.nodes if type(node) in _REGIONS] if _REGIONS & set(operations) else []
-    return Evidence(operations, graph.links, [], list(map(_digest, outputs)), regions, graph.order, numbers, samples)
+    kinds = list(map(type, graph.nodes))
+    regions = [] if _REGIONS.isdisjoint(kinds) else [n.region.path for n in graph.nodes if type(n) in _REGIONS]
+    return Evidence(kinds, graph.links, [], list(map(_hash, outputs)), regions, graph.order)
 
 
-_REGIONS: set[type] = set()  # the classes of the nodes of regions, which have an attribute `region`
+_REGIONS: set[type] = set()  # the class of the nodes of regions, which have an attribute `region`
 
 
-class _Getters(dict):
-    """By class of nodes of a graph, a function that returns all numbers, or all tensors, that such a node saves."""
-
-    def __init__(self, tensors: bool):
-        self.tensors = tensors
-
-    def names(self, cls) -> list[str]:
-        names = [name for name in dir(cls) if name.startswith("_saved_")]
-        if self.tensors:
-            return ["_raw" + name for name in names if hasattr(cls, "_raw" + name) and not _INTERNAL.fullmatch(name)]
-        return [name for name in names if not hasattr(cls, "_raw" + name)]
-
-    def __missing__(self, cls):
-        names = self.names(cls) if not issubclass(cls, _PythonNode) else []
-        get = operator.attrgetter(*names) if names else None
-        self[cls] = (lambda node: (get(node),)) if len(names) == 1 else get
-        return self[cls]
-
-
-_NUMBERS, _SAVED = _Getters(tensors=False), _Getters(tensors=True)
-
-
-def _sample(saved):
-    """The first bytes of what a node has saved; None if it is not in memory, or only a hook could restore it."""
-    if type(saved) is tuple:
-        return tuple(map(_sample, saved))
-    if saved.unpack_hook is not None or type(tensor := saved.data) not in PLAIN_TENSORS or not tensor.is_cpu:
-        return None
-    address = tensor.data_ptr()
-    return MEMORY[address : address + (min(tensor.nbytes, _SAMPLE) if tensor.is_contiguous() else tensor.itemsize)]
-
-
-def _digest(tensor: torch.Tensor) -> int | None:
+def _hash(tensor: torch.Tensor) -> int | None:
     if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
     tensor = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
@@ -450,31 +396,20 @@ def _digest(tensor: torch.Tensor) -> int | None:
     return hash(MEMORY[address : address + min(tensor.nbytes, SMALL_BYTES)])
 
 
-def _difference(before: Evidence, now: Evidence) -> str | None:
-    """In which operation two runs differ; None if they do not."""
-    is_same = before[:5] == now[:5] and (before.order == now.order or _ranks(before.order) == _ranks(now.order))
-    is_complete = before.numbers is not None and now.numbers is not None
-    if is_same and not (is_complete and before[6:] != now[6:]):
-        return None
-    names = [[operation.__name__ for operation in each.operations] for each in (before, now)]
-    if names[0] != names[1] or before.links != now.links or before.ends != now.ends:
-        missing, extra = _only_in(names[0], names[1]), _only_in(names[1], names[0])
-        if missing or extra:
-            return f"only the forward has {missing or 'none'}, only the recompute {extra or 'none'}"
-        return "the same operations have other inputs"
-    nodes = [cls.__name__ for cls in before.operations if _NUMBERS[cls] is not None]
-    for name, first, second in zip(nodes, before.numbers, now.numbers) if is_complete else ():
-        if first != second and repr(first) != repr(second):  # repr, as nan != nan
-            return f"{name} was called with {first} in the forward and is called with {second} now"
-    nodes = [cls.__name__ for cls in before.operations if _SAVED[cls] is not None for _ in _SAVED.names(cls)]
-    for name, first, second in zip(nodes, before.samples, now.samples) if is_complete else ():
-        if first != second:
-            return f"{name} was given, or returned, other values in the forward than now"
-    if before.outputs != now.outputs:
-        return "its outputs have other values"
-    if before.regions != now.regions:
-        return "a region inside took another path"
-    return None if _ranks(before.order) == _ranks(now.order) else "its operations have another order"
+def _is_same(before: Evidence, now: Evidence) -> bool:
+    return before[:5] == now[:5] and (before.order == now.order or _ranks(before.order) == _ranks(now.order))
+
+
+def _difference(before: Evidence, now: Evidence) -> str:
+    """In what two runs differ, for an error."""
+    names = [[kind.__name__ for kind in each.kinds] for each in (before, now)]
+    missing, extra = _only_in(*names), _only_in(*reversed(names))
+    if missing or extra:
+        return f"only the forward has {missing or 'none'}, only the recompute {extra or 'none'}"
+    for name, what in zip(Evidence._fields, ("operations", "arguments", "inputs", "values in its outputs", "regions")):
+        if getattr(before, name) != getattr(now, name):
+            return f"the same operations have other {what}"
+    return "the same operations have another order"
 
 
 def _ranks(order: list[int]) -> list[int]:
@@ -482,32 +417,26 @@ def _ranks(order: list[int]) -> list[int]:
 
 
 class Subject:
-    """What regions of one function, or of one module, have shown when they were recorded.
+    """What is known of the regions of one function or module: how many recomputations have ``passed`` a comparison of
+    all calls, with equal `Evidence`, and the ``kinds`` of their nodes."""
 
-    ``passed``: how many recomputations have been compared call by call, with equal `Evidence`. ``operations``: the
-    classes of the nodes of their graphs.
-    """
-
-    __slots__ = ("operations", "passed", "reference", "runs")
+    __slots__ = ("kinds", "passed", "reference")
 
     def __init__(self, reference):
-        self.reference, self.passed, self.operations, self.runs = reference, 0.0, set(), 0
-
-    def is_due(self) -> bool:
-        """Whether the evidence of this run is to be complete."""
-        self.runs += 1
-        return self.runs % COMPLETE_EVERY == 0
+        self.reference, self.passed, self.kinds = reference, 0.0, set()
 
     def add(self, before: Evidence | None, now: Evidence | None, is_repeatable: bool) -> None:
         """Take note of the evidence of two recorded runs with equal calls."""
         if before is None or now is None:
             return
-        if not is_repeatable or any(map(_is_opaque, before.operations)) or _difference(before, now) is not None:
-            self.passed = -math.inf  # its values are others each time, or not all is seen
+        opaque = (kind for kind in before.kinds if kind not in _REGIONS and not _NODE.fullmatch(kind.__name__))
+        if not is_repeatable or any(opaque) or not _is_same(before, now):
+            self.passed = -math.inf  # its values are others each time, or its nodes do not show all that they do
         self.passed += 1
-        self.operations.update(before.operations)
+        self.kinds.update(before.kinds)
 
 
+_NODE = re.compile(r"\w+Backward\d+")  # of an operation of torch, rather than of a function in Python or C++
 _subjects: dict[int, Subject] = {}  # by id of a function's code or of a module, until it is gone
 
 
@@ -518,25 +447,10 @@ def subject_of(function) -> Subject | None:
     if type(function) is types.MethodType:
         function = function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__
     key = function.__code__ if type(function) is types.FunctionType else function
-    subject = _subjects.get(id(key))
-    if subject is None or subject.reference() is not key:
-        try:
-            subject = Subject(weakref.ref(key, functools.partial(_forget, id(key))))
-        except TypeError:
-            return None
-        _subjects[id(key)] = subject
-    return subject
-
-
-def _forget(key: int, reference) -> None:
-    if (subject := _subjects.get(key)) is not None and subject.reference is reference:
-        del _subjects[key]
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_opaque(cls) -> bool:
-    """Whether a class of nodes does not show all that it computes with, such as functions in Python and C++."""
-    return cls not in _REGIONS and (issubclass(cls, _PythonNode) or not re.fullmatch(r"\w+Backward\d+", cls.__name__))
+    place = id(key)
+    if place not in _subjects and type(key).__weakrefoffset__:
+        _subjects[place] = Subject(weakref.ref(key, lambda _: _subjects.pop(place, None)))
+    return _subjects.get(place)
 
 
 def _check_same_sources(forward: Path, recomputed: Path, function) -> None:

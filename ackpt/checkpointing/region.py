@@ -290,11 +290,9 @@ class Region:
         # New nodes of a parameter that is released after its use would expect gradients of its current shape.
         self.accumulators = [node for node, tensor in zip(graph.sources, graph.ends) if id(tensor) in reachable.tensors]
         if self.recorder is not None or self.is_small:
-            evidence = None
-            if self.is_small:
-                evidence = evidence_of(graph, outputs, self.recorder is not None or self.subject.is_due())
-                if self.recorder is None and not self.subject.operations.issuperset(evidence.operations):
-                    self.subject.passed = 0  # it does what it never did while it was recorded
+            evidence = evidence_of(graph, outputs) if self.is_small else None
+            if self.recorder is None and not self.subject.kinds.issuperset(evidence.kinds):
+                self.subject.passed = 0  # it does what it never did while it was recorded
             self.path = Path(self.recorder, graph, evidence)
         places = dict(zip(map(id, compress(aliases, self.needs_grad)), itertools.count()))
         leaves = [tensor for tensor in graph.ends if id(tensor) not in places]
@@ -379,7 +377,7 @@ class Region:
     def _check_path(self, recorder, graph, outputs, places) -> None:
         forward, evidence = self.path, None
         if forward.evidence is not None:
-            evidence = evidence_of(graph, outputs, forward.evidence.numbers is not None)
+            evidence = evidence_of(graph, outputs)
             evidence.ends[:] = map(places.get, map(id, graph.ends))
         present = Path(None if forward.calls is None else recorder, graph, evidence)
         check_same_path(forward, present, recorder, self.function)
@@ -426,16 +424,17 @@ class Region:
         try:
             for tensor in self.unfrozen:
                 tensor.requires_grad_(False)
-            with torch.enable_grad():
-                if not self.streams and self.autocast is None and not _any_autocast():
-                    return self._call(aliases)
-                autocast = self.autocast or (_AUTOCAST_OFF if _any_autocast() else None)
-                with rng.replay(self.streams), autocast.restored() if autocast is not None else _NOTHING:
-                    result = self._call(aliases)
-                    if name := rng.ended_elsewhere(self.streams, self.marks):
-                        raise refusals.other_draws(name, self.function)
-                    return result
+            torch._C._set_grad_enabled(True)
+            if not self.streams and self.autocast is None and not _any_autocast():
+                return self._call(aliases)
+            autocast = self.autocast or (_AUTOCAST_OFF if _any_autocast() else None)
+            with rng.replay(self.streams), autocast.restored() if autocast is not None else _NOTHING:
+                result = self._call(aliases)
+                if name := rng.ended_elsewhere(self.streams, self.marks):
+                    raise refusals.other_draws(name, self.function)
+                return result
         finally:
+            torch._C._set_grad_enabled(False)
             for tensor in self.unfrozen:
                 tensor.requires_grad_()
             phase.recomputing, phase.dropping, phase.function, phase.leaked = previous

@@ -51,6 +51,11 @@ class TorchStream(Stream):
     def __init__(self, generator: torch.Generator):
         self.generator, self.get, self.set = generator, generator.get_state, generator.set_state
 
+    def moved(self, state) -> bool:
+        now, size = self.get(), state.numel()
+        before, after = state.data_ptr(), now.data_ptr()
+        return MEMORY[before : before + size] != MEMORY[after : after + size]
+
     def comparable(self, state: torch.Tensor) -> bytes:
         address = state.data_ptr()
         return MEMORY[address : address + state.numel()]
@@ -73,6 +78,9 @@ class PythonStream(Stream):
 
     def _get_words(self):
         return _words_of(self._owner), self._owner.gauss_next  # pyright: ignore[reportAttributeAccessIssue]
+
+    def moved(self, state) -> bool:
+        return state != self.get()
 
     def _set_words(self, state) -> None:
         self.source.setstate((3, _numbers(state[0]), state[1]))
