@@ -58,6 +58,12 @@ BROWSER = [
     "tomli; python_version < '3.11'",
 ]
 
+# What builds the book with a newer Sphinx than Jupyter Book 1 allows, and what of Jupyter Book it leaves out.
+NEXT = ["sphinx>=8.2", "sphinx-book-theme>=1.4", "myst-nb", "sphinx-external-toc", "sphinx-design", "sphinx-copybutton"]
+NEXT += ["sphinx-togglebutton", "sphinxcontrib-bibtex", "sphinx-multitoc-numbering", "sphinx-mathjax-offline"]
+NEXT += ["jupytext", "nbstripout"]
+NOT_NEXT = {"jupyter_book", "sphinx_thebe", "sphinx_comments", "sphinx_jupyterbook_latex"}
+
 shared = nox.session(python=False, requires=["environment"])
 
 
@@ -136,6 +142,25 @@ def reproduce(session: nox.Session) -> None:
 def book(session: nox.Session) -> None:
     """Build the book from the committed notebooks; nothing is executed."""
     build_book(session)
+
+
+@nox.session(name="book-next", reuse_venv=True, default=False, requires=["environment"])
+def book_next(session: nox.Session) -> None:
+    """Build the book from the same sources with a newer Sphinx and theme, in an environment of its own (2 GB)."""
+    session.install("-c", "constraints.txt", "-e", ".[lm,plots,plan,hf]", *NEXT)
+    source, settings = ROOT / "book", ROOT / "book" / "conf.py"
+    try:
+        run(session, "jupyter-book", "config", "sphinx", str(source))
+        names: dict = {}
+        exec(settings.read_text(encoding="utf-8"), names)
+        extensions = ",".join(name for name in names["extensions"] if name not in NOT_NEXT)
+        target = source / "_build" / "next"
+        options = ["-E", "-n", "-W", "--keep-going", "-q", "-D", f"extensions={extensions}"]
+        paths = os.pathsep.join([str(ROOT), str(source / "_ext")])
+        session.run("sphinx-build", *options, str(source), str(target), env={**FIXED, "PYTHONPATH": paths})
+    finally:
+        settings.unlink(missing_ok=True)
+    session.log(f"the book: open {(target / 'index.html').relative_to(Path.cwd())}")
 
 
 def jobs() -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ackpt.planner.api import apply_budget, compile, plan, remove_budget
     from ackpt.planner.capture.shapes import from_shapes
     from ackpt.planner.costs.calibration import calibrate
+    from ackpt.planner.explain.audit import audit
     from ackpt.planner.explain.explanation import explain
     from ackpt.planner.explain.print_saved import print_saved
     from ackpt.planner.schedule.plan import Plan
@@ -38,6 +39,7 @@ __all__ = [
     "TraceError",
     "apply_activation_checkpointing",
     "apply_budget",
+    "audit",
     "calibrate",
     "checkpoint",
     "checkpoint_sequential",
@@ -68,6 +70,7 @@ _LATER = {
     "RecordError": ("ackpt.core.files", "RecordError"),
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
     "apply_budget": ("ackpt.planner.api", "apply_budget"),
+    "audit": ("ackpt.planner.explain.audit", "audit"),
     "calibrate": ("ackpt.planner.costs.calibration", "calibrate"),
     "compile": ("ackpt.planner.api", "compile"),
     "explain": ("ackpt.planner.explain.explanation", "explain"),

@@ -1,18 +1,21 @@
 # %% [markdown]
 # # Where training memory goes
 #
-# After this chapter you can predict the memory of one training step of a Transformer: how many bytes are live, what
-# they hold, and when. You can also check every line of that prediction against the allocator.
+# **What occupies memory during one training step, and when?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/01_one_step.png
+# :alt: Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward.
+# :class: dark-light
 #
-# - Split the memory of a step into a part fixed by the parameters and a part that grows with the batch.
-# - Derive both from the sizes of the model: 16 bytes per parameter, and a sum of widths per token.
-# - Measure both to the byte, and find the moment of the peak.
-# - Decide which part to reduce, and find the number of tokens above which the activations dominate.
+# Live memory of one training step: activations rise until backward begins, gradients until it ends.
+# ```
 #
-# ## Notation
+# After this chapter you can predict the memory of one training step of a Transformer: how many bytes are live, what
+# they hold, and when. You can also check every line of that prediction against the allocator.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -22,6 +25,7 @@
 # | $h$ | attention heads; each is $d / h$ wide |
 # | $P$ | parameters |
 # | $A$ | elements that one block saves per token, from its forward to its backward |
+# :::
 #
 # All tensors are fp32 here: 4 bytes per element. A *storage* is the memory that a tensor refers to. Several tensors
 # (views) can share one storage, so we count the bytes of storages. Memory that is allocated before and after a step is
@@ -116,7 +120,7 @@ assert measured.categories["optimizer"] == 8 * P + counters
 # |---|---|--:|
 # | norm before attention | its input; one scale per token | $d + 1$ |
 # | query, key, value projection | its input | $d$ |
-# | norm of queries and keys | its input, which shares a storage with the values; one scale per head, twice | $3 d + 2 h$ |
+# | norm of queries and keys | their inputs, which are views of the output of `qkv`, so all $3 d$ stay; one scale per head for queries, one for keys | $3 d + 2 h$ |
 # | attention | normalized queries and keys; its output; one sum per head | $3 d + h$ |
 # | output projection | its input: the attention's output, counted above | $0$ |
 # | norm before the MLP | its input; one scale per token | $d + 1$ |
@@ -141,8 +145,8 @@ counted = alone.timeline.at(alone.timeline.boundary)["activations"]
 print(f"predicted {4 * T * A:,}  measured {counted:,}")
 
 # %% [markdown]
-# (The formula counts the block's input, which is resident here. The measurement counts the block's output instead,
-# which has the same size.)
+# The totals agree by luck: the formula counts the input, which is resident here, and the measurement counts the output,
+# which has the same size.
 #
 # `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line.
 # Compare it with the table above: each row appears here with 4 bytes per element. The queries, keys and values are
@@ -180,7 +184,7 @@ print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predic
 # %% [markdown]
 # The prediction is 1 MiB and 4 bytes too low. The 4 bytes are the gradient of the loss, the single 1 with which
 # backward begins. The 1 MiB is the loss itself: it is a scalar, but on the CPU `mse_loss` returns it in a storage as
-# large as its input. Only exact counting reveals this.
+# large as its input. If your count is off, look for such a hidden buffer.
 
 # %%
 loss = F.mse_loss(model(x, sequences, max_seqlen=256), x)
@@ -198,8 +202,8 @@ print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted 
 # %% [markdown]
 # ## When each byte is live
 #
-# Activations and gradients never peak together. The figure shows one step from left to right, one allocation or free at
-# a time.
+# Activations peak when backward begins, and gradients when it ends, so the peak is less than their sum. The figure
+# shows one step from left to right, one allocation or free at a time.
 
 # %% tags=["hide-input"] alt="Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward."
 figure = plots.timeline_plot(measured.timeline.thinned(1000), "", measured.resident_bytes)
@@ -464,8 +468,7 @@ print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # - Activations rise until backward begins and fall while the gradients rise. The peak is at the start of backward.
 # - Above $\tfrac{8}{3} d$ tokens, activations outweigh everything else. They are saved only to be read once more, and
 #   they can be recomputed: that is the subject of the next chapters.
-# - A byte count that does not add up has a cause that can be found; here it was a loss in a storage as large as its
-#   input.
+# - If your count is off, look for a hidden buffer; here it was a loss in a storage as large as its input.
 #
 # ## Sources
 #

@@ -1,18 +1,22 @@
 # %% [markdown]
 # # The reentrant checkpoint, from scratch
 #
-# After this chapter you can write activation checkpointing in thirty lines of plain PyTorch and predict its peak to the
-# byte. You know why random numbers, autocast and in-place updates need care, and what correct gradients cost.
+# **What does a checkpoint save, where do common implementations go wrong, and what does a correct one cost?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/02_autograd.png
+# :alt: Three rows of boxes, the nodes of autograd's graph for four sines and a sum, with arrows from the loss to the leaf. Without a region, each of four sine nodes has a tensor below it: the first the input x, the others saved activations. With a region, after the forward, one wide node replaces the four and saves x alone. In its backward, a graph of four sine nodes exists again, with x and three recomputed activations.
+# :class: dark-light
 #
-# - Write a checkpoint in ten lines, and derive what it saves, what it recomputes and what that costs.
-# - Predict the peak of a chain of $n$ layers in $k$ regions, and check it to the byte.
-# - See where ten lines silently give wrong gradients, and fix them in thirty. Know what `ackpt.checkpoint` adds.
-# - Nest regions, checkpoint a whole model without changing its code, and measure what a region costs.
+# The graph that autograd records, without and with a checkpoint: a region is one node, which saves its input and runs
+# the function again in backward.
+# ```
 #
-# ## Notation
+# After this chapter you can write activation checkpointing in thirty lines of plain PyTorch and predict its peak to the
+# byte. You know why random numbers, autocast and in-place updates need care, and what correct gradients cost.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -23,6 +27,7 @@
 # | $k$ | regions into which the chain is cut |
 # | $\ell_i$ | layers in region $i$; $\ell_1 + \dots + \ell_k = n$ |
 # | $S$ | bytes of one activation |
+# :::
 
 # %%
 import torch
@@ -174,8 +179,8 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 # - the $\ell_i$ activations that the region has just recomputed;
 # - two gradients, of the current layer's output and of its input.
 #
-# In the last region only one gradient needs memory: backward begins with the gradient of a sum, a single element that is
-# expanded to the shape of the output without a copy. The loss and its gradient add 8 bytes. So
+# The last region needs one tensor less, because the gradient of `sum()` is a single 1, broadcast. The loss and its
+# gradient add 8 bytes. So the peak is $k$ boundaries and $n / k$ activations, to the byte:
 #
 # $$ \text{peak} = S \cdot \max\Bigl( \max_{i < k} \, (i - 1 + \ell_i + 2),\; k - 1 + \ell_k + 1 \Bigr) + 8 \text{ bytes}.
 #    $$
@@ -253,8 +258,16 @@ y.requires_grad
 # %% [markdown]
 # The output does not require grad, because no input of the `autograd.Function` does. The layer never learns, and
 # nothing warns. The fix: also make the parameters inputs of the function. Then they get their gradients through the
-# outer graph. (PyTorch's reentrant checkpoint instead calls `backward` on the recomputed output, which adds to the
-# `.grad` of the parameters directly. Its own backward runs only if an input requires grad.)
+# outer graph.
+#
+# ### Why one input must require grad
+#
+# PyTorch's reentrant checkpoint passes only the tensors in its arguments to the `autograd.Function`. Its backward calls
+# `backward` on the recomputed output, which adds to the `.grad` of the parameters directly. Autograd runs that backward
+# only if the output requires grad, and the output requires grad only if one of these inputs does. This is what the
+# warning "None of the inputs have requires_grad=True. Gradients will be None" says. The inputs of a first layer are
+# data, and those of a model with frozen embeddings do not require grad either, so their regions train nothing.
+# `enable_input_require_grads` of transformers is a way around it.
 #
 # ### In-place updates before backward
 #
@@ -404,8 +417,9 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 #
 # ### A case that no checkpoint detects
 #
-# The last row of the table remains: a setting that changes before backward and reaches the operations only as the
-# contents of a new tensor. The fix is to pass the setting as an argument, because a region saves its arguments.
+# One case stays wrong: the region builds a tensor from a Python value, as in `torch.tensor(scale)`, and the value
+# changes before backward. Both runs look alike. The fix is to pass the setting as an argument, because a region saves
+# its arguments.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -524,7 +538,7 @@ for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer b
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The time for the guarantees does not grow with the tensors; the recomputation costs a forward per region. For regions
+# The checks take the same time per region, whatever its size; the recomputation costs a forward per region. For regions
 # as large as a Transformer block, the recomputation dominates: make regions large, and leave the guarantees on.
 # :::
 

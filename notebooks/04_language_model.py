@@ -1,20 +1,21 @@
 # %% [markdown]
 # # A language model
 #
-# After this chapter you know why checkpointing the blocks is only half of the work for a language model, and how to
-# compute its loss without ever allocating all logits.
+# **Why do the logits, not the blocks, fill the memory of a language model?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/04_at_the_peak.png
+# :alt: Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both.
+# :class: dark-light
 #
-# - Train a language model on real text with four methods, and see that they learn the same.
-# - Derive the memory of the vocabulary head, tokens times vocabulary times copies, and measure it.
-# - Compute the loss in chunks, so that only one chunk's logits are live at a time, without additional FLOPs.
-# - Derive the peak of all four methods, to the byte.
-# - Predict the published peaks, and ours at the same sizes. The goal is at most 5200 MB at 8192 tokens, where the
-#   published baseline needs 15,977 MiB.
+# Memory at the peak of one step, with four methods: only the loss in chunks removes the logits.
+# ```
 #
-# ## Notation
+# After this chapter you know why checkpointing the blocks is only half of the work for a language model, and how to
+# compute its loss without ever allocating all logits.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -24,6 +25,7 @@
 # | $L$, $d$, $f$, $h$ | blocks; width of the model, of the MLP; heads |
 # | $P_\text{block}$, $P$ | parameters of one block, of the model |
 # | $A$ | elements that one block saves per token, from {doc}`01_where_memory_goes` |
+# :::
 
 # %%
 import math
@@ -273,8 +275,8 @@ for n in (2, 8, 32):
 # $$ 4 \, T \, (L A + 2 d + 1) + 12 \, T V \qquad \text{or} \qquad 4 \, T \, (L d + 2 d + 1) + 12 \, T V. $$
 #
 # With the chunked loss alone, the peak stays in the head, with the bytes of the chunked head instead of $12 \, T V$.
-# With both, the peak moves to a moment without logits: the end of backward, in the recomputed first block, when the
-# gradients of all other blocks are complete, as in {doc}`03_synthetic_experiment`.
+# With both, no logits are live at the peak: it is now at the end of backward, with the first block recomputed and all
+# other gradients present, as in {doc}`03_synthetic_experiment`.
 
 # %%
 f, L, h = config.ff_dim, config.layers, config.heads
@@ -377,9 +379,8 @@ N = layers * (4 * D**2 + 2 * D * FF + 2 * D + 2 * (D // H)) + D + 2 * W * D
 print(f"{N:,} parameters; weights, gradients and Adam states {16 * N:,} bytes")
 
 # %% [markdown]
-# As in {doc}`03_synthetic_experiment`, the peaks of both models are predicted from shapes. Shapes do not show the copy
-# that `logsumexp` allocates internally, so if our peak is in the chunked head, the prediction is up to $4 r V$ bytes
-# too low.
+# As in {doc}`03_synthetic_experiment`, the peaks of both models are predicted from shapes. The prediction misses one
+# hidden copy, inside `logsumexp`: if the peak is in the chunked head, add up to $4 r V$ bytes.
 
 # %% tags=["hide-input"]
 predicted = [record for group in predict_experiment(published, SOURCE) for record in group]
@@ -442,9 +443,10 @@ print(f"weights, gradients and Adam states: {16 * N / best:.0%} of the predicted
 # %% [markdown]
 # To lower this peak much further, weights, gradients and Adam states must shrink.
 #
-# When is a vocabulary large? In bf16 a block saves $24 d + 4 f + 12 h + 8$ bytes per token, and a boundary has $4 d$.
-# The loss needs 10 bytes per logit when backward begins: the log-probabilities in bf16, a copy of them in fp32, and the
-# gradient in fp32. Blocks and logits need the same memory if $10 V = L \, (24 d + 4 f + 12 h + 8)$:
+# At which vocabulary do the logits need as much memory as all blocks? In bf16 a block saves $24 d + 4 f + 12 h + 8$
+# bytes per token, and a boundary has $4 d$. The loss needs 10 bytes per logit when backward begins: the
+# log-probabilities in bf16, a copy of them in fp32, and the gradient in fp32. Blocks and logits need the same memory if
+# $10 V = L \, (24 d + 4 f + 12 h + 8)$:
 
 # %%
 block_bytes = 24 * D + 4 * FF + 12 * H + 8

@@ -1,19 +1,21 @@
 # %% [markdown]
 # # Offload
 #
-# After this chapter you can copy activations to host memory while the model computes, and you know the rules that make
-# such copies correct. You can predict the saved memory to the byte, and say when offload adds no time.
+# **What does offloading activations save, and when does it cost no time?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/05_timelines.png
+# :alt: Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below the last two are copies: with sync each ends at once, with async they overlap with compute.
+# :class: dark-light
 #
-# - Offload saved tensors with plain PyTorch: with `save_on_cpu`, then with ten lines of your own.
-# - Overlap the copies with compute, see a race return wrong bytes, and fix it.
-# - Derive by how much offload lowers the peak of a checkpointed model, and check it to the byte.
-# - Predict when the copies overlap completely with compute, and check the prediction.
-# - Choose which activations to offload.
+# Live memory and copies of one checkpointed step on a CPU: without offload, with sync and with async offload.
+# ```
 #
-# ## Notation
+# After this chapter you can copy activations to host memory while the model computes, and you know the rules that make
+# such copies correct. You can predict the saved memory to the byte, and say when offload adds no time.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -23,6 +25,7 @@
 # | $T$ | tokens in the sequence; $S = s \, T$ with $s$ bytes per token |
 # | $\rho$, $\lambda$ | FLOPs per second of the device, bytes per second of the link to the store in each direction |
 # | $F(T)$, $R(T)$ | seconds of a block's forward, and of its backward without recomputation |
+# :::
 #
 # The model computes on the *device*. Offloaded activations are copied to the *store*: host memory, or a disk.
 
@@ -282,12 +285,12 @@ for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes
 # exist before the step, as with `zero_grad(set_to_none=False)`.) With offload, these tensors are live at that moment:
 #
 # - the input of the last region, which stays on the device because backward needs it first;
-# - the $h$ inputs that have another owner. The first region's input is usually the batch, or the caller's $x$;
+# - the $h$ inputs that something else also holds, usually only the batch, which is the first region's input;
 # - everything else, as without offload.
 #
 # In the backward of an earlier region, that region's input has been copied back. The prefetch of the next input starts
-# halfway through, when half of the recomputed activations have been freed. So the backward of region $i$ reaches its
-# highest memory with one input on the device, instead of $i$ inputs:
+# halfway through, when half of the recomputed activations have been freed. The backward of region $i$ needs its own
+# input on the device, not those of the regions 1 to $i$:
 #
 # $$ \text{peak}_\text{checkpoint} - \text{peak}_\text{offload} = (n - 1 - h) \, S $$
 #
@@ -524,8 +527,8 @@ line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Inputs of regions are few bytes for a lot of compute, so $S / \lambda \le F$ is often met. Then offload costs memory
-# traffic but no time. To decide, measure two times: one copy and one forward.
+# A region's input is small compared with its compute. If one copy is shorter than one forward, offload adds no time. To
+# decide, measure these two times.
 # :::
 #
 # ## Which activations to offload
@@ -568,7 +571,8 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 
 # %% [markdown]
 # For $d \ge \rho / (12 \lambda)$, the matrix products alone take at least as long as the copies. These are peak
-# rates. A real GPU computes more slowly, which makes complete overlap easier.
+# rates. A real GPU computes more slowly, which makes complete overlap easier. {doc}`08_mu_two` asks the same about the
+# outputs of single layers, which must be 24 times as wide.
 #
 # The next two exercises close Part I.
 #

@@ -1,19 +1,21 @@
 # %% [markdown]
 # # The graph profiler
 #
-# After this chapter you can split a training step into operations and storages, say when each byte is allocated and
-# freed, and predict the peak of a step before it runs.
+# **Which operations does a step consist of, and how can its peak be predicted before it runs?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/06_orders.png
+# :alt: Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth.
+# :class: dark-light
 #
-# - Capture a whole training step, forward and backward, as one graph, with plain PyTorch.
-# - Find which storages must be saved for backward, follow the live bytes, and predict the peak to the byte.
-# - Find what the peak of a language model consists of.
-# - Write a schedule, recompute one activation, and lower the peak of a plan by changing only its order.
-# - Recompute dropout and BatchNorm without changing the result.
+# Three schedules of the same recomputation: only the order differs, and with it the peak.
+# ```
 #
-# ## Notation
+# After this chapter you can split a training step into operations and storages, say when each byte is allocated and
+# freed, and predict the peak of a step before it runs.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -23,6 +25,7 @@
 # | $m_i$ | dynamic bytes that are live after $i$ |
 # | $S$, $n$, $k$ | bytes of one activation of a chain; number of its activations; every $k$-th is saved |
 # | $T$, $V$; $d$, $f$, $h$ | tokens, size of the vocabulary; width of the model, width inside the MLP, heads |
+# :::
 #
 # Part I measured steps from outside and chose by hand what to recompute. Part II looks inside: a planner must know
 # every operation before it can decide about any of them.
@@ -314,8 +317,8 @@ for saved in ([a1, a2, a3, a4], [a1, a3, a4]):
 # - **Late**: recompute a segment of $k - 1$ activations when backward reaches it. At the first segment that backward
 #   reaches, the last of the $n / k$ saved activations is already freed, and the other $n / k - 1$ are live. Two
 #   gradients are also live: the one that a tanh's backward reads and the one it computes.
-# - **Again**: recompute one activation at a time, starting from the nearest saved one before it, and free the
-#   intermediate ones. In place of $k - 1$ recomputed activations, only one is live.
+# - **Again**: rebuild each activation from the nearest saved one just before backward needs it, and then discard it. In
+#   place of $k - 1$ recomputed activations, only one is live.
 #
 # In units of $S$, and without the loss and its gradient, the peaks are
 #

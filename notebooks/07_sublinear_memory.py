@@ -1,20 +1,21 @@
 # %% [markdown]
 # # Sublinear memory
 #
-# After this chapter you can say how little memory a chain of $n$ blocks can use and how much recomputation that takes.
-# You also know where these formulas, which hold for equal blocks, go wrong.
+# **How little memory can a chain of blocks use, and how much recomputation does that take?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/07_revolve.png
+# :alt: State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end.
+# :class: dark-light
 #
-# - Derive the saved activations and the recomputation of $\sqrt n$ segments and of recursive halving, and measure both
-#   on chains of real layers.
-# - Trade snapshots for recomputation with Revolve, the optimum for equal steps.
-# - Run a chain of a thousand blocks in the memory of a few dozen.
-# - Plan chains of unequal blocks with rotor.
-# - Compare what the formulas promise for a Transformer and a ResNet with what these models really need.
+# Revolve reverses a chain of 16 steps with three snapshots: the line is the state that runs, thin lines are snapshots.
+# ```
 #
-# ## Notation
+# After this chapter you can say how little memory a chain of $n$ blocks can use and how much recomputation that takes.
+# You also know where these formulas, which hold for equal blocks, go wrong.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -25,6 +26,7 @@
 # | $s$, $r$ | snapshots; the number of times a step runs forward before its reversal |
 # | $P(n, s)$ | fewest advances that reverse $n$ steps with $s$ snapshots |
 # | $\beta(s, r)$ | the largest number of steps that $s$ snapshots and $r$ runs can reverse |
+# :::
 #
 # {doc}`02_reentrant_checkpoint` cut chains of functions, and {doc}`06_graph_profiler` planned whole graphs. This
 # chapter answers the question in between: *where* to cut.
@@ -199,9 +201,17 @@ for method in METHODS:
 
 # %% [markdown]
 # The theory predicts the saved tensors only. The *other* live tensors, incoming and outgoing gradients and the output
-# of the running operation, are not derived, neither by Chen et al. nor here: we read their number off these chains. It
-# is two for recursive halving and three otherwise, at every length measured here. Once they are included, does
-# every measured number equal its prediction?
+# of the running operation, are read off these chains: one constant per method, two for recursive halving and three
+# otherwise. Everything else is predicted. Does every measured number equal its prediction?
+#
+# The square root appears in this book with four constants. They count different tensors of the same schedule:
+#
+# | form | counted | at $k = \sqrt n$ |
+# |---|---|--:|
+# | $k + n / k$ | {doc}`02_reentrant_checkpoint`: a chain without weights, at its peak in the last region but one: $k - 2$ boundaries, $n / k$ activations and two gradients | $2 \sqrt n$ |
+# | $n / k + k$ | {doc}`06_graph_profiler`: every $k$-th activation is saved, so $n / k - 1$ of them, $k - 1$ recomputed ones and two gradients | $2 \sqrt n$ |
+# | $k - 1 + n / k$ | here: saved and recomputed tensors alone | $2 \sqrt n - 1$ |
+# | $k - 1 + n / k + 3$ | here: with the three other live tensors, as measured | $2 \sqrt n + 2$ |
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
@@ -295,10 +305,10 @@ figure
 #
 # A whole family of schedules lies between these two, and its optimum is known. Revolve (Griewank and Walther 2000,
 # [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states at any time, including
-# the first. Here a block is a *step* and its output a *state*. To *reverse* a step, it runs the step from the state
-# before it, and then its backward immediately; this run counts as part of the reversal. A run that only moves on to a
-# later state is an *advance*. After $j$ advances, Revolve saves its second snapshot. The part after it is reversed with
-# one snapshot fewer, because the first one stays saved; the part before it follows with all $s$ snapshots:
+# the first. Here a block is a *step* and its output a *state*. *Reversing* a step means to rerun it, and then to run
+# its backward. Any other run of a step is an *advance*, and only advances count. After $j$ advances, Revolve saves its
+# second snapshot. The part after it is reversed with one snapshot fewer, because the first one stays saved; the part
+# before it follows with all $s$ snapshots:
 #
 # $$ P(n, s) = \min_{1 \le j < n} \; j + P(n - j, s - 1) + P(j, s) , \qquad
 # P(n, 1) = \frac{n (n - 1)}{2} , \quad P(1, s) = 0 . $$
@@ -346,7 +356,7 @@ for s in (2, 8):
     print(f"{s} snapshots: peak {found.live:2} S, {found.recomputed_blocks:2} products recomputed")
 
 # %% [markdown]
-# Revolve saves states only, never the activations inside a block. When much memory is free, that is not optimal.
+# Revolve saves states only, never the activations inside a block. It wastes spare memory.
 #
 # How deep a chain fits into $m$ activations? The depth grows with the square of $m$ for decreasing segments, with its
 # $r$-th power for Revolve, and exponentially for recursive halving:

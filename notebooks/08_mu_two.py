@@ -1,20 +1,23 @@
 # %% [markdown]
 # # mu-TWO
 #
+# **Which activations should be swapped and which recomputed, and how does that depend on the device?**
+
+# %% [markdown]
+# ```{figure} ../../results/figures/08_swapped.png
+# :alt: Simulated live memory of one step under three plans. Baseline: a high ramp up to the start of backward, and down again. Recomputed: half as high. Swapped: also half as high; activations leave during forward and return one after the other in backward.
+# :class: dark-light
+#
+# Simulated live memory of one step on a T4: everything saved, activations recomputed, and activations swapped to the
+# host.
+# ```
+#
 # After this chapter you can decide for each activation of a step whether to save, swap or recompute it, as the
 # algorithm mu-TWO does. You know how far its decisions are from the optimum, when a copy to the host is free, and how
 # much larger a batch a plan allows.
-
-# %% [markdown]
-# ## Goals
 #
-# - Compute the two prices of freeing an activation: the time of a copy, and the time of a recomputation.
-# - Follow the choices on a small network, and see how each choice changes the prices of the others.
-# - Compare the result with the exact optimum.
-# - Tell from three rates of a device whether copies overlap with compute.
-# - Predict the largest batch that fits, measure it, and compare it with published claims.
-#
-# ## Notation
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -24,6 +27,7 @@
 # | $\rho$, $\lambda$ | FLOPs per second of the device; bytes per second of its link to the host, in one direction |
 # | $T$, $d$ | tokens; width of a layer |
 # | $B$, $m_0$, $m_1$ | batch size; bytes of a step that do not depend on it; bytes per sequence of the batch |
+# :::
 #
 # {doc}`07_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
 # 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every activation individually, and may also *swap* it:
@@ -152,10 +156,10 @@ figure
 #
 # mu-TWO compares two candidates: the activation that stays inactive longest, for swapping, and the one with the highest
 # ratio, for recomputation. It takes the one with less overhead, and repeats. The overhead of a swap is the part of its
-# copies that does not overlap with compute. The copy out may begin as soon as the activation is computed, while the next
-# operation still reads it, so a little more than the inactive time is available. Each operation can hide only one copy
-# at a time, so `Link` takes the run time of every operation (`costs`) and remembers what is left of it. `drop`
-# marks an activation for recomputation and updates the prices of the others.
+# copies that does not overlap with compute. The copy out may begin as soon as the activation is computed, while the
+# next operation still reads it, so a little more than the inactive time is available. The link carries one copy at a
+# time: `Link` keeps a ledger of how much of each operation's time (`costs`) is still free to hide one. `drop` marks an
+# activation for recomputation and updates the prices of the others.
 
 # %%
 hiding, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
@@ -182,8 +186,8 @@ while candidates := [i for i in kept if i not in moved]:
 #
 # ## Each choice changes the other prices
 #
-# Without a link, the algorithm drops every activation, that is, it recomputes all of them. The table shows the ratio of
-# each activation after every choice, in GB/s:
+# Suppose that there is no link to the host. Run to its end, mu-TWO then recomputes everything. The table shows the
+# ratio of each activation after every choice, in GB/s:
 
 # %%
 no_link = replace(profile, swap_seconds=None)
@@ -335,9 +339,12 @@ for name in ("t4", "h200"):
     print(f"{name:5} d >= {2 * rates.flops_per_second['float32'] / rates.link_bytes_per_second:,.0f}")
 
 # %% [markdown]
+# The rule of {doc}`05_offload`, $d \ge \rho / (12 \lambda)$, is for whole blocks: there, one copy carries the input of a
+# block in bf16, $2 T d$ bytes, while the block computes $24 T d^2$ FLOPs. A single layer computes far less per byte.
+#
 # :::{admonition} Takeaway
 # :class: tip
-# Three rates decide: FLOPs, memory and link. Swap where layers are wide and the device is slow.
+# Swap if $d \ge 2 \rho / \lambda$; otherwise recompute.
 # :::
 #
 # ## The largest batch

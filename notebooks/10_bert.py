@@ -1,20 +1,21 @@
 # %% [markdown]
 # # BERT: per-block checkpointing and plans
 #
-# After this chapter you can fit a BERT into the memory that you have, with per-block checkpointing or with a plan for a
-# budget. You can say what each of the two recomputes and why, and judge a published saving.
+# **What does a planner gain over per-block checkpointing on BERT-large?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/10_timelines.png
+# :alt: Live memory of three training steps side by side. Baseline: a ramp up to the peak where backward begins, and down again. Per-block checkpointing: a low staircase with spikes in the forward, then four tall teeth in backward. Plan: a ramp a third as high as the baseline, with small teeth on its way down; its peak is as high as the teeth of per-block checkpointing.
+# :class: dark-light
 #
-# - Train a BERT with per-block checkpointing and with a plan, and compare bytes, FLOPs and time.
-# - See that neither changes a loss or a gradient over three optimizer steps with dropout.
-# - Derive what a block of BERT saves, and find which of these activations a plan saves at each budget.
-# - Find the smallest feasible budget, and save a plan.
-# - Train on batches of several lengths within one budget.
-# - Predict BERT-large for 8 sequences of 512 tokens, and compare with the published figures.
+# Live memory of one step of a small BERT with three methods: per-block checkpointing and a plan at the same peak.
+# ```
 #
-# ## Notation
+# After this chapter you can fit a BERT into the memory that you have, with per-block checkpointing or with a plan for a
+# budget. You can say what each of the two recomputes and why, and judge a published saving.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -22,6 +23,7 @@
 # | $d$, $f$, $h$, $L$ | width of the model, width inside the MLP, heads, blocks |
 # | $A$ | elements that one block saves per token for its backward |
 # | $F_\text{block}$ | FLOPs of one block's forward |
+# :::
 #
 # *Per-block checkpointing* ({doc}`02_reentrant_checkpoint`) makes each block a region, which saves its input and is
 # recomputed in backward. A *plan* ({doc}`06_graph_profiler`) is a schedule of operations, made for a *budget*, an upper
@@ -183,8 +185,8 @@ figure
 # *One step with three methods. Within the same peak, the plan recomputes less than half as many FLOPs as per-block
 # checkpointing.*
 #
-# Per-block checkpointing reaches its peak in the backward of a block that it has just recomputed, so recomputed tensors
-# take the place of saved ones. A plan's peak contains the activations that the budget left room to save.
+# At the per-block peak you see recomputed tensors, those of the block that backward has reached; at the plan's, saved
+# ones.
 #
 # FLOPs are not time. On a CPU, operations without FLOPs, above all the generation of dropout masks, take a considerable
 # part of a step. Guess both ratios to the baseline's time before you look. The methods take turns in one process; we
@@ -332,8 +334,9 @@ path = plots.save(figure, "results/figures/10_line.png")
 figure
 
 # %% [markdown]
-# *Plans (line: simulated) halve the dynamic peak with hardly any recomputed FLOPs. Per-block checkpointing is one point
-# above the line. So is the measured plan: it minimizes seconds at calibrated rates, the line FLOPs and moved bytes.*
+# *Plans (line: simulated) halve the dynamic peak with hardly any recomputed FLOPs. The line is simulated and minimizes
+# FLOPs and moved bytes; the measured plan minimizes seconds at calibrated rates, so it is above the line, as per-block
+# checkpointing is.*
 #
 # A plan can be saved and loaded. `ackpt.compile(model, plan=loaded, ...)` then runs it without a search, and raises an
 # error for any other model.
@@ -399,9 +402,9 @@ for kind, events in Counter(event.kind for event in planned.history).items():
     print(f"{kind}: {events}")
 
 # %% [markdown]
-# The first batch was captured for its length only. The second differed in one dimension, so that dimension was captured
-# as a symbol. This capture and one search for schedules serve all other lengths: at each of them, the known schedules
-# are simulated and the cheapest one within the budget runs. Where the baseline fits, the model itself runs.
+# The first batch was captured for its length only. The second differed in one dimension, so the length became a
+# variable. This capture and one search for schedules serve all other lengths: at each of them, the known schedules are
+# simulated and the cheapest one within the budget runs. Where the baseline fits, nothing is recomputed.
 
 # %% tags=["hide-input"] alt="Peak at four lengths for three ways. The baseline is below 30 MiB at 32 and 64 tokens and far above it at 112 and 128. The plan has the peak of the baseline at the two short lengths, and stays just below 30 MiB at the others. Per-block checkpointing is lowest at every length, and close to the plan at 128 tokens."
 figure = curves_plot(

@@ -1,18 +1,21 @@
 # %% [markdown]
 # # Beyond one machine
 #
-# After this chapter you can say how much memory one GPU of many needs for a step of a Llama with 70 billion parameters,
-# which plan fits and at what cost, and which of these figures were measured and which were simulated.
+# **How much memory does each GPU need for a sharded model, and at what cost does the model fit?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/11_at_the_peak.png
+# :alt: Stacked bars of the memory at the peak of one rank of Llama 3 70B on 64 GPUs. The baseline is far above 200 GiB, nearly all of it activations. With per-block checkpointing, the activations are a small part of that and still the largest layer, and the peak is half of the budget. The plan is in between, just below a dashed line, the budget of 80 GiB. The layers of shards, optimizer state, gathered parameters and temporaries are equal in all three.
+# :class: dark-light
 #
-# - Count the bytes that FSDP2 stores on a rank, gathers temporarily, and uses in its collectives.
-# - Measure a real sharded step in two processes, and compare it with the prediction to the byte.
-# - See why four captured blocks are enough to predict eighty.
-# - Plan Llama 3 8B and 70B for 8 to 512 GPUs with 80 GiB each, and read off what fits at what cost.
+# Simulated memory at the peak of one rank of Llama 3 70B on 64 GPUs, with three methods.
+# ```
 #
-# ## Notation
+# After this chapter you can say how much memory one GPU of many needs for a step of a Llama with 70 billion parameters,
+# which plan fits and at what cost, and which of these figures were measured and which were simulated.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
@@ -20,6 +23,7 @@
 # | $P$, $P_b$, $P_0$ | parameters of the model, of one block, and of the *root*: all parameters outside the blocks |
 # | $L$ | blocks |
 # | $c$, $s$, $r$ | bytes per element in computation and all-gathers, in the shards, and in reductions |
+# :::
 #
 # Each rank has its own batch. This chapter does not shard activations.
 
@@ -213,10 +217,9 @@ figure
 #
 # A plan must not recompute an operation while the parameters of its block are sharded: that would need a third gather.
 # So each block has its own plan, and recomputes only in its own backward, for which FSDP2 gathers the parameters
-# anyway. The step is then a sequence of *windows*: the root, one block after another, and back again. The events of a
-# window depend only on what its own block saves, and equal blocks have equal windows. So `ackpt` captures only four
-# blocks: the first, the last, and two in between, whose windows must agree event by event. To check that four blocks
-# predict six, we capture all six:
+# anyway. The step is then a sequence of *windows*: the root, one block after another, and back again. Equal blocks
+# behave alike, so `ackpt` captures only four of them: the first, the last, and two in between, whose windows must agree
+# event by event. To check that four blocks predict six, we capture all six:
 
 # %%
 whole = ShardedModel(deep.config, whole=True)
@@ -307,8 +310,7 @@ figure
 # :::{admonition} Takeaway
 # :class: tip
 # Sharding and checkpointing reduce different parts of the memory. More GPUs divide the resident memory; a plan reduces
-# the activations of a rank's own batch. The memory that sharding frees is memory that the plan need not free by
-# recomputation.
+# the activations of a rank's own batch. Each GiB that sharding frees is a GiB that the plan need not recompute.
 # :::
 #
 # ## Communication volume

@@ -1,25 +1,28 @@
 # %% [markdown]
 # # What PyTorch offers
 #
-# After this chapter you can build PyTorch's own memory-saving tools in a few lines, say what each one saves and costs,
-# and recognize the situations in which it silently computes something else.
+# **How do PyTorch's own tools save memory, what do they cost, and when are they silently wrong?**
 
 # %% [markdown]
-# ## Goals
+# ```{figure} ../../results/figures/12_timelines.png
+# :alt: Live memory of one step with four methods, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a spike per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply in backward to a peak that is not far below the baseline's. The plan stays low in both halves and has the lowest peak.
+# :class: dark-light
 #
-# - Rebuild non-reentrant and selective checkpointing, `save_on_cpu`, and the checkpointing of `transformers`; understand
-#   the min-cut partitioner of `torch.compile` and its memory budget.
-# - Compare all of them on one model: saved bytes, peak, recomputed FLOPs.
-# - Watch each tool fail in a few lines, and see what `ackpt` does instead.
-# - Fit a model of your own within a budget.
+# Live memory of one step with four methods of PyTorch and a plan, on a CPU.
+# ```
 #
-# ## Notation
+# After this chapter you can build PyTorch's own memory-saving tools in a few lines, say what each one saves and costs,
+# and recognize the situations in which it silently computes something else.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
 #
 # | symbol | meaning |
 # |:--:|---|
 # | $N$ | tokens in a batch |
 # | $L$, $d$, $h$ | blocks, width of the model, attention heads |
 # | $V$ | words of the vocabulary |
+# :::
 #
 # All tensors are in fp32, 4 bytes per element. All results and failures come from this version of torch:
 
@@ -212,8 +215,9 @@ by_cut
 
 # %% [markdown]
 # The *memory budget* is a number between 0, which saves only inputs, and 1, which saves the minimum cut. In between, a
-# knapsack chooses what else to recompute. It must be set while `torch.compile` compiles. The backend below partitions
-# as Inductor does, but runs operations one by one, so that we can count their bytes.
+# knapsack picks tensors to recompute until the saved bytes fit that fraction. It must be set while `torch.compile`
+# compiles. The backend below partitions as Inductor does, but runs operations one by one, so that we can count their
+# bytes.
 
 
 # %%
@@ -409,10 +413,9 @@ def sent_and_seen(call, below=nn.Identity):
 assert exhibit("a shared block under DDP", sent_and_seen) == {"reentrant": "wrong"}
 
 # %% [markdown]
-# The first number was sent; the optimizer sees the second. A reentrant backward delivers the gradient in two parts.
-# After the first part, DDP has a gradient for every parameter and ends its work. The second part is never averaged, so
-# the processes drift apart. If another layer still waits for its gradient, DDP notices the second part and raises an
-# error:
+# The first number was sent; the optimizer sees the second. A reentrant backward delivers the gradient in two parts. DDP
+# averages the first part and stops listening, so the processes drift apart. If another layer still waits for its
+# gradient, DDP notices the second part and raises an error:
 
 # %%
 with_layer_below = partial(sent_and_seen, below=partial(nn.Linear, 4, 4))
@@ -544,8 +547,8 @@ assert exhibit("dropout", zeros_agree, tools) == {"memory budget 0.9": "wrong", 
 #
 # ### A choice that has no effect
 #
-# Selective checkpointing sees the operations below autograd, where `linear` has become `addmm` or `mm`. So what does the
-# list `[linear]` save, and what does the decision `MUST_CPU_OFFLOAD` do? Do the peak and the FLOPs of the step change?
+# Selective checkpointing sees the operations below autograd, where `linear` has become `addmm` or `mm`. Does listing
+# `linear`, or returning `MUST_CPU_OFFLOAD`, change anything?
 
 
 # %%

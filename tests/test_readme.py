@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from address import colab_address, project, repository_address
 from forked import output_of
 
 from experiments.reports.frontier_times import at_the_peak_of_blocks
@@ -74,9 +75,26 @@ def test_the_headline_has_the_two_times_of_the_record(page: str) -> None:
     assert headline.format(plan, per_block) in said
 
 
+def test_the_number_of_published_measurements_is_that_of_the_book() -> None:
+    badge = (ROOT / "results" / "cpu" / "13_badge.md").read_text(encoding="utf-8")
+    (number,) = re.findall(r"validated on (\d+) published measurements", badge)
+    assert f"checked against {number} published measurements" in README
+
+
 @pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))
 def test_every_link_leads_to_a_file_of_the_checkout(target: str) -> None:
-    assert (ROOT / target).exists()
+    """Pages of the book are linked where they are published, because GitHub does not render MyST."""
+    site, workflows = project()["urls"]["Documentation"], f"{repository_address()}/actions/workflows/"
+    if target.startswith(site):
+        page = target.removeprefix(site).removesuffix(".html") or "index"
+        assert any((ROOT / "book" / f"{page}{ending}").exists() for ending in (".md", ".ipynb"))
+    elif target.startswith(workflows):
+        assert (ROOT / ".github" / "workflows" / target.removeprefix(workflows).removesuffix("/badge.svg")).exists()
+    elif target.startswith("https://colab."):
+        path = target.partition("/blob/main/")[2]
+        assert "assets" in target or (target == colab_address(repository_address(), path) and (ROOT / path).exists())
+    else:
+        assert (ROOT / target).exists()
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"ackpt\.(\w+)\(", README))))

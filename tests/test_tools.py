@@ -204,11 +204,11 @@ def test_check_offline_finds_what_a_page_loads_and_leaves_links_alone(tmp_path: 
 
 def test_the_address_is_counted_wherever_it_stands(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nRepository = "{ADDRESS}/"\n')
-    (tmp_path / "README.md").write_text(f"see\n{ADDRESS}\n")
+    (tmp_path / "page.md").write_text(f"see\n{ADDRESS}\n")
     assert repository_address(tmp_path) == ADDRESS
-    for command in (["init", "-q"], ["add", "pyproject.toml", "README.md"]):
+    for command in (["init", "-q"], ["add", "pyproject.toml", "page.md"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    assert check_address.places(tmp_path) == ["README.md:2", "pyproject.toml:2"]
+    assert check_address.places(tmp_path) == ["page.md:2", "pyproject.toml:2"]
 
 
 def test_the_address_of_this_project_stands_in_one_place() -> None:

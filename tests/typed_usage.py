@@ -26,6 +26,9 @@ def halves(x: Tensor) -> tuple[Tensor, int]:
 
 
 def part_one(model: nn.Module, x: Tensor) -> None:
+    assert_type(ackpt.audit(model, x).ok, bool)
+    assert_type(ackpt.audit(lambda: None, resident=[model]).findings[0].kind, str)
+    ackpt.audit(3)  # pyright: ignore[reportArgumentType]
     assert_type(ackpt.checkpoint(double, x), Tensor)
     assert_type(ackpt.checkpoint(halves, x, offload="async"), tuple[Tensor, int])
     ackpt.checkpoint(double, x, offload="somewhere")  # pyright: ignore[reportArgumentType]

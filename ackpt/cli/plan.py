@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ackpt.core.budget import is_share
+from ackpt.core.errors import did_you_mean
 from ackpt.planner.costs.devices import DEVICES, device
 from ackpt.planner.workloads.named_models import BUILT_IN, dtype_of_file
 from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
@@ -108,6 +110,12 @@ def add_plan(commands) -> None:
         "dynamic peak, such as 0.5; with --device-profile also what the allocator reserves, such as '15GiB reserved'",
     )
     add(
+        "--slowdown",
+        metavar="SHARE",
+        help="the lowest peak whose modeled time is at most this share above the baseline's, such as 10%%; with "
+        "--budget: keep the budget, and refuse a plan that adds more",
+    )
+    add(
         "--policy",
         help="one of ackpt.plan: none saves all that backward needs, full recomputes each block, auto recomputes as "
         "little as the budget allows, selective checkpoints what the next three options choose; default: none without "
@@ -152,6 +160,12 @@ def add_plan(commands) -> None:
         "these three sizes",
     )
     add(
+        "--largest",
+        metavar="OPTION",
+        help="the largest batch_size, seq_len or image_size that fits the device, or the budget in bytes: an open "
+        "sweep, which begins at 1, 128 or 32 and doubles while the step fits",
+    )
+    add(
         "--explain",
         action="store_true",
         help="show which modules and source lines save activations, what is live at the peak, and what would reduce it",
@@ -174,6 +188,8 @@ def run_plan_command(arguments, command: str) -> int:
 
     from . import plan_fsdp, plan_sweep, plan_text
 
+    if arguments.largest is not None:
+        arguments.sweep = _open_sweep(arguments)
     if arguments.sweep is None and "," in (arguments.device_profile or ""):
         arguments.sweep, arguments.device_profile = f"{plan_sweep.DEVICE}={arguments.device_profile}", None
     if arguments.sweep is not None:
@@ -210,6 +226,22 @@ def run_plan_command(arguments, command: str) -> int:
     parts += [] if output is None else [plan_text.how_it_runs(planned, str(output))]
     print("\n\n".join([*parts, *(f"written to {path}" for path in written)]))
     return 0
+
+
+def _open_sweep(arguments) -> str:
+    """The sweep of ``--largest``."""
+    if arguments.sweep is not None:
+        raise UsageError("--largest is a sweep without an end: leave out --sweep")
+    if arguments.device_profile is None and (arguments.budget is None or is_share(arguments.budget)):
+        raise UsageError("--largest needs an amount of memory: give --device-profile, or --budget in bytes")
+    name = arguments.largest.replace("-", "_")
+    if name not in _FIRST_SIZES:
+        close = did_you_mean(name, _FIRST_SIZES)
+        raise UsageError(f"--largest {arguments.largest}: write {', '.join(_FIRST_SIZES)}{close}")
+    return f"{name}={_FIRST_SIZES[name]}:"
+
+
+_FIRST_SIZES = {"batch_size": 1, "seq_len": 128, "image_size": 32}
 
 
 def _check_names(arguments) -> None:
@@ -253,6 +285,7 @@ def configuration(arguments, **changes):
         optimizer=arguments.optimizer,
         device=arguments.device_profile,
         budget=arguments.budget,
+        slowdown=arguments.slowdown,
         policy=arguments.policy or (SELECTIVE if options else None),
         context_mib=arguments.context_mib,
         accumulation=arguments.accumulation,
@@ -305,6 +338,8 @@ def _shardings(arguments) -> list:
             "adamw"
         )
     _require_alone("--fsdp makes a plan for each block, not one of the whole step", arguments, *_OF_ONE_PLAN)
+    if arguments.slowdown is not None:
+        raise UsageError("--fsdp plans each block within a budget: leave out --slowdown")
     if arguments.accumulation or str(arguments.budget).endswith("reserved"):
         raise UsageError(
             "--fsdp plans allocated bytes of a step without earlier gradients: leave out --accumulation and 'reserved'"

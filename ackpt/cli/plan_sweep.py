@@ -19,15 +19,21 @@ DEVICE = "device_profile"
 
 @dataclass(frozen=True)
 class Sweep:
-    """The option that changes, and its values; ``step``: of the sizes between them that are tried, too; 0: none."""
+    """The option that changes, and its values; ``step``: of the sizes between them that are tried, too; 0: none.
+
+    ``is_open``: the last value doubles while the step fits.
+    """
 
     option: str
     values: tuple[int | str, ...]
     step: int = 0
+    is_open: bool = False
 
     @classmethod
     def parsed(cls, text: str) -> Sweep:
         """``seq_len=1024:16384`` doubles from 1024 to 16384; ``batch_size=4,8`` and ``device_profile=t4,l4`` are lists.
+
+        ``batch_size=1:`` doubles from 1 on while the step fits.
 
         Raises:
             UsageError: for anything else.
@@ -40,6 +46,8 @@ class Sweep:
         if option == DEVICE:
             return cls(option, tuple(values.split(",")))
         ends = values.split(":")
+        if len(ends) == 2 and not ends[1] and ends[0].isdecimal() and int(ends[0]):
+            return cls(option, (int(ends[0]),), int(ends[0]), is_open=True)
         try:
             numbers = [int(number) for number in (ends if len(ends) == 2 else values.split(","))]
         except ValueError:
@@ -88,6 +96,8 @@ def run(config: PlanConfig, sweep: Sweep) -> Rows:
         return fits(rows[value])
 
     results = {value: fits_with(value) for value in sweep.values}
+    while sweep.is_open and results[largest := max(results)] and _can_be_built(sweep.of(config, 2 * largest)):
+        results[2 * largest] = fits_with(2 * largest)
     sizes = {value: fit for value, fit in results.items() if isinstance(value, int)}
     largest = max((value for value, fit in sizes.items() if fit), default=0)
     too_large = [value for value in sizes if value > largest]
@@ -97,6 +107,15 @@ def run(config: PlanConfig, sweep: Sweep) -> Rows:
             middle = (below + above) // 2
             below, above = (middle, above) if fits_with(middle * sweep.step) else (below, middle)
     return {value: rows[value] for value in (sorted(rows) if sweep.step else rows)}
+
+
+def _can_be_built(config: PlanConfig) -> bool:
+    """Whether the model takes these sizes: a sequence may be longer than its positions."""
+    try:
+        training_step(config.step)
+    except ValueError:
+        return False
+    return True
 
 
 def fits(row: Planned | BudgetError) -> bool:

@@ -82,6 +82,7 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
         "saved_bytes": plan.saved_bytes,
         "flops": plan.flops,
         "recompute_flops": plan.recompute_flops,
+        "cost": plan.cost,
         "peak_node": plan.peak_node,
         "at_peak": planned.at_peak(),
         "by_phase": planned.by_phase(),

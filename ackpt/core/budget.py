@@ -50,6 +50,28 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
     return int(bound) - resident_bytes
 
 
+def added_share(slowdown) -> float | None:
+    """The time that `slowdown` allows in addition, as a fraction of the baseline's: 0.1 for ``0.1`` and ``"10%"``.
+
+    Raises:
+        TypeError, ValueError: for anything that is not a fraction from 0 to 1; None is no bound.
+    """
+    if slowdown is None:
+        return None
+    try:
+        share = from_text(slowdown) if isinstance(slowdown, str) else slowdown
+    except ValueError:
+        share = math.nan
+    if isinstance(share, bool) or not isinstance(share, Real):
+        raise TypeError(f"a slowdown is a float or a string such as '10%', got {type(slowdown).__name__}")
+    if not 0 <= float(share) <= 1:
+        raise ValueError(
+            f"slowdown={slowdown!r}: give a fraction of the baseline's time from 0 to 1, such as 0.1 or '10%'; 1 is "
+            "twice the time"
+        )
+    return float(share)
+
+
 def is_share(budget) -> bool:
     """Whether a budget is a fraction of the baseline's dynamic peak, not bytes."""
     bound = from_text(budget) if isinstance(budget, str) else budget

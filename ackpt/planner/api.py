@@ -30,6 +30,7 @@ def compile(
     model: nn.Module,
     *args: Any,
     budget: float | str | None = None,
+    slowdown: float | str | None = None,
     policy: Policy = "auto",
     plan: Plan | None = None,
     differentiate: Literal["loss", "all"] = "loss",
@@ -55,6 +56,8 @@ def compile(
             relative to the baseline of that call.
         budget, policy: as in `ackpt.plan`; a budget is, for example, ``0.5``, ``"50%"`` or ``"6GiB"``. On a GPU, policy
             ``"auto"`` also offloads activations whose copies overlap with compute.
+        slowdown: as in `ackpt.plan`: the time that the plan may add, such as ``0.1`` or ``"10%"`` of the baseline's.
+            Without a budget, the plan has the lowest peak within it.
         options: the options of the policy, a dict such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
         plan: a `Plan` of this model to run instead, made for arguments of these or other sizes. Its schedule runs at
             all sizes, within the bytes that its budget allows.
@@ -131,6 +134,7 @@ def apply_budget(
     batch: Any,
     budget: float | str | None = None,
     *,
+    slowdown: float | str | None = None,
     policy: Policy = "auto",
     optimizer: torch.optim.Optimizer | str | None = None,
     accumulation: bool = False,
@@ -157,11 +161,11 @@ def apply_budget(
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. They are
             planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If the program has imported
             the Trainer of transformers, the call that the Trainer makes for this batch is planned.
-        budget: the upper bound on the peak; None for no bound, which gives a warning with policy ``"auto"``. An int or
-            a string such as ``"22GiB"``: bytes of the whole peak, that is parameters, buffers, inputs, optimizer state
-            and everything that the step allocates. A float in (0, 1] or a string such as ``"50%"``: a fraction of the
-            baseline's dynamic peak.
-        policy, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
+        budget: the upper bound on the peak; None for no bound, which gives a warning with policy ``"auto"`` if there
+            is no slowdown either. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
+            buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
+            as ``"50%"``: a fraction of the baseline's dynamic peak.
+        slowdown, policy, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
         dynamic, cache, device_profile, costs, regions, on_exceed: as in `ackpt.compile`.
 
     Returns:
@@ -184,10 +188,10 @@ def apply_budget(
     with without_budget(model):
         step = PlannedStep(model, request)
         step.prepare(*args, **kwargs)
-    if budget is None and policy == "auto":
+    if budget is None and slowdown is None and policy == "auto":
         warn(
             "apply_budget without a budget plans the step for any peak, and recomputes nothing: give budget='22GiB', "
-            "bytes of the whole peak, or budget='50%' of what the step allocates without ackpt"
+            "bytes of the whole peak, budget='50%' of what the step allocates without ackpt, or slowdown='10%'"
         )
     put_in_place(step)
     torch._dynamo.reset()  # what was compiled before has the model's own operations in it
@@ -222,6 +226,7 @@ def plan(
     budget: float | str | None = None,
     policy: Policy = "auto",
     *,
+    slowdown: float | str | None = None,
     profile: Profile | None = None,
     cache: Cache | None = None,
     **options: Any,
@@ -256,6 +261,9 @@ def plan(
             `profile` has times of copies. ``"ilp"`` proves that no plan is cheaper, on graphs of up to 160 operations;
             after ``time_limit=`` seconds (60) it warns how large the optimality gap may be. It needs ``pip install
             "ackpt[plan]"``.
+        slowdown: the cost that the plan may add, as a fraction of the baseline's: ``0.1`` and ``"10%"`` allow a step
+            whose modeled time is 1.1 times the baseline's. Without a budget, the plan of policy ``"auto"`` with the
+            lowest peak within it; with one, the budget is kept, and a plan that adds more is refused. See `Plan.cost`.
         profile: costs per node, from `ackpt.profile`. By default, times at the rates of the GPU or CPU that holds the
             tensors; see `ackpt.calibrate` for a CPU. For real tensors on the CPU, the workspace of every operation is
             measured by running each distinct operation once. Without data it counts as 0, so that the peak on a CPU may
@@ -265,8 +273,9 @@ def plan(
         options: the options of the policy.
 
     Raises:
-        BudgetError: if the budget is infeasible for the policy; names the smallest feasible one. Also for a fraction if
-            the model has no data and was captured as ``torch.compile`` runs it: the model's own peak is then unknown.
+        BudgetError: if the budget is infeasible for the policy, or within the slowdown; names the smallest feasible
+            one. Also for a fraction if the model has no data and was captured as ``torch.compile`` runs it: the
+            model's own peak is then unknown.
         RecordError: if the folder `cache` cannot be written.
         ValueError, TypeError: for an unknown policy, an invalid budget, and options that the policy does not have.
 
@@ -278,7 +287,7 @@ def plan(
     """
     if not isinstance(graph, JointGraph):
         raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
-    request = Request.of(budget=budget, policy=policy, cache=cache, options=options)
+    request = Request.of(budget=budget, slowdown=slowdown, policy=policy, cache=cache, options=options)
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile must come from ackpt.profile(graph, ...), got {type(profile).__name__}")
     return planned(graph, request, profile)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ackpt.core.budget import dynamic_limit, is_share, least_share, readable, unit_hint
+from ackpt.core.budget import added_share, dynamic_limit, is_share, least_share, readable, unit_hint
 from ackpt.core.errors import BudgetError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
@@ -21,7 +21,7 @@ from ackpt.planner.costs.profiles import Profile, default_rates, rates
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
 from ackpt.planner.policies import auto, check_options, function_of, name_of
-from ackpt.planner.policies.search.frontier import added_cost, cheapest, costs, packing_cost, step_cost
+from ackpt.planner.policies.search.frontier import cheapest, costs, lowest, step_cost, whole_added_cost
 from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.policies.search.schedule_cache import CachedCandidates, cached
 from ackpt.planner.request import MEASURED, Request
@@ -30,14 +30,14 @@ from ackpt.planner.schedule.eager_step import eager_peak
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, activations
 from ackpt.planner.schedule.schedule import Schedule, everything
-from ackpt.planner.schedule.simulator import Simulation, simulate
+from ackpt.planner.schedule.simulator import Simulation, peak_of, simulate
 
 
 def planned(graph: JointGraph, request: Request, profile: Profile | None = None) -> Plan:
-    """The plan of `graph` that the policy of `request` makes within its budget.
+    """The plan of `graph` that the policy of `request` makes within its budget and slowdown.
 
     Raises:
-        BudgetError: if the budget is infeasible for the policy; names the smallest feasible one.
+        BudgetError: if the budget is infeasible for the policy or within the slowdown; names the smallest feasible one.
         TypeError: for an option that the policy does not have.
     """
     check_options(request.policy, request.options)
@@ -45,7 +45,29 @@ def planned(graph: JointGraph, request: Request, profile: Profile | None = None)
         profile = default_profile(graph, request.device) if profile is None else profile
         baseline = baseline_of(graph, profile, request.budget)
         schedule = _searched(graph, profile, baseline.limit_bytes, request)
-        return plan_of(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
+        plan = plan_of(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
+        _check_slowdown(graph, profile, plan, request)
+        return plan
+
+
+def _check_slowdown(graph: JointGraph, profile: Profile, plan: Plan, request: Request) -> None:
+    """Raise a BudgetError if `plan`, which keeps its budget, adds more time than the request allows."""
+    most = added_share(request.slowdown)
+    if most is None or plan.cost <= most:
+        return
+    message = (
+        f"to keep the budget {request.budget!r}, policy {plan.policy!r} makes the step {plan.cost:.1%} longer, and "
+        f"slowdown={request.slowdown!r} allows {most:.1%}"
+    )
+    if request.policy != "auto":
+        raise BudgetError(f"{message}: give a larger budget or slowdown, or policy='auto'", None, request.budget)
+    schedule = lowest(graph, profile, most, candidates_of_auto(request))
+    least = peak_of(graph, schedule, profile.workspace_bytes) + graph.resident_bytes
+    raise BudgetError(
+        f"{message}. The smallest budget within this slowdown is {readable(least)} ({least} bytes)",
+        least,
+        request.budget,
+    )
 
 
 def _searched(graph: JointGraph, profile: Profile, limit: int | None, request: Request) -> Schedule:
@@ -53,7 +75,10 @@ def _searched(graph: JointGraph, profile: Profile, limit: int | None, request: R
     policy, options = request.policy, request.options
     decide, name = function_of(policy), name_of(policy)
     stage(f"searching with policy {name!r}")
+    most = added_share(request.slowdown)
     with no_collection():
+        if most is not None and limit is None:
+            return lowest(graph, profile, most, candidates_of_auto(request))
         if request.folder is None:
             schedule = decide(graph, profile, limit, **options)
             if not isinstance(schedule, Schedule):
@@ -134,7 +159,7 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
     if limit is not None and simulated.peak_bytes > limit:
         least = simulated.peak_bytes + simulated.resident_bytes
         cost = costs(graph, profile)
-        added = _added_cost(graph, profile, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
+        added = whole_added_cost(graph, profile, schedule, cost) / _baseline_cost(baseline.schedule, cost)
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
             + (f" The model was {compiling_note(graph.as_compiled)}." if graph.as_compiled else ""),
@@ -210,7 +235,7 @@ def _plan(
         activations=activations(graph, baseline, schedule),
         schedule=schedule,
         timeline=simulated.timeline,
-        cost=_added_cost(graph, profile, schedule, simulated, cost) / baseline_cost,
+        cost=whole_added_cost(graph, profile, schedule, cost) / baseline_cost,
         lower_bound=_bound(graph, schedule, cost, baseline_cost, profile, limit) if has_bound else None,
         decisions=decisions(graph, schedule, cost, baseline_cost, profile),
         host_bytes=simulated.host_bytes,
@@ -245,12 +270,6 @@ def _note(graph: JointGraph) -> str | None:
     if any(str(call).startswith("aten.prod") for call in whole):
         notes.append("the gradient of prod takes more temporary memory than counted if its argument contains zeros")
     return "; ".join(notes) or None
-
-
-def _added_cost(graph, profile: Profile, schedule: Schedule, simulated: Simulation, cost) -> float:
-    """The cost of recomputation, of packing and of waits for copies."""
-    added = added_cost(graph, schedule, cost) + packing_cost(graph, profile, schedule)
-    return added + (simulated.exposed_seconds or 0.0)
 
 
 def _baseline_cost(baseline: Schedule, cost) -> float:

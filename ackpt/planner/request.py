@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ackpt.core.budget import dynamic_limit
+from ackpt.core.budget import added_share, dynamic_limit
 from ackpt.core.errors import warn
 from ackpt.planner.capture.inspection.model_checks import check_call, check_keywords, forward_names, positional_names
 from ackpt.planner.capture.joint_graph import JointGraph
@@ -40,6 +40,7 @@ class Request:
     """
 
     budget: float | str | None = None
+    slowdown: float | str | None = None
     policy: Policy = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
@@ -84,6 +85,8 @@ class Request:
         self._check_options()
         self._check_regions()
         dynamic_limit(self.budget, 0, 0)  # refuses an invalid budget
+        if added_share(self.slowdown) is not None:
+            self._check_slowdown()
         check_differentiate(self.differentiate)
         check_outputs(self.outputs)
         if self.on_plan is not None and not callable(self.on_plan):
@@ -95,14 +98,14 @@ class Request:
     def splits(self) -> bool:
         """Whether a model that cannot be captured as one graph is planned in parts."""
         if self.regions is None:
-            return self.budget is not None and self.policy == "auto"
+            return self.budget is not None and self.slowdown is None and self.policy == "auto"
         return self.regions
 
     @property
     def leaves_out(self) -> bool:
         """Whether a scripted or compiled submodule stays outside of the plan."""
         is_searched = self.plan is None and self.planner is None
-        return self.regions is not False and is_searched and self.policy in _IN_PARTS
+        return self.regions is not False and self.slowdown is None and is_searched and self.policy in _IN_PARTS
 
     def _check_plan(self) -> None:
         if not isinstance(self.plan, Plan):
@@ -113,6 +116,17 @@ class Request:
             raise ValueError("give either a budget or a plan; a plan has its budget")
         if self.policy not in ("auto", self.plan.policy) and getattr(self.policy, "__name__", "") != self.plan.policy:
             raise ValueError(f"give either a policy or a plan; this plan was made by policy {self.plan.policy!r}")
+
+    def _check_slowdown(self) -> None:
+        if self.plan is not None:
+            raise ValueError("give either a slowdown or a plan; a plan has its schedule")
+        if self.regions:
+            raise ValueError("regions=True plans the model in parts, whose times are not modeled: leave slowdown out")
+        if self.budget is None and self.policy != "auto":
+            raise ValueError(
+                f"slowdown= without a budget is for policy 'auto', which knows what each peak costs, not for "
+                f"{name_of(self.policy)!r}: leave the policy out, or give a budget as well"
+            )
 
     def _check_options(self) -> None:
         options = self.options

@@ -102,8 +102,10 @@ const build = (root, data) => {
   const beside = element("div", charts);
   const chosenTitle = element("h4", beside, "");
   const numbers = element("dl", beside);
-  element("h4", root, "To paste");
-  const code = element("pre", root, "", { tabindex: 0 });
+  const callTitle = element("h4", root, "In Python");
+  const call = element("pre", root, "", { tabindex: 0 });
+  element("h4", root, "In a shell: the same step, planned");
+  const command = element("pre", root, "", { tabindex: 0 });
   element("p", root, "The bars hold what ackpt plan counts as allocated, the CUDA context, and two workspaces of cuBLAS. "
     + "They do not hold what the allocator reserves beyond that, which ackpt plan prints, nor the memory of communication "
     + "libraries and of convolution kernels, so leave some room. The menu: nothing recomputed, the first blocks, or every "
@@ -185,7 +187,7 @@ const build = (root, data) => {
         + ` The step takes ${gib(plans[0].bytes)} without recomputation.`
       : `Nothing on the menu keeps the budget of ${gib(budget)}: its smallest peak is ${gib(least.bytes)}, of it `
         + `${largest.map((name) => `${gib(own[name])} ${name}`).join(" and ")}. `
-        + (model.sharded && ranks < data.ranks.at(-1) ? "More GPUs, a smaller batch or LoRA need less." : "A smaller batch or a larger GPU would do.");
+        + `${hints(model, { mode, ranks, batch, most: data.ranks.at(-1) }).join(", or ")}.`;
     chosenTitle.textContent = `The plan recomputes ${chosen.policy === "first blocks" ? "the " : ""}${nameOf(chosen, step.blocks)}`;
     numbers.replaceChildren();
     for (const name of [...parts].reverse()) {
@@ -202,7 +204,9 @@ const build = (root, data) => {
     key(legend, "memory of the GPU", { style: "height:3px;vertical-align:.25rem;background:var(--pst-color-danger)" });
     key(legend, "budget", { style: "height:0;vertical-align:.25rem;border-top:2px dashed var(--pst-color-text-base)" });
 
-    code.textContent = pasted(data, { model, mode, optimizer, ranks, batch, length, gpu: selects.gpu.value, half: gpu.half, budget, fitting });
+    call.textContent = fitting && ranks === 1 ? callOf(data, optimizer, budget) : "";
+    callTitle.hidden = call.hidden = !call.textContent;
+    command.textContent = commandOf({ model, mode, optimizer, ranks, batch, length, gpu: selects.gpu.value, half: gpu.half, budget });
     for (const name of Object.keys(titles)) if (name !== "length" || model.longest) wanted[name] = selects[name].value;
     wanted.budget = share;
   };
@@ -220,12 +224,23 @@ const build = (root, data) => {
   addEventListener("hashchange", () => { if (fromAddress()) show(); });
 };
 
-// The call for this budget, and the command that plans the same step.
-const pasted = (data, { model, mode, optimizer, ranks, batch, length, gpu, half, budget, fitting }) => {
-  const size = (budget / GIB).toFixed(1), lines = [];
-  if (ranks === 1 && fitting) {
-    lines.push(data.call.replace("OPTIMIZER", data.made_by[optimizer]).replace("BUDGET", `${size}GiB`));
-  }
+// What would need less, without what is set already.
+const hints = (model, { mode, ranks, batch, most }) => [
+  ...(model.longest ? ["Compute the loss in chunks"] : []),
+  ...(batch > 1 ? ["take a smaller batch"] : []),
+  ...(model.lora && mode !== "lora" ? ["train LoRA adapters"] : []),
+  ...(model.sharded && ranks < most ? ["shard over more GPUs"] : []),
+  "take a larger GPU",
+];
+
+const sizeOf = (budget) => `${(budget / GIB).toFixed(1)}GiB`;
+
+// The call for this budget.
+const callOf = (data, optimizer, budget) =>
+  data.call.replace("OPTIMIZER", data.made_by[optimizer]).replace("BUDGET", sizeOf(budget));
+
+// The command that plans the same step.
+const commandOf = ({ model, mode, optimizer, ranks, batch, length, gpu, half, budget }) => {
   const fields = Object.entries(model.fields).map(([name, field]) => `${name}='${JSON.stringify(field)}'`);
   const quoted = fields.map((text) => text.replace(/='("?)([\w.-]+)\1'$/, "=$2"));
   const sharded = ranks > 1, isHalf = mode === "half" || mode === "lora" || (sharded && mode === "mixed");
@@ -236,10 +251,9 @@ const pasted = (data, { model, mode, optimizer, ranks, batch, length, gpu, half,
     mode === "lora" ? `--lora r=16 targets=${model.lora.join(",")}` : "",
     `--optimizer ${optimizer} --device-profile ${gpu}`,
     sharded ? `--fsdp ${ranks}` : "", sharded && mode === "mixed" ? "--shard-dtype float32 --reduce-dtype float32" : "",
-    `--budget ${size}GiB`,
+    `--budget ${sizeOf(budget)}`,
   ];
-  lines.push("# the same step, planned in a shell", command.filter(Boolean).join(" "));
-  return lines.join("\n");
+  return command.filter(Boolean).join(" ");
 };
 
 start("calculator-explorer", build);

@@ -101,7 +101,7 @@ const build = (root, data) => {
     answer.className = refused ? "answer refused" : "answer";
     answer.textContent = refused
       ? `Refused: the smallest dynamic peak that policy auto can plan is ${mib(data.least_bytes)}, ` +
-        `${percent(data.least_bytes / data.plain.peak_bytes)} of the baseline's. Below is the plan for the smallest budget shown that it keeps.`
+        `${(data.least_bytes - limit).toLocaleString("en-US")} bytes more than the budget. Below is the plan for the smallest budget shown that it keeps.`
       : `The plan saves ${kept} of ${plan.fates.replaceAll("-", "").length} activations and recomputes ${percent(plan.recompute_flops / data.plain.flops)} ` +
         `of the baseline's FLOPs.`;
     const gap = row.lower_bound === null ? null : (1 + plan.cost) / (1 + row.lower_bound) - 1;

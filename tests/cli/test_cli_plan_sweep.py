@@ -30,6 +30,21 @@ def test_a_range_doubles_and_then_finds_the_largest_multiple_that_fits(capsys):
     assert swept["plans"][-1]["smallest_budget"] > most
 
 
+def test_the_largest_batch_within_a_slowdown(capsys):
+    small = ["hf:GPT2Config", "--set", "n_layer=1", "n_embd=64", "n_head=2", "vocab_size=100", "n_positions=128"]
+    small += ["--optimizer", "none", "--seq-len", "128", "--budget", "10MiB"]
+    swept = planned(capsys, *small, "--largest", "batch_size", "--slowdown", "10%")
+    by_size, largest = {plan["batch_size"]: plan for plan in swept["plans"]}, swept["largest"]
+    assert 0 < by_size[largest]["cost"] <= 0.1
+    assert "slowdown='10%' allows 10.0%" in by_size[largest + 1]["refused"]
+    assert planned(capsys, *small, "--batch-size", str(largest + 1))["cost"] > 0.1
+
+
+def test_the_largest_length_is_that_of_the_models_positions(capsys):
+    swept = planned(capsys, *SMALL, "n_positions=256", "--largest", "seq_len", "--budget", "1GiB")
+    assert [plan["seq_len"] for plan in swept["plans"]] == [128, 256] and swept["largest"] == 256
+
+
 def test_a_row_of_a_sweep_is_a_plan_of_its_own(capsys):
     alone = planned(capsys, *GPT2)
     (row,) = planned(capsys, *SMALL, "--sweep", "seq_len=16")["plans"]
@@ -67,6 +82,16 @@ def test_values(text, values, step):
         (["--sweep", "batch-size=4,8", "--batch-size", "1"], "leave out --batch-size 1"),
         (["--sweep", "device_profile=t4,l4", "--device-profile", "h200"], "leave out --device-profile h200"),
         (["--sweep", "seq_len=4", "--fsdp", "2"], "--sweep prints one line per plan: leave out --fsdp"),
+        (
+            ["--largest", "batch_size"],
+            "--largest needs an amount of memory: give --device-profile, or --budget in bytes",
+        ),
+        (["--largest", "batch_size", "--budget", "50%"], "--largest needs an amount of memory"),
+        (["--largest", "batchsize", "--device-profile", "t4"], "batch_size, seq_len, image_size (did you mean"),
+        (["--largest", "seq_len", "--sweep", "seq_len=4"], "--largest is a sweep without an end: leave out --sweep"),
+        (["--slowdown", "10"], "slowdown='10': give a fraction of the baseline's time"),
+        (["--slowdown", "10%", "--policy", "full"], "slowdown= without a budget is for policy 'auto'"),
+        (["--slowdown", "10%", "--fsdp", "2"], "--fsdp plans each block within a budget: leave out --slowdown"),
         (["--budget", "1GiB reserved"], "bounds what a GPU's allocator reserves: give bytes and --device-profile"),
         (["--fsdp", "2", "--accumulation"], "--fsdp plans allocated bytes of a step without earlier gradients"),
     ],

@@ -9,7 +9,17 @@ from ackpt.core.errors import check_misspelt
 from ackpt.planner.request import Request
 
 _NOT_OF_INDUCTOR = ("outputs", "optimizer", "accumulation", "scaler", "cache")
-_NAMES = ("budget", "policy", "differentiate", "compiler", "on_plan", "device_profile", "costs", *_NOT_OF_INDUCTOR)
+_NAMES = (
+    "budget",
+    "slowdown",
+    "policy",
+    "differentiate",
+    "compiler",
+    "on_plan",
+    "device_profile",
+    "costs",
+    *_NOT_OF_INDUCTOR,
+)
 
 
 def checked(options: Any, mode: str | None = None) -> Request:

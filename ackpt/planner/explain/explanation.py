@@ -123,7 +123,7 @@ def explain(
     profile = default_profile(graph)
     if device is not None:  # the same peak, with the seconds of the device
         profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
-    plan = planned(graph, Request(budget, policy or ("none" if budget is None else "auto")), profile)
+    plan = planned(graph, Request(budget, policy=policy or ("none" if budget is None else "auto")), profile)
     explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
     return replace(explanation, views=sliced(args, kwargs))
 

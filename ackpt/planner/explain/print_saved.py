@@ -7,10 +7,12 @@ walks autograd's graph from the outputs, and every node unpacks its saved tensor
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import re
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ackpt.checkpointing.closures import bound
+from ackpt.checkpointing.reachable import global_names
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.inspection.calls import call_arguments
@@ -85,7 +89,7 @@ class _Recorder:
         self.records: list[weakref.ref[_Saved]] = []
         self.unpacked: list[_Saved] = []
         self.stack: list[str] = []
-        roots = list(_modules_of(function))
+        roots = _modules_of(function)
         self.names = {id(m): name for root in reversed(roots) for name, m in root.named_modules()}
         self.parameters = {_storage(p) for root in roots for p in root.parameters()}
         self.buffers = {_storage(b) for root in roots for b in root.buffers()}
@@ -193,24 +197,34 @@ class _Line(NamedTuple):
     source: str
 
 
-def _modules_of(function) -> Iterator[nn.Module]:
-    """The modules that a function is, belongs to, or refers to in its closure and its globals."""
-    if isinstance(function, nn.Module):
-        yield function
-        return
-    if isinstance(owner := getattr(function, "__self__", None), nn.Module):
-        yield owner
-    code = getattr(function, "__code__", None)
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-        if isinstance(value, nn.Module):
-            yield value
-    for name in () if code is None else code.co_names:
-        if isinstance(value := function.__globals__.get(name), nn.Module):
-            yield value
+def _modules_of(function) -> list[nn.Module]:
+    """The modules that a function is, belongs to, or refers to."""
+    values = [function] if isinstance(function, nn.Module) else [value for _, value in referred(function)]
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
+def referred(function, depth: int = 2) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a function's code refers to: closure, globals, the object that a method belongs to."""
+    if not isinstance(function, (functools.partial, types.FunctionType, types.MethodType, nn.Module)):
+        function = getattr(function, "__call__", None)  # noqa: B004
+    if isinstance(function, functools.partial):
+        for name, value in (("function", function.func), *enumerate(function.args), *function.keywords.items()):
+            yield f"argument {name}", value
+            yield from referred(value, depth)
+    if isinstance(function, types.MethodType):
+        yield "self", function.__self__
+        is_object = hasattr(function.__self__, "__dict__") and not isinstance(function.__self__, nn.Module)
+        yield from vars(function.__self__).items() if is_object else ()
+        function = function.__func__
+    if isinstance(function, types.FunctionType):
+        cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+        values = {name: cell.cell_contents for name, cell in cells if bound(cell)}
+        names = global_names(function.__code__)[0]
+        values |= {name: function.__globals__[name] for name in names if name in function.__globals__}
+        for name, value in values.items():
+            yield name, value
+            if depth and isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
+                yield from referred(value, depth - 1)
 
 
 def _tensors(value, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -2,7 +2,8 @@
 
 With policy ``"auto"`` and dynamic dimensions, one search serves all sizes. The Pareto frontier is computed at the
 largest sizes seen so far. At other sizes, the cheapest schedule of this frontier runs whose simulated peak is within
-the budget. If there is none, a search at these sizes adds its schedules to the others.
+the budget, or, with a slowdown alone, the one with the lowest peak within it. If there is none, a search at these sizes
+adds its schedules to the others.
 
 A plan from a file runs at the sizes that it was made for, and at others where its schedule keeps the same bytes: the
 limit of the plan, less what the arguments take in addition.
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ackpt.core.budget import dynamic_limit, is_share
+from ackpt.core.budget import added_share, dynamic_limit, is_share
 from ackpt.core.errors import BudgetError
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import given_places
@@ -35,7 +36,7 @@ from ackpt.planner.choose import (
 )
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies import name_of
-from ackpt.planner.policies.search.frontier import costs, frontier, step_cost
+from ackpt.planner.policies.search.frontier import costs, frontier, step_cost, whole_added_cost
 from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.eager_step import eager_schedule
 from ackpt.planner.schedule.host_copies import copies
@@ -90,16 +91,22 @@ class Plans:
         peak_bytes = peak_of(graph, self._everything, workspace)
         eager_bytes = peak_of(eager_graph(graph), self._eager, workspace) if self._is_share else peak_bytes
         limit = dynamic_limit(self.request.budget, min(peak_bytes, eager_bytes), graph.resident_bytes)
-        if limit is None or peak_bytes <= limit:
+        most = added_share(self.request.slowdown)
+        if (limit is None and most is None) or (limit is not None and peak_bytes <= limit):
             return self._choice(self._everything, values)
         if not self._candidates:
             self._search(max([*self.sizes, values], key=self._live_bytes))
+        if limit is None:
+            assert most is not None
+            return self._choice(self._lowest(graph, workspace, values, most), values)
         schedule = self._cheapest(graph, workspace, limit)
         if schedule is None:
             self._search(values)
             schedule = self._cheapest(graph, workspace, limit)
         if schedule is None:
             return self._searched(values)  # raises, and names the smallest feasible budget
+        if most is not None and self._added(schedule, values) > most:
+            return self._searched(values)  # raises if it adds too much as well
         return self._choice(schedule, values)
 
     def _cheapest(self, graph: JointGraph, workspace: tuple[int, ...], limit: int) -> Schedule | None:
@@ -109,6 +116,18 @@ class Plans:
             if saved_bytes(graph, schedule) <= limit and peak_of(graph, schedule, sizes) <= limit:
                 return schedule
         return None
+
+    def _lowest(self, graph: JointGraph, workspace: tuple[int, ...], values: tuple[int, ...], most: float) -> Schedule:
+        """The candidate with the lowest peak that adds at most this share of the baseline's cost."""
+        candidates = [self._everything, *(each for _, each in self._candidates if self._added(each, values) <= most)]
+        sizes = np.array(workspace)
+        return min(candidates, key=lambda schedule: peak_of(graph, schedule, sizes))
+
+    def _added(self, schedule: Schedule, values: tuple[int, ...]) -> float:
+        """The cost that `schedule` adds at these sizes, as a fraction of the baseline's."""
+        graph, profile = self._at(values)
+        cost = costs(graph, profile)
+        return whole_added_cost(graph, profile, _of(schedule, graph), cost) / (step_cost(self._everything, cost) or 1.0)
 
     def _search(self, values: tuple[int, ...]) -> None:
         """Add the frontier at these sizes to the candidates."""

@@ -62,6 +62,7 @@ class PlanConfig:
     optimizer: str = "adamw"
     device: str | None = None
     budget: float | int | str | None = None
+    slowdown: float | str | None = None
     policy: str | None = None
     context_mib: int | None = None
     accumulation: bool = False
@@ -80,6 +81,8 @@ class PlanConfig:
             raise ValueError("--context-mib is the size of a GPU's context: give 0 or more, and --device-profile")
         if self.policy is not None:
             _require("policy", self.policy, [policy for policy in POLICIES if policy != NEEDS_FATES])
+        if self.slowdown is not None:
+            Request(bound, self.slowdown, self.policy or "auto")  # refuses what is no slowdown before the work
         _require("dtype", self.autocast, DTYPES)
         if optimizer_kind(self.optimizer) is None and (self.clipping or self.scaling):
             raise ValueError("--clip-gradients and --grad-scaler belong to an optimizer's step: give --optimizer")
@@ -128,7 +131,7 @@ class Planned:
         """
         assert self.device is not None and self.memory is not None
         room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
-        config = dataclasses.replace(self.config, budget=f"{room} reserved", policy=None, options={})
+        config = dataclasses.replace(self.config, budget=f"{room} reserved", slowdown=None, policy=None, options={})
         with shown(), no_collection():
             plan, _, memory = _planned(self.graph, self.profile, self.device, config)
         return dataclasses.replace(self, config=config, plan=plan, memory=memory)
@@ -174,10 +177,10 @@ def run_plan(config: PlanConfig) -> Planned:
 def _planned(
     graph: JointGraph, profile: Profile, where: Device | None, config: PlanConfig
 ) -> tuple[Plan, Device | None, DeviceMemory | None]:
-    policy = config.policy or ("none" if config.budget is None else "auto")
+    policy = config.policy or ("none" if config.budget is None and config.slowdown is None else "auto")
 
     def plan_within(limit: float | str | None) -> Plan:
-        return planned(graph, Request(limit, policy, config.options), profile)
+        return planned(graph, Request(limit, config.slowdown, policy, config.options), profile)
 
     def memory_of(plan: Plan) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB

@@ -64,6 +64,12 @@ def packing_cost(graph: JointGraph, profile: Profile, schedule: Schedule) -> flo
     return float(FLOPS_PER_BYTE * sum(graph.storages[s].bytes + masks[s].packed_bytes for s in storages))
 
 
+def whole_added_cost(graph: JointGraph, profile: Profile, schedule: Schedule, cost) -> float:
+    """The cost of recomputation, of packing and of waits for copies."""
+    added = added_cost(graph, schedule, cost) + packing_cost(graph, profile, schedule)
+    return added + waiting(profile, schedule)
+
+
 def step_cost(schedule: Schedule, cost) -> float:
     """The cost of all nodes that run in a step."""
     return sum(cost[node] for steps in (schedule.forward_arrays, schedule.backward_arrays) for node in steps.computed)
@@ -92,6 +98,15 @@ def cheapest(graph: JointGraph, profile, limit_bytes: int | None, candidates: Ca
     return next((point for point in points if point.peak_bytes <= limit_bytes), points[-1]).schedule
 
 
+def lowest(graph: JointGraph, profile, added_share: float, candidates: Callable) -> Schedule:
+    """The schedule of the frontier with the lowest peak among those that add at most this share of the baseline's cost.
+
+    The frontier has at least one schedule that adds nothing.
+    """
+    whole = step_cost(everything(graph), costs(graph, profile)) or 1.0
+    return [point for point in frontier(graph, profile, candidates) if point.cost / whole <= added_share][-1].schedule
+
+
 @once_per_graph
 def frontier(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
     """The Pareto frontier of the baseline and ``candidates(graph, profile)``, from least cost to lowest peak."""
@@ -105,8 +120,7 @@ def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Po
     different = {(one.forward, one.backward): one for one in schedules}
     for schedule in counted(different.values(), "searching: simulating schedule"):
         peak = peak_of(graph, schedule, profile.workspace_bytes)
-        added = added_cost(graph, schedule, cost) + packing_cost(graph, profile, schedule)
-        points.append(Point(added + waiting(profile, schedule), peak, schedule))
+        points.append(Point(whole_added_cost(graph, profile, schedule, cost), peak, schedule))
     return undominated(points, lambda point: point[:2])
 
 
