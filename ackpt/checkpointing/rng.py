@@ -51,11 +51,6 @@ class TorchStream(Stream):
     def __init__(self, generator: torch.Generator):
         self.generator, self.get, self.set = generator, generator.get_state, generator.set_state
 
-    def moved(self, state) -> bool:
-        now, size = self.get(), state.numel()
-        before, after = state.data_ptr(), now.data_ptr()
-        return MEMORY[before : before + size] != MEMORY[after : after + size]
-
     def comparable(self, state: torch.Tensor) -> bytes:
         address = state.data_ptr()
         return MEMORY[address : address + state.numel()]
@@ -64,30 +59,21 @@ class TorchStream(Stream):
 class PythonStream(Stream):
     """Python's global ``random`` or a ``random.Random`` object.
 
-    ``getstate`` makes 625 numbers. So a state is a copy of CPython's words, from which `set` makes the numbers; that of
-    a subclass, and of an interpreter that has no such words, is what ``getstate`` returns.
+    ``getstate`` makes 625 numbers. So a state is a copy of CPython's words, if `_HAS_WORDS` and for no subclass.
     """
 
     name = "Python's random"
 
     def __init__(self, source: Any = random):
         self.source, self.get, self.set = source, source.getstate, source.setstate
-        self._owner = owner = random._inst if source is random else source  # pyright: ignore[reportAttributeAccessIssue]
+        owner = random._inst if source is random else source  # pyright: ignore[reportAttributeAccessIssue]
         if _HAS_WORDS and type(owner) is random.Random:
-            self.get, self.set = self._get_words, self._set_words
-
-    def _get_words(self):
-        return _words_of(self._owner), self._owner.gauss_next  # pyright: ignore[reportAttributeAccessIssue]
-
-    def moved(self, state) -> bool:
-        return state != self.get()
-
-    def _set_words(self, state) -> None:
-        self.source.setstate((3, _numbers(state[0]), state[1]))
+            self.get = lambda: (_words_of(owner), owner.gauss_next)
+            self.set = lambda state: owner.setstate((3, _numbers(state[0]), state[1]))
 
 
-def _words_of(owner) -> bytes:
-    """The position and the 624 words of the Mersenne Twister in a ``random.Random`` of CPython."""
+def _words_of(owner: random.Random) -> bytes:
+    """The position and the 624 words of the Mersenne Twister in an object of CPython."""
     address = id(owner) + object.__basicsize__
     return MEMORY[address : address + 4 * 625]
 
@@ -97,12 +83,8 @@ def _numbers(words: bytes) -> tuple[int, ...]:
     return *numbers, position
 
 
-def _has_words() -> bool:
-    owner = random.Random(7)
-    return type(owner).__basicsize__ >= 4 * 625 and _numbers(_words_of(owner)) == owner.getstate()[1]
-
-
-_HAS_WORDS = sys.implementation.name == "cpython" and _has_words()
+_PROBE = random.Random(7)
+_HAS_WORDS = random.Random.__basicsize__ >= 4 * 625 and _numbers(_words_of(_PROBE)) == _PROBE.getstate()[1]
 
 
 class NumpyStream(Stream):
