@@ -59,8 +59,8 @@ def current() -> Guarantees:
 def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: bool = True) -> Iterator[None]:
     """Choose the guarantees, beyond those of torch's checkpoint, for the regions entered in this ``with`` block.
 
-    All are on by default. Their cost depends on the number of modules and tensors of a region, not on tensor sizes: a
-    few microseconds for a few modules, about a millisecond for fifty. It matters only for regions of tiny tensors.
+    All are on by default. Their cost depends on the number of modules, tensors and operations of a region, not on
+    tensor sizes. It matters only for regions of tiny tensors.
 
     Args:
         other_rng: replay Python's ``random``, numpy and generator objects, in addition to torch's streams.
@@ -244,7 +244,8 @@ class MutableState:
         if self._hook_count:
             self._contents += [(each, each.copy()) for each in self._hooks if each]
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._parameters, self._before = [], []
+        self._parameters: list[tuple[torch.Tensor, str]] = []
+        self._before = []
         for tensor, name in reachable.tensors.values():
             if tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)):
                 self._parameters.append((tensor, name))

@@ -287,6 +287,10 @@ class Path:
     """
 
     __slots__ = ("calls", "evidence", "nodes", "sources")
+    evidence: Any
+    nodes: Any
+    calls: Any
+    sources: Any
 
     def __init__(self, recorder: Recorder | None, graph: Graph, evidence: Evidence | None):
         """The path leaves out calls that no output depends on, and casts. Autocast casts a leaf once and any other
@@ -430,8 +434,8 @@ class Subject:
         if before is None or now is None:
             return
         opaque = (kind for kind in before.kinds if kind not in _REGIONS and not _NODE.fullmatch(kind.__name__))
-        if not is_repeatable or any(opaque) or not _is_same(before, now):
-            self.passed = -math.inf  # its values are others each time, or its nodes do not show all that they do
+        if not is_repeatable or any(opaque) or None in before.values or not _is_same(before, now):
+            self.passed = -math.inf  # its values are others each time, or the evidence does not show all that it does
         self.passed += 1
         self.kinds.update(before.kinds)
 

@@ -64,9 +64,9 @@ def checkpoint(
             reads changed since the forward; or if the recomputation calls other operations, or the same ones with other
             arguments or results.
 
-    The two runs are compared call by call; on the CPU, if tensors are small, only until three recomputations of the same
-    function have passed. Later ones are compared by their graphs and by the bits of their outputs, which misses a number
-    that changes none of these bits, for example in a branch that is multiplied by zero.
+    The two runs are compared call by call; on the CPU, if tensors are small, only until three recomputations of the
+    same function have passed. Later ones are compared by their graphs and by the bits of their outputs, which misses a
+    number that changes none of these bits, for example in a branch that is multiplied by zero.
 
     Regions can be nested. With grad mode off, the function runs without a region. Module state (buffers, attributes,
     and attributes of objects in attributes) changes once per step, as in the baseline. Other side effects of the

@@ -62,6 +62,10 @@ class Region:
         *("node_outputs", "output_count", "output_signatures", "output_template", "output_values", "other_outputs"),
     )
 
+    state: Any
+    path: Any
+    subject: Any
+
     def __init__(self, function, args, kwargs, preserve_rng_state):
         self.inputs = Tensors()
         self.names = tuple(kwargs)
@@ -118,8 +122,7 @@ class Region:
             if (alias := start()) is not None:
                 phase.leaves_behind = None if phase.leaves_behind is None else True
                 refusals.refuse_gradient_of(alias)
-        if any(type(leaf) is weakref.ref for leaf in leaves):
-            leaves = self._alive(leaves)
+        leaves: Any = self._alive(leaves)
         if self.recorder is not None:
             if any(leaf.grad_fn is not None for leaf in leaves):  # it has a history, in which backward could reach them
                 for tensor in self.recorder.left_results():
@@ -136,8 +139,10 @@ class Region:
         self.uses = [count if count <= MOST_USES else 1 for count in uses]
         return inputs, leaves
 
-    def _alive(self, leaves):
+    def _alive(self, leaves) -> list:
         """The leaves that are still alive, of which some were created by the function itself."""
+        if not any(type(leaf) is weakref.ref for leaf in leaves):
+            return leaves
         leaves = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
         alive = [place for place, leaf in enumerate(leaves) if leaf is not None]
         if self.is_small:
@@ -290,7 +295,7 @@ class Region:
         # New nodes of a parameter that is released after its use would expect gradients of its current shape.
         self.accumulators = [node for node, tensor in zip(graph.sources, graph.ends) if id(tensor) in reachable.tensors]
         if self.recorder is not None or self.is_small:
-            evidence = evidence_of(graph, outputs) if self.is_small else None
+            evidence: Any = evidence_of(graph, outputs) if self.is_small else None
             if self.recorder is None and not self.subject.kinds.issuperset(evidence.kinds):
                 self.subject.passed = 0  # it does what it never did while it was recorded
             self.path = Path(self.recorder, graph, evidence)
@@ -298,7 +303,7 @@ class Region:
         leaves = [tensor for tensor in graph.ends if id(tensor) not in places]
         if self.is_small:
             places.update(zip(map(id, leaves), itertools.count(-1, -1)))
-            evidence.ends[:] = map(places.get, map(id, graph.ends))
+            self.path.evidence.ends[:] = map(places.get, map(id, graph.ends))
         return leaves, graph.counts()
 
     def _record_state(self, inputs, leaves, reachable):

@@ -22,7 +22,7 @@ import torch
 # during a replay, would give the recomputation another dropout mask than the forward.
 LOCK = threading.RLock()
 #: The memory of this process as bytes by address; a slice takes a quarter of the time of ``ctypes.string_at``.
-MEMORY = (ctypes.c_char * (1 << 62)).from_address(0)
+MEMORY: Any = (ctypes.c_char * (1 << 62)).from_address(0)
 
 
 class Stream:
@@ -66,13 +66,13 @@ class PythonStream(Stream):
 
     def __init__(self, source: Any = random):
         self.source, self.get, self.set = source, source.getstate, source.setstate
-        owner = random._inst if source is random else source  # pyright: ignore[reportAttributeAccessIssue]
+        owner: Any = random._inst if source is random else source  # pyright: ignore[reportAttributeAccessIssue]
         if _HAS_WORDS and type(owner) is random.Random:
-            self.get = lambda: (_words_of(owner), owner.gauss_next)
+            self.get = lambda: (_words_of(owner), owner.gauss_next)  # pyright: ignore[reportAttributeAccessIssue]
             self.set = lambda state: owner.setstate((3, _numbers(state[0]), state[1]))
 
 
-def _words_of(owner: random.Random) -> bytes:
+def _words_of(owner: Any) -> bytes:
     """The position and the 624 words of the Mersenne Twister in an object of CPython."""
     address = id(owner) + object.__basicsize__
     return MEMORY[address : address + 4 * 625]
