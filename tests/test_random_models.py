@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from random_models import check, draw_spec
+from random_models import check, compare, draw_spec
 from random_models.compare import FINDING, difference
 from random_models.model import Node, Spec
 from random_models.part import CATALOG
 from random_models.reduce import smallest
 from random_models.training import train
-from random_models.variants import plain
+from random_models.variants import plain, variants
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 SEEDS = (1, 2, 5, 6, 7, 40, 45, 46, 49, 50, 55, 57, 58)
@@ -36,6 +36,25 @@ def test_a_difference_is_a_finding():
     other = Spec(1, "sequence", ((Node("Linear", 1), Node("Noise", 2)),))
     text = difference(train(spec, plain, 2), train(other, plain, 2))
     assert text is not None and text.startswith("step 0: output 0")
+
+
+def test_a_model_that_cannot_be_measured_unmodified_is_none(monkeypatch):
+    spec = Spec(0, "sequence", ((Node("Linear", 1),),))
+    planned = next(variant for variant in variants(spec) if variant.plans)
+    plain_fails = False
+
+    def measured(_, prepare):
+        if plain_fails or prepare is not plain:
+            raise RuntimeError("Trying to backward through the graph a second time")
+        return 0, None
+
+    monkeypatch.setattr(compare, "measured_peak", measured)
+    outcomes = check(spec, only=planned.name)
+    assert outcomes is not None
+    (outcome,) = outcomes
+    assert outcome.kind == FINDING and "a second time" in outcome.text
+    plain_fails = True
+    assert check(spec, only=planned.name) is None
 
 
 def test_a_finding_is_reduced_to_the_parts_it_needs():

@@ -143,6 +143,18 @@ def test_meta_tensors():
     assert predicted.categories == measured.categories and predicted.seconds is None
 
 
+def test_in_a_measured_step():
+    model, x = torch.nn.Linear(4, 4, device="meta"), torch.empty(2, 4, device="meta")
+    peaks = []
+
+    def step():
+        peaks.append(predict(lambda: model(x).sum().backward(), resident=(model, x)).peak_bytes)
+
+    step()
+    measure(step, "cpu", warmup=0, repeats=0)
+    assert peaks[1] == peaks[0] > 0
+
+
 def test_rounding():
     _, exact = both(mlp)
     _, rounded = both(mlp, round_to=512)

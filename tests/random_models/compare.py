@@ -41,7 +41,7 @@ class Outcome:
 
 
 def check(spec: Spec, only: str | None = None) -> list[Outcome] | None:
-    """The outcomes of all variants, or of the one named `only`; None if the model cannot be trained without them."""
+    """The outcomes of all variants, or of the one named `only`; None if the unmodified model fails."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
@@ -55,7 +55,10 @@ def check(spec: Spec, only: str | None = None) -> list[Outcome] | None:
     outcomes = []
     for variant in variants(spec):
         if only in (None, variant.name):
-            outcomes.append(_outcome(spec, variant, expected, cached))
+            try:
+                outcomes.append(_outcome(spec, variant, expected, cached))
+            except _CannotBeMeasured:
+                return None
             gc.collect()
     return outcomes
 
@@ -81,9 +84,16 @@ def _outcome(spec: Spec, variant: Variant, expected: Run, baseline: Callable[[],
             text = _peak_beyond(spec, variant, baseline)
         except BudgetError as error:  # a step that keeps more of the one before than the first step did
             return Outcome(variant.name, REFUSED, in_words(error))
+        except Exception as error:
+            baseline()
+            return Outcome(variant.name, FINDING, in_words(error))
         if text is not None:
             return Outcome(variant.name, FINDING, text)
     return Outcome(variant.name, EQUAL)
+
+
+class _CannotBeMeasured(Exception):
+    """The unmodified model fails in a second step with nothing between the steps."""
 
 
 class _Baseline:
@@ -94,7 +104,10 @@ class _Baseline:
 
     def __call__(self) -> int:
         if self.peak is None:
-            self.peak, _ = measured_peak(self.spec, plain)
+            try:
+                self.peak, _ = measured_peak(self.spec, plain)
+            except Exception as error:
+                raise _CannotBeMeasured from error
         return self.peak
 
 

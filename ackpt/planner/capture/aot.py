@@ -480,6 +480,7 @@ def _exported(stack, call: _Call, held) -> Capture:
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
     forward.require_same_attributes()
+    call.reads.refuse_new_generators(joint.graph_module)
     forward.references.clear()  # torch keeps the module, but this holds tensors
     call.reads.kept.add_backward()
     shared = {name: getattr(call, name) for name in _SHARED}

@@ -80,7 +80,9 @@ def optimizer_bytes(
     stand_in, trained, prediction = _after_a_step(optimizer, on_cpu, clipping, scaling)
     block = 1 if on_cpu else _CUDA_BLOCK
     gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
-    return _state_bytes(optimizer, stand_in, prediction, on_cpu), prediction.dynamic_peak_bytes - gradients
+    state = _state_bytes(optimizer, stand_in, prediction, on_cpu)
+    stand_in.state.clear()  # a cycle of references keeps the copy, and its step counts have data
+    return state, prediction.dynamic_peak_bytes - gradients
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, stand_in, prediction, on_cpu: bool) -> int:

@@ -143,7 +143,7 @@ class LiveBytes(Counter):
         self._followed: dict[int, tuple[weakref.ref, int]] = {}
         self._lock = threading.RLock()  # several threads may run steps
         self._start = 0
-        self._numbers = 0  # bytes of the factors that the present forward saves
+        self._numbers = 0  # bytes of the factors that the present forward or recomputation saves
         self._gradients: list[int] = []  # keys of storages
         self._workspaces: dict[Any, int] = {}
 
@@ -152,12 +152,19 @@ class LiveBytes(Counter):
         self.sizes, self._start = 0, torch.autograd._get_sequence_nr()
         for key in [key for key, (_, size) in self._followed.items() if size <= _SCALAR]:
             self._freed(key)
-        self._numbers = 0
+        with self.without_numbers(), super().forward():
+            yield
+
+    @contextlib.contextmanager
+    def without_numbers(self) -> Iterator[None]:
+        """Count the numbers that products save inside only until the end, when they are dropped or followed."""
+        before = self._numbers
         try:
-            with super().forward():
-                yield
+            yield
         finally:
-            self.bytes -= self._numbers
+            with self._lock:
+                self.bytes -= self._numbers - before
+                self._numbers = before
 
     def segment_peak(self) -> int:
         """The most bytes that were live since the last call of this method."""
@@ -194,9 +201,10 @@ class LiveBytes(Counter):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.follow(leaf, existing)
-        if self.in_forward and func in SAVE_NUMBERS and args[0].requires_grad:
-            self._numbers += number_bytes(args[1])
-            self.bytes += number_bytes(args[1])
+        if func in SAVE_NUMBERS and torch.is_grad_enabled() and args[0].requires_grad:
+            with self._lock:
+                self._numbers += number_bytes(args[1])
+                self.bytes += number_bytes(args[1])
         self._reached(self.bytes + workspace)
         self._add_cost(func, args, kwargs, result)
         return result
@@ -268,7 +276,7 @@ class LiveBytes(Counter):
     def recomputed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The results of `call`, which recomputes a region in backward; counts it and its own backward."""
         start = torch.autograd._get_sequence_nr()
-        with self:
+        with self.without_numbers(), self:
             outputs = call(*args, **kwargs)
         if self.watches:
             self._watch(outputs, start)
@@ -341,17 +349,27 @@ class LiveBytes(Counter):
             if result is not None:
                 self.follow(result)
         backward = self._of_thread() or Backward(0)
+        in_place: dict[Any, int] = {}
         for result, (target, number) in zip(results, targets):
             if result is None or target is None or target.name().endswith(_ACCUMULATES):
                 continue
             key = target._sequence_nr(), number
             if key not in backward.arrived:
                 backward.arrived[key] = weakref.ref(result)
-            elif key not in backward.sums and not _is_summed_in_place(backward.arrived[key]()):
-                with self._lock:
-                    backward.sums[key] = result.nbytes
-                    self.bytes += result.nbytes
+            elif key not in backward.sums and key not in in_place:
+                if _is_summed_in_place(backward.arrived[key]()):
+                    in_place[key] = result.nbytes
+                else:
+                    self._add_sum(backward, key, result.nbytes)
         self._reached(self.bytes, "a sum of gradients")
+        # To follow a storage refers to it, so the engine now frees both gradients and allocates their sum.
+        for key, size in in_place.items():
+            self._add_sum(backward, key, size)
+
+    def _add_sum(self, backward: Backward, key: Any, size: int) -> None:
+        with self._lock:
+            backward.sums[key] = size
+            self.bytes += size
 
     def sums_of_thread(self) -> set[Any]:
         """The keys of the sums of gradients that exist in the backward of this thread."""
@@ -423,6 +441,10 @@ class AllocatedBytes(Counter):
 
     def more(self, size: int) -> contextlib.AbstractContextManager[None]:
         """Do nothing: the allocator counts."""
+        return contextlib.nullcontext()
+
+    def without_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: numbers are in host memory."""
         return contextlib.nullcontext()
 
     def count_backward(self, outputs: Any) -> None:

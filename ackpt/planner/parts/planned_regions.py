@@ -394,7 +394,8 @@ class _Forward:
         phase.leaves_behind = False if not block.has_run else None
         try:
             with live.more(RNG_STATE_BYTES):  # a region keeps the states from before its forward
-                result = checkpoint(partial(_run_body, block.forward), *args, **kwargs)
+                with live.without_numbers():
+                    result = checkpoint(partial(_run_body, block.forward), *args, **kwargs)
                 run.held_bytes -= live.bytes
         finally:
             _body.first = None
@@ -540,7 +541,7 @@ def _recorded(live, run: Run, storages: SavedStorages):
     cost = live.cost
     with _first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         yield
-    run.cost, run.held_bytes = live.cost - cost, live.bytes + storages.number_bytes
+    run.cost, run.held_bytes = live.cost - cost, live.bytes
 
 
 def _first_sentence(error: Exception) -> str:

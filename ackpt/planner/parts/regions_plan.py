@@ -227,15 +227,13 @@ class Record:
 
 
 class SavedStorages:
-    """The storages that autograd saves inside of a block, by their keys, and the bytes of those of numbers."""
+    """The storages that autograd saves inside of a block, by their keys."""
 
     def __init__(self) -> None:
         self.keys: set[int] = set()
-        self.number_bytes = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
-            self.number_bytes += tensor.nbytes if tensor.dim() == 0 and tensor.dtype is torch.float64 else 0
             self.keys.add(tensor.untyped_storage()._cdata)
         # The tensor itself would refer to its own graph if it is the result of the operation that saves it.
         return tensor.detach()

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.graph import TraceError, simulate
+from ackpt.metering.cpu_meter import no_collection
+from ackpt.metering.run_alone import run_counted
 from ackpt.planner.capture.optimizer_state import optimizer_bytes
 from ackpt.planner.costs.profiles import profile
 from ackpt.planner.schedule.schedule import everything
@@ -112,6 +114,14 @@ def test_the_smallest_budget_includes_the_loss_and_numbers_of_the_optimizer(kind
 
     measured = ackpt.measure(train, resident=(model, optimizer, x), repeats=0).peak_bytes
     assert measured == infeasible.value.least_bytes - (4 if holds_loss else 8)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_simulated_step_leaves_nothing_allocated(kind):
+    optimizer = kind(parameters())
+    optimizer_bytes(optimizer)  # fills caches
+    with no_collection():
+        assert run_counted(lambda: optimizer_bytes(optimizer))[1] == 0
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

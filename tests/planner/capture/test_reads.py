@@ -669,6 +669,28 @@ def test_a_forward_that_seeds_itself_is_refused_also_right_after_a_call(how):
     assert all(map(torch.equal, of_torch, (torch.get_rng_state(), model.generator.get_state())))
 
 
+class OwnGenerator(nn.Module):
+    def __init__(self, is_new: bool):
+        super().__init__()
+        self.linear, self.is_new, self.generator = nn.Linear(4, 4), is_new, torch.Generator()
+
+    def forward(self, x):
+        generator = torch.Generator().manual_seed(3) if self.is_new else self.generator
+        return (self.linear(x) * torch.rand(4, generator=generator)).sum()
+
+
+def test_a_generator_that_the_forward_creates_is_refused():
+    with pytest.raises(TraceError, match=r"torch\.Generator that it creates.*regions=True"):
+        ackpt.compile(OwnGenerator(is_new=True), X, policy="full")
+
+
+def test_a_generator_of_the_model_draws_on():
+    model, expected = OwnGenerator(is_new=False), OwnGenerator(is_new=False)
+    expected.load_state_dict(model.state_dict())
+    step = ackpt.compile(model, X, policy="full")
+    assert all(torch.equal(step(X), expected(X)) for _ in range(3))
+
+
 class OtherDefaults(nn.Module):
     def __init__(self):
         super().__init__()
@@ -688,6 +710,27 @@ def test_a_default_dtype_that_the_forward_sets_is_planned(policy):
     model = OtherDefaults()
     step = ackpt.compile(model, X, policy=policy)
     assert torch.equal(step(X), model(X))
+
+
+class LeavesDefault(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x):
+        if self.kind == "dtype":
+            torch.set_default_dtype(torch.float64)
+        else:
+            torch.set_default_device("meta")
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize("kind", ["dtype", "device"])
+def test_a_default_that_the_forward_leaves_set_is_refused_without_a_trace(kind):
+    before = torch.get_default_dtype(), torch.get_default_device()
+    with pytest.raises(ackpt.TraceError, match=f"changes torch's default {kind} and does not restore it.*regions=True"):
+        ackpt.compile(LeavesDefault(kind), X, policy="full")
+    assert (torch.get_default_dtype(), torch.get_default_device()) == before
 
 
 def test_another_default_dtype_is_another_call():

@@ -54,6 +54,7 @@ class Reads:
         self.places: list[Callable[[], bool]] = []  # see `ackpt.planner.capture.inspection.kept_tensors.places`
         self._has_hooks = False  # whether the forward adds hooks to its tensors or nodes
         self.has_checkpoints = False  # whether the model calls torch's own
+        self._generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
 
     @contextlib.contextmanager
     def watched(self, is_same, real):
@@ -113,6 +114,7 @@ class Reads:
             self.has_checkpoints |= id(_CHECKPOINT) in seen
             changed = walk.restored(is_same, real)
             drawn = walk.drawn_from()
+            self._generators += walk.generators()
             if seeds:
                 torch.set_rng_state(seeds[0][1])
         if seeds:
@@ -130,6 +132,16 @@ class Reads:
             )
         if changed and not self._may_settle(changed):
             raise not_repeated(changed[0].refusal)
+
+    def refuse_new_generators(self, module: torch.fx.GraphModule) -> None:
+        """Refuse a captured `module` that draws from a generator of the forward's own: every step would draw on."""
+        constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
+        drawn = [each for each in constants if isinstance(each, torch.Generator)]
+        if not all(any(_are_same(known, each) for known in self._generators) for each in drawn):
+            raise not_repeated(
+                "the forward draws random numbers from a torch.Generator that it creates, which a captured step would "
+                f"not repeat. Create it before, and store it in an attribute of the model, {REGIONS}"
+            )
 
     def start(self) -> None:
         """Call this before every forward: it removes what the one before has left."""
@@ -251,9 +263,27 @@ def warn_of_checkpoints() -> None:
 
 
 def in_own_context(call):
-    """``call()``, where what it sets in context variables is gone afterwards; plain values and tensors are refused."""
+    """``call()``, where what it sets in context variables is gone afterwards; plain values and tensors are refused.
+
+    So are torch's default dtype and device if the call leaves others set.
+    """
     before, context = contextvars.copy_context(), contextvars.copy_context()
-    result = context.run(call)
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    left = ""
+    try:
+        result = context.run(call)
+    finally:
+        if torch.get_default_dtype() != dtype:
+            left = "dtype"
+            torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            left = "device"
+            torch.set_default_device(device)
+    if left:
+        raise not_repeated(
+            f"the forward changes torch's default {left} and does not restore it, which a captured step would not do. "
+            f"Set it before the forward, restore it there in a finally block, {REGIONS}"
+        )
     for variable, value in context.items():
         was = before.get(variable)
         if was is not value and (plain(value) not in (None, plain(was)) or tensors_in([value])):
@@ -262,6 +292,16 @@ def in_own_context(call):
                 f"before the forward, or store what it contains in a buffer, {REGIONS}"
             )
     return result
+
+
+def _are_same(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether these are one generator, of which the graph has another Python object."""
+    state, seed = one.get_state(), other.initial_seed() ^ 1
+    one.manual_seed(seed)
+    try:
+        return other.initial_seed() == seed
+    finally:
+        one.set_state(state)
 
 
 def _is_by_model(frame) -> bool:

@@ -183,6 +183,10 @@ class Walk:
             stream.set(state)
         return moved
 
+    def generators(self) -> list[torch.Generator]:
+        """The generators of torch that the code can read."""
+        return [stream.generator for stream, *_ in self._streams.values() if isinstance(stream, TorchStream)]
+
     def restored(self, is_same, real) -> list[Change]:
         """Restore what changed, and return the changes: see `Snapshot.restored`."""
         new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
