@@ -99,9 +99,12 @@ def fast(session: nox.Session) -> None:
 @nox.session(reuse_venv=True, default=False)
 @nox.parametrize("torch", ["2.11.0", "2.13.0", "newest"])
 def compat(session: nox.Session, torch: str) -> None:
-    """Run the tests with the oldest torch allowed, the usual and the newest, gigabytes each; arguments go to pytest."""
-    session.install("--upgrade", "-e", ".[dev]", "torch" if torch == "newest" else f"torch=={torch}")
-    session.run("python", "-c", "import torch; print(torch.__version__)")
+    """Run the tests with the oldest torch allowed, the usual and the newest, gigabytes each; arguments go to pytest.
+
+    torchvision comes along: transformers runs other code where it is there.
+    """
+    session.install("--upgrade", "-e", ".[dev]", "torch" if torch == "newest" else f"torch=={torch}", "torchvision")
+    session.run("python", "-c", "import torch, torchvision as v; print(torch.__version__, v.__version__)")
     session.run("pytest", *(session.posargs or PYTEST), env=FIXED)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ackpt.planner.explain.explanation import explain
     from ackpt.planner.explain.print_saved import print_saved
     from ackpt.planner.schedule.plan import Plan
+    from ackpt.planner.workloads.lengths import fits
 
 __all__ = [
     "BudgetError",
@@ -48,6 +49,7 @@ __all__ = [
     "compile",
     "count_flops",
     "explain",
+    "fits",
     "from_shapes",
     "guarantees",
     "is_recomputing",
@@ -74,6 +76,7 @@ _LATER = {
     "calibrate": ("ackpt.planner.costs.calibration", "calibrate"),
     "compile": ("ackpt.planner.api", "compile"),
     "explain": ("ackpt.planner.explain.explanation", "explain"),
+    "fits": ("ackpt.planner.workloads.lengths", "fits"),
     "from_shapes": ("ackpt.planner.capture.shapes", "from_shapes"),
     "graph": ("ackpt.graph", None),
     "offload_pays": ("ackpt.offloading.pays", "offload_pays"),

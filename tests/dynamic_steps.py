@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import ackpt
 
@@ -21,6 +22,12 @@ class Words(nn.Module):
     def forward(self, ids):
         x = self.blocks(self.embed(ids)) @ self.embed.weight.t()
         return F.cross_entropy(x.flatten(0, 1), ids.flatten())
+
+
+def gpt2(**options) -> GPT2LMHeadModel:
+    """A small GPT-2; `options` of its configuration."""
+    config = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64, **options}
+    return GPT2LMHeadModel(GPT2Config(**config, bos_token_id=0, eos_token_id=0, use_cache=False))
 
 
 def ids(batch, length):

@@ -92,6 +92,8 @@ def measuring(model: nn.Module, x: Tensor) -> None:
         assert_type(found.seconds.median, float)
     assert_type(ackpt.predict(step, resident=(model, x)), Measurement)
     assert_type(ackpt.count_flops(step), int)
+    assert_type(ackpt.fits(model, [3, 9], batch_size=2).methods["none"].largest, int | None)
+    ackpt.fits(model, [3, 9], batch_size="2")  # pyright: ignore[reportArgumentType]
     ackpt.measure(step, resident=("model",))  # pyright: ignore[reportArgumentType]
 
 

@@ -1,4 +1,4 @@
-"""Small models of plain torch, diffusers, monai, torch_geometric and x-transformers: `LIBRARIES` has their builders.
+"""Small models of plain torch, torchvision, diffusers, monai, torch_geometric and x-transformers, in `LIBRARIES`.
 
 A builder returns ``(model, args, kwargs)``. It imports its library when it is called.
 """
@@ -141,6 +141,55 @@ def _diffusers(name: str, options: dict[str, Any], **inputs: tuple[int, ...]) ->
         return getattr(diffusers, name)(**options), (), batch
 
     return build
+
+
+def _torchvision(path: str, size: int = 32, frames: tuple[int, ...] = (), **options: Any) -> Callable[[], Built]:
+    """A model of torchvision for images, or for videos with `frames`."""
+
+    def build() -> Built:
+        module, name = path.rsplit(".", 1)
+        model = getattr(importlib.import_module(f"torchvision.models.{module}"), name)
+        return model(**options), (torch.randn(2, 3, *frames, size, size),), {}
+
+    return build
+
+
+def _convnext() -> Built:
+    convnext = importlib.import_module("torchvision.models.convnext")
+    blocks = [convnext.CNBlockConfig(8, 16, 2), convnext.CNBlockConfig(16, None, 1)]
+    return convnext.ConvNeXt(blocks, stochastic_depth_prob=0.1, num_classes=4), (torch.randn(2, 3, 32, 32),), {}
+
+
+TORCHVISION: dict[str, Callable[[], Built]] = {
+    "ResNet": _torchvision("resnet.resnet18", num_classes=4),
+    "DenseNet": _torchvision("densenet.DenseNet", growth_rate=8, block_config=(2, 2), drop_rate=0.1),
+    "GoogLeNet": _torchvision("googlenet.googlenet", 64, num_classes=4, aux_logits=False, init_weights=False),
+    "Inception": _torchvision("inception.inception_v3", 96, num_classes=4, aux_logits=False, init_weights=False),
+    "MNASNet": _torchvision("mnasnet.mnasnet0_5", num_classes=4),
+    "MobileNet V2": _torchvision("mobilenetv2.mobilenet_v2", num_classes=4, width_mult=0.25),
+    "MobileNet V3": _torchvision("mobilenetv3.mobilenet_v3_small", num_classes=4),
+    "EfficientNet": _torchvision("efficientnet.efficientnet_b0", num_classes=4),
+    "RegNet": _torchvision("regnet.regnet_y_400mf", num_classes=4),
+    "ShuffleNet": _torchvision("shufflenetv2.shufflenet_v2_x0_5", num_classes=4),
+    "SqueezeNet": _torchvision("squeezenet.squeezenet1_1", 64, num_classes=4),
+    "ConvNeXt": _convnext,
+    "Vision Transformer": _torchvision(
+        "vision_transformer.VisionTransformer",
+        image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, dropout=0.1, num_classes=4,
+    ),
+    "Swin": _torchvision(
+        "swin_transformer.SwinTransformer",
+        patch_size=[2, 2], embed_dim=16, depths=[2, 2], num_heads=[2, 2], window_size=[4, 4], num_classes=4,
+    ),
+    "MaxViT": _torchvision(
+        "maxvit.MaxVit",
+        64, input_size=(64, 64), stem_channels=8, partition_size=4, block_channels=[8, 16], block_layers=[1, 1],
+        head_dim=8, stochastic_depth_prob=0.1, num_classes=4,
+    ),
+    "FCN": _torchvision("segmentation.fcn_resnet50", num_classes=4, weights_backbone=None),
+    "LR-ASPP": _torchvision("segmentation.lraspp_mobilenet_v3_large", 64, num_classes=4, weights_backbone=None),
+    "R(2+1)D": _torchvision("video.r2plus1d_18", 16, (2,), num_classes=4),
+}  # fmt: skip
 
 
 _BLOCKS = {"layers_per_block": 1, "block_out_channels": (16, 32), "norm_num_groups": 8}
@@ -323,6 +372,7 @@ X_TRANSFORMERS: dict[str, Callable[[], Built]] = {
 #: The name of a library as it is imported -> its models.
 LIBRARIES: dict[str, dict[str, Callable[[], Built]]] = {
     "torch": TORCH,
+    "torchvision": TORCHVISION,
     "diffusers": DIFFUSERS,
     "monai": MONAI,
     "torch_geometric": GEOMETRIC,

@@ -33,6 +33,7 @@ EXAMPLES = """examples:
   ackpt plan hf:LlamaConfig --seq-len 2048 --dtype bfloat16 --lora r=16 targets=q_proj,v_proj --device-profile l4
   ackpt plan hf:LlamaConfig --dtype bfloat16 --device-profile h200 --sweep seq_len=256:2048 --budget "120GiB reserved"
   ackpt plan lm --seq-len 512 --explain --html explanation.html
+  ackpt plan hf:GPT2Config --lengths lengths.txt --batch-size 16 --device-profile l4
   ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
   ackpt plan hf:path/to/config.json --seq-len 8192 --dtype bfloat16 --fsdp 16 64 --shard-dtype float32 --budget 80GiB
 """
@@ -59,6 +60,16 @@ def add_plan(commands) -> None:
     add("--batch-size", type=int, metavar="N", help="sequences or images per batch (default 1)")
     add("--seq-len", type=int, metavar="N", help="tokens per sequence; required for models that read tokens")
     add("--image-size", type=int, metavar="N", help="height and width (default: the model's, or 224)")
+    add(
+        "--lengths",
+        metavar="FILE",
+        help="report on all batches of a data set: the number of tokens of each sequence, one number a line or a list "
+        "as JSON; with --batch-size, --tokens-per-batch or --packed",
+    )
+    add(
+        "--tokens-per-batch", type=int, metavar="N", help="with --lengths, the most tokens of a batch, padding included"
+    )
+    add("--packed", type=int, metavar="N", help="with --lengths, pack sequences to rows of N tokens, one row per batch")
     add_set(add, "n_layer=48 dropout=0.0")
     add(
         "--lora",
@@ -139,6 +150,16 @@ def add_plan(commands) -> None:
         help="offload the inputs of checkpointed blocks to the host (policy selective; needs --device-profile)",
     )
     add(
+        "--chunk-head",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[True, "auto"],
+        metavar="auto",
+        help="run the head of a language model, from its last matrix product to the loss, in chunks of tokens, in as "
+        "many as the budget needs; auto: only if the budget needs it",
+    )
+    add(
         "--fsdp",
         type=int,
         nargs="+",
@@ -188,6 +209,10 @@ def run_plan_command(arguments, command: str) -> int:
 
     from . import plan_fsdp, plan_sweep, plan_text
 
+    if arguments.lengths is not None or arguments.tokens_per_batch or arguments.packed:
+        report = _lengths(arguments)
+        print(json.dumps({"model": arguments.model, **report.to_json()}, indent=1) if arguments.json else report)
+        return 0
     if arguments.largest is not None:
         arguments.sweep = _open_sweep(arguments)
     if arguments.sweep is None and "," in (arguments.device_profile or ""):
@@ -292,6 +317,7 @@ def configuration(arguments, **changes):
         clipping=arguments.clip_gradients,
         scaling=arguments.grad_scaler,
         options=options,
+        chunk_head=arguments.chunk_head,
     )
 
 
@@ -311,6 +337,21 @@ def _options_of_selective(arguments) -> dict[str, Any]:
             f"{arguments.policy}"
         )
     return options
+
+
+def _lengths(arguments):
+    """The report of --lengths."""
+    from ackpt.planner.workloads.lengths import batching, check_lengths, fits_of_plan, lengths_in
+
+    if arguments.lengths is None:
+        raise UsageError("--tokens-per-batch and --packed make batches of the sequences of --lengths: give a file")
+    sizes = "seq_len", "image_size", "sweep", "largest"
+    plans = "policy", "slowdown", "every_n_layers", "save", "offload_blocks", "fsdp"
+    _require_alone("--lengths reports on all batches of a data set", arguments, *_OF_ONE_PLAN, *sizes, *plans)
+    lengths, name_of = lengths_in(Path(arguments.lengths))
+    batches = batching(arguments.batch_size, arguments.tokens_per_batch, arguments.packed)
+    check_lengths(lengths, batches, None, name_of)
+    return fits_of_plan(configuration(arguments, batch_size=1, seq_len=1), lengths, batches, name_of)
 
 
 _OF_ONE_PLAN = "output", "explain", "html", "memory_viz"
@@ -344,6 +385,8 @@ def _shardings(arguments) -> list:
         raise UsageError(
             "--fsdp plans allocated bytes of a step without earlier gradients: leave out --accumulation and 'reserved'"
         )
+    if arguments.chunk_head:
+        raise UsageError("--fsdp plans blocks, and the head as a whole: leave out --chunk-head")
     if arguments.clip_gradients or arguments.grad_scaler:
         raise UsageError("--fsdp plans a step without clipping and scaling: leave out --clip-gradients, --grad-scaler")
     parameters, reduction = (

@@ -8,7 +8,7 @@ import torch
 
 import ackpt
 from ackpt.core.budget import readable
-from ackpt.core.errors import BudgetError
+from ackpt.core.errors import BudgetError, TraceError
 from ackpt.metering.meter import memory_format
 from ackpt.planner.explain.explanation import Explanation, explained
 from ackpt.planner.workloads.optimizers import optimizer_kind
@@ -171,14 +171,24 @@ def _verdict(planned: Planned) -> list[str]:
             *lines,
             f"no plan fits: the one with the smallest peak reserves {readable(error.least_bytes)}, and the context "
             f"leaves {memory_format(room)}",
+            *_in_chunks(planned),
             *_helps(planned, room),
         ]
-    reserved = memory_format(other.memory.reserved) if other.memory is not None else ""
-    return [
-        *lines,
-        f'add --budget "{other.config.budget}": that plan fits, reserves {reserved} and adds {other.plan.cost:.1%} to '
-        "the time of the step",
-    ]
+    return [*lines, f'add --budget "{other.config.budget}": {_that_fits(other)}']
+
+
+def _that_fits(planned: Planned) -> str:
+    reserved = memory_format(planned.memory.reserved) if planned.memory is not None else ""
+    return f"that plan fits, reserves {reserved} and adds {planned.plan.cost:.1%} to the time of the step"
+
+
+def _in_chunks(planned: Planned) -> list[str]:
+    """The plan that fits with the head in chunks, if there is one."""
+    try:
+        other = planned.that_fits(chunk_head=True)
+    except (BudgetError, TraceError):
+        return []
+    return [f'would help: --chunk-head --budget "{other.config.budget}": {_that_fits(other)}']
 
 
 def _helps(planned: Planned, room: int) -> list[str]:

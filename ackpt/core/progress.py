@@ -1,7 +1,7 @@
-"""Show the current stage on one line of a terminal if capture and planning take longer than two seconds.
+"""Show the current stage on one line of a terminal if capture, planning or a measurement takes longer than two seconds.
 
 A thread writes the line, since one call into torch may take seconds. Nothing is written where stderr is no terminal, as
-in notebooks and pipes, and while `ackpt.measure` runs.
+in notebooks and pipes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ _INTERVAL_SECONDS = 0.2
 class _Line:
     """The line: it shows ``stage`` after ``about``, the larger task that the stage belongs to."""
 
-    stage = "planning"
     about = ""
 
-    def __init__(self, stream: Any):
-        self.stream, self.start = stream, time.time()
+    def __init__(self, stream: Any, stage: str):
+        self.stream, self.start, self.stage = stream, time.time(), stage
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._write, name="ackpt-progress", daemon=True)
 
@@ -61,37 +60,28 @@ class _Line:
 
 
 class _Current(threading.local):
-    """The line of this thread, if there is one, and whether this thread measures a step."""
+    """The line of this thread, if there is one."""
 
     line: _Line | None = None
-    is_measuring = False
 
 
 _current = _Current()
 
 
 @contextlib.contextmanager
-def shown() -> Iterator[None]:
-    """Inside, the line is shown after two seconds."""
+def shown(text: str = "") -> Iterator[None]:
+    """Inside, the line is shown after two seconds; `text`: its first stage, if it is known."""
     stream = sys.stderr
-    if _current.line is not None or _current.is_measuring or stream is None or not stream.isatty():
+    if _current.line is not None or stream is None or not stream.isatty():
+        if text:
+            stage(text)
         yield
         return
     try:
-        with _Line(stream) as _current.line:
+        with _Line(stream, text or "planning") as _current.line:
             yield
     finally:
         _current.line = None
-
-
-@contextlib.contextmanager
-def measuring() -> Iterator[None]:
-    """Inside, no line begins."""
-    was, _current.is_measuring = _current.is_measuring, True
-    try:
-        yield
-    finally:
-        _current.is_measuring = was
 
 
 def stage(text: str) -> None:

@@ -232,7 +232,8 @@ def _is_fusible(query, key, value, enable_gqa) -> bool:
     heads = {tensor.shape[1] for tensor in tensors}
     is_grouped = enable_gqa and key.shape[1] == value.shape[1] and not query.shape[1] % key.shape[1]
     packed = all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
-    return packed and len({tensor.shape[0] for tensor in tensors}) == 1 and (len(heads) == 1 or is_grouped)
+    is_one_batch = query.shape[0] == key.shape[0] == value.shape[0]
+    return packed and is_one_batch and (len(heads) == 1 or is_grouped)
 
 
 def _cudnn_runs(query, key, value, dropout_p, capability) -> bool:

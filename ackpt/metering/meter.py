@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ackpt.core.errors import warn
-from ackpt.core.progress import measuring
+from ackpt.core.progress import shown
 
 from . import cpu_meter, cuda_meter
 from .flops import UncountedFlops, count_flops
@@ -202,7 +202,7 @@ def measure(
                 step_fn()
 
     before = warm_up if warmup else None
-    with measuring():
+    with shown("measuring the step"):
         timeline, resident_bytes, peak_bytes, allocator = backend.trace(step_fn, before, owned, device)
         samples = [backend.clock(step_fn, device) for _ in range(repeats)]
     return assemble(

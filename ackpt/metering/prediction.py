@@ -32,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ackpt.core.progress import shown
+
 from .autograd_engine import InPlace, SavedNumbers
 from .cpu_meter import no_collection
 from .cuda_choices import cuda_choices
@@ -329,6 +331,7 @@ def predict(
     explained = contextlib.nullcontext() if fake_mode else _explained_on_meta()
     made = Made(module for item in owned.items if isinstance(item, torch.nn.Module) for module in item.modules())
     with (
+        shown("predicting the step"),
         no_collection(),
         _values_explained(),
         _removed(made, owned, storages),

@@ -45,6 +45,7 @@ def compile(
     costs: Literal["rates", "measured"] = "rates",
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
+    chunk_head: bool | Literal["auto"] = False,
     **kwargs: Any,
 ) -> PlannedStep:
     """Return a module that runs `model`'s training step according to a plan.
@@ -92,6 +93,12 @@ def compile(
             fit are saved. A fraction is relative to the baseline that is predicted from the first step.
         on_exceed: with regions, what happens if a step needs more memory than its budget allows: ``"raise"`` a
             `BudgetError`, in the forward at once and in backward at its end, or ``"warn"``.
+        chunk_head: whether the head of a language model, from its last matrix product to the loss, runs in chunks of
+            tokens, forward and backward of a chunk together: the logits then never exist as a whole, and nothing runs
+            twice. With True, in the fewest chunks, at least 2, with which the policy keeps the budget; with ``"auto"``,
+            in chunks only if the policy cannot keep the budget without. Loss and gradients then differ from eager's by
+            roundings of sums over tokens, as ``plan.note`` says, and reading the logits that the model returns raises
+            an error. Each size is captured by itself.
 
     Returns:
         A `PlannedStep`, whose ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients. If no
@@ -100,7 +107,8 @@ def compile(
     Raises:
         BudgetError: if the budget is infeasible; names the smallest feasible one. Also if `plan` would exceed its own
             budget at the sizes of a call.
-        TraceError: if the model cannot be captured as one graph, and is not planned in parts.
+        TraceError: if the model cannot be captured as one graph, and is not planned in parts; also if `chunk_head`
+            does not know an operation between the last matrix product and the loss, which the error names.
         RecordError: if the folder `cache` cannot be written.
         TypeError: for a keyword that looks like a misspelled keyword of `compile` and that the model's forward does not
             have; for a tensor or a number that was probably meant for the model, but is the value of a keyword of
@@ -148,6 +156,7 @@ def apply_budget(
     costs: Literal["rates", "measured"] = "rates",
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
+    chunk_head: bool | Literal["auto"] = False,
 ) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
 
@@ -166,7 +175,7 @@ def apply_budget(
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
         slowdown, policy, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
-        dynamic, cache, device_profile, costs, regions, on_exceed: as in `ackpt.compile`.
+        dynamic, cache, device_profile, costs, regions, on_exceed, chunk_head: as in `ackpt.compile`.
 
     Returns:
         The `PlannedStep`, with its ``plan``, ``history`` and ``prepare``. Keep calling `model` itself.

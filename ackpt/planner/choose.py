@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ackpt.core.budget import added_share, dynamic_limit, is_share, least_share, readable, unit_hint
-from ackpt.core.errors import BudgetError
+from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import compiling_note
+from ackpt.planner.capture.chunked_head import Head
 from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
@@ -33,8 +35,12 @@ from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.schedule.simulator import Simulation, peak_of, simulate
 
 
-def planned(graph: JointGraph, request: Request, profile: Profile | None = None) -> Plan:
+def planned(
+    graph: JointGraph, request: Request, profile: Profile | None = None, whole: tuple[JointGraph, Profile] | None = None
+) -> Plan:
     """The plan of `graph` that the policy of `request` makes within its budget and slowdown.
+
+    `whole`: the model's own graph and its profile, if `graph` is that with its head in chunks.
 
     Raises:
         BudgetError: if the budget is infeasible for the policy or within the slowdown; names the smallest feasible one.
@@ -43,7 +49,9 @@ def planned(graph: JointGraph, request: Request, profile: Profile | None = None)
     check_options(request.policy, request.options)
     with shown():
         profile = default_profile(graph, request.device) if profile is None else profile
-        baseline = baseline_of(graph, profile, request.budget)
+        baseline = baseline_of(*(whole or (graph, profile)), request.budget)
+        if whole is not None:
+            baseline = _in_chunks(graph, profile, baseline, whole)
         schedule = _searched(graph, profile, baseline.limit_bytes, request)
         plan = plan_of(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
         _check_slowdown(graph, profile, plan, request)
@@ -59,7 +67,7 @@ def _check_slowdown(graph: JointGraph, profile: Profile, plan: Plan, request: Re
         f"to keep the budget {request.budget!r}, policy {plan.policy!r} makes the step {plan.cost:.1%} longer, and "
         f"slowdown={request.slowdown!r} allows {most:.1%}"
     )
-    if request.policy != "auto":
+    if request.policy != "auto" or graph.head_chunks > 1:
         raise BudgetError(f"{message}: give a larger budget or slowdown, or policy='auto'", None, request.budget)
     schedule = lowest(graph, profile, most, candidates_of_auto(request))
     least = peak_of(graph, schedule, profile.workspace_bytes) + graph.resident_bytes
@@ -126,11 +134,21 @@ def resolved(graph: JointGraph, device: Device | str | None) -> Device | None:
 
 
 class Baseline(NamedTuple):
-    """The baseline of a graph, and the bound on dynamic bytes that follows from a budget, None without one."""
+    """The baseline of a graph, and the bound on dynamic bytes that follows from a budget, None without one.
+
+    ``cost``: of a step without chunks, and ``added``: by chunks; None and 0 if the head is not in chunks.
+    """
 
     schedule: Schedule
     peak_bytes: int
     limit_bytes: int | None
+    cost: float | None = None
+    added: float = 0.0
+
+    def cost_of(self, added: float, cost) -> float:
+        """The cost of what a plan adds, as a fraction of the baseline's."""
+        whole = step_cost(self.schedule, cost) if self.cost is None else self.cost
+        return (added + self.added) / (whole or 1.0)
 
 
 def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
@@ -139,6 +157,56 @@ def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
     simulated = simulate(graph, profile, schedule)
     peak_bytes = _baseline_bytes(graph, profile, simulated, budget)
     return Baseline(schedule, peak_bytes, dynamic_limit(budget, peak_bytes, simulated.resident_bytes))
+
+
+def _in_chunks(graph: JointGraph, profile: Profile, baseline: Baseline, whole: tuple[JointGraph, Profile]) -> Baseline:
+    """The baseline of `graph`, which is a graph with its head in chunks: peak and cost are those without chunks."""
+    schedule, before = everything(graph), step_cost(baseline.schedule, costs(*whole))
+    return baseline._replace(schedule=schedule, cost=before, added=step_cost(schedule, costs(graph, profile)) - before)
+
+
+def planned_in_chunks(
+    graph: JointGraph, request: Request, profile: Profile, chunked: Callable[[int], tuple[JointGraph, Profile]]
+) -> tuple[Plan, JointGraph, Profile]:
+    """The plan that keeps the budget with the head in chunks, and its graph and profile.
+
+    The number of chunks doubles from 2 on until a plan keeps the budget, and then as long as plans become cheaper: with
+    smaller chunks, less must be recomputed. `chunked`: the graph with so many chunks, and its profile.
+
+    Raises:
+        BudgetError: if no number of chunks keeps the budget.
+        TraceError: if the head cannot run in chunks.
+    """
+    refusal = None
+    if request.chunk_head == "auto":
+        try:
+            return planned(graph, request, profile), graph, profile
+        except BudgetError as error:
+            refusal = error
+    try:
+        head = Head(graph)
+    except TraceError as error:
+        if refusal is None:
+            raise
+        raise BudgetError(f"{refusal} {error}", refusal.least_bytes, refusal.budget) from None
+    best, least, most = None, math.inf, head.sequences * head.tokens
+    for count in [*(2**power for power in range(1, most.bit_length()) if 2**power < most), most]:
+        one, its = chunked(count)
+        try:
+            plan = planned(one, replace(request, slowdown=None), its, (graph, profile))
+        except BudgetError as error:
+            if best is not None:
+                break
+            if error.least_bytes is None or count == most or error.least_bytes >= least:
+                raise
+            least = error.least_bytes
+            continue
+        if best is not None and plan.cost >= best[0].cost:
+            break
+        best = plan, one, its
+    assert best is not None
+    _check_slowdown(best[1], best[2], best[0], request)
+    return best
 
 
 def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: Baseline, budget, policy: str) -> Plan:
@@ -159,14 +227,14 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
     if limit is not None and simulated.peak_bytes > limit:
         least = simulated.peak_bytes + simulated.resident_bytes
         cost = costs(graph, profile)
-        added = whole_added_cost(graph, profile, schedule, cost) / _baseline_cost(baseline.schedule, cost)
+        added = baseline.cost_of(whole_added_cost(graph, profile, schedule, cost), cost)
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
             + (f" The model was {compiling_note(graph.as_compiled)}." if graph.as_compiled else ""),
             least,
             budget,
         )
-    return _plan(graph, policy, limit, schedule, simulated, baseline.peak_bytes, baseline.schedule, profile)
+    return _plan(graph, policy, schedule, simulated, baseline, profile)
 
 
 def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, budget) -> int:
@@ -211,11 +279,9 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
     return plan
 
 
-def _plan(
-    graph, policy, limit, schedule: Schedule, simulated: Simulation, baseline_bytes: int, baseline: Schedule, profile
-) -> Plan:
-    cost = costs(graph, profile)
-    baseline_cost = _baseline_cost(baseline, cost)
+def _plan(graph, policy, schedule: Schedule, simulated: Simulation, baseline: Baseline, profile) -> Plan:
+    cost, limit = costs(graph, profile), baseline.limit_bytes
+    baseline_cost = (step_cost(baseline.schedule, cost) if baseline.cost is None else baseline.cost) or 1.0
     node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
     peak_node = "the optimizer's step"
     # The lower bound is valid only for schedules without offload.
@@ -227,16 +293,16 @@ def _plan(
         limit_bytes=limit,
         peak_bytes=simulated.peak_bytes + simulated.resident_bytes,
         resident_bytes=simulated.resident_bytes,
-        baseline_peak_bytes=baseline_bytes + simulated.resident_bytes,
+        baseline_peak_bytes=baseline.peak_bytes + simulated.resident_bytes,
         saved_bytes=simulated.saved_bytes,
         flops=simulated.flops,
         recompute_flops=simulated.recompute_flops,
         peak_node=peak_node,
-        activations=activations(graph, baseline, schedule),
+        activations=activations(graph, baseline.schedule, schedule),
         schedule=schedule,
         timeline=simulated.timeline,
-        cost=whole_added_cost(graph, profile, schedule, cost) / baseline_cost,
-        lower_bound=_bound(graph, schedule, cost, baseline_cost, profile, limit) if has_bound else None,
+        cost=baseline.cost_of(whole_added_cost(graph, profile, schedule, cost), cost),
+        lower_bound=_bound(graph, schedule, cost, baseline, profile) if has_bound else None,
         decisions=decisions(graph, schedule, cost, baseline_cost, profile),
         host_bytes=simulated.host_bytes,
         exposed_seconds=simulated.exposed_seconds,
@@ -244,12 +310,18 @@ def _plan(
         note=_note(graph),
         sizes=graph.analysis.argument_shapes,
         device=profile.device,
+        head_chunks=graph.head_chunks,
     )
 
 
 def _note(graph: JointGraph) -> str | None:
     """The exceptions to the plan's guarantees, in words; otherwise None."""
     notes = [compiling_note(graph.as_compiled)] if graph.as_compiled else []
+    if graph.head_chunks > 1:
+        notes.append(
+            f"the head runs in {graph.head_chunks} chunks of tokens (chunk_head): the loss and the gradients differ "
+            "from eager's by roundings of sums, and outputs with a row for every token, as logits, are not computed"
+        )
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")
     if sums := summed(graph.module):
@@ -272,12 +344,9 @@ def _note(graph: JointGraph) -> str | None:
     return "; ".join(notes) or None
 
 
-def _baseline_cost(baseline: Schedule, cost) -> float:
-    return step_cost(baseline, cost) or 1.0
-
-
-def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit: int | None) -> float | None:
+def _bound(graph, schedule: Schedule, cost, baseline: Baseline, profile) -> float | None:
     """The lower bound within the limit as a fraction of the baseline's cost; None if unknown, as without scipy."""
+    limit = baseline.limit_bytes
     assert limit is not None
     if importlib.util.find_spec("scipy") is None:
         return None
@@ -287,7 +356,7 @@ def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit
     stage("computing the lower bound")
     bounded = with_packed_masks(graph) if schedule.packed else graph
     bound = lower_bound(bounded, cost, profile.workspace_bytes, limit)
-    return None if bound is None else bound / baseline_cost
+    return None if bound is None else baseline.cost_of(bound, cost)
 
 
 def _refusal(graph, profile, schedule, policy, budget, limit, lowest: Simulation, baseline_bytes: int, cost) -> str:

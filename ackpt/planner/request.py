@@ -36,7 +36,8 @@ class Request:
     ``loop``: from optimizer, accumulation and scaler. ``folder``: where results of searches are cached. ``device``:
     from device_profile and costs; ``MEASURED`` times the operations. ``on_plan`` and ``compiler``: options of the
     backend of ``torch.compile``; ``on_plan`` is called with every new plan before it runs. ``planner``: a function that
-    plans each graph in place of the policy; every size is then a graph of its own.
+    plans each graph in place of the policy; every size is then a graph of its own. ``chunk_head``: whether the head of
+    a language model runs in chunks; ``"auto"``: if the budget needs it.
     """
 
     budget: float | str | None = None
@@ -55,6 +56,7 @@ class Request:
     on_plan: Callable[[Any], Any] | None = None
     compiler: str = "eager"
     planner: Callable[[JointGraph], Plan] | None = None
+    chunk_head: bool | str = False
 
     @classmethod
     def of(
@@ -84,6 +86,7 @@ class Request:
             self._check_plan()
         self._check_options()
         self._check_regions()
+        self._check_chunk_head()
         dynamic_limit(self.budget, 0, 0)  # refuses an invalid budget
         if added_share(self.slowdown) is not None:
             self._check_slowdown()
@@ -98,7 +101,7 @@ class Request:
     def splits(self) -> bool:
         """Whether a model that cannot be captured as one graph is planned in parts."""
         if self.regions is None:
-            return self.budget is not None and self.slowdown is None and self.policy == "auto"
+            return self.budget is not None and self.slowdown is None and self.policy == "auto" and not self.chunk_head
         return self.regions
 
     @property
@@ -149,6 +152,21 @@ class Request:
             raise ValueError(f"on_exceed must be 'raise' or 'warn', got {self.on_exceed!r}")
         if self.regions and (self.plan is not None or self.policy != "auto"):
             raise ValueError("regions=True plans the model in parts: give a budget, and neither a plan nor a policy")
+
+    def _check_chunk_head(self) -> None:
+        if self.chunk_head not in (False, True, "auto"):
+            raise ValueError(f"chunk_head must be True, False or 'auto', got {self.chunk_head!r}")
+        if not self.chunk_head:
+            return
+        reasons = {
+            "needs a budget, which decides how many chunks there are": self.budget is None,
+            "captures every size by itself: leave dynamic out": self.dynamic not in (None, False),
+            "needs the model as one graph: leave regions out": bool(self.regions),
+            "never has all logits: leave outputs='keep' out": self.outputs == "keep",
+            "runs operations in place, which Inductor does not: use compiler='eager'": self.compiler != "eager",
+        }
+        for reason in (reason for reason, applies in reasons.items() if applies):
+            raise ValueError(f"chunk_head={self.chunk_head!r} {reason}")
 
 
 def _device_of(device_profile: Device | str | None, costs: str) -> Device | str | None:

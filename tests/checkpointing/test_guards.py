@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import deque
 from functools import partial
 
@@ -286,9 +285,7 @@ def test_buffers_change_once_per_step(make, call):
 
 def test_buffers_of_a_scripted_module_change_once_per_step():
     def build():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch.jit is deprecated
-            return Case(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), (batch(6),))
+        return Case(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), (batch(6),))
 
     assert_same_step(build)
 

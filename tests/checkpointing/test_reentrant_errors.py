@@ -79,7 +79,6 @@ def test_gradients_of_chosen_inputs(differentiate, nested):
     assert x.grad is not None
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_transforms_of_torch_func():
     model = layers()
 
@@ -94,7 +93,6 @@ def test_transforms_of_torch_func():
         torch.func.jvp(loss, (x,), (x,))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_mode_gradients():
     x = batch()
     with torch.autograd.forward_ad.dual_level():

@@ -360,7 +360,6 @@ def test_the_check_of_the_first_forward_leaves_nothing_behind():
     assert dict(remove(model) and model._forward_hooks) == hooks
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:`torch.jit:DeprecationWarning")
 def test_scripted_modules_are_not_chosen_and_are_refused_by_name():
     def block():
         return nn.Sequential(nn.Linear(4, 4), nn.Tanh())

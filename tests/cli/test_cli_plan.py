@@ -536,3 +536,16 @@ def test_wrong_names_are_refused_before_slow_imports():
     words += ("run `python -m experiments plan resnet50` in a clone of the repository",)
     assert all(each in line for each, line in zip(words, done.stderr.splitlines(), strict=True))
     assert done.stdout == "[]\n"
+
+
+def test_a_head_in_chunks_is_planned_from_shapes():
+    fields = {"dim": 64, "ff_dim": 128, "layers": 1, "head_dim": 16, "vocab_size": 8192}
+    config = PlanConfig(request("lm", seq_len=256, **fields), optimizer="none", device="t4", budget=0.5)
+    with pytest.raises(ackpt.BudgetError):
+        run_plan(config)
+    found = run_plan(replace(config, chunk_head="auto"))
+    assert found.plan.head_chunks > 1 and found.plan.schedule.graph == found.graph.hash
+    assert found.plan.dynamic_peak_bytes <= 0.5 * found.plan.baseline_dynamic_peak_bytes
+    assert all(storage.bytes % 512 == 0 for storage in found.graph.storages)  # as the allocator of a GPU rounds them
+    assert not found.graph.on_cpu and found.memory is not None and found.memory.fits
+    assert found.plan.note is not None and found.plan.note in plan_report.text(found)

@@ -14,6 +14,9 @@ from torch import nn
 
 import ackpt
 from ackpt.core import progress
+from ackpt.planner.costs import profiles
+from ackpt.planner.explain import explanation
+from ackpt.planner.step import plans
 
 
 class Terminal(io.StringIO):
@@ -108,14 +111,76 @@ def test_nothing_is_written_to_a_pipe_or_before_the_delay(terminal, monkeypatch)
     assert terminal.getvalue() == ""
 
 
-def test_a_measurement_is_quiet(terminal):
+def test_a_measurement_shows_one_line_for_itself_and_what_the_step_does(terminal):
     x = torch.ones(4, 8)
     terminal.is_terminal = False
     step = ackpt.compile(nn.Linear(8, 8), x)
     terminal.is_terminal = True
     wider = torch.ones(5, 8)
-    ackpt.measure(lambda: step(wider).sum().backward(), resident=[step, x, wider], repeats=0)
-    assert len(step.history) == 2 and terminal.getvalue() == ""
+
+    def run():
+        terminal.wait_for("ackpt: measuring the step")
+        step(wider).sum().backward()
+
+    ackpt.measure(run, resident=[step, x, wider], repeats=0)
+    assert len(step.history) == 2 and shown_on(terminal) == ""
+
+
+def waits_for(terminal, text):
+    def wait(*args):
+        terminal.wait_for(text)
+
+    return wait
+
+
+def test_predict_explain_and_profile_show_it(terminal, monkeypatch):
+    layer, x = nn.Linear(8, 8, device="meta"), torch.ones(4, 8, device="meta")
+    wait = waits_for(terminal, "ackpt: predicting the step")
+    ackpt.predict(lambda: (wait(), layer(x).sum().backward()), resident=[layer, x])
+    terminal.truncate(terminal.seek(0))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    found = explanation.suggestions
+    wait = waits_for(terminal, "simulating what would reduce the peak")
+    monkeypatch.setattr(explanation, "suggestions", lambda *args: (wait(), found(*args))[1])
+    ackpt.explain(model, torch.ones(4, 8))
+    terminal.truncate(terminal.seek(0))
+    graph = ackpt.trace(model, torch.ones(4, 8))
+    wait, measured = waits_for(terminal, "timing the operations"), profiles._measured
+    monkeypatch.setattr(profiles, "_measured", lambda *args: (wait(), measured(*args))[1])
+    ackpt.profile(graph, inputs=(model, [torch.ones(4, 8)], {}), mode="measured")
+    assert shown_on(terminal) == ""
+
+
+def test_a_plan_that_is_described_later_shows_it(terminal):
+    step = ackpt.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8), dynamic=True, budget=1.0)
+    terminal.truncate(terminal.seek(0))
+    original, plans.plan_of = plans.plan_of, lambda *args: (terminal.wait_for("ackpt: "), original(*args))[1]
+    try:
+        assert step.plan.policy == "auto"
+    finally:
+        plans.plan_of = original
+    assert shown_on(terminal) == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no pseudo terminals")
+def test_the_first_call_of_apply_budget_on_a_pseudo_terminal(monkeypatch):
+    reading, writing = os.openpty()
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
+        monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.0)
+        monkeypatch.setattr(progress, "_INTERVAL_SECONDS", 0.001)
+        seen = b""
+
+        class Reads(nn.Linear):
+            def forward(self, input):
+                nonlocal seen
+                while b"ackpt: capturing the step [00:0" not in seen:
+                    seen += os.read(reading, 1000)
+                return super().forward(input)
+
+        ackpt.apply_budget(Reads(8, 8), torch.ones(4, 8), budget="100%")
+    os.close(reading)
+    assert b"\n" not in seen
 
 
 def test_stages_of_larger_work_say_what_it_is(terminal):

@@ -52,7 +52,6 @@ def test_selective_runs_no_product_again_and_keeps_more(runs):
     assert found["gradients_difference"] == 0.0
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, at the import
 def test_a_smaller_memory_budget_runs_more_again(runs):
     most, half = (run(runs, MEMORY_BUDGET, setting) for setting in (1.0, 0.5))
     assert 0 == most["recompute_flops"] < half["recompute_flops"]

@@ -123,7 +123,6 @@ class TestCompiled:
         assert count_flops(lambda: step(x).sum().backward()) == expected  # captures and plans
         assert count_flops(lambda: step(x).sum().backward()) == expected
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, at the import
     def test_code_of_inductor(self):
         """A single matrix product, which Inductor delegates to torch, so that no C++ is compiled."""
         x = torch.randn(N, D)

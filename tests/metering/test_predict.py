@@ -100,7 +100,6 @@ def test_a_planned_step_behind_torch_compile(fresh_dynamo):
     assert predicted.flops == measured.flops > plain.flops
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, at the import
 def test_code_of_inductor_is_refused(fresh_dynamo):
     x = torch.empty(8, 4, device="meta")
     call = torch.compile(lambda x: x @ x.t())

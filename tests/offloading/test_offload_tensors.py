@@ -146,7 +146,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_tensors_of_transforms_stay_on_the_device(name, mode):

@@ -36,6 +36,7 @@ from ackpt.planner.costs.profiles import fused
 from ackpt.planner.request import Request
 from ackpt.planner.step.backward_checks import (
     backward_node,
+    before_backward,
     depends_on,
     gradient_strides,
     gradients_as_planned,
@@ -130,8 +131,7 @@ def backend(
     def call(*args):
         outputs = list(run(*args))
         if (node := backward_node(outputs)) is not None:
-            refuse_other_modes(node)
-            gradients_as_planned(node, outputs, partition.strides)
+            before_backward(node, [refuse_other_modes, gradients_as_planned(node, outputs, partition.strides)])
             leave_undefined(node, outputs, partition.depends)
         for place in refused:
             outputs[place] = no_gradient(outputs[place])

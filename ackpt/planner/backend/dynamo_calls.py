@@ -134,11 +134,11 @@ class _Call:
         fails_already = sys.exc_info()[1] is not self.handled  # Dynamo does not pass the error here
         if self.needs_plan and not self.graphs and not fails_already:
             raise TraceError(
-                "the model ran without a plan, since torch.compile captured nothing of it. It skips modules whose "
-                "forward is one of torch's own, such as nn.Sequential, when they are compiled in place: use "
-                'torch.compile(model, backend="ackpt", ...) instead of model.compile(...). It also skips code that it '
-                "has given up for another backend, everything under a TorchDispatchMode, and everything where Dynamo "
-                f"is switched off (torch.compiler.set_stance). {_INSTEAD}."
+                "the model ran without a plan, since torch.compile captured nothing of it. Before torch 2.14 it "
+                "skips modules whose forward is one of torch's own, such as nn.Sequential, when they are compiled in "
+                'place: use torch.compile(model, backend="ackpt", ...) instead of model.compile(...). It also skips '
+                "code that it has given up for another backend, everything under a TorchDispatchMode, and everything "
+                f"where Dynamo is switched off (torch.compiler.set_stance). {_INSTEAD}."
             )
 
 
@@ -170,9 +170,9 @@ def runs_graph(planned: bool) -> None:
     call.plans += planned
     if call.plans > 1:
         raise TraceError(
-            "torch.compile captured the model as several graphs, each with the budget for itself. This happens where "
-            "a module whose forward is one of torch's own, such as nn.Sequential, is compiled in place, and where "
-            "the model has hooks that compute: a budget holds for a whole step. Use "
+            "torch.compile captured the model as several graphs, each with the budget for itself. This happens "
+            "before torch 2.14 where a module whose forward is one of torch's own, such as nn.Sequential, is compiled "
+            "in place, and where the model has hooks that compute: a budget holds for a whole step. Use "
             'torch.compile(model, backend="ackpt", ...) instead of model.compile(...), and move what hooks compute '
             f"into forward. {_INSTEAD}."
         )

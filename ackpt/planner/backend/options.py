@@ -18,6 +18,7 @@ _NAMES = (
     "on_plan",
     "device_profile",
     "costs",
+    "chunk_head",
     *_NOT_OF_INDUCTOR,
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,7 @@ from .inspection.model_checks import check_call, has_data, is_tensor, own_call, 
 from .inspection.outside_values import Reads, in_own_context
 from .inspection.source_lines import Where, explained, saving_hooks_refused
 from .outputs import (
+    Withheld,
     check_differentiate,
     check_outputs,
     flatten_outputs,
@@ -133,9 +134,9 @@ class Capture:
         """(path of the module, attribute) of every parameter and buffer."""
         return [name.rpartition(".")[::2] for name in (*self.joint.params_spec, *self.joint.buffers_spec)]
 
-    def outputs(self, tensors) -> Any:
-        """What the model returns, from the tensors that the captured step returns."""
-        left = iter(tensors)
+    def outputs(self, tensors, withheld: Mapping[int, tuple[Any, torch.dtype]]) -> Any:
+        """What the model returns, from what the captured step returns; `withheld`: by place, outputs without values."""
+        left = iter([Withheld.of(*withheld[at]) if at in withheld else each for at, each in enumerate(tensors)])
         leaves = [
             self.constants[index] if index in self.constants else next(left) for index in range(self.spec.num_leaves)
         ]

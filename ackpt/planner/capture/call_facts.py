@@ -118,11 +118,18 @@ def _precision() -> str:
         return ""
 
 
+_CPU = torch.device("cpu")
+
+
+def _default_device() -> torch.device:
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU  # which is a mode of functions
+
+
 # Settings for the whole process on which the kernels of a step, their workspace or its operations depend.
 _SETTINGS: dict[str, Callable[[], Any]] = {
     "torch.get_num_threads()": torch.get_num_threads,
     "torch.get_default_dtype()": torch.get_default_dtype,
-    "torch.get_default_device()": torch.get_default_device,
+    "torch.get_default_device()": _default_device,
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
     "torch.get_float32_matmul_precision()": _precision,
     "torch.backends.cudnn.benchmark": torch._C._get_cudnn_benchmark,

@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_map
@@ -100,10 +101,22 @@ def symbolic(leaves: Sequence[Any], dimensions: Sequence[Dimension], mode: FakeT
         if id(leaf) not in made:
             kinds = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(leaf.dim())]
             context = StatelessSymbolicContext(dynamic_sizes=kinds)
-            made[id(leaf)] = mode.from_tensor(_not_a_view(leaf), symbolic_context=context)
+            if isinstance(leaf, FakeTensor):  # which torch would return as it is
+                made[id(leaf)] = _with_symbols(leaf, context, mode)
+            else:
+                made[id(leaf)] = mode.from_tensor(_not_a_view(leaf), symbolic_context=context)
         return made[id(leaf)]
 
     return [replacement(leaf) for leaf in leaves]
+
+
+def _with_symbols(leaf: FakeTensor, context: StatelessSymbolicContext, mode: FakeTensorMode) -> torch.Tensor:
+    env: Any = mode.shape_env
+    source = ConstantSource(f"without_data_{len(env.source_to_var)}")
+    shape, strides, _ = env.create_symbolic_sizes_strides_storage_offset(leaf, source, symbolic_context=context)
+    with mode:
+        made = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.requires_grad)
 
 
 class Symbols:
@@ -300,10 +313,11 @@ class DynamicModule:
 
     def storage_bytes(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """The bytes of every storage at these sizes, by the ids that the storages of an instance have."""
-        return self.symbols.evaluated(self._storage_bytes, values)
+        return self.symbols.evaluated(self.storage_sizes, values)
 
     @cached_property
-    def _storage_bytes(self) -> tuple[Any, ...]:
+    def storage_sizes(self) -> tuple[Any, ...]:
+        """The bytes of every storage, as numbers and expressions."""
         sizes: dict[int, Any] = {}
         for node_id in range(len(self.fx) - 1):  # the last one is the output
             for value in tensors_of(self.fx[node_id]):

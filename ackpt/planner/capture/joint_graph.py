@@ -42,6 +42,7 @@ class JointGraph:
     them; None if unknown. ``as_compiled``: why it was captured as ``torch.compile`` runs the model; "" if it was not.
     ``overwriting``: nodes whose result replaces the content of its storage, as eager writes in place.
     ``keeps_outputs``: whether the caller holds all outputs during backward, or only those that get a gradient.
+    ``head_chunks``: in how many chunks of tokens its language-model head runs.
 
     Example:
         >>> import torch, ackpt
@@ -69,6 +70,7 @@ class JointGraph:
     as_compiled: str = ""
     overwriting: frozenset[int] = frozenset()
     keeps_outputs: bool = True
+    head_chunks: int = 1
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))
@@ -109,7 +111,7 @@ class JointGraph:
         pairs = zip(self.storages, sizes, strict=True)
         storages = tuple(each if each.bytes == size else replace(each, bytes=size) for each, size in pairs)
         resized = replace(self, storages=storages)
-        vars(resized)["analysis"] = self.analysis.resized(resized)
+        vars(resized).update(analysis=self.analysis.resized(resized), hash=self.hash)
         return resized
 
     @cached_property

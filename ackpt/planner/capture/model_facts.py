@@ -1,7 +1,8 @@
 """The properties of a model that a capture depends on: modules, tensors, training mode, attributes and hooks.
 
-Reading them takes long. In most steps `WatchedModel` compares instead, in flat lists, the objects that the facts were
-read from with what these were: by identity where a value cannot change in place.
+Reading them takes long. `WatchedModel` compares instead, in flat lists, the objects that the facts were read from with
+what these were: by identity where a value cannot change in place. In most steps not even that: as the guards of
+torch.compile do, it compares the versions of dicts, which count their changes, and the tensors in one call in C++.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards, dict_version
 
 from ackpt.checkpointing.reachable import HOOKS
 from ackpt.core.errors import warn
@@ -30,6 +32,7 @@ from ackpt.planner.capture.inspection.model_checks import tensor_facts
 from ackpt.planner.capture.inspection.value_walk import module_label
 
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS
+_PLAIN = torch.Tensor, nn.Parameter
 _CONTAINERS = list, tuple, dict, set, deque, SimpleNamespace
 
 Shared = tuple[tuple[int, int, int], ...]
@@ -47,9 +50,9 @@ class ModelFacts:
     """
 
     def __init__(self, modules: Collection[nn.Module]):
-        own = _own(modules)
+        own = _tensors(_named(modules))
         self.structure = _structure(modules)
-        self.tensors = list(map(tensor_facts, own))
+        self.tensors = _facts(own)
         self.shared = shared(own)
         self.training = [module.training for module in modules]
         self.attributes = attributes(modules)
@@ -90,7 +93,7 @@ class WatchedModel:
 
     def own_tensors(self) -> list[torch.Tensor]:
         """The model's parameters and buffers, tied ones several times."""
-        return _own(self.modules.values())
+        return _tensors(self._named)
 
     def _read(self) -> None:
         self.modules = every_module(self.model)
@@ -102,22 +105,30 @@ class WatchedModel:
                     "the calls of the model around it: these run as that model was planned. Call ackpt.remove_budget "
                     "on one of the two."
                 )
-        self._facts = ModelFacts(modules)
-        self.storages = storages(self.own_tensors())
+        self._facts, self._named = ModelFacts(modules), _named(modules)
+        self.storages, self._guards = storages(self.own_tensors()), _guards(self.own_tensors())
         self._sources = _Sources(modules) if all(map(_has_dicts, modules)) else None
 
     def _is_current(self) -> bool:
-        modules = self.modules.values()
-        if self._sources is None or not self._sources.are_same(modules):
+        modules, facts, sources = self.modules.values(), self._facts, self._sources
+        if sources is None or not sources.are_same(modules):
             return False
-        facts, own = self._facts, _own(modules)
-        if list(map(tensor_facts, own)) != facts.tensors or [module.training for module in modules] != facts.training:
+        own = self.own_tensors()
+        if sources.are_touched:
+            if [module.training for module in modules] != facts.training or _facts(own) != facts.tensors:
+                return False
+            self._guards, sources.are_touched = _guards(own), False
+        if not (self._guards.check(*own) if self._guards else _facts(own) == facts.tensors):
             return False
         return storages(own) == self.storages and (not facts.shared or shared(own) == facts.shared)
 
 
-def _own(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    named = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+def _named(modules: Iterable[nn.Module]) -> list[Mapping[str, torch.Tensor | None]]:
+    """The dicts of the modules' parameters and buffers."""
+    return [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+
+
+def _tensors(named: Iterable[Mapping[str, torch.Tensor | None]]) -> list[torch.Tensor]:
     return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
 
 
@@ -170,7 +181,10 @@ def _by_path(structure: Structure) -> dict[str, tuple[type, Names, Names]]:
 
 
 class _Sources:
-    """The objects from which the facts of modules were read, except for what their tensors are like."""
+    """The objects from which the facts of modules were read, except for what their tensors are like.
+
+    ``are_touched``: whether a dict has changed since the last comparison that found them the same, perhaps to and fro.
+    """
 
     def __init__(self, modules: Collection[nn.Module]):
         self._types = list(map(type, modules))
@@ -199,23 +213,48 @@ class _Sources:
         self._absent = [(each, name) for each in self._filled for name, value in each.items() if value is None]
         self._parents = [namespace["_modules"] for namespace in self._namespaces if namespace["_modules"]]
         self._children = list(chain.from_iterable([each.values() for each in self._parents]))
+        self._dicts = [*self._namespaces, *self._filled]
+        self._versions = list(map(dict_version, self._dicts))
+        self.are_touched = False
 
     def are_same(self, modules: Collection[nn.Module]) -> bool:
+        versions = list(map(dict_version, self._dicts))
+        if versions != self._versions:
+            self._versions, self.are_touched = versions, True
         return (
             all(map(is_, map(type, modules), self._types))
             and all(map(is_, map(vars, modules), self._namespaces))
             and not any(self._empty)
-            and list(map(tuple, self._namespaces)) == self._names
-            and list(map(tuple, self._filled)) == self._keys
-            and all(map(is_, chain.from_iterable(self._values()), self._constants))
-            and all(map(is_, chain.from_iterable([each.values() for each in self._parents]), self._children))
-            and all(each[name] is None for each, name in self._absent)
+            and (not self.are_touched or self._are_equal())
             and all(type(namespace[name]) is kind for namespace, name, kind in self._ignored)
             and all(comparable(namespace[name]) == was for namespace, name, was in self._compared)
         )
 
+    def _are_equal(self) -> bool:
+        """Whether the dicts have the same keys in the same order, and the same values apart from tensors."""
+        return (
+            list(map(tuple, self._namespaces)) == self._names
+            and list(map(tuple, self._filled)) == self._keys
+            and all(map(is_, chain.from_iterable(self._values()), self._constants))
+            and all(map(is_, chain.from_iterable([each.values() for each in self._parents]), self._children))
+            and all(each[name] is None for each, name in self._absent)
+        )
+
     def _values(self) -> list[tuple]:
         return [get(namespace) for get, namespace in zip(self._getters, self._namespaces)]
+
+
+def _facts(tensors: Iterable[torch.Tensor]) -> list[tuple]:
+    return list(map(tensor_facts, tensors))
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> Any:
+    """Torch's check of plain tensors for at least what `tensor_facts` reads; None for tensors of other kinds."""
+    if any(type(each) not in _PLAIN or each.layout is not torch.strided for each in tensors):
+        return None
+    sizes: Any = [list(each.shape) for each in tensors]  # a dimension with None may have any size
+    strides: Any = [list(each.stride()) for each in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def _has_dicts(module: nn.Module) -> bool:

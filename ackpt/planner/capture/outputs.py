@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map
 
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import TraceError
@@ -107,7 +107,36 @@ class _NoGradient(torch.autograd.Function):
 
 def no_gradient(value):
     """`value` as an output that requires grad, but whose backward raises an error."""
+    if isinstance(value, Withheld):
+        return value
     return _NoGradient.apply(value.requires_grad_())
+
+
+class Withheld(torch.Tensor):
+    """An output that a step does not compute: it has a shape and a dtype; reading its elements raises an error."""
+
+    _CONVERSIONS = ("detach", "float", "half", "bfloat16", "to", "cpu", "cuda", "requires_grad_")
+    _FACTS = ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
+
+    @classmethod
+    def of(cls, shape, dtype: torch.dtype) -> Withheld:
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in cls._CONVERSIONS:
+            return args[0]
+        if func.__name__ in cls._FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        shape = next(list(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        if func.__name__ == "__repr__":
+            return f"<not computed: shape {shape}, because the head runs in chunks (chunk_head)>"
+        raise RuntimeError(
+            f"{func.__name__} reads an output of shape {shape} that this step does not compute: its head runs in "
+            "chunks (chunk_head), so that all logits never exist at once. Compute what you need of them under "
+            "torch.no_grad(), which runs the model itself, or leave chunk_head out."
+        )
 
 
 # The key-value caches that transformers models return are taken apart for a captured step, so that their tensors are

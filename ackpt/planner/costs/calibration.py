@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import ackpt.planner.capture.patches.python_kernels  # noqa: F401 (defines ackpt_graph::dropout_noise)
 from ackpt.core.files import read_json, write_text_atomic
 from ackpt.core.machine import machine
-from ackpt.core.progress import stage
+from ackpt.core.progress import shown
 from ackpt.metering.flops import formula
 from ackpt.metering.run_alone import in_own_thread
 from ackpt.planner.capture.mask_bits import packed_bytes
@@ -280,8 +280,8 @@ def load(path: str | os.PathLike[str]) -> Device:
 
 def measured() -> dict[str, Any]:
     """Plain data: the rates of this CPU, measured now, the machine and the day."""
-    stage("calibrating this CPU, once")
-    rates = in_own_thread(_measure)
+    with shown("calibrating this CPU, once"):
+        rates = in_own_thread(_measure)
     return {**_SCHEMA, "machine": _machine(), "date": machine()["date"], **rates}
 
 

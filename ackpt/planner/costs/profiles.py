@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ackpt.core.files import read_json, write_text_atomic
+from ackpt.core.progress import shown
 from ackpt.metering.gpus import BLOCK
 from ackpt.metering.kernel_memory import cuda_temporaries
 from ackpt.metering.resident import rounded
@@ -203,10 +204,12 @@ def profile(
     if workspace not in ("measured", "given"):
         raise ValueError(f"workspace must be 'measured' or 'given', got {workspace!r}")
     if mode == "measured":
-        return _measured(graph, device, inputs)
+        with shown("timing the operations of the model"):
+            return _measured(graph, device, inputs)
     if inputs is not None:
         raise ValueError('inputs are run, and mode="analytic" runs nothing: leave them out, or use mode="measured"')
-    return _analytic(graph, rates(device), workspace)
+    with shown():
+        return _analytic(graph, rates(device), workspace)
 
 
 def default_rates(graph: JointGraph) -> devices.Device | None:
@@ -229,7 +232,7 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         read.append(bytes_in)
         written.append(bytes_out)
         if rates is not None:
-            seconds.append(_seconds(rates, node, args, kwargs, result, computed[-1], bytes_in + bytes_out))
+            seconds.append(seconds_of(rates, node, args, kwargs, result, computed[-1], bytes_in + bytes_out))
     origin = dict.fromkeys(("flops", "bytes_in", "bytes_out"), "analytic") | {"workspace_bytes": workspace}
     swaps = packs = None
     if rates is not None:
@@ -265,7 +268,8 @@ def _pack_seconds(graph: JointGraph, rates: devices.Device) -> tuple[float, ...]
     return tuple(seconds)
 
 
-def _seconds(rates: devices.Device, node, args, kwargs, result, flops: int, moved: int) -> float:
+def seconds_of(rates: devices.Device, node, args, kwargs, result, flops: int, moved: int) -> float:
+    """The run time of one operation that computes `flops` and moves `moved` bytes."""
     if not moved and not flops:  # a view
         return 0.0
     if rates.seconds_by_call and (measured := rates.seconds_by_call.get(devices.call_of(node.target, args, kwargs))):

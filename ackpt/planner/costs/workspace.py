@@ -144,7 +144,7 @@ def _run(node, target, call, runs: int = 2) -> tuple[Allocations, Any]:
 aten = torch.ops.aten
 
 
-class _Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """A tensor argument; the numbers may be expressions."""
 
     dtype: torch.dtype
@@ -156,13 +156,13 @@ class _Layout(NamedTuple):
     is_neg: bool
 
 
-def _safe_softmax(threads: int, x: _Layout, dim: int, *_) -> int:
+def _safe_softmax(threads: int, x: TensorLayout, dim: int, *_) -> int:
     """Minus infinity, and a byte for each element and each row: whether it is that number."""
     elements = prod(x.shape)
     return elements + elements // x.shape[dim] + x.dtype.itemsize
 
 
-def _layer_norm_backward(threads: int, gradient: _Layout, x: _Layout, normalized: list[int], *others) -> int:
+def _layer_norm_backward(threads: int, gradient: TensorLayout, x: TensorLayout, normalized: list[int], *others) -> int:
     """For each thread its sums of the gradients of weight and bias."""
     *_, (_, *of_parameters) = others
     return 2 * threads * prod(normalized) * x.dtype.itemsize if any(of_parameters) else 0
@@ -195,8 +195,8 @@ class DynamicWorkspace:
         numbers = iter(self.dynamic.symbols.evaluated(self._expressions, values))
         todo, threads = [], torch.get_num_threads()
         for node_ids, target, leaves, spec, formula in self._calls:
-            call = [_evaluated(leaf, numbers) for leaf in leaves]
-            key = target, spec, tuple(map(_key, call)), threads
+            call = [evaluated(leaf, numbers) for leaf in leaves]
+            key = target, spec, tuple(map(key_of, call)), threads
             if formula is not None and key not in self._measured:
                 args, _ = tree_unflatten(call, spec)
                 self._measured[key] = formula(threads, *args)
@@ -211,7 +211,9 @@ class DynamicWorkspace:
     def _measure(self, todo) -> None:
         for node_ids, target, call, spec, key in todo:
             if key not in self._measured:
-                arguments = tree_unflatten([_meta(leaf) if isinstance(leaf, _Layout) else leaf for leaf in call], spec)
+                arguments = tree_unflatten(
+                    [tensor_of(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in call], spec
+                )
                 self._measured[key] = allocation_of(self.reference.nodes[node_ids[0]], target, arguments).workspace
 
     @cached_property
@@ -227,15 +229,15 @@ class DynamicWorkspace:
                 continue
             call = torch.fx.map_arg((fx.args, fx.kwargs), self._value)
             leaves, spec = tree_flatten(call)
-            leaves = [_layout(leaf) for leaf in leaves]
+            leaves = [layout_of(leaf) for leaf in leaves]
             formula = self._formula(node.id)
-            key = fx.target, spec, tuple(map(_key, leaves)), formula
+            key = fx.target, spec, tuple(map(key_of, leaves)), formula
             calls.setdefault(key, ([], fx.target, leaves, spec, formula))[0].append(node.id)
         return list(calls.values())
 
     @cached_property
     def _expressions(self) -> tuple[Any, ...]:
-        return tuple(number for _, _, leaves, _, _ in self._calls for leaf in leaves for number in _numbers(leaf))
+        return tuple(number for _, _, leaves, _, _ in self._calls for leaf in leaves for number in numbers_of(leaf))
 
     def _value(self, node: torch.fx.Node) -> Any:
         return node.meta["val"] if "val" in node.meta else getattr(self.dynamic.module, str(node.target))
@@ -246,7 +248,7 @@ class DynamicWorkspace:
         if fx.target not in _FORMULAS:
             return None
         call = torch.fx.map_arg((fx.args, fx.kwargs), lambda node: value_of(self.reference, node))
-        args, kwargs = tree_map(_layout, call)
+        args, kwargs = tree_map(layout_of, call)
         dtypes = {leaf.dtype for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)}
         formula = _FORMULAS[fx.target]
         is_exact = dtypes.issubset(FLOATS) and len(dtypes) == 1 and not kwargs
@@ -271,23 +273,23 @@ def _has_expressions(value) -> bool:
     return value._has_symbolic_sizes_strides if is_tensor else isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
-def _layout(leaf):
+def layout_of(leaf):
     if not isinstance(leaf, torch.Tensor):
         return expression(leaf)
     shape, strides = (tuple(map(expression, sizes)) for sizes in (leaf.shape, leaf.stride()))
     offset, size = expression(leaf.storage_offset()), expression(leaf.untyped_storage().nbytes())
-    return _Layout(leaf.dtype, shape, strides, offset, size, leaf.is_conj(), leaf.is_neg())
+    return TensorLayout(leaf.dtype, shape, strides, offset, size, leaf.is_conj(), leaf.is_neg())
 
 
-def _numbers(leaf) -> tuple[Any, ...]:
-    if isinstance(leaf, _Layout):
+def numbers_of(leaf) -> tuple[Any, ...]:
+    if isinstance(leaf, TensorLayout):
         return (*leaf.shape, *leaf.strides, leaf.offset, leaf.bytes)
     return (leaf,) if _is_expression(leaf) else ()
 
 
-def _evaluated(leaf, numbers):
+def evaluated(leaf, numbers):
     """`leaf` with the next ones of `numbers` in place of its own."""
-    if isinstance(leaf, _Layout):
+    if isinstance(leaf, TensorLayout):
         dims = len(leaf.shape)
         values = [next(numbers) for _ in range(2 * dims + 2)]
         return leaf._replace(
@@ -300,11 +302,11 @@ def _is_expression(leaf) -> bool:
     return hasattr(leaf, "free_symbols")
 
 
-def _key(leaf):
-    return leaf if isinstance(leaf, _Layout) or _is_expression(leaf) else (type(leaf), repr(leaf))
+def key_of(leaf):
+    return leaf if isinstance(leaf, TensorLayout) or _is_expression(leaf) else (type(leaf), repr(leaf))
 
 
-def _meta(layout: _Layout) -> torch.Tensor:
+def tensor_of(layout: TensorLayout) -> torch.Tensor:
     elements = layout.bytes // layout.dtype.itemsize
     tensor = torch.empty(elements, dtype=layout.dtype, device="meta")
     tensor = tensor.as_strided(layout.shape, layout.strides, layout.offset)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ackpt.core.files import write_bytes_atomic, write_text_atomic
+from ackpt.core.progress import shown, stage
 from ackpt.planner.capture.inspection.calls import call_arguments, sliced
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import optimizer_of
@@ -118,13 +119,14 @@ def explain(
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
         raise ValueError(f"ranks must be a whole number of at least 2, got {ranks!r}")
     args, kwargs = call_arguments(batch)
-    with without_budget(model):
-        graph = trace(model, *args, differentiate=differentiate, outputs=outputs, optimizer=optimizer, **kwargs)
-    profile = default_profile(graph)
-    if device is not None:  # the same peak, with the seconds of the device
-        profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
-    plan = planned(graph, Request(budget, policy=policy or ("none" if budget is None else "auto")), profile)
-    explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
+    with shown():
+        with without_budget(model):
+            graph = trace(model, *args, differentiate=differentiate, outputs=outputs, optimizer=optimizer, **kwargs)
+        profile = default_profile(graph)
+        if device is not None:  # the same peak, with the seconds of the device
+            profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
+        plan = planned(graph, Request(budget, policy=policy or ("none" if budget is None else "auto")), profile)
+        explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
     return replace(explanation, views=sliced(args, kwargs))
 
 
@@ -132,6 +134,7 @@ def explained(
     graph: JointGraph, profile: Profile, plan: Plan, model: nn.Module, optimizer=None, ranks: int = RANKS
 ) -> Explanation:
     """The explanation of a plan of `graph`, which was captured from `model`."""
+    stage("simulating what would reduce the peak")
     best, not_computed = suggestions(graph, profile, plan, model, optimizer, ranks)
     return Explanation(
         graph=graph,

@@ -172,8 +172,8 @@ def peak_in_words(graph: JointGraph, blocks: Iterable[Allocation]) -> str:
     if largest is not None:
         consists += f"; the largest allocation is {described(graph, largest)}, {memory_format(largest.bytes)}"
     fixes = "use a smaller batch, shorter sequences or smaller images"
-    if "softmax" in consists or "nll_loss" in consists:
-        fixes += ", or chunk the loss (ackpt.chunked_cross_entropy)"
+    if ("softmax" in consists or "nll_loss" in consists) and graph.head_chunks == 1:
+        fixes += ", or chunk the loss (chunk_head=True, or ackpt.chunked_cross_entropy)"
     if 4 * sum(model.values()) > total:
         fixes += f", or {smaller_model}"
     return f"{consists}: {fixes}."

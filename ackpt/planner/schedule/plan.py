@@ -107,7 +107,7 @@ class Plan:
     the shape of every tensor of that call; None if unknown. ``dynamic``: (index in ``sizes``, dimension) of the
     dimensions that were dynamic in the capture.
     ``device``: the device for which the plan minimizes time, as in the profile; ``"any"`` if it minimizes FLOPs and
-    traffic.
+    traffic. ``head_chunks``: in how many chunks of tokens the head of a language model runs; 1 without ``chunk_head``.
 
     Example:
         >>> import torch, ackpt
@@ -143,6 +143,7 @@ class Plan:
     sizes: tuple[tuple[int, ...], ...] | None = field(default=None, compare=False)
     dynamic: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     device: str = "any"
+    head_chunks: int = 1
 
     def __repr__(self) -> str:
         share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)

@@ -72,6 +72,11 @@ class StepArrays(NamedTuple):
         """The nodes of the compute steps, in order."""
         return self.ids[self.places[KINDS.index(COMPUTE)]].tolist()
 
+    @property
+    def key(self) -> bytes:
+        """A digest of the steps, which is faster to compare than the steps."""
+        return hashlib.sha256(self.kinds.tobytes() + self.ids.tobytes()).digest()
+
 
 def _arrays(steps) -> StepArrays:
     kinds, ids = zip(*steps) if steps else ((), ())
@@ -162,9 +167,8 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
     analysis = graph.analysis
     backward = unpacked_at_once(graph, list(backward))
     not_recomputable = analysis.not_recomputable
-    for node_id in backward:
-        if node_id not in not_recomputable:
-            continue
+    if not not_recomputable.keys().isdisjoint(backward):
+        node_id = next(node_id for node_id in backward if node_id in not_recomputable)
         node = graph.nodes[node_id]
         raise ScheduleError(
             f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r} cannot be recomputed: "
@@ -231,7 +235,9 @@ def everything(graph: JointGraph) -> Schedule:
 
 def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
     """The forward nodes that run in backward, in order, each as often as it runs."""
-    return [node for node in schedule.backward_arrays.computed if node < graph.boundary]
+    arrays = schedule.backward_arrays
+    computed = arrays.ids[arrays.places[KINDS.index(COMPUTE)]]
+    return computed[computed < graph.boundary].tolist()
 
 
 def live_before_backward(analysis: Analysis, saved) -> set[int]:
@@ -255,10 +261,17 @@ def storages_of(graph: JointGraph, node_ids: Iterable[int | None]) -> set[int]:
 def recompute_late(analysis: Analysis, nodes: Iterable[int], live: set[int]) -> list[int]:
     """The order in which `nodes` run, each missing activation recomputed before its first reader; `live` grows."""
     order: list[int] = []
-    for reader in nodes:
-        runs = missing(analysis, reader, live)
-        order += runs
-        live.update(runs)
+    reads, has_all = analysis.backward_reads, live.issuperset
+    for reader in nodes:  # the innermost loop of a search
+        if reader in live:
+            continue
+        if has_all(reads[reader]):
+            order.append(reader)
+            live.add(reader)
+        else:
+            runs = missing_for(analysis, (reader,), live)
+            order += runs
+            live.update(runs)
     return order
 
 

@@ -1,6 +1,7 @@
 """Check the backward of a planned step when it begins, and leave gradients undefined where eager mode does.
 
-All functions take ``node``, the autograd node of the step from `backward_node`, and add hooks to it.
+``node`` is the autograd node of the step, from `backward_node`. Most functions here are or return a `Check`; those of
+one step run in one hook, `before_backward`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.joint_graph import Analysis, JointGraph, once_per_graph
 
 ARGUMENT = "an argument"  # what errors call an input that is neither a parameter nor a buffer
+Check = Callable[[Sequence[torch.Tensor | None]], None]  # raises an error, given the gradients of the outputs
 _ALWAYS = -1  # represents an output that backward always reaches
 
 
@@ -27,6 +29,16 @@ def backward_node(outputs) -> Any:
     """The autograd node of the step that returned `outputs`, which is one node; None if no output has it."""
     nodes = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
     return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+
+
+def before_backward(node, checks: Sequence[Check]) -> None:
+    """Run `checks` when the backward of `node` begins."""
+
+    def run(gradients) -> None:
+        for check in checks:
+            check(gradients)
+
+    node.register_prehook(run)
 
 
 @once_per_graph
@@ -71,23 +83,19 @@ def _numbers(node, outputs) -> dict[int, int]:
     return {at: value.output_nr for at, value in tensors.items() if value.grad_fn is node}
 
 
-def refuse_other_modes(node) -> None:
-    """Raise an error if backward builds a graph or runs in autocast."""
-
-    def check(gradients) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True: a planned step cannot be differentiated twice, because its backward builds no "
-                "graph. Call the model itself for such a step."
-            )
-        devices = {gradient.device.type for gradient in gradients if isinstance(gradient, torch.Tensor)}
-        if any(map(torch.is_autocast_enabled, devices)):
-            raise CheckpointError(
-                "backward runs inside torch.autocast, where eager mode also casts the operations of the backward pass, "
-                "and a planned step does not: call backward() after the autocast region, as PyTorch recommends"
-            )
-
-    node.register_prehook(check)
+def refuse_other_modes(gradients) -> None:
+    """A `Check` that backward builds no graph and does not run in autocast."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: a planned step cannot be differentiated twice, because its backward builds no "
+            "graph. Call the model itself for such a step."
+        )
+    devices = {gradient.device.type for gradient in gradients if isinstance(gradient, torch.Tensor)}
+    if any(map(torch.is_autocast_enabled, devices)):
+        raise CheckpointError(
+            "backward runs inside torch.autocast, where eager mode also casts the operations of the backward pass, "
+            "and a planned step does not: call backward() after the autocast region, as PyTorch recommends"
+        )
 
 
 def gradient_strides(analysis: Analysis, nodes: Mapping[int, fx.Node] | None = None) -> dict[int, tuple[Any, ...]]:
@@ -104,7 +112,7 @@ def gradient_strides(analysis: Analysis, nodes: Mapping[int, fx.Node] | None = N
     return strides
 
 
-def gradients_as_planned(node, outputs, strides: Mapping[int, Sequence[int]]) -> None:
+def gradients_as_planned(node, outputs, strides: Mapping[int, Sequence[int]]) -> Check:
     """Refuse gradients that arrive in a different memory layout than the captured one.
 
     Torch would copy them into the captured layout. The copy would exceed the plan's peak, and sums over it would round
@@ -123,7 +131,7 @@ def gradients_as_planned(node, outputs, strides: Mapping[int, Sequence[int]]) ->
                     "last bits. Compute the loss in the model, or let it return output.contiguous()."
                 )
 
-    node.register_prehook(check)
+    return check
 
 
 def _in_one_order(gradient, wanted) -> bool:
@@ -133,7 +141,7 @@ def _in_one_order(gradient, wanted) -> bool:
     )
 
 
-def unchanged_until_backward(node, inputs, read) -> None:
+def unchanged_until_backward(inputs, read) -> Check:
     """Raise an error that names an input of the step if `Watch` finds that it changed between forward and backward.
 
     ``read``: index and description of the inputs that backward reads.
@@ -150,10 +158,10 @@ def unchanged_until_backward(node, inputs, read) -> None:
                     f"and its backward, which reads it. {BACKWARD_FIRST}"
                 )
 
-    node.register_prehook(check)
+    return check
 
 
-def unchanged_outputs(node, outputs, places: Sequence[int]) -> None:
+def unchanged_outputs(outputs, places: Sequence[int]) -> Check:
     """Raise an error if backward reads an output that was changed in place, which torch does not detect for all views.
 
     `places`: indices of the outputs whose memory backward reads.
@@ -170,10 +178,10 @@ def unchanged_outputs(node, outputs, places: Sequence[int]) -> None:
                     "planned step and its backward, which reads it. Change a copy, as in output.clone()."
                 )
 
-    node.register_prehook(check)
+    return check
 
 
-def gradients_before_backward(node, leaves, room_bytes: Callable[[], int | None]) -> None:
+def gradients_before_backward(leaves, room_bytes: Callable[[], int | None]) -> Check:
     """Raise an error when backward begins while `leaves` have gradients that the plan does not count.
 
     `room_bytes`: the bytes of such gradients with which the step still keeps the budget; None without a budget.
@@ -189,10 +197,10 @@ def gradients_before_backward(node, leaves, room_bytes: Callable[[], int | None]
             "which counts both; otherwise call optimizer.zero_grad(), which sets them to None, before the step."
         )
 
-    node.register_prehook(check)
+    return check
 
 
-def retained_after_backward(node, room_bytes: Callable[[], int | None]) -> None:
+def retained_after_backward(room_bytes: Callable[[], int | None]) -> Check:
     """Raise an error when a backward with ``retain_graph=True`` begins that may exceed the budget.
 
     `room_bytes`: the bytes that remain if nothing saved is freed, which may be negative; None without a budget.
@@ -207,10 +215,10 @@ def retained_after_backward(node, room_bytes: Callable[[], int | None]) -> None:
                 "budget in bytes."
             )
 
-    node.register_prehook(check)
+    return check
 
 
-def dropped_before_backward(node, outputs, places: Sequence[int], room_bytes: Callable[[], int | None]) -> None:
+def dropped_before_backward(outputs, places: Sequence[int], room_bytes: Callable[[], int | None]) -> Check:
     """Raise an error when backward begins while the caller references outputs that the plan does not count.
 
     ``places``: indices of the outputs that the caller is to drop. `room_bytes`: the bytes of such outputs with which
@@ -232,4 +240,4 @@ def dropped_before_backward(node, outputs, places: Sequence[int], room_bytes: Ca
             "loss = model(**batch).loss, delete the other outputs before backward, or plan with outputs='keep'."
         )
 
-    node.register_prehook(check)
+    return check

@@ -15,6 +15,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from ackpt.core.errors import TraceError
 from ackpt.core.progress import stage
 from ackpt.planner.capture.aot import Capture
+from ackpt.planner.capture.chunked_head import WITHHELD
 from ackpt.planner.capture.dynamic_sizes import DynamicModule
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, Node
 from ackpt.planner.capture.patches.eager_settings import like_eager
@@ -25,6 +26,7 @@ from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 from .backward_checks import (
     ARGUMENT,
     backward_node,
+    before_backward,
     depends_on,
     gradients_as_planned,
     leave_undefined,
@@ -64,7 +66,7 @@ def compiled_schedule(
             partition_fn=partition,
             fw_compiler=lambda gm, example_inputs: functions[0],
             bw_compiler=lambda gm, example_inputs: functions[1],
-        )
+        ).__wrapped__  # without the pytrees of all inputs
     depends, read = depends_on(graph), _read_later(graph, schedule)
     saved_outputs = _saved_outputs(graph, schedule)
     returned = {info.base_idx for info in captured.joint._aot_state.fw_metadata.output_info}
@@ -76,12 +78,11 @@ def compiled_schedule(
         for place in unused:
             if isinstance(inputs[place], torch.Tensor) and inputs[place].requires_grad:
                 differentiated[place] = inputs[place].detach()
-        outputs = run(*differentiated)
+        outputs = run(differentiated)
         if (node := backward_node(outputs)) is not None:
-            refuse_other_modes(node)
-            gradients_as_planned(node, outputs, strides)
-            unchanged_until_backward(node, inputs, read)
-            unchanged_outputs(node, outputs, saved_outputs)
+            checks = [refuse_other_modes, gradients_as_planned(node, outputs, strides)]
+            checks += [unchanged_until_backward(inputs, read), unchanged_outputs(outputs, saved_outputs)]
+            before_backward(node, checks)
             leave_undefined(node, outputs, depends)
         return outputs
 
@@ -92,6 +93,14 @@ def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
     """Indices of the outputs whose memory is free during backward if the caller drops them."""
     saved = set(schedule.saved)
     return tuple(place for place, storages in graph.analysis.dropped_outputs.items() if not storages & saved)
+
+
+def withheld(graph: JointGraph) -> dict[int, tuple[tuple[int, ...], torch.dtype]]:
+    """By index, shape and dtype of the outputs that are not computed because the head runs in chunks."""
+    described = graph.analysis.fx[len(graph.nodes)].meta["desc"]
+    metas = [{} if node is None else graph.analysis.fx[node].meta for node in graph.analysis.outputs]
+    given = [(what.idx, meta) for what, meta in zip(described, metas) if WITHHELD in meta]
+    return {at: (meta[WITHHELD], meta["val"].dtype) for at, meta in given}
 
 
 class _Outline(_LazyGraphModule):

@@ -1,8 +1,9 @@
 """Generate the code that runs a schedule's modules, with little Python overhead per operation.
 
 Torch's Python bindings parse their arguments in two thirds of the time of an ``OpOverload``, and dispatch the same
-operation with the same arguments. Views that only undo earlier ones are left out. Neither changes a bit or a byte.
-Calls around recomputed operations let a meter tell what was recomputed.
+operation with the same arguments. Views that only undo earlier ones are left out. Operations run below autograd, which
+has nothing to record here and would describe every view; AOTAutograd counts the versions of inputs that change. None of
+this changes a bit or a byte. Calls around recomputed operations let a meter tell what was recomputed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._higher_order_ops import auto_functionalize
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 
 from ackpt.core.autograd_state import recomputation_begins, recomputation_ends
 from ackpt.planner.schedule.listing import CALLS, Line, Listing, mapped
@@ -63,6 +64,8 @@ FUNCTIONS: dict[Any, Callable] = {
     _ATEN.convolution.default: torch.convolution,
     _ATEN.cat.default: torch.cat,
 }
+# The operations whose kernels never need autograd. Kernels of others may, if they were registered without a derivative.
+_BELOW_AUTOGRAD = {"aten", "prims", "ackpt_graph"}
 # Operations that write into an argument. Called as higher-order operators, they would fail under a mode, such as
 # a counter of FLOPs.
 WITHOUT_MODES: dict[HigherOrderOperator, Callable] = {
@@ -179,15 +182,24 @@ def _function(root: nn.Module, listing: Listing) -> Any:
     read = {*listing.output.inputs}.union(*(line.inputs for line in listing.lines))
     if unread := [code.name(line) for line in inputs if line not in read]:  # perhaps by a view that is left out
         lines.append(f" del {','.join(unread)}")
+    indent = ""
+    if all(map(_runs_below_autograd, listing.lines)):
+        lines += [f" with {code.constant(_C._AutoDispatchBelowADInplaceOrView)}():", "  pass"]
+        indent = " "
     for line in listing.lines:
         if line.op in CALLS:
             is_read = line not in dropped[line]
-            lines.append(f" {code.name(line)} = {code.call(line)}" if is_read else f" {code.call(line)}")
+            lines.append(f"{indent} {f'{code.name(line)} = ' if is_read else ''}{code.call(line)}")
             if names := [code.name(each) for each in dropped[line] if each is not line]:
-                lines.append(f" del {','.join(names)}")
+                lines.append(f"{indent} del {','.join(names)}")
     lines.append(f" return {code.text(listing.output.args[0])}")
     exec("\n".join(lines), code.globals)  # noqa: S102
     return code.globals["call"]
+
+
+def _runs_below_autograd(line: Line) -> bool:
+    operations = [each for each in (line.target, *line.args) if isinstance(each, (OpOverload, HigherOrderOperator))]
+    return all(isinstance(each, OpOverload) and each.namespace in _BELOW_AUTOGRAD for each in operations)
 
 
 def _dropped(listing: Listing) -> dict[Line, list[Line]]:
@@ -213,7 +225,7 @@ class _Code:
     def name(self, line: Line) -> str:
         if line not in self._names:
             if line.op == "get_attr":  # a constant of the captured graph
-                name = self._constant(operator.attrgetter(line.target)(self.root))
+                name = self.constant(operator.attrgetter(line.target)(self.root))
             else:
                 name = f"v{len(self._names)}"
             self._names[line] = name
@@ -227,7 +239,9 @@ class _Code:
             return f"{args[0]}.{target}({', '.join([*args[1:], *named])})"
         if target is operator.getitem:
             return f"{args[0]}[{args[1]}]"
-        return f"{self._constant(target)}({', '.join([*args, *named])})"
+        if type(target) is OpOverload:
+            target = target._op  # which `OpOverload.__call__` calls
+        return f"{self.constant(target)}({', '.join([*args, *named])})"
 
     def text(self, value: Any) -> str:
         if isinstance(value, Line):
@@ -241,9 +255,9 @@ class _Code:
             return f"[{items}]" if isinstance(value, list) else f"({items})"
         if isinstance(value, dict):
             return f"{{{''.join(f'{key!r}: {self.text(each)}, ' for key, each in value.items())}}}"
-        return self._constant(value)
+        return self.constant(value)
 
-    def _constant(self, value: Any) -> str:
+    def constant(self, value: Any) -> str:
         """The name of a global; `globals` keeps the object, so that its address stays its own."""
         if isinstance(value, HigherOrderOperator):
             value = WITHOUT_MODES.get(value, value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import sys
 import threading
 import types
@@ -297,8 +296,10 @@ def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:
     """Whether a call records anything for a backward."""
     if not torch.is_grad_enabled():
         return False
-    tensors = itertools.chain(model.parameters(), filter(is_tensor, tree_flatten((args, kwargs))[0]))
-    return any(tensor.requires_grad for tensor in tensors)
+    own = (each for module in model.modules() for each in module._parameters.values() if each is not None)
+    return any(each.requires_grad for each in own) or any(
+        each.requires_grad for each in tree_flatten((args, kwargs))[0] if is_tensor(each)
+    )
 
 
 def _require_no_gradients(outputs) -> None:

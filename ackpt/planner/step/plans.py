@@ -11,15 +11,17 @@ limit of the plan, less what the arguments take in addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ackpt.core.budget import added_share, dynamic_limit, is_share
 from ackpt.core.errors import BudgetError
+from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import given_places
 from ackpt.planner.capture.call_facts import Call
@@ -30,8 +32,10 @@ from ackpt.planner.choose import (
     baseline_of,
     candidates_of_auto,
     check_runs,
+    default_profile,
     plan_of,
     planned,
+    planned_in_chunks,
     resolved,
 )
 from ackpt.planner.costs.profiles import Profile
@@ -41,28 +45,36 @@ from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.eager_step import eager_schedule
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
-from ackpt.planner.schedule.schedule import Schedule, everything
+from ackpt.planner.schedule.schedule import COMPUTE, Schedule, Step, everything
 from ackpt.planner.schedule.simulator import peak_of, saved_bytes
 
 from .runnable import Runnable
 
 
 class Choice(NamedTuple):
-    """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``."""
+    """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``, with the head in ``head_chunks`` chunks."""
 
     schedule: Schedule
     plan: Callable[[], Plan]
+    head_chunks: int = 1
 
 
+_ALIAS = "aten.alias.default"
 PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
 
 
-def plans_of(step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]) -> PlanAt:
+Searched = Mapping[tuple[int, ...], PlanAt]  # by sizes, the plans of earlier captures, whose searches are not repeated
+_NOTHING: Searched = MappingProxyType({})
+
+
+def plans_of(
+    step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]] = (), searched: Searched = _NOTHING
+) -> PlanAt:
     """What `request` runs `step` with at given sizes; `sizes`: those that occurred or are declared."""
     if request.plan is not None:
         return SavedPlan(step, request.plan)
     if request.planner is None:
-        return Plans(step, request, sizes)
+        return Plans(step, request, sizes, searched)
     planner = request.planner
 
     def by_function(values: tuple[int, ...]) -> Choice:
@@ -76,8 +88,8 @@ def plans_of(step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]])
 class Plans:
     """The plans of a policy: those of one search for all sizes of `step` where the policy allows it."""
 
-    def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]]):
-        self.step, self.request, self.sizes = step, request, sizes
+    def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]], searched: Searched):
+        self.step, self.request, self.sizes, self.searched = step, request, sizes, searched
         self._device = request.device
         self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
@@ -133,7 +145,12 @@ class Plans:
         """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(values)
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
+        earlier: Any = self.searched.get(values)
+        translation = earlier and Translation.between(earlier.step.reference, graph)
+        graph, profile = earlier._at(()) if translation else (graph, profile)
         points = frontier(graph, profile, candidates_of_auto(self.request))
+        if translation:
+            points = [point._replace(schedule=translation.of(point.schedule)) for point in points]
         added = [(point.cost / whole, _of(point.schedule, self.step.reference)) for point in points]
         self._candidates = sorted([*self._candidates, *added], key=lambda each: each[0])
 
@@ -159,11 +176,11 @@ class Plans:
 
     def _choice(self, schedule: Schedule, values: tuple[int, ...]) -> Choice:
         def make_plan() -> Plan:
-            graph, profile = self._at(values)
-            baseline = baseline_of(graph, profile, self.request.budget)
-            made = plan_of(
-                graph, profile, _of(schedule, graph), baseline, self.request.budget, name_of(self.request.policy)
-            )
+            with shown():
+                graph, profile = self._at(values)
+                baseline = baseline_of(graph, profile, self.request.budget)
+                of_policy = self.request.budget, name_of(self.request.policy)
+                made = plan_of(graph, profile, _of(schedule, graph), baseline, *of_policy)
             return replace(made, dynamic=self.step.dynamic)
 
         return Choice(schedule, make_plan)
@@ -171,13 +188,64 @@ class Plans:
     def _searched(self, values: tuple[int, ...]) -> Choice:
         """The plan of a search at these sizes alone."""
         graph, profile = self._at(values)
+        if self.request.chunk_head:
+            plan, graph, _ = planned_in_chunks(graph, self.request, profile, self._in_chunks)
+            check_runs(graph, plan)
+            return Choice(plan.schedule, lambda: plan, plan.head_chunks)
         plan = replace(check_runs(graph, planned(graph, self.request, profile)), dynamic=self.step.dynamic)
         return Choice(_of(plan.schedule, self.step.reference), lambda: plan)
+
+    def _in_chunks(self, count: int) -> tuple[JointGraph, Profile]:
+        graph = self.step.in_chunks(count)
+        return graph, default_profile(graph, self._device)
 
 
 def _of(schedule: Schedule, graph: JointGraph) -> Schedule:
     """`schedule` as one of `graph`, which has the same operations at other sizes."""
     return replace(schedule, graph=graph.hash)
+
+
+class Translation(NamedTuple):
+    """The nodes and storages of a graph with symbols, `graph`, by those of a graph of the same step without any.
+
+    The latter may have an alias where the former has nothing: torch's indexing returns one for a slice of everything.
+    """
+
+    graph: str
+    nodes: dict[int, int]
+    storages: dict[int, int]
+
+    @staticmethod
+    def between(one: JointGraph, other: JointGraph) -> Translation | None:
+        """From `one` to `other`, which is an instance of a capture with symbols; None if they differ otherwise."""
+        nodes, storages, left = {}, {}, iter(one.nodes)
+        place: dict[int, int] = {}  # also of what has no node of its own
+        for node in other.nodes:
+            for match in left:
+                if match.target != _ALIAS or node.target == _ALIAS:
+                    break
+                place[match.id] = place[match.inputs[0]]
+            else:
+                return None
+            if match.target != node.target or tuple(dict.fromkeys(place[i] for i in match.inputs)) != node.inputs:
+                return None
+            nodes[match.id] = place[match.id] = node.id
+            storages.update(zip(match.storages, node.storages))
+        is_same = all(one.storages[s].bytes == other.storages[t].bytes for s, t in storages.items())
+        is_same &= all(each.target == _ALIAS for each in left)
+        return Translation(other.hash, nodes, storages) if is_same else None
+
+    def of(self, schedule: Schedule) -> Schedule:
+        """`schedule`, of the graph without symbols, as one of `graph`."""
+
+        def steps(some):
+            for kind, number in some:
+                if kind != COMPUTE or number in self.nodes:
+                    yield Step(kind, (self.nodes if kind == COMPUTE else self.storages)[number])
+
+        saved, replayed = (self.storages[s] for s in schedule.saved), (self.nodes[n] for n in schedule.replayed)
+        halves = tuple(steps(schedule.forward)), tuple(steps(schedule.backward))
+        return Schedule(self.graph, *halves, tuple(sorted(saved)), tuple(sorted(replayed)))
 
 
 def saved_dimensions(plan: Plan, call: Call) -> set[Dimension]:
@@ -210,16 +278,16 @@ class SavedPlan:
     def __init__(self, step: Runnable, plan: Plan):
         self.step, self.plan = step, plan
         self._values = self._planned_values()
-        graph = step.graph(self._values)
+        graph = step.graph(self._values) if plan.head_chunks == 1 else self._in_chunks()
         check_applies(graph, plan, is_instance=bool(step.dimensions))
         check_runs(graph, plan)
-        self._schedule = replace(plan.schedule, graph=step.reference.hash)
+        self._schedule = replace(plan.schedule, graph=step.reference.hash if plan.head_chunks == 1 else graph.hash)
         self._resident_bytes = graph.resident_bytes
 
     def __call__(self, values: tuple[int, ...]) -> Choice:
         if values == self._values:
             plan = self.plan
-            return Choice(self._schedule, lambda: plan)
+            return Choice(self._schedule, lambda: plan, plan.head_chunks)
         if copies(self._schedule):
             raise PlanError(
                 f"this plan offloads, so it is valid only for the sizes that it was made for, {self._planned_sizes()}: "
@@ -239,6 +307,14 @@ class SavedPlan:
             return replace(made, dynamic=self.plan.dynamic)
 
         return Choice(self._schedule, make_plan)
+
+    def _in_chunks(self) -> JointGraph:
+        if self.step.dimensions:
+            raise PlanError(
+                f"this plan runs its head in {self.plan.head_chunks} chunks, so it is valid only for the sizes that it "
+                f"was made for, {self._planned_sizes()}. Plan for the sizes of this call."
+            )
+        return self.step.in_chunks(self.plan.head_chunks)
 
     def _planned_values(self) -> tuple[int, ...]:
         """The sizes of the dynamic dimensions that the plan was made for."""

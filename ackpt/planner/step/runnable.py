@@ -9,6 +9,7 @@ from typing import Any
 
 from ackpt.planner.capture.aot import Capture
 from ackpt.planner.capture.call_facts import Call
+from ackpt.planner.capture.chunked_head import chunked
 from ackpt.planner.capture.dynamic_sizes import Dimension, DynamicModule, expression
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import Loop
@@ -61,6 +62,10 @@ class Runnable:
         fields = {name: getattr(like, name) for name in (*names, "has_data", "as_compiled", "keeps_outputs")}
         return replace(described_graph(self.module.at(values)), **fields)
 
+    def in_chunks(self, count: int) -> JointGraph:
+        """The reference with its head in `count` chunks."""
+        return self.reference if count == 1 else chunked(self.reference, count)
+
     def workspace_bytes(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """The workspace of every operation at these sizes; 0 where it is not measured."""
         if not (self.reference.on_cpu and self.reference.has_data):
@@ -84,11 +89,12 @@ class Runnable:
         assert self.module is not None
         return DynamicWorkspace(self.module, self.reference)
 
-    def run(self, schedule: Schedule, values: tuple[int, ...]) -> Callable[[Any], list[Any]]:
-        """A function of the step's inputs, of these sizes, that runs `schedule`, one of ``reference``."""
-        key = schedule.forward, schedule.backward
+    def run(self, schedule: Schedule, values: tuple[int, ...], head_chunks: int) -> Callable[[Any], list[Any]]:
+        """A function of the step's inputs, of these sizes, that runs `schedule`, one of ``in_chunks(head_chunks)``."""
+        key = schedule.forward, schedule.backward, head_chunks
         if key not in self._compiled:
-            self._compiled[key] = compiled_schedule(self.captured, self.reference, schedule, self.module)
+            graph = self.in_chunks(head_chunks)
+            self._compiled[key] = compiled_schedule(self.captured, graph, schedule, self.module)
         step, strides = self._compiled[key], self._strides_at(values)
         return lambda inputs: step(inputs, strides)
 

@@ -43,11 +43,12 @@ from ackpt.planner.schedule.rewriting import RewriteError
 
 from .backward_checks import (
     backward_node,
+    before_backward,
     dropped_before_backward,
     gradients_before_backward,
     retained_after_backward,
 )
-from .compiled_schedule import dropped_places
+from .compiled_schedule import dropped_places, withheld
 from .dynamic_dimensions import declared, declared_bounds, differing, named_dimensions
 from .plans import PlanAt, plans_of, saved_dimensions
 from .runnable import Runnable
@@ -79,7 +80,7 @@ class Variant:
     """What runs calls of some sizes: ``run`` with the inputs of ``captured``.
 
     ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward, and
-    which counts gradients of earlier steps if ``accumulates``.
+    which counts gradients of earlier steps if ``accumulates``. ``withheld``: by place, outputs that are not computed.
     """
 
     captured: Capture
@@ -87,6 +88,7 @@ class Variant:
     make_plan: Callable[[], Plan]
     dropped: tuple[int, ...] = ()
     accumulates: bool = False
+    withheld: Mapping[int, Any] = field(default_factory=dict)
 
     def outputs(self, call: Call) -> Any:
         """The outputs of the planned step."""
@@ -94,12 +96,13 @@ class Variant:
             inputs = self.captured.inputs(call.modules, call.leaves)
         outputs = self.run(inputs)
         if (node := backward_node(outputs)) is not None:
-            dropped_before_backward(node, outputs, self.dropped, lambda: self._room_bytes.backward)
-            retained_after_backward(node, lambda: self._room_bytes.retained)
+            checks = [retained_after_backward(lambda: self._room_bytes.retained)]
+            checks.append(dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward))
             if not self.accumulates:
                 leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
-                gradients_before_backward(node, leaves, lambda: self._room_bytes.step)
-        return self.captured.outputs(outputs)
+                checks.append(gradients_before_backward(leaves, lambda: self._room_bytes.step))
+            before_backward(node, checks)
+        return self.captured.outputs(outputs, self.withheld)
 
     @cached_property
     def _room_bytes(self) -> _Room:
@@ -118,7 +121,8 @@ class _Group:
     ``variants``: by the sizes of calls, the latest first; several where values differ that the code reads.
     ``captures``: those with dynamic dimensions, which may serve other sizes, the latest first, each with what it runs
     there. ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at a size that may
-    be special, such as the length of a whole table; ``refusal``: the latest reason.
+    be special, such as the length of a whole table; ``refusal``: the latest reason. ``searched``: sizes and plans of
+    the latest capture without dynamic dimensions, whose search serves the first one with some.
     """
 
     variants: dict[Sizes, list[Variant]] = field(default_factory=dict)
@@ -126,6 +130,7 @@ class _Group:
     refused: set[Dimension] = field(default_factory=set)
     suspected: set[Dimension] = field(default_factory=set)
     refusal: str = ""
+    searched: tuple[Sizes, PlanAt] | None = None
 
     @property
     def alone(self) -> list[tuple[Sizes, Variant]]:
@@ -148,6 +153,7 @@ class _Group:
         other.variants.setdefault(sizes, []).insert(0, variant)
         if self.captures and self.captures[0][0].captured is variant.captured:
             other.captures.insert(0, self.captures.pop(0))
+        other.searched, self.searched = self.searched, None
         other.refused |= self.refused
         other.suspected |= self.suspected
         other.refusal = self.refusal or other.refusal
@@ -306,7 +312,9 @@ class Variants:
                 start = time.perf_counter()
         with self._capture(call) as captured:
             step = Runnable(captured, call, self.model, self.request.loop)
-            variant = self._chosen(group, step, plans_of(step, self.request, ()), call, ())
+            plan_at = plans_of(step, self.request)
+            variant = self._chosen(group, step, plan_at, call, ())
+            group.searched = None if self.request.dynamic is False else (call.sizes, plan_at)
         seconds = time.perf_counter() - start
         self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group, group_of_causes))
         return variant
@@ -347,7 +355,10 @@ class Variants:
         _require_equal_captures(step, earlier)
         bounds = declared_bounds(self.request.dynamic, self.model, call)
         largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.dimensions, values))
-        plan_at = plans_of(step, self.request, [each for each in (values, largest, *earlier) if symbols.holds(each)])
+        sizes = [each for each in (values, largest, *earlier) if symbols.holds(each)]
+        searched, group.searched = group.searched, None
+        at = None if searched is None else symbols.values_in(searched[0])
+        plan_at = plans_of(step, self.request, sizes, {} if at is None or searched is None else {at: searched[1]})
         group.captures.insert(0, (step, plan_at))
         try:
             variant = self._chosen(group, step, plan_at, call, values)
@@ -368,9 +379,10 @@ class Variants:
     def _chosen(self, group: _Group, step: Runnable, plan_at: PlanAt, call: Call, values: tuple[int, ...]) -> Variant:
         """The variant for `call`, whose dynamic dimensions have the sizes `values`."""
         choice = plan_at(values)
-        run = self._checked(step.run(choice.schedule, values), call)
-        dropped, accumulates = dropped_places(step.reference, choice.schedule), self.request.loop.accumulation
-        variant = Variant(step.captured, run, choice.plan, dropped, accumulates)
+        run = self._checked(step.run(choice.schedule, values, choice.head_chunks), call)
+        graph = step.in_chunks(choice.head_chunks)
+        dropped, accumulates = dropped_places(graph, choice.schedule), self.request.loop.accumulation
+        variant = Variant(step.captured, run, choice.plan, dropped, accumulates, withheld(graph))
         group.variants.setdefault(call.sizes, []).insert(0, variant)
         return variant
 
@@ -400,7 +412,7 @@ class Variants:
     def _dimensions(self, group: _Group, call: Call) -> set[Dimension]:
         """The dimensions to capture as dynamic: those that are declared, and those in which earlier calls differ."""
         latest = [group.number_served(step) for step, _ in group.captures[:_MOST_ALONE]]
-        if len(group.captures) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE:
+        if len(group.captures) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE or self.request.chunk_head:
             return set()
         chosen = declared(self.request.dynamic, self.model, call)
         if self.request.dynamic is not False:

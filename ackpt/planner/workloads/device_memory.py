@@ -1,4 +1,4 @@
-"""Does a planned step fit a GPU? `device_memory` replays the plan's allocations in the model of the caching allocator.
+"""Does a step fit a GPU? `device_memory` replays a schedule's allocations in the model of the caching allocator.
 
 The model is loaded, the optimizer's state is created at the end of a first step, and a second step is observed, which
 may find the gradients of the first. State and temporaries of the optimizer are blocks as large as the parameters;
@@ -7,7 +7,7 @@ cuBLAS has a workspace in forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ackpt.metering.gpus import AllocatorSettings, CachingAllocator, Gpu
@@ -15,14 +15,14 @@ from ackpt.metering.kernel_memory import MATMULS
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.allocations import RESIDENT, Allocation, allocations
-from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.schedule.schedule import Schedule
+from ackpt.planner.schedule.simulator import follow
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Peaks of a planned step on a device, in bytes.
+    """Peaks of a step on a device, in bytes.
 
     ``allocated`` and ``reserved``: as ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` return them.
     ``context``: of CUDA, outside of both. ``margin``: what remains of the device's memory; negative if the step does
@@ -41,10 +41,16 @@ class DeviceMemory:
 
 
 def device_memory(
-    graph: JointGraph, profile: Profile, plan: Plan, where: Device, on: Gpu, context_bytes: int | None = None
+    graph: JointGraph,
+    workspace_bytes: Sequence[int],
+    schedule: Schedule,
+    where: Device,
+    on: Gpu,
+    context_bytes: int | None = None,
 ) -> DeviceMemory:
-    """The memory of `plan`'s step on a GPU; `context_bytes` replaces the known size of the context."""
-    blocks = allocations(graph, plan.schedule, profile.workspace_bytes)
+    """The memory of a step with `schedule` on a GPU; `context_bytes` replaces the known size of the context."""
+    blocks = allocations(graph, schedule, workspace_bytes)
+    boundary = follow(graph, schedule, workspace_bytes).boundary
     resident = [block for block in blocks if block.kind in RESIDENT]
     dynamic = [block for block in blocks if block.kind not in RESIDENT]
     parameters = [block.bytes for block in resident if block.kind == "parameters"]
@@ -53,13 +59,13 @@ def device_memory(
         if block.kind != "optimizer":
             allocator.allocate(("resident", number), block.bytes)
     workspaces = [on.cublas_workspace_bytes] if any(node.target in _MATMULS for node in graph.nodes) else []
-    _step(allocator, graph, plan, dynamic, parameters, workspaces, _GRADIENT)
+    _step(allocator, graph, boundary, dynamic, parameters, workspaces, _GRADIENT)
     for number, size in enumerate(_pieces(graph.optimizer_bytes, parameters)):
         allocator.allocate(("state", number), size)
     if not graph.accumulated_bytes:
         _free_all(allocator, _GRADIENT)  # zero_grad(set_to_none=True)
     allocator.reset_peaks()
-    _step(allocator, graph, plan, dynamic, parameters, [], "new gradient" if graph.accumulated_bytes else _GRADIENT)
+    _step(allocator, graph, boundary, dynamic, parameters, [], "new gradient" if graph.accumulated_bytes else _GRADIENT)
     return _memory(allocator, where, on, context_bytes)
 
 
@@ -120,9 +126,10 @@ _MATMULS = {str(each) for each in MATMULS}
 _GRADIENT = "gradient"
 
 
-def _step(allocator, graph, plan, dynamic: list[Allocation], parameters, workspaces, kind_of_gradients: str) -> None:
+def _step(
+    allocator, graph, boundary: int, dynamic: list[Allocation], parameters, workspaces, kind_of_gradients: str
+) -> None:
     """One step: its blocks in order, and at its end those of the optimizer. Gradients remain, unless others exist."""
-    boundary = plan.timeline.boundary
     if graph.optimizer_step_bytes:  # the last event of the simulator
         dynamic = dynamic[:-1]
     events = [(block.begin, False, number) for number, block in enumerate(dynamic)]
@@ -135,7 +142,7 @@ def _step(allocator, graph, plan, dynamic: list[Allocation], parameters, workspa
         kind = kind_of_gradients if block.kind == "gradients" and block.end is None else "block"
         allocator.allocate((kind, number), block.bytes)
         for size in workspaces:
-            thread = "backward" if boundary is not None and event > boundary else "forward"
+            thread = "backward" if event > boundary else "forward"
             if ("workspace", thread) not in allocator.blocks:
                 allocator.allocate(("workspace", thread), size)
     _free_all(allocator, "block")  # the outputs

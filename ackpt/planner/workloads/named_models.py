@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ackpt.models import LanguageModel, Transformer, TransformerConfig
@@ -57,14 +58,43 @@ def transformers_step(request: StepRequest) -> TrainingStep:
     transformers = _transformers()
     config = _config(transformers, request)
     task, name = _head(config)
-    positions = "max_target_positions" if task is SPEECH else "max_position_embeddings"
-    limit = getattr(config, positions, None)
-    if task is not IMAGES and isinstance(limit, int) and limit > 0:
-        require_positions(request.tokens()[1], limit, positions)
+    if limit := positions_of(config, task):
+        require_positions(request.tokens()[1], *limit)
     inputs = _inputs(config, task, request)
     model = _made(name, lambda: getattr(transformers, name)(config))
     model = model if request.lora is None else request.lora.added_to(model)
     return TrainingStep(model.train(), inputs)
+
+
+def positions_of(config, task: Task) -> tuple[int, str] | None:
+    """The longest sequence that a configuration of transformers allows, and its field; None if any length is."""
+    field = "max_target_positions" if task is SPEECH else "max_position_embeddings"
+    limit = getattr(config, field, None)
+    return (limit, field) if task is not IMAGES and isinstance(limit, int) and limit > 0 else None
+
+
+def batches_of(model: nn.Module) -> tuple[Callable[[int, int], dict[str, Any]], tuple[int, str] | None]:
+    """A function of batch size and length that returns the arguments of a model of transformers; `positions_of` it.
+
+    Raises:
+        TypeError: for a model of another library, or without a loss of sequences.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+    kinds = [kind.__name__ for kind in type(base).__mro__ if kind.__module__.startswith("transformers.")]
+    tasks = _tasks_by_class() if kinds else {}
+    name, task = next(((name, tasks[name]) for name in kinds if name in tasks), ("", None))
+    if task in (None, IMAGES):
+        raise TypeError(
+            f"{type(base).__name__} is not a model of transformers that returns a loss for sequences: give batch=, a "
+            "function of the number of sequences and their length that returns the model's arguments, such as "
+            'lambda size, length: {"tokens": torch.zeros(size, length, dtype=torch.long)}'
+        )
+
+    def batch(size: int, length: int) -> dict[str, Any]:
+        inputs = _inputs(base.config, task, StepRequest(f"{TRANSFORMERS}{name}", size, length, dtype=base.dtype))
+        return {key: torch.zeros_like(value) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+
+    return batch, positions_of(base.config, task)
 
 
 def dtype_of_file(model: str) -> str | None:
@@ -143,7 +173,7 @@ def _head(config) -> tuple[Task, str]:
     from transformers.models.auto import modeling_auto
 
     if named := (config.architectures or [None])[0]:
-        task_of = {name: task for task in reversed(TASKS) for name in _names(getattr(modeling_auto, task.mapping))}
+        task_of = _tasks_by_class()
         if named in task_of:
             return task_of[named], named
         raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {_tasks()}")
@@ -154,6 +184,12 @@ def _head(config) -> tuple[Task, str]:
         if name := getattr(modeling_auto, task.mapping).get(config.model_type):
             return task, _first(name)
     raise ValueError(f"no head with a loss is known for model_type {config.model_type!r}: {_tasks()}")
+
+
+def _tasks_by_class() -> dict[str, Task]:
+    from transformers.models.auto import modeling_auto
+
+    return {name: task for task in reversed(TASKS) for name in _names(getattr(modeling_auto, task.mapping))}
 
 
 def _tasks() -> str:

@@ -25,11 +25,12 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.cuda_choices import CudaChoices
 from ackpt.metering.gpus import BLOCK, MIB, gpu
 from ackpt.metering.resident import rounded
+from ackpt.planner.capture.chunked_head import chunked
 from ackpt.planner.capture.inspection.calls import MACHINE
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.choose import planned
+from ackpt.planner.choose import planned, planned_in_chunks
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
 from ackpt.planner.costs.profiles import profile as profiled
@@ -54,7 +55,8 @@ class PlanConfig:
     The policy is none without a budget, auto with one, unless another is named. A budget such as "15GiB reserved"
     bounds what the device's caching allocator reserves. `context_mib` replaces the size of the CUDA context that is
     known for the device. `accumulation`: gradients of earlier batches exist. `clipping`: their norm is clipped.
-    `scaling`: a ``torch.amp.GradScaler`` scales the loss. `options`: of the policy.
+    `scaling`: a ``torch.amp.GradScaler`` scales the loss. `options`: of the policy. `chunk_head`: as in
+    `ackpt.compile`.
     """
 
     step: StepRequest
@@ -69,6 +71,7 @@ class PlanConfig:
     clipping: bool = False
     scaling: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    chunk_head: bool | str = False
 
     def __post_init__(self):
         bound, is_reserved = split_budget(self.budget)
@@ -97,7 +100,10 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: its bytes on the device."""
+    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: its bytes on the device.
+
+    `whole`: the graph of the step without chunks of the head, and its profile, if they are others.
+    """
 
     config: PlanConfig
     step: TrainingStep
@@ -106,6 +112,7 @@ class Planned:
     plan: Plan
     device: Device | None
     memory: DeviceMemory | None
+    whole: tuple[JointGraph, Profile] | None = None
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the peak; the resident ones first."""
@@ -123,8 +130,8 @@ class Planned:
         parts = {"forward": live[: boundary + 1], "backward": live[boundary:end], "optimizer": live[end:]}
         return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
 
-    def that_fits(self) -> Planned:
-        """The plan of policy auto that fits the device.
+    def that_fits(self, chunk_head: bool | str = False) -> Planned:
+        """The plan of policy auto that fits the device; `chunk_head` as in `ackpt.compile`.
 
         Raises:
             BudgetError: if there is none; ``least_bytes`` is what the allocator reserves for the smallest peak.
@@ -132,9 +139,9 @@ class Planned:
         assert self.device is not None and self.memory is not None
         room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
         config = dataclasses.replace(self.config, budget=f"{room} reserved", slowdown=None, policy=None, options={})
+        config = dataclasses.replace(config, chunk_head=chunk_head or self.config.chunk_head)
         with shown(), no_collection():
-            plan, _, memory = _planned(self.graph, self.profile, self.device, config)
-        return dataclasses.replace(self, config=config, plan=plan, memory=memory)
+            return _planned(config, self.step, self.whole or (self.graph, self.profile), self.device)
 
 
 def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:
@@ -169,36 +176,52 @@ def run_plan(config: PlanConfig) -> Planned:
         stage(f"building {config.step.model}")
         step = training_step(config.step)
         graph = captured(step, config, where)
-        profile = profiled(graph, where)
-        profile = profile if where is None else with_gpu_workspace(graph, profile)
-        return Planned(config, step, graph, profile, *_planned(graph, profile, where, config))
+        return _planned(config, step, (graph, _costs(graph, where)), where)
+
+
+def _costs(graph: JointGraph, where: Device | None) -> Profile:
+    profile = profiled(graph, where)
+    return profile if where is None else with_gpu_workspace(graph, profile)
+
+
+Made = tuple[Plan, JointGraph, Profile]
 
 
 def _planned(
-    graph: JointGraph, profile: Profile, where: Device | None, config: PlanConfig
-) -> tuple[Plan, Device | None, DeviceMemory | None]:
+    config: PlanConfig, step: TrainingStep, whole: tuple[JointGraph, Profile], where: Device | None
+) -> Planned:
+    graph, profile = whole
     policy = config.policy or ("none" if config.budget is None and config.slowdown is None else "auto")
 
-    def plan_within(limit: float | str | None) -> Plan:
-        return planned(graph, Request(limit, config.slowdown, policy, config.options), profile)
+    def in_chunks(count: int) -> tuple[JointGraph, Profile]:
+        one = allocated_on(where, chunked(graph, count))
+        return one, _costs(one, where)
 
-    def memory_of(plan: Plan) -> DeviceMemory | None:
+    def plan_within(limit: float | str | None) -> Made:
+        request = Request(limit, config.slowdown, policy, config.options, chunk_head=config.chunk_head)
+        if config.chunk_head:
+            return planned_in_chunks(graph, request, profile, in_chunks)
+        return planned(graph, request, profile), graph, profile
+
+    def memory_of(made: Made) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB
-        return where and device_memory(graph, profile, plan, where, gpu(where.name), context)
+        return where and device_memory(
+            made[1], made[2].workspace_bytes, made[0].schedule, where, gpu(where.name), context
+        )
 
     budget, is_reserved = split_budget(config.budget)
-    plan = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
-    return plan, where, memory_of(plan)
+    made = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
+    return Planned(config, step, made[1], made[2], made[0], where, memory_of(made), whole)
 
 
-def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callable[[Plan], Any]) -> Plan:
+def _within_reserved(budget, plan_within: Callable[..., Made], memory_of: Callable[[Made], Any]) -> Made:
     """A plan for which the caching allocator reserves at most `budget`; every trial has a smaller peak."""
     most = dynamic_limit(budget, 0, 0)
     assert most is not None
     limit = most
     while True:
         try:
-            plan = plan_within(limit)
+            made = plan_within(limit)
         except BudgetError as error:
             if error.least_bytes is None:
                 raise
@@ -209,10 +232,10 @@ def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callab
                 least,
                 f"{budget} reserved",
             ) from None
-        excess = memory_of(plan).reserved - most
+        excess = memory_of(made).reserved - most
         if excess <= 0:
-            return plan
-        limit = max(1, plan.peak_bytes - max(1, excess // 2))
+            return made
+        limit = max(1, made[0].peak_bytes - max(1, excess // 2))
 
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
@@ -222,18 +245,30 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
 
 def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
     """As `captured`, without an optimizer and the other tensors of the training loop."""
-    choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
     scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
-    with autocast("cpu", config.autocast), choices, scaled:
+    with calls_as_on(where, config.autocast), scaled:
         graph = trace(step.model, **step.inputs)
-    if where is not None:
-        graph = dataclasses.replace(
-            graph,
-            made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
-            storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, BLOCK)) for s in graph.storages),
-            on_cpu=False,
-        )
-    return graph
+    return allocated_on(where, graph)
+
+
+@contextlib.contextmanager
+def calls_as_on(where: Device | None, dtype: str):
+    """Inside, a step is captured as `where` runs it under autocast to `dtype`."""
+    choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
+    with autocast("cpu", dtype), choices:
+        yield
+
+
+def allocated_on(where: Device | None, graph: JointGraph) -> JointGraph:
+    """`graph` with sizes as the allocator of `where` rounds them."""
+    if where is None:
+        return graph
+    return dataclasses.replace(
+        graph,
+        made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
+        storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, BLOCK)) for s in graph.storages),
+        on_cpu=False,
+    )
 
 
 def with_training_loop(graph: JointGraph, model: torch.nn.Module, config: PlanConfig) -> JointGraph:

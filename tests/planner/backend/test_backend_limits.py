@@ -172,14 +172,26 @@ def test_a_graph_break_in_a_frame_that_is_skipped(compiled):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo reads that of the second graph's input
-def test_modules_of_torch_compiled_in_place():
-    x = torch.ones(4, 8)
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_modules_of_torch_compiled_in_place(blocks):
+    """Before torch 2.14, Dynamo captures the children of an nn.Sequential that is compiled in place, one by one."""
+
+    def model():
+        return nn.Sequential(*(Block() for _ in range(blocks)) if blocks else (nn.Linear(8, 8), nn.Tanh()))
+
+    x, plans, graphs = torch.ones(4, 8), [], CompileCounter()
+    counted = model()
+    counted.compile(backend=graphs)
+    counted(x)
     for _ in range(2):
-        with pytest.raises(ackpt.TraceError, match="without a plan.*nn.Sequential"):
-            in_place(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), policy="full")(x)
-    with pytest.raises(ackpt.TraceError, match="several graphs"):
-        in_place(nn.Sequential(Block(), Block()), policy="full")(x)
-    as_function(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), policy="full")(x).sum().backward()
+        call = in_place(model(), policy="full", on_plan=plans.append)
+        if graphs.frame_count == 1:
+            call(x).sum().backward()
+        else:
+            with pytest.raises(ackpt.TraceError, match="several graphs" if blocks else "without a plan.*nn.Sequential"):
+                call(x)
+    assert len(plans) == graphs.frame_count  # the second model finds the graphs of the first
+    as_function(model(), policy="full")(x).sum().backward()
 
 
 class SomeMode(TorchDispatchMode):
@@ -204,11 +216,11 @@ def test_an_error_of_the_model_is_not_replaced():
 
 
 def test_inside_the_handler_of_another_error():
-    call = in_place(nn.Sequential(nn.Linear(8, 8)), policy="full")
+    call = as_function(Net(), policy="full")
     try:
         raise KeyError("another")
     except KeyError:
-        with pytest.raises(ackpt.TraceError, match="without a plan"):
+        with SomeMode(), pytest.raises(ackpt.TraceError, match="without a plan"):
             call(torch.ones(4, 8))
 
 

@@ -71,7 +71,8 @@ def _checked(matrix):
         torch.linalg.cholesky,
         torch.linalg.inv,
         torch.linalg.slogdet,
-        torch.cholesky,  # runs only on positive definite matrices, also to measure its workspace
+        # Runs only on positive definite matrices, also to measure its workspace. Torch 2.14 has removed it.
+        *([torch.cholesky] if hasattr(torch.ops.aten, "cholesky") else []),
         lambda matrix: torch.linalg.solve(matrix, matrix.sin()),
         lambda matrix: torch.linalg.lu_factor(matrix)[0],
         _checked,

@@ -284,3 +284,39 @@ def test_an_argument_that_shares_the_storage_of_a_parameter_is_another_call():
     shared = model.first.weight.detach()
     assert torch.equal(step(shared), model(shared)) and len(step.history) == 2
     assert torch.equal(step(torch.ones(4, 4)), model(torch.ones(4, 4))) and len(step.history) == 2
+
+
+def test_a_parameter_like_the_one_before_is_the_models_own():
+    model = _tied()
+    watched = WatchedModel(model)
+    before, earlier = watched.facts(), weakref.ref(model.first.bias)
+    model.first.bias = nn.Parameter(torch.zeros(4))
+    assert earlier() is None
+    assert watched.facts() == before and watched.facts().tensors == before.tensors
+    own = {id(tensor) for tensor in watched.own_tensors()}
+    assert own == set(map(id, [*model.parameters(), *model.buffers()]))
+
+
+def test_sparse_tensors_which_torchs_guards_do_not_check_are_compared():
+    model = _tied()
+    watched = WatchedModel(model)
+    before = watched.facts()
+    plain, model.offset = model.offset, torch.eye(4).to_sparse()
+    sparse = watched.facts()
+    assert sparse != before and watched.facts() is sparse
+    model.offset = plain
+    assert watched.facts() == before
+
+
+def test_a_dict_that_changes_to_and_fro_leaves_the_facts():
+    model = _tied()
+    watched = WatchedModel(model)
+    before = watched.facts()
+    for value in (0.25, 0.5):
+        model.scale = value
+    model.first.train(False).train()
+    weight, model.second.weight = model.second.weight, nn.Parameter(torch.zeros(4, 4))
+    model.second.weight = weight
+    assert watched.facts() is before
+    model.second.weight = nn.Parameter(torch.zeros(4, 4))  # no longer tied
+    assert watched.facts() != before

@@ -17,11 +17,7 @@ from ackpt.core.errors import BudgetError, TraceError
 from ackpt.planner.parts.blocks import Block
 from ackpt.planner.parts.regions_plan import RegionsPlan
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # Dynamo looks at it
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 
 
 @pytest.fixture(params=MODELS)

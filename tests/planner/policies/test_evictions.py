@@ -98,7 +98,6 @@ def lowest_peak_of_partitioner():
     return min(peaks)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, at the import
 def test_the_smallest_feasible_budget_is_below_the_peaks_of_torchs_partitioner():
     model, args = list_densenet()
     eager = results(model, model, args)

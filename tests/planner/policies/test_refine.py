@@ -10,7 +10,7 @@ from ackpt.graph import simulate
 from ackpt.planner.policies import rotor
 from ackpt.planner.policies.full import segmentations
 from ackpt.planner.policies.search.frontier import added_cost, costs, frontier
-from ackpt.planner.policies.search.refinement import with_fewer_runs, with_saved
+from ackpt.planner.policies.search.refinement import runs, with_fewer_runs, with_saved
 from ackpt.planner.schedule.schedule import everything, lower, recomputed
 
 TRIES = 200
@@ -29,6 +29,25 @@ def test_fewer_recomputations_cost_less_and_stay_within_the_limit(name):
             assert added_cost(graph, less, cost) <= before and 0 <= left <= TRIES
         if peak < plain:  # there is room for everything
             assert added_cost(graph, less, cost) == 0
+
+
+@pytest.mark.parametrize("name", [*MODELS, *SKIPS])
+def test_results_would_be_live_from_their_last_use_before_a_recomputation(name):
+    graph, profile = traced(name)
+    analysis = graph.analysis
+    for schedule in [lower(graph, saved) for saved in segmentations(graph)]:
+        order = schedule.backward_arrays.computed
+        forward = schedule.forward_arrays.computed
+        last = {s: at for at, node in enumerate(forward) for s in analysis.allocated.get(node, ())}
+        expected = {}
+        for at, node in enumerate(order, len(forward)):
+            own = analysis.allocated.get(node, ())
+            expected[at] = max((last[s] for s in own if s in last), default=at), sum(analysis.bytes[s] for s in own)
+            last.update(dict.fromkeys(analysis.accessed["backward"][node], at))
+        _, found = runs(graph, schedule, order, profile.workspace_bytes)
+        assert {node for node in recomputed(graph, schedule) if node in analysis.allocated} >= {r.node for r in found}
+        assert [(r.start, r.size) for r in found] == [expected[r.stop] for r in found]
+        assert all(order[r.position] == r.node and r.stop == r.position + len(forward) for r in found)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SKIPS])

@@ -101,8 +101,6 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # newer versions of torch warn of it
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_module_that_runs_in_its_own_way_is_refused_with_the_way_out(name):
     wrap, message = WRAPPERS[name]

@@ -17,7 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import ackpt
+from ackpt.graph import lower
+from ackpt.planner.policies import auto
 from ackpt.planner.schedule.simulator import simulate
+from ackpt.planner.step import plans
 
 WIDTH = 32
 
@@ -202,6 +205,45 @@ def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
     with pytest.raises(ackpt.BudgetError, match="smallest feasible budget"):
         step.prepare(ids(8, 400))
     check(step, model, ids(8, 22))
+
+
+class Indexed(Words):
+    """Slices everything, for which torch's indexing returns an alias, unless the size is a symbol."""
+
+    def forward(self, ids):
+        x = self.blocks(self.embed(ids))[:, slice(0, None), :] @ self.embed.weight.t()
+        return F.cross_entropy(x.flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("kind", [Words, Indexed])
+def test_the_search_of_the_first_capture_serves_the_first_dynamic_one_at_its_sizes(kind, monkeypatch):
+    searches, recomputing = [], auto.recomputing
+    monkeypatch.setattr(auto, "recomputing", lambda *args: (searches.append(args[0]), recomputing(*args))[1])
+    model = kind(2)
+    step = ackpt.compile(model, ids(8, 44), budget="450kB")
+    at_first = len(searches)
+    for length in (32, 38, 44):
+        check(step, model, ids(8, length))
+    assert at_first > 0 and len(searches) == at_first
+    assert kinds(step) == ["capture", "dynamic capture", "plan"]
+    own = ackpt.compile(model, ids(8, 38), budget="450kB", dynamic={"ids": {1: (4, 44)}})
+    assert len(searches) > at_first
+    step.prepare(ids(8, 38))
+    assert (own.plan.cost, own.plan.peak_bytes) == (step.plan.cost, step.plan.peak_bytes)
+    step = ackpt.compile(model, ids(8, 20), budget="450kB")
+    at_first = len(searches)
+    step.prepare(ids(8, 44))
+    assert len(searches) > at_first  # at these larger sizes
+    check(step, model, ids(8, 44))
+
+
+def test_graphs_that_differ_in_more_than_an_alias_share_no_schedules():
+    one, other = (ackpt.trace(nn.Sequential(nn.Linear(8, 8), act), torch.ones(4, 8)) for act in (nn.Tanh(), nn.ReLU()))
+    larger = ackpt.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(5, 8))
+    assert plans.Translation.between(one, other) is None and plans.Translation.between(one, larger) is None
+    schedule = lower(one, ())
+    translation = plans.Translation.between(one, one)
+    assert translation is not None and translation.of(schedule) == schedule
 
 
 def test_at_each_length_the_cheapest_schedule_of_the_search_runs():
@@ -454,3 +496,14 @@ def test_evaluation_neither_captures_nor_counts():
         for length in range(4, 30):
             step(ids(8, length))
     assert kinds(step) == ["capture"]
+
+
+def test_sizes_of_a_model_without_data_are_symbols_too():
+    with torch.device("meta"):
+        model, sizes = Words(), [(4, 8), (3, 9)]
+        batches = [torch.zeros(size, dtype=torch.long) for size in sizes]
+    step = ackpt.compile(model, batches[0], policy="none", dynamic=True)
+    plans = [step.prepare(batch) for batch in batches]
+    assert kinds(step) == ["dynamic capture", "plan"]
+    alone = [ackpt.plan(ackpt.trace(model, batch), policy="none") for batch in batches]
+    assert [plan.peak_bytes for plan in plans] == [plan.peak_bytes for plan in alone]

@@ -200,3 +200,103 @@ def test_operations_that_write_into_arguments_run_under_modes():
     assert ackpt.count_flops(lambda: step(x).backward()) == ackpt.count_flops(lambda: model(x).backward()) == 16384
     peaks = [ackpt.measure(lambda: call(x).backward(), resident=[model, x]).peak_bytes for call in (model, step)]  # noqa: B023
     assert peaks[0] == peaks[1]
+
+
+def _is_below_autograd() -> bool:
+    keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
+    return all(map(torch._C._dispatch_tls_is_dispatch_key_excluded, keys))
+
+
+@pytest.mark.parametrize("operation, is_below", [(_ATEN.relu.default, True), ("custom", False), ("saved", False)])
+def test_operations_of_torch_run_below_autograd_where_no_kernel_may_need_it(operation, is_below):
+    x, seen = torch.randn(4, 6), []
+    listing = Listing()
+    given = listing.add("placeholder", "x", name="x")
+    if operation == "saved":
+        run = listing.add("call_function", lambda operation, x: operation(x), (squared, given))
+    else:
+        run = listing.add("call_function", squared if operation == "custom" else operation, (given,))
+    listing.add("call_function", lambda: seen.append(_is_below_autograd()))
+    view = listing.add("call_function", _ATEN.select.int, (run, 0, 1))
+    listing.add("output", "output", ((run, view),))
+    with torch.no_grad():
+        result, row = boxed(nn.Module(), listing)([x])
+    assert seen == [is_below] and row._is_view() != is_below and not _is_below_autograd()
+    assert torch.equal(result, x.relu() if is_below else x * x) and torch.equal(row, result[1])
+
+
+class Counting(nn.Module):
+    """Changes a buffer in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x).tanh().sum() * self.calls
+
+
+def test_a_buffer_that_changes_in_place_gets_the_version_of_eager():
+    model, x = Counting(), torch.randn(4, 6)
+    step = ackpt.compile(model, x, policy="none")
+    versions = []
+    for call in (model, step, step):
+        before = model.calls._version
+        call(x).backward()
+        versions.append(model.calls._version - before)
+    assert versions == [1, 1, 1] and model.calls == 3
+
+
+torch.library.define("ackpt_tests::squared", "(Tensor x) -> Tensor")
+torch.library.define("ackpt_tests::slope", "(Tensor x) -> Tensor")
+squared = torch.ops.ackpt_tests.squared.default
+
+
+@torch.library.impl("ackpt_tests::squared", "CompositeExplicitAutograd")
+def _squared(x):
+    return x * x
+
+
+@torch.library.impl("ackpt_tests::slope", "CompositeExplicitAutograd")
+def _slope(x):
+    """2 x, by autograd: of an operation without a derivative, torch lets kernels record."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad((leaf * leaf).sum(), leaf)[0]
+
+
+for _name in ("squared", "slope"):
+    torch.library.register_fake(f"ackpt_tests::{_name}", lambda x: torch.empty_like(x))
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.ops.ackpt_tests.squared(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.ops.ackpt_tests.slope(ctx.saved_tensors[0])
+
+
+class Squaring(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return Squared.apply(self.layer(x)).sum()
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_kernel_of_the_users_may_run_autograd(policy):
+    model, x = Squaring(), torch.randn(4, 6)
+    step, gradients = ackpt.compile(model, x, policy=policy), []
+    for call in (model, step):
+        model.zero_grad()
+        call(x).backward()
+        gradients.append(model.layer.weight.grad)
+    assert torch.equal(*gradients)

@@ -29,7 +29,7 @@ from .attributes import REGIONS, Change, not_repeated, plain
 from .kept_tensors import Kept, NotConstant
 from .value_walk import Closures, Value, Walk, closes_over, is_of_model, said
 
-_CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
+_CHECKPOINT = torch.utils.checkpoint._CheckpointFrame.__init__.__code__
 # The functions that seed. In regions the forward seeds again for the recomputation, which torch.seed does differently.
 _SEEDING = {"seed": "", "manual_seed": "", "set_rng_state": ", as torch.random.fork_rng does"}
 _ADDING_HOOKS = {"register_hook", "register_prehook", "setup_input_hook", "setup_output_hook"}

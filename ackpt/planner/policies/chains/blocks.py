@@ -269,6 +269,7 @@ class Walk:
         self.saved = {*self.analysis.sources, *(self.analysis.base_of[s] for s in chain.pinned)}
         self.order: list[int] = []
         self._bases = _bases_of_blocks(graph, chain)
+        self._reversed = _reversed_blocks(graph, chain)
         self._live = set(self.saved)  # and the backward nodes that have run; their results live until they are read
         self.in_first_forward = True
 
@@ -300,16 +301,33 @@ class Walk:
         live = self._live
         freed: set[int] = set()
         for block in reversed(self.blocks[first : last + 1]):
-            order = recompute_late(self.analysis, block.backward, live)
-            freed.update(set(order).difference(block.backward), self._bases[block.index])
+            walked = (each[2:] for each in self._reversed[block.index] if live & each[0] == each[1])
+            order, recomputed = next(walked, None) or self._recomputed_late(block)
+            live.update(order)
+            freed.update(recomputed, self._bases[block.index])
             self.order += order
             self.in_first_forward &= not block.backward
         self.saved -= freed
         live -= freed
 
+    def _recomputed_late(self, block: Block) -> tuple[list[int], set[int]]:
+        """The backward of `block` with its recomputations, and these alone; noted for equal values that are live."""
+        before, reads = set(self._live), self.analysis.backward_reads
+        order = recompute_late(self.analysis, block.backward, self._live)
+        relevant = {*block.backward, *order, *(source for node in order for source in reads[node])}
+        recomputed = set(order).difference(block.backward)
+        self._reversed[block.index].append((relevant, before & relevant, order, recomputed))
+        return order, recomputed
+
     def schedule(self) -> Schedule:
         """The schedule of everything so far."""
         return scheduled(self.analysis.graph, None, self.order)
+
+
+@once_per_graph
+def _reversed_blocks(graph: JointGraph, chain: BlockChain) -> list[list[tuple]]:
+    """By block, what `Walk` ran its backward with: the values that decided, those of them that were live, the order."""
+    return [[] for _ in chain.blocks]
 
 
 @once_per_graph

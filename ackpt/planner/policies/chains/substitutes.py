@@ -56,12 +56,13 @@ def substituted(graph: JointGraph, chain: BlockChain, profile, cost) -> list[Sch
     rows = evenly_spaced(rows, tries, 2 * len(_PRICE_SHARES))
     schedules = {(share, index): schedule_of(row, share) for share in _PRICE_SHARES for index, row in enumerate(rows)}
     tries -= len(schedules)
-    cost_of = {point.schedule.backward: point.cost for point in pareto(graph, profile, schedules.values())}
+    cost_of = {point.schedule.backward_arrays.key: point.cost for point in pareto(graph, profile, schedules.values())}
+    keys = {place: schedule.backward_arrays.key for place, schedule in schedules.items()}
     pairs = []
     for share in _PRICE_SHARES:
-        best = [i for i in range(len(rows)) if schedules[share, i].backward in cost_of]
+        best = [i for i in range(len(rows)) if keys[share, i] in cost_of]
         for i, j in itertools.pairwise(best):
-            gap = abs(cost_of[schedules[share, i].backward] - cost_of[schedules[share, j].backward])
+            gap = abs(cost_of[keys[share, i]] - cost_of[keys[share, j]])
             pairs.append((-gap, share, i, j))
     mixed = []
     for _, share, i, j in sorted(pairs):

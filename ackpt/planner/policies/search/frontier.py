@@ -7,6 +7,7 @@ among the points of several frontiers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -44,7 +45,7 @@ def costs(graph: JointGraph, profile: Profile) -> list[float]:
 
 def added_cost(graph: JointGraph, schedule: Schedule, cost) -> float:
     """The cost of all forward nodes that run in backward."""
-    return sum(cost[node] for node in recomputed(graph, schedule))
+    return sum(map(cost.__getitem__, recomputed(graph, schedule)))
 
 
 def packing_cost(graph: JointGraph, profile: Profile, schedule: Schedule) -> float:
@@ -115,13 +116,21 @@ def frontier(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
 
 def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Point]:
     """The Pareto frontier of `schedules`, from the least cost to the lowest peak."""
-    cost = costs(graph, profile)
+    cost, simulated = costs(graph, profile), _simulated(graph, profile)
     points = []
-    different = {(one.forward, one.backward): one for one in schedules}
-    for schedule in counted(different.values(), "searching: simulating schedule"):
-        peak = peak_of(graph, schedule, profile.workspace_bytes)
-        points.append(Point(whole_added_cost(graph, profile, schedule, cost), peak, schedule))
+    different = {(one.forward_arrays.key, one.backward_arrays.key): one for one in schedules}
+    for key, schedule in counted(different.items(), "searching: simulating schedule"):
+        if key not in simulated:
+            peak = peak_of(graph, schedule, profile.workspace_bytes)
+            simulated[key] = whole_added_cost(graph, profile, schedule, cost), peak
+        points.append(Point(*simulated[key], schedule))
     return undominated(points, lambda point: point[:2])
+
+
+@once_per_graph
+def _simulated(graph: JointGraph, profile) -> dict[tuple[bytes, bytes], tuple[float, int]]:
+    """Costs and peaks of the schedules that `pareto` has simulated: a search gives it the same ones several times."""
+    return {}
 
 
 def undominated(items: Iterable[T], values: Callable[[T], tuple]) -> list[T]:
@@ -131,7 +140,8 @@ def undominated(items: Iterable[T], values: Callable[[T], tuple]) -> list[T]:
     """
     best: list[T] = []
     for item in sorted(items, key=values):
-        if not any(all(a <= b for a, b in zip(values(other), values(item))) for other in best):
+        # The latest ones are the most likely to dominate it.
+        if not any(all(map(operator.le, values(other), values(item))) for other in reversed(best)):
             best.append(item)
     return best
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ackpt.core.progress import counted
-from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph, once_per_graph
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded, packed
+from ackpt.planner.schedule.orders import uses_of
 from ackpt.planner.schedule.plan import Decision
 from ackpt.planner.schedule.schedule import Schedule, bases_of, recomputed, scheduled
 from ackpt.planner.schedule.simulator import peak_of, step_peaks
@@ -91,25 +92,46 @@ def with_fewer_runs(
 
 def runs(graph: JointGraph, schedule: Schedule, order: list[int], workspace_bytes) -> tuple[np.ndarray, list[Run]]:
     """Dynamic bytes at every compute step, int64[steps], and the recomputations in the backward `order` of nodes."""
-    analysis = graph.analysis
     forward, backward = step_peaks(graph, schedule, workspace_bytes)
-    last = {s: at for at, node in enumerate(schedule.forward_arrays.computed) for s in analysis.allocated.get(node, ())}
-    touched, recomputations = analysis.accessed[BACKWARD], []
-    for at, (node, views) in enumerate(zip(order, _views(graph, order)), len(forward)):
-        allocated = analysis.allocated.get(node)  # nothing for a view, which cannot be saved
-        if allocated and graph.nodes[node].phase == FORWARD and views is not None:
-            size = sum(analysis.bytes[s] for s in analysis.storages(node, again=True) if s in allocated)
-            start = max((last[s] for s in allocated if s in last), default=at)
-            recomputations.append(Run(node, at - len(forward), start, at, size, views))
-        last.update(dict.fromkeys(touched[node], at))
+    positions, starts = _last_uses(graph, schedule.forward_arrays.computed, order)
+    sizes, views, recomputations = graph.analysis.recomputed_bytes, _views(graph, order), []
+    for position, start in zip(positions.tolist(), starts.tolist()):
+        node, of_views, at = order[position], views[position], position + len(forward)
+        if of_views is not None:
+            recomputations.append(Run(node, position, at if start < 0 else start, at, sizes[node], of_views))
     return np.array([*forward, *backward]), recomputations
+
+
+def _last_uses(graph: JointGraph, forward: list[int], order: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The positions in the backward `order` at which forward nodes allocate, and the last use of their results before.
+
+    That is the latest compute step of the whole step that uses one of these storages; -1 if none does. A view allocates
+    nothing, so it cannot be saved.
+    """
+    last = np.full(len(graph.storages), -1)
+    before = uses_of(graph, forward, FORWARD)
+    last[before.storages[before.allocates]] = before.positions[before.allocates]
+    uses = uses_of(graph, order, BACKWARD)
+    by_storage = np.argsort(uses.storages, kind="stable")
+    storages, accesses = uses.storages[by_storage], uses.is_access[by_storage]
+    group, width = np.cumsum(np.append(0, storages[1:] != storages[:-1])), len(order) + 1
+    # Positions rise within a group, so that the latest access is the greatest: 0 stands for none.
+    latest = np.maximum.accumulate(group * width + np.where(accesses, uses.positions[by_storage] + 1, 0))
+    earlier = np.append(0, latest[:-1]) - group * width
+    starts = np.empty(len(storages), dtype=np.int64)
+    starts[by_storage] = np.where(earlier > 0, earlier - 1 + len(forward), last[storages])
+    places = np.flatnonzero(uses.allocates & (np.asarray(order)[uses.positions] < graph.boundary))
+    positions, first = np.unique(uses.positions[places], return_index=True)
+    return positions, np.maximum.reduceat(starts[places], first) if len(places) else starts[places]
 
 
 def _fitting(candidates: list[Run], live: np.ndarray, limit_bytes: int) -> list[Run]:
     """The first of `candidates`, at most one per node, whose results fit together on top of the `live` bytes."""
     live, chosen = live.copy(), {}
     for run in candidates:
-        if run.node not in chosen and live[run.start : run.stop].max(initial=0) + run.size <= limit_bytes:
+        if run.node in chosen or (run.start < run.stop and live[run.start] + run.size > limit_bytes):
+            continue  # decided by one step, as most are
+        if live[run.start : run.stop].max(initial=0) + run.size <= limit_bytes:
             live[run.start : run.stop] += run.size
             chosen[run.node] = run
     return list(chosen.values())
@@ -121,8 +143,7 @@ def _views(graph: JointGraph, order: list[int]) -> list[tuple[int, ...] | None]:
     For the first run of a node these are the views that backward is given, else those of the run before. None if
     another view would be missing that only the operation itself can rebuild, as one of several results.
     """
-    analysis = graph.analysis
-    producer = {base: node for node in analysis.allocated for base in _bases(graph, node) if base != node}
+    analysis, producer, boundary = graph.analysis, _rebuilt_from(graph), graph.boundary
     before: dict[int, set[int] | None] = {}
     latest: dict[int, tuple[int, dict[int, int]]] = {}
     positions: list[tuple[int, ...] | None] = [()] * len(order)
@@ -136,7 +157,7 @@ def _views(graph: JointGraph, order: list[int]) -> list[tuple[int, ...] | None]:
         before[node] = set(views.values())
 
     for at, node in enumerate(order):
-        if graph.nodes[node].phase != FORWARD:
+        if node >= boundary:
             continue
         if node in analysis.allocated:
             if node in latest:
@@ -147,6 +168,12 @@ def _views(graph: JointGraph, order: list[int]) -> list[tuple[int, ...] | None]:
     for node in latest:
         close(node)
     return positions
+
+
+@once_per_graph
+def _rebuilt_from(graph: JointGraph) -> dict[int, int]:
+    """By view that is the base tensor of a storage, the node that allocates the storage."""
+    return {base: node for node in graph.analysis.allocated for base in _bases(graph, node) if base != node}
 
 
 def with_saved(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
