@@ -277,7 +277,11 @@ class MutableState:
         tensors = [tensor for tensor, _ in self._parameters]
         for index, (tensor, name) in enumerate(self._parameters if versions(tensors) != self._versions else ()):
             if version(tensor) != self._versions[index]:
-                if recorder is None or recorder.wrote(tensor) or storage(tensor) != self._storages[index]:
+                if (
+                    recorder is None
+                    or memory(tensor) in recorder.overwritten
+                    or storage(tensor) != self._storages[index]
+                ):
                     raise changes_parameter(tensor, name)
                 self._rewritten.append((tensor, name))  # by `p.set_(p.data)`, which no recorder sees
                 self.is_repeatable = False

@@ -17,6 +17,7 @@ import re
 import sys
 import types
 import weakref
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -64,10 +65,7 @@ def code_location(file: str, line: int) -> str:
 def _flat(values):
     """Yield `values`, with each list or tuple replaced by its items."""
     for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
+        yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _spellings(names: str) -> set:
@@ -81,16 +79,9 @@ def _spellings(names: str) -> set:
     return functions
 
 
-_MAY_WRITE = frozenset(
-    {
-        *_spellings(_SILENT_WRITERS),
-        *(getattr(torch.Tensor, name) for name in _WRITABLE_ALIASES),
-        torch.Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-        torch.Tensor.data.__set__,  # pyright: ignore[reportAttributeAccessIssue]
-    }
-)
-
-
+_DATA: Any = torch.Tensor.data
+_MAY_WRITE = {*_spellings(_SILENT_WRITERS), *(getattr(torch.Tensor, name) for name in _WRITABLE_ALIASES)}
+_MAY_WRITE |= {_DATA.__get__, _DATA.__set__}
 # Methods and attributes (`__get__`) that do not depend on a tensor's elements, if they return no tensor.
 _DESCRIBING = frozenset(
     "__get__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_floating_point "
@@ -127,17 +118,14 @@ class Call(NamedTuple):
 class Recorder(TorchFunctionMode):
     """Records the calls of one run of a region.
 
-    Args:
-        expected: the recorder of the first run. The first call that differs is recorded in ``different``, with the line
-            and the module that made it.
-        named: ``{id: (tensor, name)}`` of the tensors that the first run can reach.
-        refused: ``{id: change}`` of tensors that changed since the first run; a call that reads one raises an error.
+    `expected`: the recorder of the first run; ``different`` is the first call that differs, with the line and the
+    module that made it. `named`: ``{id: (tensor, name)}`` of the tensors that the first run can reach. `refused`:
+    ``{id: change}`` of tensors that changed since the first run; a call that reads one raises an error.
 
     ``calls``: in order, each with the sequence number of its autograd node and the ``_source`` of every argument.
     ``results``: weak references to what the calls returned. ``inputs``: positions of the tensors that the function is
-    called with, by ``id``. ``written``: storages, by ``_cdata``, that may have been written without bumping their
-    version counters. ``overwritten``: storages of tensors that calls changed in place. ``parameters``: those that calls
-    received, by ``id``.
+    called with. ``written``: storages, by ``_cdata``, that may have been written without bumping their version
+    counters. ``overwritten``: those of tensors that calls changed in place. ``parameters``: those that calls received.
     """
 
     def __init__(self, expected: Recorder | None = None, named=None, refused=None):
@@ -151,11 +139,9 @@ class Recorder(TorchFunctionMode):
         self.different: tuple[Call, str, nn.Module | None] | None = None
         self.named: dict = (named if expected is None else expected.named) or {}
         self._refused: dict = refused or {}
-        self._expected = self._existing = None
-        if expected is not None:
-            self._expected = expected.calls
-            self._existing = {id(each.value): each for each in expected.parameters.values() if each.value is not None}
-        self._outer: Recorder | None = None
+        self._expected = None if expected is None else expected.calls
+        existing = () if expected is None else expected.parameters.values()
+        self._existing = {id(each.value): each for each in existing if each.value is not None}
 
     def __enter__(self):
         self._outer, phase.recorder = phase.recorder, self
@@ -177,7 +163,9 @@ class Recorder(TorchFunctionMode):
         started = torch.autograd._get_sequence_nr()
         result = func(*args, **kwargs)
         if self._refused and (func.__name__ not in _DESCRIBING or isinstance(result, torch.Tensor)):
-            self._refuse_changed((*args, *kwargs.values()))
+            for value in _flat((*args, *kwargs.values())):
+                if id(value) in self._refused:
+                    raise changed_between(*self._refused[id(value)])
         with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
             self._record(func, args, kwargs, result, started)
         return result
@@ -193,10 +181,6 @@ class Recorder(TorchFunctionMode):
         self.named = {
             key: pair for key, pair in self.named.items() if pair[0].is_leaf and type(pair[0]) is not torch.Tensor
         }
-
-    def wrote(self, tensor) -> bool:
-        """Whether a call is known to have written to the memory of a tensor."""
-        return memory(tensor) in self.overwritten
 
     def left_results(self) -> list[torch.Tensor]:
         """The results with a graph that are still alive, although the run's graph should have been freed."""
@@ -235,11 +219,6 @@ class Recorder(TorchFunctionMode):
                 memory(each) for each in (*args, *kwargs.values()) if isinstance(each, nn.Parameter)
             )
 
-    def _refuse_changed(self, arguments) -> None:
-        for value in _flat(arguments):
-            if id(value) in self._refused:
-                raise changed_between(*self._refused[id(value)])
-
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
         if type(value) in _ATOMS or isinstance(value, numbers.Number):
@@ -255,13 +234,11 @@ class Recorder(TorchFunctionMode):
         return type(value)
 
     def _parameter(self, value):
-        parameter = self.parameters.get(id(value))
+        parameter = self.parameters.get(id(value)) or self._existing.get(id(value))
         if parameter is None:
-            if self._existing is not None:
-                parameter = self._existing.get(id(value)) or _Parameter(*self.named.get(id(value), (None,)))
-            else:
-                parameter = _Parameter(*self.named.get(id(value), (weakref.ref(value),)))
-            self.parameters[id(value)] = parameter
+            unnamed = weakref.ref(value) if self._expected is None else None
+            parameter = _Parameter(*self.named.get(id(value), (unnamed,)))
+        self.parameters[id(value)] = parameter
         return parameter
 
     def _source(self, value):
@@ -274,29 +251,23 @@ class Recorder(TorchFunctionMode):
         return node._sequence_nr(), value.output_nr
 
 
-def _region():
-    """A placeholder for the function of a nested region in a `Call`."""
+_region = object()  # in place of a function, in the `Call` of a nested region
 
 
 class Path:
     """How a run computed a region's outputs from its inputs.
 
-    ``evidence``: the `Evidence` of a small region. Of a recorded run, ``nodes``: the names of the graph's nodes;
-    ``calls``: the calls; ``sources``: for each call, where its arguments come from: an input's position, (index of a
-    call, index of its result), or None if unknown.
+    ``evidence``: the `Evidence` of a small region. Of a recorded run, ``nodes``: the names of the graph's nodes, but
+    for casts, as autocast casts a leaf once and any other tensor once per use; ``calls``: those that an output depends
+    on; ``sources``: for each call, where its arguments come from: an input's position, (index of a call, index of its
+    result), or None if unknown.
     """
 
-    __slots__ = ("calls", "evidence", "nodes", "sources")
-    evidence: Any
-    nodes: Any
-    calls: Any
-    sources: Any
-
     def __init__(self, recorder: Recorder | None, graph: Graph, evidence: Evidence | None):
-        """The path leaves out calls that no output depends on, and casts. Autocast casts a leaf once and any other
-        tensor once per use."""
-        self.evidence = evidence
-        self.nodes = self.calls = self.sources = None
+        self.evidence: Any = evidence
+        self.nodes: Any = None
+        self.calls: Any = None
+        self.sources: Any = None
         if recorder is None:
             return
         names = {node._sequence_nr(): node.name() for node in graph.nodes}
@@ -304,9 +275,9 @@ class Path:
         numbers = {number: at for at, (number, _, _) in enumerate(calls)}
 
         def source(of):
-            return (
-                (numbers[of[0]], of[1]) if type(of) is tuple and of[0] in numbers else of if type(of) is int else None
-            )
+            if type(of) is tuple:
+                return (numbers[of[0]], of[1]) if of[0] in numbers else None
+            return of
 
         self.nodes = [name for name in names.values() if name != "ToCopyBackward0"]
         self.calls = [call for _, call, _ in calls]
@@ -339,8 +310,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
         _check_same_sources(forward, recomputed, function)
         if forward.nodes == recomputed.nodes:
             return
-        missing, extra = _only_in(forward.nodes, recomputed.nodes), _only_in(recomputed.nodes, forward.nodes)
-        raise _other_path(function, f"only the forward has {missing or 'none'}, only the recompute {extra or 'none'}")
+        raise _other_path(function, _other_nodes(forward.nodes, recomputed.nodes))
     index = min(len(forward.calls), len(recomputed.calls)) if index is None else index
     expected = forward.calls[index] if index < len(forward.calls) else "absent"
     call = recomputed.calls[index] if index < len(recomputed.calls) else None
@@ -383,10 +353,10 @@ class Evidence(NamedTuple):
 
 
 def evidence_of(graph: Graph, outputs: list[torch.Tensor]) -> Evidence:
-    """The `Evidence` of a run whose graph of `outputs` is `graph`; ``ends`` is left empty."""
+    """The `Evidence` of a run whose graph of `outputs` is `graph`, with the ids of the tensors in ``ends``."""
     kinds = list(map(type, graph.nodes))
     regions = [] if _REGIONS.isdisjoint(kinds) else [n.region.path for n in graph.nodes if type(n) in _REGIONS]
-    return Evidence(kinds, graph.links, [], list(map(_hash, outputs)), regions, graph.order)
+    return Evidence(kinds, graph.links, [*map(id, graph.ends)], list(map(_hash, outputs)), regions, graph.order)
 
 
 _REGIONS: set[type] = set()  # the class of the nodes of regions, which have an attribute `region`
@@ -407,9 +377,8 @@ def _is_same(before: Evidence, now: Evidence) -> bool:
 def _difference(before: Evidence, now: Evidence) -> str:
     """In what two runs differ, for an error."""
     names = [[kind.__name__ for kind in each.kinds] for each in (before, now)]
-    missing, extra = _only_in(*names), _only_in(*reversed(names))
-    if missing or extra:
-        return f"only the forward has {missing or 'none'}, only the recompute {extra or 'none'}"
+    if Counter(names[0]) != Counter(names[1]):
+        return _other_nodes(*names)
     for name, what in zip(Evidence._fields, ("operations", "arguments", "inputs", "values in its outputs", "regions")):
         if getattr(before, name) != getattr(now, name):
             return f"the same operations have other {what}"
@@ -423,8 +392,6 @@ def _ranks(order: list[int]) -> list[int]:
 class Subject:
     """What is known of the regions of one function or module: how many recomputations have ``passed`` a comparison of
     all calls, with equal `Evidence`, and the ``kinds`` of their nodes."""
-
-    __slots__ = ("kinds", "passed", "reference")
 
     def __init__(self, reference):
         self.reference, self.passed, self.kinds = reference, 0.0, set()
@@ -481,20 +448,14 @@ def _other_path(function, difference: str) -> CheckpointError:
     )
 
 
-def _only_in(nodes, others) -> str:
-    rest = list(nodes)
-    for name in others:
-        if name in rest:
-            rest.remove(name)
-    return ", ".join(dict.fromkeys(rest))
+def _other_nodes(before, now) -> str:
+    missing, extra = Counter(before) - Counter(now), Counter(now) - Counter(before)
+    return f"only the forward has {', '.join(missing) or 'none'}, only the recompute {', '.join(extra) or 'none'}"
 
 
 def _first_with_grad(result):
-    if isinstance(result, (tuple, list)):
-        for item in result:
-            if isinstance(item, torch.Tensor) and item.requires_grad:
-                return item
-    return None
+    items = result if isinstance(result, (tuple, list)) else ()
+    return next((item for item in items if isinstance(item, torch.Tensor) and item.requires_grad), None)
 
 
 class _Parameter:
@@ -504,8 +465,6 @@ class _Parameter:
     the recomputation created it. Parameters that the two runs created compare equal, because that of the first run no
     longer exists.
     """
-
-    __slots__ = ("_value", "name")
 
     def __init__(self, value, name: str = ""):
         self._value, self.name = value, name

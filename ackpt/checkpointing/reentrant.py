@@ -168,7 +168,8 @@ class _Recompute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Always save a tensor, so that a second backward raises torch's error about released tensors.
         ctx.save_for_backward(*inputs) if inputs else ctx.save_for_backward(torch.empty(0))
-        return region.take_output_values()
+        values, region.output_values = region.output_values, None
+        return values
 
     @staticmethod
     def backward(ctx, *grad_outputs):
@@ -185,7 +186,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def _gradients_of(ctx, region, grad_outputs):
-        with region.restored() or _NOTHING:
+        with _NOTHING if region.state is None or region.state.is_as_before() else region.state.restored():
             # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
             saved, prefetch = saved_tensors_of(ctx)
             graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves)

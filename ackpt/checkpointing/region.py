@@ -38,33 +38,13 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ign
 
 
 class Region:
-    """One call of ``checkpoint``, with everything that its recomputation needs except the saved inputs."""
+    """One call of ``checkpoint``, with everything that its recomputation needs except the saved inputs.
 
-    __slots__ = (
-        # The call: its non-tensor arguments with slots for the tensors, keyword names, and the tensors themselves.
-        *("function", "template", "names", "has_containers", "inputs", "needs_grad", "is_computed"),
-        # Settings and state that the recomputation restores or checks.
-        *(
-            "preserve_rng_state",
-            "streams",
-            "marks",
-            "autocast",
-            "guarantees",
-            "state",
-            "watch",
-            "unread_changes",
-            "unfrozen",
-        ),
-        *("is_nested", "accumulates_inside", "detached", "leaked", "uses", "accumulators"),
-        # The path of the first run, how it is observed, and what is known of other regions of the function.
-        *("recorder", "path", "is_small", "subject"),
-        # The outputs: `node_outputs` are the indices of those that the autograd node returns.
-        *("node_outputs", "output_count", "output_signatures", "output_template", "output_values", "other_outputs"),
-    )
-
-    state: Any
-    path: Any
-    subject: Any
+    ``template``, ``names``: its arguments with slots for the ``inputs``, and the names of keywords. ``state``,
+    ``watch``: what the recomputation restores, and what it checks. ``recorder``, ``is_small``: how the ``path`` of the
+    first run is observed; ``subject``: what is known of other regions of the function. ``node_outputs``: the indices of
+    the outputs that the autograd node returns.
+    """
 
     def __init__(self, function, args, kwargs, preserve_rng_state):
         self.inputs = Tensors()
@@ -76,8 +56,11 @@ class Region:
         self.is_nested = phase.recomputing
         self.autocast = Autocast() if _any_autocast() else None
         self.streams = []
-        self.state = self.watch = self.recorder = self.path = self.unread_changes = self.accumulators = None
-        self.is_small, self.subject = False, None
+        self.state: Any = None
+        self.path: Any = None
+        self.subject: Any = None
+        self.watch = self.recorder = self.unread_changes = self.accumulators = None
+        self.is_small = False
         self.detached = current_detached()
         if self.detached is not None:
             self.inputs[:] = self.detached.replaced(list(self.inputs))
@@ -90,7 +73,8 @@ class Region:
         inputs = self.inputs
         self.needs_grad = [tensor.requires_grad for tensor in inputs]
         self.is_computed = [not tensor.is_leaf for tensor in inputs] if self.autocast is not None else self.needs_grad
-        reachable = self._reachable_state()
+        is_walked = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
+        reachable = ReachableState(self.function, self.template) if is_walked else _NOT_WALKED
         if self.guarantees.unchanged:
             if not reachable.opaque:
                 self.is_small, self.subject = self._is_small(reachable), subject_of(self.function)
@@ -109,7 +93,8 @@ class Region:
         object_arguments = self._object_arguments()
         before = tensors_in(object_arguments) if object_arguments else {}
         leaves, counts = self._forward(inputs, aliases, versions, reachable)
-        uses = [counts.get(id(alias), 1) for alias in compress(aliases, self.needs_grad)]
+        starts_by_id = [*map(id, compress(aliases, self.needs_grad))]
+        uses = [counts.get(alias, 1) for alias in starts_by_id]
         self._move_hooks(aliases, inputs, retained)
         del aliases
         if object_arguments and any(
@@ -122,7 +107,10 @@ class Region:
             if (alias := start()) is not None:
                 phase.leaves_behind = None if phase.leaves_behind is None else True
                 refusals.refuse_gradient_of(alias)
-        leaves: Any = self._alive(leaves)
+        existing: Any = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
+        leaves = [leaf for leaf in existing if leaf is not None]  # of those that the function created, some are gone
+        if self.is_small and self.path is not None:
+            _number_ends(self.path.evidence, starts_by_id, leaves)
         if self.recorder is not None:
             if any(leaf.grad_fn is not None for leaf in leaves):  # it has a history, in which backward could reach them
                 for tensor in self.recorder.left_results():
@@ -138,18 +126,6 @@ class Region:
             uses = [count if each else 1 for count, each in zip(uses, separate)]
         self.uses = [count if count <= MOST_USES else 1 for count in uses]
         return inputs, leaves
-
-    def _alive(self, leaves) -> list:
-        """The leaves that are still alive, of which some were created by the function itself."""
-        if not any(type(leaf) is weakref.ref for leaf in leaves):
-            return leaves
-        leaves = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
-        alive = [place for place, leaf in enumerate(leaves) if leaf is not None]
-        if self.is_small:
-            places = {~place: ~number for number, place in enumerate(alive)}
-            ends = self.path.evidence.ends
-            ends[:] = [end if end >= 0 else places.get(end) for end in ends]
-        return [leaves[place] for place in alive]
 
     def _is_small(self, reachable) -> bool:
         """Whether runs of the function can be compared by what their graphs show, without a record of the calls.
@@ -189,11 +165,6 @@ class Region:
             inputs[index].retain_grad()
             inputs[index].register_hook(functools.partial(_set_gradient, weakref.ref(aliases[index])))
 
-    def take_output_values(self):
-        """Return the values of the outputs that need a gradient, and drop the region's references to them."""
-        values, self.output_values = self.output_values, None
-        return values
-
     def result(self, outputs):
         """The function's result, with `outputs` of the autograd node inserted."""
         tensors, self.other_outputs = self.other_outputs, []
@@ -208,7 +179,9 @@ class Region:
         """
         started = torch.autograd._get_sequence_nr()
         result = self._first_forward(aliases, reachable)
-        self._check_inputs(inputs, versions)
+        for index, (tensor, version) in enumerate(zip(inputs, versions)):
+            if guards.version(tensor) != version:
+                raise refusals.changes_inputs(f"its input tensor number {index} ({guards.describe(tensor)})")
         outputs, template = strip_result(result)
         if self.guarantees.exact_graph:
             computed = [i for i, each in enumerate(outputs) if each.grad_fn and each.grad_fn._sequence_nr() >= started]
@@ -218,9 +191,9 @@ class Region:
             floats = [i for i in computed if outputs[i].is_floating_point() or outputs[i].is_complex()]
             node_outputs = [i for i in floats if not outputs[i].requires_grad]
         self.node_outputs, self.output_template = node_outputs, template
-        self.other_outputs = (
-            [None] * len(outputs) if len(node_outputs) == len(outputs) else _passed_through(outputs, aliases, inputs)
-        )
+        # The others need no gradient or existed before: those that a call without checkpoint() returns.
+        originals = dict(zip(map(id, aliases), inputs))
+        self.other_outputs: list[Any] = [originals.get(id(output), output) for output in outputs]
         if not node_outputs:
             return [], {}
         leaves, counts = self._leaves([outputs[index] for index in node_outputs], aliases, reachable, started)
@@ -232,10 +205,6 @@ class Region:
         for index in node_outputs:
             self.other_outputs[index] = None
         return leaves, counts
-
-    def _reachable_state(self):
-        is_needed = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
-        return ReachableState(self.function, self.template) if is_needed else _NOT_WALKED
 
     def _first_forward(self, aliases, reachable):
         if self.autocast is not None:
@@ -273,11 +242,6 @@ class Region:
                 raise refusals.changes_containers()
         return result
 
-    def _check_inputs(self, inputs, versions):
-        for index, (tensor, version) in enumerate(zip(inputs, versions)):
-            if guards.version(tensor) != version:
-                raise refusals.changes_inputs(f"its input tensor number {index} ({guards.describe(tensor)})")
-
     def _leaves(self, outputs, aliases, reachable, started):
         """The parameters and closed-over tensors at which the graph ends, and how often operations use each tensor."""
         # FSDP reduces gradients in hooks inside the region, so gradients must be accumulated there.
@@ -299,12 +263,8 @@ class Region:
             if self.recorder is None and not self.subject.kinds.issuperset(evidence.kinds):
                 self.subject.passed = 0  # it does what it never did while it was recorded
             self.path = Path(self.recorder, graph, evidence)
-        places = dict(zip(map(id, compress(aliases, self.needs_grad)), itertools.count()))
-        leaves = [tensor for tensor in graph.ends if id(tensor) not in places]
-        if self.is_small:
-            places.update(zip(map(id, leaves), itertools.count(-1, -1)))
-            self.path.evidence.ends[:] = map(places.get, map(id, graph.ends))
-        return leaves, graph.counts()
+        starts = set(map(id, compress(aliases, self.needs_grad)))
+        return [tensor for tensor in graph.ends if id(tensor) not in starts], graph.counts()
 
     def _record_state(self, inputs, leaves, reachable):
         """Freeze the function's closure, and record the versions of all tensors that must not change until backward."""
@@ -325,7 +285,10 @@ class Region:
         self.leaked = []
         aliases = _aliases(saved, self.needs_grad)
         closed_over = [leaf for leaf in leaves if leaf.grad_fn is not None]
-        detached = self._detach(closed_over)
+        detached = None
+        if closed_over or self.detached is not None:
+            pairs = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}
+            detached = DetachClosedOver(pairs if self.detached is None else self.detached.leaves | pairs)
         inputs = self._not_leaves(aliases)
         started = torch.autograd._get_sequence_nr()
         # The attributes of data objects are restored.
@@ -374,24 +337,15 @@ class Region:
             if self.unread_changes and any(isinstance(node, _PythonNode) for node in graph.nodes):
                 raise guards.changed_between(*next(iter(self.unread_changes.values())))  # the node may read it
             if self.path is not None:
-                places = dict(zip(map(id, compress(inputs, self.needs_grad)), itertools.count()))
-                places.update(zip(map(id, closed_over_starts), itertools.count(-1, -1)))
-                self._check_path(recorder, graph, computed, places)
+                evidence = None
+                if self.path.evidence is not None:
+                    evidence = evidence_of(graph, computed)
+                    _number_ends(evidence, map(id, compress(inputs, self.needs_grad)), closed_over_starts)
+                present = Path(None if self.path.calls is None else recorder, graph, evidence)
+                check_same_path(self.path, present, recorder, self.function)
+                if self.subject is not None and self.path.calls is not None:
+                    self.subject.add(self.path.evidence, evidence, self.state.is_repeatable)
         return starts, received, computed, graph
-
-    def _check_path(self, recorder, graph, outputs, places) -> None:
-        forward, evidence = self.path, None
-        if forward.evidence is not None:
-            evidence = evidence_of(graph, outputs)
-            evidence.ends[:] = map(places.get, map(id, graph.ends))
-        present = Path(None if forward.calls is None else recorder, graph, evidence)
-        check_same_path(forward, present, recorder, self.function)
-        if self.subject is not None and forward.calls is not None:
-            self.subject.add(forward.evidence, evidence, self.state.is_repeatable)
-
-    def restored(self):
-        """A context in which what the region changes is as before its forward; None if it is so now."""
-        return None if self.state is None or self.state.is_as_before() else self.state.restored()
 
     def _object_arguments(self):
         """The arguments that are objects, in which the region's code can replace tensors."""
@@ -415,12 +369,6 @@ class Region:
                 alias.view_as(alias) if needed and view else alias
                 for alias, needed, view in zip(aliases, self.needs_grad, make_view)
             ]
-
-    def _detach(self, closed_over):
-        if not closed_over and self.detached is None:
-            return None
-        leaves = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}
-        return DetachClosedOver(leaves if self.detached is None else self.detached.leaves | leaves)
 
     def _repeat_call(self, aliases):
         """Repeat the forward's call, with its RNG states and autocast settings."""
@@ -515,6 +463,12 @@ def _detached(outputs):
     return tuple(values)
 
 
+def _number_ends(evidence, starts, leaves) -> None:
+    """Replace the ids of tensors in ``ends`` by numbers: of the inputs, by id, and of the leaves, from -1 downwards."""
+    numbers = dict(zip(starts, itertools.count())) | dict(zip(map(id, leaves), itertools.count(-1, -1)))
+    evidence.ends[:] = map(numbers.get, evidence.ends)
+
+
 def _run_hooks(hooks, gradient):
     for hook in [hook for hook in hooks.values() if not _is_of_torch(hook)]:
         result = hook(gradient)
@@ -530,12 +484,6 @@ def _is_of_torch(hook) -> bool:
 def _set_gradient(reference, gradient) -> None:
     if (alias := reference()) is not None:
         alias.grad = gradient
-
-
-def _passed_through(outputs, aliases, inputs) -> list:
-    """The outputs that need no gradient or existed before the region, as a call without checkpoint() returns them."""
-    originals = {id(alias): tensor for alias, tensor in zip(aliases, inputs)}
-    return [originals.get(id(output), output) for output in outputs]
 
 
 def _no_saved_tensor_hooks():
