@@ -44,15 +44,12 @@ class Guarantees:
     exact_graph: bool = True
 
 
-class _Local(threading.local):
-    guarantees = Guarantees()
-
-
-_local = _Local()
+_DEFAULT = Guarantees()
+_local = threading.local()
 
 
 def current() -> Guarantees:
-    return _local.guarantees
+    return getattr(_local, "guarantees", _DEFAULT)
 
 
 @contextlib.contextmanager
@@ -99,8 +96,6 @@ class Watch:
             ``torch.utils.swap_tensors`` refuses tensors with weak references.
         names: their descriptions for errors.
     """
-
-    __slots__ = ("_items", "_marks", "_names", "_steps")
 
     def __init__(self, items, names):
         self._items, self._names = items, names
@@ -227,11 +222,6 @@ def memory(tensor):
 class MutableState:
     """The buffers, attributes and globals that a region may change, with their values from before its forward."""
 
-    __slots__ = (
-        *("_before", "_bindings", "_changed", "_contents", "_hooks", "_namespaces", "_overwritten", "_parameters"),
-        *("_hook_count", "_rewritten", "_saved", "_storages", "_suspects", "_versions", "is_repeatable"),
-    )
-
     def __init__(self, reachable, is_recorded: bool = True):
         self._bindings = reachable.bindings
         self._namespaces = reachable.namespaces
@@ -277,11 +267,8 @@ class MutableState:
         tensors = [tensor for tensor, _ in self._parameters]
         for index, (tensor, name) in enumerate(self._parameters if versions(tensors) != self._versions else ()):
             if version(tensor) != self._versions[index]:
-                if (
-                    recorder is None
-                    or memory(tensor) in recorder.overwritten
-                    or storage(tensor) != self._storages[index]
-                ):
+                is_written = recorder is None or memory(tensor) in recorder.overwritten
+                if is_written or storage(tensor) != self._storages[index]:
                     raise changes_parameter(tensor, name)
                 self._rewritten.append((tensor, name))  # by `p.set_(p.data)`, which no recorder sees
                 self.is_repeatable = False

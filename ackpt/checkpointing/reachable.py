@@ -9,13 +9,11 @@ tensors whose gradient flows out of the region, however the function got them.
 from __future__ import annotations
 
 import argparse
-import dis
 import enum
 import functools
 import inspect
 import operator
 import os
-import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -25,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .closures import bound, rebound_names
+from .closures import bound, names_in, rebound_names
 from .rng import stream_of
 from .tree import is_plain
 
@@ -49,11 +47,6 @@ class ReachableState:
     that a norm of torch updates in training and does not read. ``walked``: False for the empty state, for which no
     object was walked.
     """
-
-    __slots__ = (
-        *("tensors", "streams", "bindings", "sharded", "opaque", "unread", "walked", "namespaces", "containers"),
-        *("suspects", "hooks", "_seen"),
-    )
 
     def __init__(self, function=None, template=()):
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
@@ -112,14 +105,11 @@ class ReachableState:
                         self._bind(vars(obj), key, item)
 
     def _generator(self, obj) -> bool:
-        if not isinstance(obj, _generator_types()):
-            return False
-        if id(obj) not in self._seen:
+        stream = stream_of(obj)
+        if stream is not None and id(obj) not in self._seen:
             self._seen.add(id(obj))
-            stream = stream_of(obj)
-            if stream is not None:
-                self.streams.append(stream)
-        return True
+            self.streams.append(stream)
+        return stream is not None
 
     def _module(self, module, name, own_hooks=True):
         if id(module) in self._seen:
@@ -144,7 +134,7 @@ class ReachableState:
                     tensors.setdefault(id(value), (value, prefix + key))
         if buffers:
             namespaces.append(buffers)
-            if module.training and issubclass(cls, _NormBase) and _is_of_torch(cls.forward):
+            if module.training and issubclass(cls, _NormBase) and cls.forward.__module__.startswith("torch.nn."):
                 self.unread.update(map(id, buffers.values()))
             for key, value in buffers.items():
                 if value is not None:
@@ -278,10 +268,6 @@ def _facts_of(cls, forward) -> tuple[Any, bool, bool]:
     return _code_of(forward), issubclass(cls, FUSED), is_sharded
 
 
-def _is_of_torch(function) -> bool:
-    return function.__module__.startswith("torch.nn.")
-
-
 class _ListNamespace:
     """A namespace over the items of a list, with the names 0, 1, ..., so that items can be rebound like attributes."""
 
@@ -365,17 +351,8 @@ def _is_plain_data(obj) -> bool:
 # Classes that dataclasses.make_dataclass and types.new_class make say "types".
 _NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy", "ackpt")) - {"types"}
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
-PLAIN = _ATOMS | {
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.memory_format,
-    range,
-    slice,
-    frozenset,
-    type,
-}
+PLAIN = _ATOMS | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+PLAIN |= {range, slice, frozenset, type}
 _ABSENT = object()
 _OBJECT_DEPTH = _DEPTH - 2  # of data objects in attributes of modules, of which two levels are followed
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -386,37 +363,15 @@ MODULE_FIELDS = frozenset(vars(nn.Module()))
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def _generator_types():
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return (torch.Generator, random.Random)
-    return (torch.Generator, random.Random, numpy_random.Generator, numpy_random.RandomState)
-
-
 @functools.lru_cache(maxsize=4096)
 def global_names(code) -> tuple[tuple[str, ...], frozenset[str]]:
     """The global names that the code, or code nested in it, reads, and those that it assigns to."""
-    names: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set()}
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in names:
-            names[instruction.opname].add(instruction.argval)
-    read, written = names.values()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            more_read, more_written = global_names(constant)
-            read.update(more_read)
-            written |= more_written
-    return tuple(sorted(read)), frozenset(written)
+    return tuple(sorted(names_in(code, "LOAD_GLOBAL"))), names_in(code, "STORE_GLOBAL")
 
 
-def _accumulate_grad_type():
-    leaf = torch.zeros((), requires_grad=True)
-    node: Any = leaf.view_as(leaf).grad_fn
-    return type(node.next_functions[0][0])
-
-
-ACCUMULATE_GRAD = _accumulate_grad_type()
-CAST = type(torch.zeros(1, requires_grad=True).to(torch.bfloat16).grad_fn)
+_LEAF: Any = torch.zeros(1, requires_grad=True)
+ACCUMULATE_GRAD = type(_LEAF.view_as(_LEAF).grad_fn.next_functions[0][0])
+CAST = type(_LEAF.to(torch.bfloat16).grad_fn)
 
 
 class Graph(NamedTuple):

@@ -21,10 +21,10 @@ from ackpt.core.autograd_state import phase, recomputation_begins, recomputation
 from ackpt.core.errors import CheckpointError
 
 from . import guards, refusals, rng
-from .closures import DetachClosedOver, current_detached, frozen
+from .closures import DetachClosedOver, frozen
 from .reachable import ReachableState, graph_of, is_data, tensors_in
 from .recorder import RECORDED_RUNS, SMALL_BYTES, Path, Recorder, check_same_path, evidence_of, subject_of
-from .tree import Tensors, fill, filled, is_plain, strip_arguments, strip_result
+from .tree import Slot, Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
 #: the region, because its contributions would take too much memory one by one.
@@ -61,7 +61,7 @@ class Region:
         self.subject: Any = None
         self.watch = self.recorder = self.unread_changes = self.accumulators = None
         self.is_small = False
-        self.detached = current_detached()
+        self.detached = phase.detached
         if self.detached is not None:
             self.inputs[:] = self.detached.replaced(list(self.inputs))
 
@@ -229,7 +229,10 @@ class Region:
         return result
 
     def _call(self, tensors):
-        values: Any = fill(self.template, tensors) if self.has_containers else filled(self.template, tensors)
+        if self.has_containers:
+            values: Any = fill(self.template, tensors)
+        else:
+            values = [tensors[item] if type(item) is Slot else item for item in self.template]
         if self.names:
             split = len(values) - len(self.names)
             result = self.function(*values[:split], **dict(zip(self.names, values[split:])))

@@ -37,7 +37,8 @@ class Stream:
 
     def moved(self, state) -> bool:
         """Whether the stream has another state now."""
-        return self.comparable(state) != self.comparable(self.get())
+        present = self.get()
+        return present is not state and self.comparable(state) != self.comparable(present)
 
     def mark(self) -> int:
         return hash(self.comparable(self.get()))
@@ -93,17 +94,10 @@ class NumpyStream(Stream):
     name = "numpy.random"
 
     def __init__(self, source):
-        self.bits = getattr(source, "bit_generator", None)
         self.source = source
-
-    def get(self):
-        return self.source.get_state(legacy=False) if self.bits is None else self.bits.state
-
-    def set(self, state):
-        if self.bits is None:
-            self.source.set_state(state)
-        else:
-            self.bits.state = state
+        self.bits = bits = getattr(source, "bit_generator", None)
+        self.get = (lambda: source.get_state(legacy=False)) if bits is None else lambda: bits.state
+        self.set = source.set_state if bits is None else lambda state: setattr(bits, "state", state)
 
     def comparable(self, state) -> str:
         return repr(_without_arrays(state))
@@ -149,12 +143,7 @@ class NumpyGlobalStream(Stream):
         self._last_read = (None, None)
 
     def moved(self, state) -> bool:
-        if state.get("has_gauss"):
-            return True
-        words = self._read_words()
-        if words is not None and words == self._last_read[0] and state is self._last_read[1]:
-            return False
-        return self.comparable(state) != self.comparable(self.random.get_state(legacy=False))
+        return bool(state.get("has_gauss")) or super().moved(state)
 
     def mark(self) -> int:
         return hash(self._read_words()) if self.address is not None else super().mark()

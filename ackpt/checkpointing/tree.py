@@ -13,13 +13,10 @@ import dataclasses
 import torch
 
 
-class Slot:
-    """A placeholder for tensor number ``index`` in a stripped structure."""
+class Slot(int):
+    """A placeholder for the tensor of this number in a stripped structure."""
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: int):
-        self.index = index
+    __slots__ = ()
 
 
 class Tensors(list):
@@ -56,13 +53,8 @@ def strip(obj, tensors: Tensors):
 def fill(obj, tensors):
     """Return `obj` with every slot replaced by the tensor of its number."""
     if type(obj) is Slot:
-        return tensors[obj.index]
-    return _map(obj, lambda leaf: tensors[leaf.index] if type(leaf) is Slot else leaf)
-
-
-def filled(items, tensors) -> list:
-    """`fill` for items of which none is a container with slots."""
-    return [tensors[item.index] if type(item) is Slot else item for item in items]
+        return tensors[obj]
+    return _map(obj, lambda leaf: tensors[leaf] if type(leaf) is Slot else leaf)
 
 
 def strip_arguments(args, tensors: Tensors) -> tuple[tuple, bool]:

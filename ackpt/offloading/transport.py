@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ackpt.core.errors import OffloadError
 
@@ -191,10 +190,6 @@ class CudaTransport(Transport):
     def _bytes(self, storage, begin: int, size: int) -> torch.Tensor:
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
         return empty.set_(storage, begin, (size,), (1,))  # pyright: ignore[reportArgumentType]
-
-
-def has_no_data(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def transport_for(device: torch.device) -> Transport:
