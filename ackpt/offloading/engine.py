@@ -166,7 +166,8 @@ class OffloadedStorage:
         if self.alias is not None:
             self.check_version(self.alias)
             return self.alias.untyped_storage(), 0
-        if (storage := self.reloaded or self.handed_over()) is not None:
+        storage = self.handed_over() if self.reloaded is None else self.reloaded
+        if storage is not None:
             return storage, self.begin
         original, storage = self.original(), self.storage()
         if (
