@@ -294,18 +294,6 @@ class MutableState:
         self._before = []
         return {id(tensor) for tensor, _ in self._changed}
 
-    def undo(self) -> None:
-        """Restore the values from before the forward; call this instead of `after_forward`."""
-        bindings, contents = self._changes()
-        _bind(bindings)
-        _fill(contents)
-        with torch.no_grad():
-            for tensor, _, mark, copy in self._before:
-                if copy is None or (version(tensor) == mark and _is_equal(tensor, copy)):
-                    continue
-                with torch.autograd._unsafe_preserve_version_counter(tensor):
-                    _set(tensor, copy)
-
     def is_as_before(self) -> bool:
         """Whether there is nothing to restore."""
         return not (self._changed or self._overwritten or self._rewritten or any(self._changes()))
@@ -348,13 +336,7 @@ class MutableState:
                         else:
                             _set(tensor, value)
                 _fill([each for each in items if not (_has_history(each[1]) and _is_equal(*each))])
-                _bind(
-                    [
-                        each
-                        for each in values
-                        if not (_has_history(each[2]) and _is_equal(each[0].get(each[1]), each[2]))
-                    ]
-                )
+                _bind([(of, key, v) for of, key, v in values if not (_has_history(v) and _is_equal(of.get(key), v))])
 
     def _changes(self):
         """The bindings and the containers' items from before the forward, where the present ones are others."""

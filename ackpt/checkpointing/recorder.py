@@ -29,7 +29,7 @@ from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
 
 from .guards import PLAIN_TENSORS, changed_between, memory
-from .reachable import Graph
+from .reachable import _TORCH, Graph
 from .refusals import name_of
 from .rng import MEMORY
 
@@ -45,7 +45,6 @@ _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_p
 _SET_ITEM = torch.Tensor.__setitem__
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _CALL = nn.Module._call_impl.__code__
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
 _NOTEBOOK_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]|^<ipython-input-")
@@ -307,7 +306,11 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
     pairs = enumerate(zip(forward.calls, recomputed.calls))
     index = next((i for i, (a, b) in pairs if a != b and repr(a) != repr(b)), None)  # repr, as nan != nan
     if index is None and len(forward.calls) == len(recomputed.calls):
-        _check_same_sources(forward, recomputed, function)
+        for at, sources in enumerate(zip(forward.sources, recomputed.sources)):
+            for before, now in zip(*sources):
+                if before != now and before is not None and now is not None:
+                    change = f"was given {_source_text(before)} in the forward and is given {_source_text(now)} now"
+                    raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
         if forward.nodes == recomputed.nodes:
             return
         raise _other_path(function, _other_nodes(forward.nodes, recomputed.nodes))
@@ -422,14 +425,6 @@ def subject_of(function) -> Subject | None:
     if place not in _subjects and type(key).__weakrefoffset__:
         _subjects[place] = Subject(weakref.ref(key, lambda _: _subjects.pop(place, None)))
     return _subjects.get(place)
-
-
-def _check_same_sources(forward: Path, recomputed: Path, function) -> None:
-    for at, (before, now) in enumerate(zip(forward.sources, recomputed.sources)):
-        for first, second in zip(before, now):
-            if first != second and first is not None and second is not None:
-                change = f"was given {_source_text(first)} in the forward and is given {_source_text(second)} now"
-                raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
 
 
 def _source_text(source) -> str:

@@ -124,8 +124,7 @@ class NumpyGlobalStream(Stream):
 
     def __init__(self, numpy_random):
         self.random = numpy_random
-        bits = numpy_random.mtrand._rand._bit_generator
-        self.bits = bits
+        self.bits = bits = numpy_random.mtrand._rand._bit_generator
         self.address = bits.ctypes.state_address if type(bits).__name__ == "MT19937" else None
         self._last_read = (None, None)
 

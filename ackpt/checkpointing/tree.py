@@ -45,15 +45,11 @@ def is_plain(item) -> bool:
 
 def strip(obj, tensors: Tensors):
     """Return `obj` with slots in place of its tensors, which are added to `tensors`."""
-    if isinstance(obj, torch.Tensor):
-        return tensors.slot(obj)
     return _map(obj, lambda leaf: tensors.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def fill(obj, tensors):
     """Return `obj` with every slot replaced by the tensor of its number."""
-    if type(obj) is Slot:
-        return tensors[obj]
     return _map(obj, lambda leaf: tensors[leaf] if type(leaf) is Slot else leaf)
 
 

@@ -83,10 +83,7 @@ class ForwardState:
 
     @property
     def lookahead(self) -> int:
-        """Bytes that copies in one direction may occupy on the device.
-
-        By default the size of the largest storage, or of what one region saved.
-        """
+        """Bytes that running copies in one direction may occupy; by default those of the largest storage or region."""
         return self.largest if self._lookahead is None else self._lookahead
 
     def record(self, stored: OffloadedStorage) -> tuple[int, int]:
@@ -293,14 +290,27 @@ class Engine:
             if position is None:
                 self._bound_copies_out(forward, 0)
             else:
-                self._prefetch(forward, position, stored)
+                self.prefetch(forward, position, stored)
             return location
 
-    def prefetch(self, forward: ForwardState, position: tuple[int, int]) -> None:
-        """Start copies back of what was saved before `position`, as many as the lookahead allows."""
+    def prefetch(
+        self, forward: ForwardState, position: tuple[int, int], current: OffloadedStorage | None = None
+    ) -> None:
+        """Start copies back of what was saved before `position`, as many as the lookahead allows besides `current`."""
         with self._lock:
             self._recycle_returned()
-            self._prefetch(forward, position)
+            upcoming = forward.next_in_backward(position, forward.lookahead, current)
+            for other in live(forward.prefetched):  # backward reads in another order than expected
+                if other.reloaded is not None and other not in upcoming:
+                    self._hand_over(other)
+            for stored in upcoming:
+                if stored.alias is not None or stored.reloaded is not None:
+                    continue
+                elif (storage := stored.handed_over()) is not None:
+                    stored.reloaded = storage  # so that it outlives its present owners
+                elif stored.on_device() is None:
+                    self._copy_in(stored)
+            forward.prefetched = [weakref.ref(stored) for stored in upcoming]
 
     def stats(self) -> dict[str, int | float]:
         """The counters since the last ``reset_stats``, and the present content of the store.
@@ -442,22 +452,6 @@ class Engine:
             stored.device_store.transport.wait_event(stored.copy_in, stored.reloaded)
         stored.reloaded_reference = weakref.ref(stored.reloaded)
         stored.reloaded = None
-
-    def _prefetch(
-        self, forward: ForwardState, position: tuple[int, int], current: OffloadedStorage | None = None
-    ) -> None:
-        upcoming = forward.next_in_backward(position, forward.lookahead, current)
-        for other in live(forward.prefetched):  # backward reads in another order than expected
-            if other.reloaded is not None and other not in upcoming:
-                self._hand_over(other)
-        for stored in upcoming:
-            if stored.alias is not None or stored.reloaded is not None:
-                continue
-            elif (storage := stored.handed_over()) is not None:
-                stored.reloaded = storage  # so that it outlives its present owners
-            elif stored.on_device() is None:
-                self._copy_in(stored)
-        forward.prefetched = [weakref.ref(stored) for stored in upcoming]
 
     def _wait(self, device_store, event, used=None) -> None:
         """Let compute wait for a copy. A GPU knows the duration of a wait only after it."""

@@ -22,8 +22,6 @@ from .cpu_streams import Stream
 class Ended:
     """The event of a copy that has ended, or a wait for one that is over, with its duration in seconds."""
 
-    __slots__ = ("_seconds",)
-
     def __init__(self, seconds: float = 0.0):
         self._seconds = seconds
 
@@ -107,8 +105,6 @@ def _move(buffer, target: int, source: int, size: int) -> None:
 
 class CudaEvent:
     """The end of a copy on its stream, and the event of its start for timing."""
-
-    __slots__ = ("began", "ended", "owner")
 
     def __init__(self, began, ended, owner):
         self.began, self.ended, self.owner = began, ended, owner

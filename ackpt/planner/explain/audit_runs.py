@@ -31,6 +31,7 @@ from ackpt.checkpointing.reachable import PLAIN, ReachableState, global_names
 from ackpt.checkpointing.region import Region
 from ackpt.core.autograd_state import version
 from ackpt.metering.resident import storages_of
+from ackpt.planner.parts.blocks import UndoableState
 from ackpt.planner.step.planned_step import PlannedStep
 
 from .print_saved import _source, referred
@@ -69,7 +70,7 @@ class Undo:
     def __init__(self, step, modules: dict[str, nn.Module], given):
         objects = [value for _, value in referred(step)]
         reachable = ReachableState(step, (*modules.values(),))
-        self.state = guards.MutableState(reachable)
+        self.state = UndoableState(reachable)
         named = {id(t): (name, t) for name, t in given if isinstance(t, torch.Tensor)}
         named |= {id(t): (name, t) for t, name in reachable.tensors.values()}
         for path, module in named_modules(modules):
