@@ -43,7 +43,8 @@ tokens, targets = torch.randint(WORDS, (2, 4, 96))
 try:
     ackpt.apply_budget(model, (tokens, targets), budget=0.45)
 except ackpt.BudgetError as error:
-    print(f"without chunks: {error.least_bytes / 2**20:.1f} MiB at least")
+    assert error.least_bytes is not None
+    print(f"without chunks: {memory_format(error.least_bytes)} at least")
 else:
     raise AssertionError("the budget was expected to be infeasible")
 
@@ -66,6 +67,7 @@ print(
 baseline(tokens, targets).backward()
 largest = 0.0
 for one, other in zip(model.parameters(), baseline.parameters()):
+    assert one.grad is not None and other.grad is not None
     difference = (one.grad - other.grad).abs().max() / other.grad.abs().max()
     largest = max(largest, difference.item())
 assert 0 < largest < 1e-5

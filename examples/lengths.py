@@ -4,6 +4,7 @@ python examples/lengths.py
 """
 
 import random
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,16 +51,18 @@ print(found)
 
 baseline, plans = found.methods["none"], found.methods["auto"]
 print(f"{baseline.random.exceeding} of {len(baseline.random.shapes)} batches exceed it")
+assert plans.largest is not None and baseline.largest is not None
 assert plans.largest >= baseline.largest  # with a plan, larger batches fit
 
 # The worst batch, measured: the peak of the baseline, and that of the plan.
 worst = batch(*baseline.random.worst)
 expected = max(baseline.random.bytes)
-peak = measure_peak(ackpt.compile(model, policy="none", **worst), worst)
+example: Any = worst
+peak = measure_peak(ackpt.compile(model, policy="none", **example), worst)
 print(
     f"worst batch: {memory_format(peak)} measured, {memory_format(expected)} expected"
 )
 assert peak == expected
-peak = measure_peak(ackpt.compile(model, budget=BUDGET, **worst), worst)
+peak = measure_peak(ackpt.compile(model, budget=BUDGET, **example), worst)
 print(f"with the plan: {memory_format(peak)}, within {BUDGET}")
 assert peak <= 6 * 2**20

@@ -217,7 +217,7 @@ by_cut
 # The *memory budget* is a number between 0, which saves only inputs, and 1, which saves the minimum cut. In between, a
 # knapsack picks tensors to recompute until the saved bytes fit that fraction. It must be set while `torch.compile`
 # compiles. The backend below partitions as Inductor does, but runs operations one by one, so that we can count their
-# bytes.
+# bytes. It is made for debugging, and slow by itself: its bytes and FLOPs say something about Inductor, its times do not.
 
 
 # %%
