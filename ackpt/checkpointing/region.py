@@ -107,8 +107,9 @@ class Region:
             if (alias := start()) is not None:
                 phase.leaves_behind = None if phase.leaves_behind is None else True
                 refusals.refuse_gradient_of(alias)
-        existing: Any = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
-        leaves = [leaf for leaf in existing if leaf is not None]  # of those that the function created, some are gone
+        if weakref.ref in map(type, leaves):  # of those that the function created, some are gone
+            existing: Any = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
+            leaves = [leaf for leaf in existing if leaf is not None]
         if self.is_small and self.path is not None:
             _number_ends(self.path.evidence, starts_by_id, leaves)
         if self.recorder is not None:
@@ -192,7 +193,7 @@ class Region:
             node_outputs = [i for i in floats if not outputs[i].requires_grad]
         self.node_outputs, self.output_template = node_outputs, template
         # The others need no gradient or existed before: those that a call without checkpoint() returns.
-        originals = dict(zip(map(id, aliases), inputs))
+        originals = dict(zip(map(id, aliases), inputs)) if len(node_outputs) < len(outputs) else {}
         self.other_outputs: list[Any] = [originals.get(id(output), output) for output in outputs]
         if not node_outputs:
             return [], {}

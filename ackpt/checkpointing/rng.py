@@ -142,7 +142,11 @@ class NumpyGlobalStream(Stream):
         self._last_read = (None, None)
 
     def moved(self, state) -> bool:
-        return bool(state.get("has_gauss")) or super().moved(state)
+        if state.get("has_gauss"):
+            return True
+        words = self._read_words()
+        is_last = words is not None and words == self._last_read[0] and state is self._last_read[1]
+        return not is_last and super().moved(state)
 
     def mark(self) -> int:
         return hash(self._read_words()) if self.address is not None else super().mark()

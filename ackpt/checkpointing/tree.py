@@ -50,6 +50,8 @@ def strip(obj, tensors: Tensors):
 
 def fill(obj, tensors):
     """Return `obj` with every slot replaced by the tensor of its number."""
+    if type(obj) is Slot:
+        return tensors[obj]
     return _map(obj, lambda leaf: tensors[leaf] if type(leaf) is Slot else leaf)
 
 
