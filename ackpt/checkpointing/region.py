@@ -92,6 +92,7 @@ class Region:
         versions = guards.versions(inputs)
         object_arguments = self._object_arguments()
         before = tensors_in(object_arguments) if object_arguments else {}
+        leaves: Any
         leaves, counts = self._forward(inputs, aliases, versions, reachable)
         starts_by_id = [*map(id, compress(aliases, self.needs_grad))]
         uses = [counts.get(alias, 1) for alias in starts_by_id]
@@ -108,7 +109,7 @@ class Region:
                 phase.leaves_behind = None if phase.leaves_behind is None else True
                 refusals.refuse_gradient_of(alias)
         if weakref.ref in map(type, leaves):  # of those that the function created, some are gone
-            existing: Any = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
+            existing = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
             leaves = [leaf for leaf in existing if leaf is not None]
         if self.is_small and self.path is not None:
             _number_ends(self.path.evidence, starts_by_id, leaves)
