@@ -510,9 +510,8 @@ saved_bytes - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
 #
 # The additions of `ackpt.checkpoint` take time per region and per operation, whatever the sizes of the tensors. To make
 # this time visible, the next cell times a tiny region, two linear layers of width 8, and a Transformer block with 512
-# tokens. The contenders take turns in rounds, and the cell prints the medians of the times and of each round's ratios.
-# Compare the *ratios*; the times depend on the machine and its load. On a busy machine even the ratios of the block
-# vary by a tenth or more.
+# tokens. The contenders take turns in rounds, and the cell prints the medians of each round's ratios of processor time
+# to the baseline. The times themselves depend on the machine and its load.
 
 # %% tags=["measured-time", "nbval-ignore-output", "hide-input"]
 tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
@@ -528,15 +527,13 @@ def repeated(times, call, *arguments):
 
 for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer block", 1, (block, *inputs))):
     steps = {label: functools.partial(repeated, times, call, *arguments) for label, call in contenders.items()}
-    compared = compare_seconds(steps, repeats=7)
-    print(f"{name}: one forward and backward")
-    for label, ratio in compared.ratios.items():
-        microseconds = compared.seconds[label].median / times * 1e6
-        print(f"  {label:20} {microseconds:8,.0f} µs, {ratio.median:.2f} times the baseline")
+    print(f"{name}: processor time of a forward and a backward")
+    for label, ratio in compare_seconds(steps, repeats=7, clock="processor").ratios.items():
+        print(f"  {label:20} {ratio.median:.2f} times the baseline")
 
 # %% [markdown]
-# The tiny region shows this time: less than a millisecond. For the block, nearly all of the added time is
-# recomputation. PyTorch's non-reentrant checkpoint recomputes less, because it stops as soon as backward has all the
+# The tiny region shows this time: there, every checkpoint takes several times as long as the baseline. For the block,
+# nearly all of the added time is recomputation. PyTorch's non-reentrant checkpoint recomputes less, because it stops as soon as backward has all the
 # tensors that it reads: it skips the last matrix product of the block.
 #
 # :::{admonition} Takeaway

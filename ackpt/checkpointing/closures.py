@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
-import threading
 import types
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-_local = threading.local()
+from ackpt.core.autograd_state import phase
 
 
 class DetachClosedOver(TorchFunctionMode):
@@ -26,12 +25,11 @@ class DetachClosedOver(TorchFunctionMode):
         self.leaves = leaves
 
     def __enter__(self):
-        self._outer = current_detached()
-        _local.detached = self
+        self._outer, phase.detached = phase.detached, self
         return super().__enter__()
 
     def __exit__(self, *exception):
-        _local.detached = self._outer
+        phase.detached = self._outer
         return super().__exit__(*exception)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -46,11 +44,6 @@ class DetachClosedOver(TorchFunctionMode):
         if type(obj) is dict:
             return {key: self.replaced(item) for key, item in obj.items()}
         return obj
-
-
-def current_detached() -> DetachClosedOver | None:
-    """The mode of the recomputation that this thread runs; regions nested in it must apply the same replacements."""
-    return getattr(_local, "detached", None)
 
 
 def frozen(function):
@@ -112,11 +105,14 @@ def bound(cell) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=4096)
 def rebound_names(code) -> frozenset[str]:
     """The names of closure cells that the code, or code nested in it, assigns to."""
-    names = {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= rebound_names(constant)
-    return frozenset(names)
+    return names_in(code, "STORE_DEREF", "DELETE_DEREF")
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code, *operations: str) -> frozenset[str]:
+    """The names in these `operations` of the bytecode, and of code nested in it."""
+    names = {item.argval for item in dis.get_instructions(code) if item.opname in operations}
+    nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(names.union(*(names_in(each, *operations) for each in nested)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -21,14 +22,15 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ackpt.core.autograd_state import version
+from ackpt.core.autograd_state import version, versions
 from ackpt.core.errors import CheckpointError
 
-from .reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data, is_stand_in
+from .reachable import LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data, is_stand_in
 
 _SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the region runs
 _ABSENT = object()
-_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_GONE = torch.empty(0)
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 # Larger buffers that a region did not change, by storage: swap_tensors refuses tensors with weak references.
 _UNCHANGED_BUFFERS: weakref.WeakKeyDictionary[torch.UntypedStorage, set] = weakref.WeakKeyDictionary()
 
@@ -42,22 +44,20 @@ class Guarantees:
     exact_graph: bool = True
 
 
+_DEFAULT = Guarantees()
 _local = threading.local()
 
 
 def current() -> Guarantees:
-    return getattr(_local, "guarantees", _ALL)
-
-
-_ALL = Guarantees()
+    return getattr(_local, "guarantees", _DEFAULT)
 
 
 @contextlib.contextmanager
 def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: bool = True) -> Iterator[None]:
     """Choose the guarantees, beyond those of torch's checkpoint, for the regions entered in this ``with`` block.
 
-    All are on by default. Their cost depends on the number of modules and tensors of a region, not on tensor sizes: a
-    few microseconds for a few modules, about a millisecond for fifty. It matters only for regions of tiny tensors.
+    All are on by default. Their cost depends on the number of modules, tensors and operations of a region, not on
+    tensor sizes. It matters only for regions of tiny tensors.
 
     Args:
         other_rng: replay Python's ``random``, numpy and generator objects, in addition to torch's streams.
@@ -92,35 +92,48 @@ class Watch:
     steps of optimizers since then, because fused optimizers change nothing else.
 
     Args:
-        named: pairs of a tensor, or of a weak reference to one, and its description for errors. Pass strong references
-            for tensors that outlive the step: ``torch.utils.swap_tensors`` refuses tensors with weak references.
+        items: tensors, or weak references to them. Pass strong references to tensors that outlive the step:
+            ``torch.utils.swap_tensors`` refuses tensors with weak references.
+        names: their descriptions for errors.
     """
 
-    __slots__ = ("_marks", "_steps")
-
-    def __init__(self, named):
-        marks = []
-        for item, description in named:
-            tensor = item if isinstance(item, torch.Tensor) else item()
-            marks.append((item, description, version(tensor), _storage_mark(tensor), tensor.requires_grad))
-        self._marks = marks
+    def __init__(self, items, names):
+        self._items, self._names = items, names
+        self._marks = self._present()[1]
         self._steps = optimizer_steps()
 
+    def _present(self):
+        """The tensors, with `_GONE` for one that is gone, and the version, storage and ``requires_grad`` of each."""
+        tensors = [item() if type(item) is weakref.ref else item for item in self._items]
+        tensors = [_GONE if tensor is None else tensor for tensor in tensors]
+        if PLAIN_TENSORS.issuperset(map(type, tensors)):
+            with contextlib.suppress(RuntimeError):  # inference tensors have no version, and other layouts no storage
+                return tensors, [
+                    (each._version, weakref.ref(each.untyped_storage()) if each.numel() else None, each.requires_grad)
+                    for each in tensors
+                ]
+        return tensors, [(version(each), _storage_mark(each), each.requires_grad) for each in tensors]
+
     def changes(self):
-        """Yield ``(tensor, description, how)`` for every tensor that changed; how: "changed" or "frozen"."""
+        """Yield ``(tensor, description, how)`` for each that changed; how: "changed", "frozen" or "unfrozen"."""
         stepped = self._steps != optimizer_steps()
-        for item, description, mark, storage, requires_grad in self._marks:
-            tensor = item if isinstance(item, torch.Tensor) else item()
-            if tensor is None:
+        tensors, present = self._present()
+        if not stepped and present == self._marks:
+            return
+        for tensor, name, before, now in zip(tensors, self._names, self._marks, present):
+            if tensor is _GONE:
                 continue
-            if tensor.requires_grad < requires_grad:
-                yield tensor, description, "frozen"
+            (mark, storage, requires_grad), (mark_now, storage_now, requires_grad_now) = before, now
+            if requires_grad_now < requires_grad:
+                yield tensor, name, "frozen"
             elif (
-                version(tensor) != mark
-                or (storage is not None and tensor.untyped_storage() is not storage())
+                mark_now != mark
+                or (storage is not None and storage_now != storage)
                 or (stepped and _last_step.get(_memory_key(tensor), 0) > self._steps)
             ):
-                yield tensor, description, "changed"
+                yield tensor, name, "changed"
+            elif requires_grad_now != requires_grad:
+                yield tensor, name, "unfrozen"
 
 
 def _storage_mark(tensor):
@@ -128,7 +141,7 @@ def _storage_mark(tensor):
 
     None for subclasses, which may replace it, and for tensors without elements, such as weights that ZeRO-3 released.
     """
-    if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and tensor.numel():
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and tensor.numel():
         return weakref.ref(tensor.untyped_storage())
     return None
 
@@ -196,7 +209,7 @@ def describe(tensor) -> str:
 
 def storage(tensor):
     """The identity of a tensor's storage; None for subclasses, which may replace it."""
-    return memory(tensor) if type(tensor) in _PLAIN_TENSORS else None
+    return memory(tensor) if type(tensor) in PLAIN_TENSORS else None
 
 
 def memory(tensor):
@@ -209,27 +222,27 @@ def memory(tensor):
 class MutableState:
     """The buffers, attributes and globals that a region may change, with their values from before its forward."""
 
-    __slots__ = (
-        *("_before", "_bindings", "_changed", "_contents", "_namespaces", "_overwritten", "_parameters"),
-        *("_rewritten", "_suspects"),
-    )
-
-    def __init__(self, reachable):
+    def __init__(self, reachable, is_recorded: bool = True):
         self._bindings = reachable.bindings
         self._namespaces = reachable.namespaces
+        self._saved = [*map(dict.copy, reachable.namespaces)]
         self._suspects = reachable.suspects
-        self._overwritten, self._rewritten = [], []
+        self._overwritten, self._rewritten, self.is_repeatable = [], [], True
         containers = [] if reachable.sharded else reachable.containers  # FSDP's own change between forward and backward
         self._contents = [(each, each.copy()) for each in containers if len(each) <= LONGEST_CONTAINER]
-        self._contents += [(each, each.copy()) for each in reachable.hooks]
-        self._parameters = []
+        self._hooks, self._hook_count = reachable.hooks, sum(map(len, reachable.hooks))
+        if self._hook_count:
+            self._contents += [(each, each.copy()) for each in self._hooks if each]
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._parameters: list[tuple[torch.Tensor, str]] = []
         self._before = []
         for tensor, name in reachable.tensors.values():
             if tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)):
-                self._parameters.append((tensor, name, version(tensor), storage(tensor)))
+                self._parameters.append((tensor, name))
             elif not tensor.is_inference():
                 self._before.append((tensor, name, version(tensor), _copy(tensor)))
+        tensors = [tensor for tensor, _ in self._parameters]
+        self._versions, self._storages = versions(tensors), [*map(storage, tensors)] if is_recorded else []
 
     def after_forward(self, leaves, recorder) -> set[int]:
         """Keep the old values of the buffers that the forward changed; return the ids of these buffers.
@@ -241,20 +254,31 @@ class MutableState:
         attributes only the names are kept, because the recomputation may overwrite the value of a later forward.
         """
         used = {id(leaf) for leaf in leaves}
-        results = {id(each) for each in self._suspects if id(each[2]) not in used and _has_history(each[2])}
+        results = [each for each in self._suspects if id(each[2]) not in used and _has_history(each[2])]
         self._suspects = []
         if results:
-            self._overwritten = [binding[:2] for binding in self._bindings if id(binding) in results]
-            self._bindings = [binding for binding in self._bindings if id(binding) not in results]
+            self._overwritten = [binding[:2] for binding in results]
+            dropped = set(map(id, results))
+            self._bindings = [each for each in self._bindings if id(each) not in dropped]
+            saved = dict(zip(map(id, self._namespaces), self._saved))
+            for namespace, name in self._overwritten:
+                saved.get(id(namespace), {}).pop(name, None)
         self._contents = [each for each in self._contents if not _has_history(each[1])]
-        for tensor, name, mark, before in self._parameters:
-            if version(tensor) != mark:
-                if recorder is None or recorder.wrote(tensor) or storage(tensor) != before:
+        tensors = [tensor for tensor, _ in self._parameters]
+        for index, (tensor, name) in enumerate(self._parameters if versions(tensors) != self._versions else ()):
+            if version(tensor) != self._versions[index]:
+                is_written = recorder is None or memory(tensor) in recorder.overwritten
+                if is_written or storage(tensor) != self._storages[index]:
                     raise changes_parameter(tensor, name)
                 self._rewritten.append((tensor, name))  # by `p.set_(p.data)`, which no recorder sees
+                self.is_repeatable = False
         self._parameters = []
         for tensor, name, mark, copy in self._before:
-            silently = copy is not None if recorder is None else memory(tensor) in recorder.written
+            if recorder is not None:
+                silently = memory(tensor) in recorder.written
+                self.is_repeatable = self.is_repeatable and not silently
+            else:
+                silently = copy is not None and not (tensor.is_cpu and _is_equal(tensor, copy))
             if version(tensor) == mark and not silently:
                 if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
                     _UNCHANGED_BUFFERS.setdefault(tensor.untyped_storage(), set()).add(_view_of_storage(tensor))
@@ -270,17 +294,9 @@ class MutableState:
         self._before = []
         return {id(tensor) for tensor, _ in self._changed}
 
-    def undo(self) -> None:
-        """Restore the values from before the forward; call this instead of `after_forward`."""
-        bindings, contents = self._changes()
-        _bind(bindings)
-        _fill(contents)
-        with torch.no_grad():
-            for tensor, _, mark, copy in self._before:
-                if copy is None or (version(tensor) == mark and _is_equal(tensor, copy)):
-                    continue
-                with torch.autograd._unsafe_preserve_version_counter(tensor):
-                    _set(tensor, copy)
+    def is_as_before(self) -> bool:
+        """Whether there is nothing to restore."""
+        return not (self._changed or self._overwritten or self._rewritten or any(self._changes()))
 
     @contextlib.contextmanager
     def restored(self):
@@ -293,9 +309,6 @@ class MutableState:
         bindings, contents = self._changes()
         bindings = [each for each in bindings if not _is_made(each[0].get(each[1], _ABSENT), each[2])]
         rewritten = [(tensor, name, tensor.detach().clone()) for tensor, name in self._rewritten]
-        if not (self._changed or bindings or contents or self._overwritten or rewritten):
-            yield
-            return
         names = [*(binding[:2] for binding in bindings), *self._overwritten]
         values = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]
         items = [(container, container.copy()) for container, _ in contents]
@@ -323,40 +336,39 @@ class MutableState:
                         else:
                             _set(tensor, value)
                 _fill([each for each in items if not (_has_history(each[1]) and _is_equal(*each))])
-                _bind(
-                    [
-                        each
-                        for each in values
-                        if not (_has_history(each[2]) and _is_equal(each[0].get(each[1]), each[2]))
-                    ]
-                )
+                _bind([(of, key, v) for of, key, v in values if not (_has_history(v) and _is_equal(of.get(key), v))])
 
     def _changes(self):
         """The bindings and the containers' items from before the forward, where the present ones are others."""
         bindings = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
-        for namespace, size in self._namespaces:
-            if len(namespace) > size:
-                bindings += self._made_names(namespace)
-        return bindings, [*(each for each in self._contents if not is_filled_with(*each)), *self._added_hooks()]
+        if not _are_same(self._namespaces, self._saved):
+            for namespace, saved in zip(self._namespaces, self._saved):
+                bindings += self._differences(namespace, saved)
+        contents = [each for each in self._contents if not is_filled_with(*each)]
+        if contents or sum(map(len, self._hooks)) != self._hook_count:
+            existing = {id(container) for container, _ in self._contents}
+            contents += [(hooks, {}) for hooks in self._hooks if hooks and id(hooks) not in existing]
+        return bindings, contents
 
-    def _made_names(self, namespace):
-        """Bindings that remove the names that the forward added."""
-        existing = {binding[1] for binding in self._bindings if binding[0] is namespace}
-        existing.update(name for owner, name in self._overwritten if owner is namespace)
-        if "training" in existing:
-            existing |= MODULE_FIELDS
-        made = [(name, value) for name, value in namespace.items() if name not in existing and not is_stand_in(value)]
-        return [(namespace, name, _ABSENT) for name, value in made if not _is_made(value, _ABSENT)]
+    def _differences(self, namespace, saved):
+        """Bindings that restore the names of a namespace, and remove those that the forward added."""
+        other = {name for owner, name in self._overwritten if owner is namespace}
+        if "_modules" in saved:
+            other |= MODULE_FIELDS - {"training"}
+        for name in [*saved, *(name for name in list(namespace) if name not in saved)]:
+            value, present = saved.get(name, _ABSENT), namespace.get(name, _ABSENT)
+            if value is present or name in other or is_stand_in(value) or is_stand_in(present):
+                continue
+            if value is not _ABSENT or not _is_made(present, value):
+                yield namespace, name, value
 
-    def _added_hooks(self):
-        """The hooks of modules that had none before the forward, each with an empty dict to replace them with."""
-        existing = {id(container) for container, _ in self._contents}
-        return [
-            (attributes[name], {})
-            for attributes, _ in self._namespaces
-            for name in HOOKS
-            if attributes.get(name) and id(attributes[name]) not in existing
-        ]
+
+def _are_same(dicts, copies) -> bool:
+    """Whether dicts have the very items of their copies, in the same order."""
+    if [*map(list, dicts)] != [*map(list, copies)]:  # of names, equal ones of which are one object
+        return False
+    flat = itertools.chain.from_iterable
+    return all(map(is_, flat(map(dict.values, dicts)), flat(map(dict.values, copies))))
 
 
 def _is_made(present, value) -> bool:

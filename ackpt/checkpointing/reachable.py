@@ -2,30 +2,30 @@
 
 There are two walks, and both are needed. ``ReachableState`` walks the *objects* (modules, closures, defaults, partials,
 bound methods, globals that the code names) before the region runs. It finds frozen parameters and buffers, which leave
-no trace in the autograd graph. ``graph_inputs`` walks the *autograd graph* after the region ran. It finds exactly those
+no trace in the autograd graph. ``graph_of`` walks the *autograd graph* after the region ran. It finds exactly those
 tensors whose gradient flows out of the region, however the function got them.
 """
 
 from __future__ import annotations
 
 import argparse
-import dis
 import enum
 import functools
 import inspect
+import operator
 import os
-import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .closures import bound, rebound_names
+from .closures import bound, names_in, rebound_names
 from .rng import stream_of
+from .tree import is_plain
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, dict, set)
@@ -37,27 +37,22 @@ _DEPTH = 4  # levels of helper functions and plain objects that are followed
 class ReachableState:
     """The tensors and generators reachable from a function and its non-tensor arguments.
 
-    ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. ``bindings``: names that may be assigned
-    another object later, as ``(namespace, name, value)``: attributes, parameters, buffers and children of modules,
-    attributes of data objects (see `is_data`), tensors in containers and rebound cells, globals of functions;
-    ``suspects``: those of them whose value may have an autograd history. ``namespaces``: the attributes of modules and
-    of data objects, and how many each has. ``containers``: lists, dicts, sets and deques in attributes; ``hooks``: of
-    modules, in dicts that are not empty. ``sharded``: whether FSDP manages a module of the region; its hooks expect
-    gradients to arrive inside the region. ``opaque``: whether a module's calls cannot be recorded, because it is
-    scripted or takes another path while they are recorded. ``unread``: ids of buffers that a norm of torch updates in
-    training and does not read. ``walked``: False for the empty state, for which no object was walked.
+    ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. Names that may be assigned another object
+    later: ``namespaces``, the dicts of attributes, parameters, buffers and children of modules, and of attributes of
+    data objects (see `is_data`); ``bindings``, ``(namespace, name, value)`` of tensors in containers and rebound cells
+    and of globals; ``suspects``: those of all of them whose value may have an autograd history. ``containers``: lists,
+    dicts, sets and deques in attributes; ``hooks``: the dicts of the modules' hooks. ``sharded``: whether FSDP manages
+    a module of the region; its hooks expect gradients to arrive inside the region. ``opaque``: whether a module's calls
+    cannot be recorded, because it is scripted or takes another path while they are recorded. ``unread``: ids of buffers
+    that a norm of torch updates in training and does not read. ``walked``: False for the empty state, for which no
+    object was walked.
     """
-
-    __slots__ = (
-        *("tensors", "streams", "bindings", "sharded", "opaque", "unread", "walked", "namespaces", "containers"),
-        *("suspects", "hooks", "_seen"),
-    )
 
     def __init__(self, function=None, template=()):
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.streams: list = []
         self.bindings: list[tuple[Any, Any, object]] = []
-        self.namespaces: list[tuple[dict[str, Any], int]] = []
+        self.namespaces: list[dict[str, Any]] = []
         self.suspects: list[tuple[Any, Any, object]] = []
         self.containers: list = []
         self.hooks: list[dict] = []
@@ -73,7 +68,8 @@ class ReachableState:
         else:
             self._visit(function, "", 0)
         for item in template:
-            self._visit(item, "argument", 0)
+            if not is_plain(item):
+                self._visit(item, "argument", 0)
 
     def _visit(self, obj, name, depth, restores=True):
         """Visit what `obj` refers to; ``restores``: attributes of data objects are to be restored.
@@ -109,59 +105,57 @@ class ReachableState:
                         self._bind(vars(obj), key, item)
 
     def _generator(self, obj) -> bool:
-        if not isinstance(obj, _generator_types()):
-            return False
-        if id(obj) not in self._seen:
+        stream = stream_of(obj)
+        if stream is not None and id(obj) not in self._seen:
             self._seen.add(id(obj))
-            stream = stream_of(obj)
-            if stream is not None:
-                self.streams.append(stream)
-        return True
+            self.streams.append(stream)
+        return stream is not None
 
     def _module(self, module, name, own_hooks=True):
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
         prefix = f"{name}." if name else ""
-        if isinstance(module, torch.jit.ScriptModule):  # its attributes are in C++ and cannot be rebound
+        cls, tensors, namespaces = type(module), self.tensors, self.namespaces
+        if issubclass(cls, torch.jit.ScriptModule):  # its attributes are in C++ and cannot be rebound
             self.opaque = True
             for key, value in (*module.named_parameters(), *module.named_buffers()):
-                self.tensors.setdefault(id(value), (value, prefix + key))
-            return
-        attributes, bindings, tensors = vars(module), self.bindings, self.tensors
-        bindings.append((attributes, "training", module.training))
-        self.namespaces.append((attributes, len(attributes) - is_stand_in(attributes.get("forward"))))
-        self.hooks += [attributes[key] for key in HOOKS if attributes[key]]
-        for key, value in module._parameters.items():
-            if value is not None:
                 tensors.setdefault(id(value), (value, prefix + key))
-                bindings.append((module._parameters, key, value))
-        if module._buffers:
-            if isinstance(module, _NormBase) and module.training and _is_of_torch(type(module).forward):
-                self.unread.update(map(id, module._buffers.values()))
-            for key, value in module._buffers.items():
-                bindings.append(binding := (module._buffers, key, value))
+            return
+        code, is_fused, is_sharded = _facts_of(cls, cls.forward)
+        attributes = module.__dict__
+        parameters, buffers, children, *hooks = _fields_of(attributes)
+        namespaces.append(attributes)
+        self.hooks += hooks
+        if parameters:
+            namespaces.append(parameters)
+            for key, value in parameters.items():
+                if value is not None:
+                    tensors.setdefault(id(value), (value, prefix + key))
+        if buffers:
+            namespaces.append(buffers)
+            if module.training and issubclass(cls, _NormBase) and cls.forward.__module__.startswith("torch.nn."):
+                self.unread.update(map(id, buffers.values()))
+            for key, value in buffers.items():
                 if value is not None:
                     tensors.setdefault(id(value), (value, prefix + key))
                     if value.requires_grad:
-                        self.suspects.append(binding)
-        for key, value in attributes.items():
-            if key in MODULE_FIELDS or (key == "forward" and is_stand_in(value)):
-                continue
-            if type(value) in PLAIN:
-                bindings.append((attributes, key, value))
-            else:
+                        self.suspects.append((buffers, key, value))
+        for key in attributes.keys() - MODULE_FIELDS:
+            value = attributes[key]
+            if type(value) not in PLAIN and not (key == "forward" and is_stand_in(value)):
                 self._attribute(attributes, key, value, prefix + key, _OBJECT_DEPTH)
-        if (code := _code_of(type(module).forward)) is not None:
+        if code is not None:
             self._globals_of(*code)
-        if isinstance(module, FUSED) and not module.training:
+        if is_fused and not module.training:
             self.opaque = True
-        if own_hooks and not self.sharded:
-            self.sharded = _is_sharded(type(module))
-        for key, child in module._modules.items():
-            if child is not None:
-                bindings.append((module._modules, key, child))
-                self._module(child, prefix + key)
+        if is_sharded and own_hooks:
+            self.sharded = True
+        if children:
+            namespaces.append(children)
+            for key, child in children.items():
+                if child is not None:
+                    self._module(child, prefix + key)
 
     def _bind(self, namespace, key, value):
         self.bindings.append(binding := (namespace, key, value))
@@ -169,7 +163,7 @@ class ReachableState:
 
     def _attribute(self, namespace, key, value, name, depth, follow=False):
         """Visit an attribute of a module or of a data object; `follow`: also modules and functions in data objects."""
-        self._bind(namespace, key, value)
+        self.suspects.append((namespace, key, value))
         if isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), (value, name))
         elif isinstance(value, _CONTAINERS):
@@ -187,11 +181,9 @@ class ReachableState:
         self._seen.add(id(obj))
         namespace = vars(obj)
         if len(namespace) <= LONGEST_CONTAINER:
-            self.namespaces.append((namespace, len(namespace)))
+            self.namespaces.append(namespace)
             for key, value in namespace.items():
-                if type(value) in PLAIN:
-                    self.bindings.append((namespace, key, value))
-                else:
+                if type(value) not in PLAIN:
                     self._attribute(namespace, key, value, f"{name}.{key}", depth + 1, follow)
 
     def _containers_in(self, value, depth=0) -> None:
@@ -270,12 +262,10 @@ def _code_of(forward) -> tuple[types.CodeType, dict[str, Any]] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_sharded(cls) -> bool:
-    return any(each.__name__ == "FSDPModule" for each in cls.__mro__)
-
-
-def _is_of_torch(function) -> bool:
-    return function.__module__.startswith("torch.nn.")
+def _facts_of(cls, forward) -> tuple[Any, bool, bool]:
+    """Of a class of modules with this forward: its `_code_of`, whether it has a fused kernel, whether it is sharded."""
+    is_sharded = any(each.__name__ == "FSDPModule" for each in cls.__mro__)
+    return _code_of(forward), issubclass(cls, FUSED), is_sharded
 
 
 class _ListNamespace:
@@ -361,95 +351,92 @@ def _is_plain_data(obj) -> bool:
 # Classes that dataclasses.make_dataclass and types.new_class make say "types".
 _NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy", "ackpt")) - {"types"}
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
-PLAIN = _ATOMS | {
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.memory_format,
-    range,
-    slice,
-    frozenset,
-    type,
-}
+PLAIN = _ATOMS | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+PLAIN |= {range, slice, frozenset, type}
 _ABSENT = object()
 _OBJECT_DEPTH = _DEPTH - 2  # of data objects in attributes of modules, of which two levels are followed
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_fields_of = operator.itemgetter("_parameters", "_buffers", "_modules", *HOOKS)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 MODULE_FIELDS = frozenset(vars(nn.Module()))
 # Without gradients in evaluation these use a fused kernel, unless a TorchFunctionMode such as the recorder is active.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def _generator_types():
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return (torch.Generator, random.Random)
-    return (torch.Generator, random.Random, numpy_random.Generator, numpy_random.RandomState)
-
-
 @functools.lru_cache(maxsize=4096)
 def global_names(code) -> tuple[tuple[str, ...], frozenset[str]]:
     """The global names that the code, or code nested in it, reads, and those that it assigns to."""
-    names: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set()}
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in names:
-            names[instruction.opname].add(instruction.argval)
-    read, written = names.values()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            more_read, more_written = global_names(constant)
-            read.update(more_read)
-            written |= more_written
-    return tuple(sorted(read)), frozenset(written)
+    return tuple(sorted(names_in(code, "LOAD_GLOBAL"))), names_in(code, "STORE_GLOBAL")
 
 
-def _accumulate_grad_type():
-    leaf = torch.zeros((), requires_grad=True)
-    node: Any = leaf.view_as(leaf).grad_fn
-    return type(node.next_functions[0][0])
+_LEAF: Any = torch.zeros(1, requires_grad=True)
+ACCUMULATE_GRAD = type(_LEAF.view_as(_LEAF).grad_fn.next_functions[0][0])
+CAST = type(_LEAF.to(torch.bfloat16).grad_fn)
 
 
-ACCUMULATE_GRAD = _accumulate_grad_type()
-CAST = type(torch.zeros(1, requires_grad=True).to(torch.bfloat16).grad_fn)
+class Graph(NamedTuple):
+    """The autograd graph of a run, as `graph_of` walks it; equal graphs have equal `links`.
 
-
-def graph_inputs(outputs, aliases, tensors, started: int, accumulators: list | None = None):
-    """The tensors other than `aliases` at which the graph of `outputs` ends.
-
-    Returns ``(tensors, unreachable node or None, nodes, uses)``. `nodes` are the nodes of the graph in the order of the
-    walk, which is the same for equal graphs. `uses` counts, by id, the edges to each tensor, aliases included; those
-    through a cast, which autocast makes once for all uses of a leaf, count one by one.
-    `started` is the autograd sequence number at the start of the region: an older node belongs to the history of a
-    closed-over tensor, and the walk stops there. If that tensor is not among `tensors`, its gradient could not leave
-    the region, and its node is returned as unreachable.
+    ``nodes``: ``{node: index}``. ``order``: their sequence numbers, from the start of the run. ``links``: for each edge
+    the index of its node, with the number of that node's output if this is not 0, or ``~index`` of a tensor in
+    ``ends``, at which the graph ends. ``sources``: the nodes of those that are leaves, and the edges to the others.
+    ``users``: for each of ``ends``, the nodes that use it, once for each use. ``older``: a node of before the run that
+    is reached otherwise.
     """
-    closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in tensors if tensor.grad_fn is not None}
-    inputs: list = []
-    casts: Counter = Counter()
-    seen = dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
-    stack = list(seen)
+
+    nodes: dict[Any, int]
+    order: list[int]
+    links: list
+    ends: list[torch.Tensor]
+    sources: list
+    users: list[list]
+    older: Any
+
+    def counts(self) -> dict[int, int]:
+        """How often the graph uses each of ``ends``, by id; through a cast, which autocast makes once for all uses of a
+        leaf, once for each use of the cast."""
+        counts = dict(zip(map(id, self.ends), map(len, self.users)))
+        if CAST in map(type, self.nodes):
+            for node, index in self.nodes.items():
+                leaf = node.next_functions[0][0]
+                if type(node) is CAST and type(leaf) is ACCUMULATE_GRAD and (count := self.links.count(index)) > 1:
+                    counts[id(leaf.variable)] += count - 1
+        return counts
+
+
+def graph_of(outputs, histories=(), started: int = 0) -> Graph:
+    """The `Graph` of `outputs`, which ends at leaves and at `histories`, tensors that were computed before it.
+
+    `started` is the autograd sequence number at the start of the run: an older node belongs to the history of another
+    tensor, whose gradient could not leave the region.
+    """
+    closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in histories}
+    stack = list(dict.fromkeys([output.grad_fn for output in outputs if output.grad_fn is not None]))
+    nodes = {node: index for index, node in enumerate(stack)}
+    places: dict[Any, int] = {}  # in `ends`, by source
+    links, ends, users = [], [], []
     while stack:
-        for edge in stack.pop().next_functions:
-            node = edge[0]
-            if type(node) is CAST:
-                casts[node] += 1
-            if type(node) is ACCUMULATE_GRAD:
-                inputs.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-                if accumulators is not None:
-                    accumulators.append(node)
-            elif node is None or node in seen:
-                continue
-            elif closed_over and edge in closed_over:
-                inputs.append(closed_over[edge])
-            elif node._sequence_nr() < started:
-                return [], node, seen, {}
-            else:
-                seen[node] = None
-                stack.append(node)
-    for cast, count in casts.items():
-        if count > 1 and type(source := cast.next_functions[0][0]) is ACCUMULATE_GRAD:
-            inputs += [source.variable] * (count - 1)
-    arguments = {id(alias) for alias in aliases}
-    leaves = [tensor for tensor in dict.fromkeys(inputs) if id(tensor) not in arguments]
-    return leaves, None, seen, Counter(map(id, inputs))
+        node = stack.pop()
+        for edge in node.next_functions:
+            target, number = edge
+            index = nodes.get(target)
+            if index is None and target is not None:
+                is_leaf = type(target) is ACCUMULATE_GRAD
+                if is_leaf or edge in closed_over:
+                    source = target if is_leaf else edge
+                    place = places.get(source)
+                    if place is None:
+                        place = places[source] = len(ends)
+                        ends.append(target.variable if is_leaf else closed_over[edge])
+                        users.append([])
+                    users[place].append(node)
+                    links.append(~place)
+                    continue
+                index = nodes[target] = len(nodes)
+                stack.append(target)
+            links.append((index, number) if number else index)
+    order = [node._sequence_nr() - started for node in nodes]
+    older = None
+    if min(order, default=0) < 0:
+        older = max((pair for pair in zip(order, nodes) if pair[0] < 0), key=operator.itemgetter(0))[1]
+    return Graph(nodes, order, links, ends, list(places), users, older)

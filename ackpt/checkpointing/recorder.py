@@ -1,20 +1,23 @@
-"""Record the torch calls of a region's two runs, to check that the recomputation repeats the forward.
+"""Check that a region's recomputation repeats its forward.
 
 ``Recorder`` watches one run. It records every call whose result requires grad, with its numbers, flags and shapes. It
 also records the storages that a call may write without bumping a version counter; ``guards.py`` restores these buffers.
+That takes longer than the calls themselves where tensors are small. So a small region is recorded in its first runs
+only, and its later runs are compared by ``Evidence``: what their graphs show of all that gradients depend on.
 ``check_same_path`` raises an error if the recomputation took a different path than the forward.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import os
 import re
 import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +28,10 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
 
-from .guards import changed_between, memory
+from .guards import PLAIN_TENSORS, changed_between, memory
+from .reachable import _TORCH, Graph
 from .refusals import name_of
+from .rng import MEMORY
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
 # schema has an argument named running_* (tests/checkpointing/test_recorder.py repeats this search).
@@ -40,7 +45,6 @@ _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_p
 _SET_ITEM = torch.Tensor.__setitem__
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _CALL = nn.Module._call_impl.__code__
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
 _NOTEBOOK_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]|^<ipython-input-")
@@ -60,10 +64,7 @@ def code_location(file: str, line: int) -> str:
 def _flat(values):
     """Yield `values`, with each list or tuple replaced by its items."""
     for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
+        yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _spellings(names: str) -> set:
@@ -77,28 +78,20 @@ def _spellings(names: str) -> set:
     return functions
 
 
-_MAY_WRITE = frozenset(
-    {
-        *_spellings(_SILENT_WRITERS),
-        *(getattr(torch.Tensor, name) for name in _WRITABLE_ALIASES),
-        torch.Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-        torch.Tensor.data.__set__,  # pyright: ignore[reportAttributeAccessIssue]
-    }
-)
-
-
+_DATA: Any = torch.Tensor.data
+_MAY_WRITE = {*_spellings(_SILENT_WRITERS), *(getattr(torch.Tensor, name) for name in _WRITABLE_ALIASES)}
+_MAY_WRITE |= {_DATA.__get__, _DATA.__set__}
 # Methods and attributes (`__get__`) that do not depend on a tensor's elements, if they return no tensor.
 _DESCRIBING = frozenset(
     "__get__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_floating_point "
     "is_complex".split()
 )
-_RETAIN, _IN_PLACE, _MAX_NORM = "retain", "in place", "max_norm"
+_IN_PLACE, _MAX_NORM = "in place", "max_norm"
 # Calls that need more than recording, by function: one look-up per call.
 _EFFECTS = {
     **{getattr(torch.Tensor, name): _IN_PLACE for name in dir(torch.Tensor) if re.fullmatch("[^_].*[^_]_", name)},
     **dict.fromkeys(_MAY_WRITE, "may write"),
     _SET_ITEM: _IN_PLACE,
-    torch.Tensor.retain_grad: _RETAIN,
     F.embedding: _MAX_NORM,
     F.embedding_bag: _MAX_NORM,
 }
@@ -124,17 +117,14 @@ class Call(NamedTuple):
 class Recorder(TorchFunctionMode):
     """Records the calls of one run of a region.
 
-    Args:
-        expected: the recorder of the first run. The first call that differs is recorded in ``different``, with the line
-            and the module that made it.
-        named: ``{id: (tensor, name)}`` of the tensors that the first run can reach.
-        refused: ``{id: change}`` of tensors that changed since the first run; a call that reads one raises an error.
+    `expected`: the recorder of the first run; ``different`` is the first call that differs, with the line and the
+    module that made it. `named`: ``{id: (tensor, name)}`` of the tensors that the first run can reach. `refused`:
+    ``{id: change}`` of tensors that changed since the first run; a call that reads one raises an error.
 
     ``calls``: in order, each with the sequence number of its autograd node and the ``_source`` of every argument.
     ``results``: weak references to what the calls returned. ``inputs``: positions of the tensors that the function is
-    called with, by ``id``. ``written``: storages, by ``_cdata``, that may have been written without bumping their
-    version counters. ``overwritten``: storages of tensors that calls changed in place. ``retained``: tensors of which
-    ``retain_grad`` was called. ``parameters``: those that calls received, by ``id``.
+    called with. ``written``: storages, by ``_cdata``, that may have been written without bumping their version
+    counters. ``overwritten``: those of tensors that calls changed in place. ``parameters``: those that calls received.
     """
 
     def __init__(self, expected: Recorder | None = None, named=None, refused=None):
@@ -144,16 +134,13 @@ class Recorder(TorchFunctionMode):
         self.results: list[weakref.ref] = []
         self.written: set[int | None] = set()
         self.overwritten: set[int | None] = set()
-        self.retained: list[torch.Tensor] = []
         self.parameters: dict[int, _Parameter] = {}
         self.different: tuple[Call, str, nn.Module | None] | None = None
         self.named: dict = (named if expected is None else expected.named) or {}
         self._refused: dict = refused or {}
-        self._expected = self._existing = None
-        if expected is not None:
-            self._expected = expected.calls
-            self._existing = {id(each.value): each for each in expected.parameters.values() if each.value is not None}
-        self._outer: Recorder | None = None
+        self._expected = None if expected is None else expected.calls
+        existing = () if expected is None else expected.parameters.values()
+        self._existing = {id(each.value): each for each in existing if each.value is not None}
 
     def __enter__(self):
         self._outer, phase.recorder = phase.recorder, self
@@ -175,7 +162,9 @@ class Recorder(TorchFunctionMode):
         started = torch.autograd._get_sequence_nr()
         result = func(*args, **kwargs)
         if self._refused and (func.__name__ not in _DESCRIBING or isinstance(result, torch.Tensor)):
-            self._refuse_changed((*args, *kwargs.values()))
+            for value in _flat((*args, *kwargs.values())):
+                if id(value) in self._refused:
+                    raise changed_between(*self._refused[id(value)])
         with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
             self._record(func, args, kwargs, result, started)
         return result
@@ -187,14 +176,10 @@ class Recorder(TorchFunctionMode):
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need."""
-        self.results, self.retained = [], []
+        self.results = []
         self.named = {
             key: pair for key, pair in self.named.items() if pair[0].is_leaf and type(pair[0]) is not torch.Tensor
         }
-
-    def wrote(self, tensor) -> bool:
-        """Whether a call is known to have written to the memory of a tensor."""
-        return memory(tensor) in self.overwritten
 
     def left_results(self) -> list[torch.Tensor]:
         """The results with a graph that are still alive, although the run's graph should have been freed."""
@@ -223,9 +208,7 @@ class Recorder(TorchFunctionMode):
                 self.different = call, *_caller()
 
     def _note(self, effect, args, kwargs) -> None:
-        if effect is _RETAIN:
-            self.retained.append(args[0])
-        elif effect is _IN_PLACE:
+        if effect is _IN_PLACE:
             self.overwritten.add(memory(args[0]))
         elif effect is not _MAX_NORM:
             tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
@@ -234,11 +217,6 @@ class Recorder(TorchFunctionMode):
             self.overwritten.update(
                 memory(each) for each in (*args, *kwargs.values()) if isinstance(each, nn.Parameter)
             )
-
-    def _refuse_changed(self, arguments) -> None:
-        for value in _flat(arguments):
-            if id(value) in self._refused:
-                raise changed_between(*self._refused[id(value)])
 
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
@@ -255,13 +233,11 @@ class Recorder(TorchFunctionMode):
         return type(value)
 
     def _parameter(self, value):
-        parameter = self.parameters.get(id(value))
+        parameter = self.parameters.get(id(value)) or self._existing.get(id(value))
         if parameter is None:
-            if self._existing is not None:
-                parameter = self._existing.get(id(value)) or _Parameter(*self.named.get(id(value), (None,)))
-            else:
-                parameter = _Parameter(*self.named.get(id(value), (weakref.ref(value),)))
-            self.parameters[id(value)] = parameter
+            unnamed = weakref.ref(value) if self._expected is None else None
+            parameter = _Parameter(*self.named.get(id(value), (unnamed,)))
+        self.parameters[id(value)] = parameter
         return parameter
 
     def _source(self, value):
@@ -274,43 +250,47 @@ class Recorder(TorchFunctionMode):
         return node._sequence_nr(), value.output_nr
 
 
-def _region():
-    """A placeholder for the function of a nested region in a `Call`."""
+_region = object()  # in place of a function, in the `Call` of a nested region
 
 
-class Path(NamedTuple):
-    """How a run computed a region's outputs from its inputs: the names of the graph's nodes, and the calls.
+class Path:
+    """How a run computed a region's outputs from its inputs.
 
-    ``sources``: for each call, where its arguments come from: an input's position, (index of a call, index of its
+    ``evidence``: the `Evidence` of a small region. Of a recorded run, ``nodes``: the names of the graph's nodes, but
+    for casts, as autocast casts a leaf once and any other tensor once per use; ``calls``: those that an output depends
+    on; ``sources``: for each call, where its arguments come from: an input's position, (index of a call, index of its
     result), or None if unknown.
     """
 
-    nodes: list[str]
-    calls: list[Call]
-    sources: list[list]
+    def __init__(self, recorder: Recorder | None, graph: Graph, evidence: Evidence | None):
+        self.evidence: Any = evidence
+        self.nodes: Any = None
+        self.calls: Any = None
+        self.sources: Any = None
+        if recorder is None:
+            return
+        names = {node._sequence_nr(): node.name() for node in graph.nodes}
+        calls = [made for made in recorder.calls if made[0] in names]
+        numbers = {number: at for at, (number, _, _) in enumerate(calls)}
+
+        def source(of):
+            if type(of) is tuple:
+                return (numbers[of[0]], of[1]) if of[0] in numbers else None
+            return of
+
+        self.nodes = [name for name in names.values() if name != "ToCopyBackward0"]
+        self.calls = [call for _, call, _ in calls]
+        self.sources = [list(map(source, sources)) for _, _, sources in calls]
+
+    def __eq__(self, other):
+        if self.calls is not None and other.calls is not None:
+            return (self.nodes, self.calls, self.sources) == (other.nodes, other.calls, other.sources)
+        return self.evidence is None or other.evidence is None or _is_same(self.evidence, other.evidence)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-def path(recorder: Recorder, nodes: Iterable, started: int) -> Path:
-    """The `Path` of a run whose autograd graph has these nodes.
-
-    It leaves out nodes older than the sequence number `started`, calls that no output depends on, and casts. Autocast
-    casts a leaf once and any other tensor once per use, and some inputs are leaves only in the forward.
-    """
-    names = {node._sequence_nr(): node.name() for node in nodes}
-    calls = [made for made in recorder.calls if made[0] >= started and made[0] in names]
-    numbers = {number: at for at, (number, _, _) in enumerate(calls)}
-
-    def source(of):
-        return (numbers[of[0]], of[1]) if type(of) is tuple and of[0] in numbers else of if type(of) is int else None
-
-    return Path(
-        [name for number, name in names.items() if number >= started and name != "ToCopyBackward0"],
-        [call for _, call, _ in calls],
-        [list(map(source, sources)) for _, _, sources in calls],
-    )
-
-
-def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, function) -> None:
+def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, function) -> None:
     """Check that a region's two runs took the same path.
 
     Raises:
@@ -319,14 +299,21 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, functio
     """
     if forward == recomputed:
         return
-    calls = zip(forward.calls, recomputed.calls)
-    index = next((i for i, pair in enumerate(calls) if repr(pair[0]) != repr(pair[1])), None)  # repr, as nan != nan
+    if forward.calls is None or recomputed.calls is None:
+        for before, now in zip(forward.evidence.regions, recomputed.evidence.regions):
+            check_same_path(before, now, recorder, function)
+        raise _other_path(function, _difference(forward.evidence, recomputed.evidence))
+    pairs = enumerate(zip(forward.calls, recomputed.calls))
+    index = next((i for i, (a, b) in pairs if a != b and repr(a) != repr(b)), None)  # repr, as nan != nan
     if index is None and len(forward.calls) == len(recomputed.calls):
-        _check_same_sources(forward, recomputed, function)
+        for at, sources in enumerate(zip(forward.sources, recomputed.sources)):
+            for before, now in zip(*sources):
+                if before != now and before is not None and now is not None:
+                    change = f"was given {_source_text(before)} in the forward and is given {_source_text(now)} now"
+                    raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
         if forward.nodes == recomputed.nodes:
             return
-        missing, extra = _only_in(forward.nodes, recomputed.nodes), _only_in(recomputed.nodes, forward.nodes)
-        raise _other_path(function, f"only the forward has {missing or 'none'}, only the recompute {extra or 'none'}")
+        raise _other_path(function, _other_nodes(forward.nodes, recomputed.nodes))
     index = min(len(forward.calls), len(recomputed.calls)) if index is None else index
     expected = forward.calls[index] if index < len(forward.calls) else "absent"
     call = recomputed.calls[index] if index < len(recomputed.calls) else None
@@ -334,7 +321,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, functio
         (before,), (now,) = expected.values[0], call.values[0]
         return check_same_path(before, now, recorder, function)
     caller = ""
-    if recorder.different is not None and recorder.different[0] is call:
+    if recorder is not None and recorder.different is not None and recorder.different[0] is call:
         caller = _caller_text(*recorder.different[1:], function)
     difference = f"operation {index + 1} was {expected} in the forward and is {call or 'absent'} now{caller}"
     if isinstance(expected, Call) and call is not None and call[:2] == expected[:2]:
@@ -345,12 +332,99 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, functio
     raise _other_path(function, difference)
 
 
-def _check_same_sources(forward: Path, recomputed: Path, function) -> None:
-    for at, (before, now) in enumerate(zip(forward.sources, recomputed.sources)):
-        for first, second in zip(before, now):
-            if first != second and first is not None and second is not None:
-                change = f"was given {_source_text(first)} in the forward and is given {_source_text(second)} now"
-                raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
+#: A small region is recorded until this number of its recomputations have been compared call by call.
+RECORDED_RUNS = 3
+#: The bytes of the inputs and constants of a small region at most, and the bytes of an output that are compared.
+SMALL_BYTES = 1 << 20
+
+
+class Evidence(NamedTuple):
+    """What the graph of a run shows of its path: ``kinds``, the classes of its nodes; ``links`` between them, and
+    ``ends``, the tensors at which it ends; ``order``, their sequence numbers, of which the ranks count; and ``values``,
+    hashes of the bytes of the outputs. ``regions``: the paths of nested regions.
+
+    Runs with the same evidence have the same gradients, unless a number or tensor differs and changes no bit of an
+    output, for example in a branch that is multiplied by zero.
+    """
+
+    kinds: list[type]
+    links: list
+    ends: list
+    values: list
+    regions: list
+    order: list[int]
+
+
+def evidence_of(graph: Graph, outputs: list[torch.Tensor]) -> Evidence:
+    """The `Evidence` of a run whose graph of `outputs` is `graph`, with the ids of the tensors in ``ends``."""
+    kinds = list(map(type, graph.nodes))
+    regions = [] if _REGIONS.isdisjoint(kinds) else [n.region.path for n in graph.nodes if type(n) in _REGIONS]
+    return Evidence(kinds, graph.links, [*map(id, graph.ends)], list(map(_hash, outputs)), regions, graph.order)
+
+
+_REGIONS: set[type] = set()  # the class of the nodes of regions, which have an attribute `region`
+
+
+def _hash(tensor: torch.Tensor) -> int | None:
+    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return None
+    tensor = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    address = tensor.data_ptr()
+    return hash(MEMORY[address : address + min(tensor.nbytes, SMALL_BYTES)])
+
+
+def _is_same(before: Evidence, now: Evidence) -> bool:
+    return before[:5] == now[:5] and (before.order == now.order or _ranks(before.order) == _ranks(now.order))
+
+
+def _difference(before: Evidence, now: Evidence) -> str:
+    """In what two runs differ, for an error."""
+    names = [[kind.__name__ for kind in each.kinds] for each in (before, now)]
+    if Counter(names[0]) != Counter(names[1]):
+        return _other_nodes(*names)
+    for name, what in zip(Evidence._fields, ("operations", "arguments", "inputs", "values in its outputs", "regions")):
+        if getattr(before, name) != getattr(now, name):
+            return f"the same operations have other {what}"
+    return "the same operations have another order"
+
+
+def _ranks(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+class Subject:
+    """What is known of the regions of one function or module: how many recomputations have ``passed`` a comparison of
+    all calls, with equal `Evidence`, and the ``kinds`` of their nodes."""
+
+    def __init__(self, reference):
+        self.reference, self.passed, self.kinds = reference, 0.0, set()
+
+    def add(self, before: Evidence | None, now: Evidence | None, is_repeatable: bool) -> None:
+        """Take note of the evidence of two recorded runs with equal calls."""
+        if before is None or now is None:
+            return
+        opaque = (kind for kind in before.kinds if kind not in _REGIONS and not _NODE.fullmatch(kind.__name__))
+        if not is_repeatable or any(opaque) or None in before.values or not _is_same(before, now):
+            self.passed = -math.inf  # its values are others each time, or the evidence does not show all that it does
+        self.passed += 1
+        self.kinds.update(before.kinds)
+
+
+_NODE = re.compile(r"\w+Backward\d+")  # of an operation of torch, rather than of a function in Python or C++
+_subjects: dict[int, Subject] = {}  # by id of a function's code or of a module, until it is gone
+
+
+def subject_of(function) -> Subject | None:
+    """The `Subject` of a region's function; None if no weak reference to it is possible."""
+    while type(function) is functools.partial:
+        function = function.func
+    if type(function) is types.MethodType:
+        function = function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__
+    key = function.__code__ if type(function) is types.FunctionType else function
+    place = id(key)
+    if place not in _subjects and type(key).__weakrefoffset__:
+        _subjects[place] = Subject(weakref.ref(key, lambda _: _subjects.pop(place, None)))
+    return _subjects.get(place)
 
 
 def _source_text(source) -> str:
@@ -369,20 +443,14 @@ def _other_path(function, difference: str) -> CheckpointError:
     )
 
 
-def _only_in(nodes, others) -> str:
-    rest = list(nodes)
-    for name in others:
-        if name in rest:
-            rest.remove(name)
-    return ", ".join(dict.fromkeys(rest))
+def _other_nodes(before, now) -> str:
+    missing, extra = Counter(before) - Counter(now), Counter(now) - Counter(before)
+    return f"only the forward has {', '.join(missing) or 'none'}, only the recompute {', '.join(extra) or 'none'}"
 
 
 def _first_with_grad(result):
-    if isinstance(result, (tuple, list)):
-        for item in result:
-            if isinstance(item, torch.Tensor) and item.requires_grad:
-                return item
-    return None
+    items = result if isinstance(result, (tuple, list)) else ()
+    return next((item for item in items if isinstance(item, torch.Tensor) and item.requires_grad), None)
 
 
 class _Parameter:
@@ -392,8 +460,6 @@ class _Parameter:
     the recomputation created it. Parameters that the two runs created compare equal, because that of the first run no
     longer exists.
     """
-
-    __slots__ = ("_value", "name")
 
     def __init__(self, value, name: str = ""):
         self._value, self.name = value, name

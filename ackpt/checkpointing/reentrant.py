@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
+import types
 import weakref
 from collections.abc import Callable
+from itertools import compress
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,12 +25,14 @@ from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
 from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
-from .reachable import ACCUMULATE_GRAD
+from .reachable import Graph, graph_of
+from .recorder import _REGIONS
 from .region import Region
 
 __all__ = ["checkpoint"]
 
 _NOTHING = contextlib.nullcontext()
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 _Result = TypeVar("_Result")
 
 
@@ -61,6 +64,10 @@ def checkpoint(
             reads changed since the forward; or if the recomputation calls other operations, or the same ones with other
             arguments or results.
 
+    The two runs are compared call by call; on the CPU, if tensors are small, only until three recomputations of the
+    same function have passed. Later ones are compared by their graphs and by the bits of their outputs, which misses a
+    number that changes none of these bits, for example in a branch that is multiplied by zero.
+
     Regions can be nested. With grad mode off, the function runs without a region. Module state (buffers, attributes,
     and attributes of objects in attributes) changes once per step, as in the baseline. Other side effects of the
     function, such as appending to a list, happen again in the recomputation (see :func:`is_recomputing`). If a tensor
@@ -88,7 +95,7 @@ def checkpoint(
         )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    run: Any = _run if "torch._dynamo" not in sys.modules else _outside_dynamo()
+    run: Any = _outside_dynamo() if torch.compiler.is_dynamo_compiling() or _dynamo_callback() is not None else _run
     return run(function, args, kwargs, preserve_rng_state, offload)
 
 
@@ -119,18 +126,20 @@ _modules_run: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forward 
 
 
 def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
-    if isinstance(owner := getattr(function, "__self__", None), torch.nn.Module):
-        _modules_run.add(owner)
+    if type(function) is types.MethodType and isinstance(function.__self__, torch.nn.Module):
+        _modules_run.add(function.__self__)
     region = Region(function, args, kwargs, preserve_rng_state)
     inputs, leaves = region.first_forward()
     if not region.node_outputs:  # no output needs a gradient
         return region.result(())
     # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
     anchor = None if any(region.needs_grad) or leaves else torch.zeros((), requires_grad=True)
-    inputs_with_grad = [tensor for tensor, needs_grad in zip(inputs, region.needs_grad) if needs_grad]
+    inputs_with_grad = compress(inputs, region.needs_grad)
     with offload.for_region().hooks if offload is not None else _NOTHING:
         # A tensor is an input once for each of its uses: the engine then sums their gradients as in the baseline.
-        sources = [tensor for tensor, count in zip((*inputs_with_grad, *leaves), region.uses) for _ in range(count)]
+        sources = [*inputs_with_grad, *leaves]
+        if max(region.uses, default=1) > 1:
+            sources = [tensor for tensor, count in zip(sources, region.uses) for _ in range(count)]
         outputs = _apply(region, inputs, leaves, anchor, *sources)
         del sources
         region.accumulators = None
@@ -159,17 +168,28 @@ class _Recompute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Always save a tensor, so that a second backward raises torch's error about released tensors.
         ctx.save_for_backward(*inputs) if inputs else ctx.save_for_backward(torch.empty(0))
-        return region.take_output_values()
+        values, region.output_values = region.output_values, None
+        return values
 
     @staticmethod
     def backward(ctx, *grad_outputs):
         region = ctx.region
         _refuse_unsupported(region)
         region.check_unchanged(ctx.leaves)
-        with _without_hooks(ctx.leaves), region.state.restored() if region.state is not None else _NOTHING:
+        taken = _take_hooks(ctx.leaves)
+        try:
+            return _Recompute._gradients_of(ctx, region, grad_outputs)
+        finally:
+            _take_hooks(ctx.leaves)  # those that the recomputation has registered
+            for hooks, items in taken:
+                hooks.update(items)
+
+    @staticmethod
+    def _gradients_of(ctx, region, grad_outputs):
+        with _NOTHING if region.state is None or region.state.is_as_before() else region.state.restored():
             # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
             saved, prefetch = saved_tensors_of(ctx)
-            graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
+            graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves)
             del saved
             if prefetch is not None:
                 _middle_node(outputs).register_prehook(prefetch)
@@ -181,8 +201,8 @@ class _Recompute(torch.autograd.Function):
                 if used:
                     torch.autograd.backward(outputs, grad_outputs)
                 return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
-            summands = Summands(outputs, received, region.uses)
-            del received
+            summands = Summands(region.uses, received, graph)
+            del received, graph
             gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
             return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
 
@@ -194,16 +214,28 @@ class Summands:
     latest use first. A region that returned their sum would change the order of this summation, and with it the last
     bits. So a region is connected to a tensor once per use, and returns the gradient of every use separately.
 
-    `tensors`: where the graph of `outputs` starts; `uses`: how often it used each of them in the first run.
+    `uses`: how often the first run's graph used each of `tensors`, at which the `graph` of the second run ends.
     """
 
-    def __init__(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], uses: list[int]):
+    def __init__(self, uses: list[int], tensors: list[torch.Tensor], graph: Graph | None):
         self._uses = uses
         self._collected: dict[int, list[torch.Tensor]] = {}
-        several = {_source(tensor): index for index, tensor in enumerate(tensors) if uses[index] > 1}
-        if several:
-            self._collected = {index: [] for index in several.values()}
-            self._watch(outputs, several)
+        if graph is None or max(uses, default=1) == 1:
+            return
+        places = dict(zip(map(id, graph.ends), range(len(graph.ends))))
+        wanted: dict[Any, dict[int, list[torch.Tensor]]] = {}
+        for index, tensor in enumerate(tensors):
+            if uses[index] > 1:
+                self._collected[index] = []
+                if (place := places.get(id(tensor))) is None:
+                    continue
+                source = graph.sources[place]
+                for node in dict.fromkeys(graph.users[place]):
+                    for slot, edge in enumerate(node.next_functions):
+                        if edge[0] is source or edge == source:
+                            wanted.setdefault(node, {})[slot] = self._collected[index]
+        for node, lists in wanted.items():
+            node.register_hook(_collector(lists))
 
     def of(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients with those of tensors with several uses replaced by one for each use; None where missing."""
@@ -219,22 +251,6 @@ class Summands:
             separate += [*each, *[None] * (count - len(each))]
             each.clear()  # the graph's hooks refer to the list, and the model's code may keep the graph
         return separate
-
-    def _watch(self, outputs: list[torch.Tensor], several: dict[Any, int]) -> None:
-        seen: set[Any] = {output.grad_fn for output in outputs}
-        left = list(seen)
-        while left:
-            node = left.pop()
-            edges = node.next_functions
-            wanted = {}
-            for slot, edge in enumerate(edges):
-                if (index := several.get(_key(*edge))) is not None:
-                    wanted[slot] = self._collected[index]
-                elif edge[0] is not None and edge[0] not in seen:
-                    seen.add(edge[0])
-                    left.append(edge[0])
-            if wanted:
-                node.register_hook(_collector(wanted))
 
 
 def _collector(wanted: dict[int, list[torch.Tensor]]):
@@ -255,15 +271,7 @@ def _collector(wanted: dict[int, list[torch.Tensor]]):
     return collect
 
 
-def _source(tensor: torch.Tensor):
-    return (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
-
-
-def _key(node, number: int):
-    """What `_source` returns for the tensor at the end of an edge."""
-    return (id(node.variable), 0) if type(node) is ACCUMULATE_GRAD else (node, number)
-
-
+_REGIONS.add(_Recompute._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
 _apply: Any = super(torch.autograd.Function, _Recompute).apply  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -285,13 +293,7 @@ def _refuse_unsupported(region):
 
 def _middle_node(outputs):
     """The node of a graph that backward reaches after half of the nodes."""
-    nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
-    stack = list(nodes)
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in nodes and node.next_functions:  # not a leaf's node
-                nodes.add(node)
-                stack.append(node)
+    nodes = graph_of(outputs).nodes
     return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True)[len(nodes) // 2]
 
 
@@ -304,22 +306,15 @@ def _gradients(outputs, grads, inputs):
     )
 
 
-@contextlib.contextmanager
-def _without_hooks(leaves):
-    """Remove the hooks of `leaves` in the body, which runs the inner graph: they run once, in the outer one."""
-    taken = [(hooks, dict(hooks)) for hooks in _hooks_of(leaves)]
-    for hooks, _ in taken:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks in _hooks_of(leaves):  # also those that the recomputation has registered
-            hooks.clear()
-        for hooks, items in taken:
-            hooks.update(items)
+def _take_hooks(leaves) -> list[tuple[dict, dict]]:
+    """Remove the hooks of the `leaves` without a history, and return them with the dicts that had them.
 
-
-def _hooks_of(leaves) -> list[dict]:
-    """The hooks of the `leaves` without a history, as the dicts that have them."""
-    pairs = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves if leaf.grad_fn is None)
-    return [hooks for pair in pairs for hooks in pair if hooks]
+    They run once, in the outer graph, and not in the inner one.
+    """
+    taken = []
+    for leaf in leaves:
+        for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
+            if hooks and leaf.grad_fn is None:
+                taken.append((hooks, dict(hooks)))
+                hooks.clear()
+    return taken

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import weakref
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,10 +21,10 @@ from ackpt.core.autograd_state import phase, recomputation_begins, recomputation
 from ackpt.core.errors import CheckpointError
 
 from . import guards, refusals, rng
-from .closures import DetachClosedOver, current_detached, frozen
-from .reachable import ReachableState, graph_inputs, is_data, tensors_in
-from .recorder import Recorder, check_same_path, path
-from .tree import Tensors, fill, is_plain, strip_arguments, strip_result
+from .closures import DetachClosedOver, frozen
+from .reachable import ReachableState, graph_of, is_data, tensors_in
+from .recorder import RECORDED_RUNS, SMALL_BYTES, Path, Recorder, check_same_path, evidence_of, subject_of
+from .tree import Slot, Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
 #: the region, because its contributions would take too much memory one by one.
@@ -36,17 +38,13 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ign
 
 
 class Region:
-    """One call of ``checkpoint``, with everything that its recomputation needs except the saved inputs."""
+    """One call of ``checkpoint``, with everything that its recomputation needs except the saved inputs.
 
-    __slots__ = (
-        # The call: its non-tensor arguments with slots for the tensors, keyword names, and the tensors themselves.
-        *("function", "template", "names", "has_containers", "inputs", "needs_grad", "is_computed"),
-        # Settings and state that the recomputation restores or checks.
-        *("preserve_rng_state", "streams", "marks", "autocast", "guarantees", "state", "watch", "unread_changes"),
-        *("is_nested", "accumulates_inside", "detached", "recorder", "path", "leaked", "uses", "accumulators"),
-        # The outputs: `node_outputs` are the indices of those that the autograd node returns.
-        *("node_outputs", "output_count", "output_signatures", "output_template", "output_values", "other_outputs"),
-    )
+    ``template``, ``names``: its arguments with slots for the ``inputs``, and the names of keywords. ``state``,
+    ``watch``: what the recomputation restores, and what it checks. ``recorder``, ``is_small``: how the ``path`` of the
+    first run is observed; ``subject``: what is known of other regions of the function. ``node_outputs``: the indices of
+    the outputs that the autograd node returns.
+    """
 
     def __init__(self, function, args, kwargs, preserve_rng_state):
         self.inputs = Tensors()
@@ -58,8 +56,12 @@ class Region:
         self.is_nested = phase.recomputing
         self.autocast = Autocast() if _any_autocast() else None
         self.streams = []
-        self.state = self.watch = self.recorder = self.path = self.unread_changes = self.accumulators = None
-        self.detached = current_detached()
+        self.state: Any = None
+        self.path: Any = None
+        self.subject: Any = None
+        self.watch = self.recorder = self.unread_changes = self.accumulators = None
+        self.is_small = False
+        self.detached = phase.detached
         if self.detached is not None:
             self.inputs[:] = self.detached.replaced(list(self.inputs))
 
@@ -71,22 +73,30 @@ class Region:
         inputs = self.inputs
         self.needs_grad = [tensor.requires_grad for tensor in inputs]
         self.is_computed = [not tensor.is_leaf for tensor in inputs] if self.autocast is not None else self.needs_grad
-        reachable = self._reachable_state()
+        is_walked = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
+        reachable = ReachableState(self.function, self.template) if is_walked else _NOT_WALKED
         if self.guarantees.unchanged:
-            self.state = guards.MutableState(reachable)
-            self.recorder = None if reachable.opaque else Recorder(named=reachable.tensors)
-        aliases, starts = inputs, []
+            if not reachable.opaque:
+                self.is_small, self.subject = self._is_small(reachable), subject_of(self.function)
+                if not self.is_small or self.subject is None or self.subject.passed < RECORDED_RUNS:
+                    self.recorder = Recorder(named=reachable.tensors)
+            self.state = guards.MutableState(reachable, self.recorder is not None)
+        aliases, starts, retained = inputs, [], []
         if self.guarantees.exact_graph:
             aliases = _aliases(inputs, self.needs_grad)
             if self.recorder is not None:
                 self.recorder.record_inputs(aliases)
-            starts = [weakref.ref(alias) for alias, needed in zip(aliases, self.needs_grad) if needed]
-        versions = [guards.version(tensor) for tensor in inputs]
+            starts = [*map(weakref.ref, compress(aliases, self.needs_grad))]
+            for index in compress(range(len(aliases)), self.needs_grad):  # retain_grad does nothing for a leaf
+                aliases[index].retain_grad = functools.partial(retained.append, index)
+        versions = guards.versions(inputs)
         object_arguments = self._object_arguments()
         before = tensors_in(object_arguments) if object_arguments else {}
+        leaves: Any
         leaves, counts = self._forward(inputs, aliases, versions, reachable)
-        uses = [counts.get(id(alias), 1) for alias, needed in zip(aliases, self.needs_grad) if needed]
-        self._move_hooks(aliases, inputs)
+        starts_by_id = [*map(id, compress(aliases, self.needs_grad))]
+        uses = [counts.get(alias, 1) for alias in starts_by_id]
+        self._move_hooks(aliases, inputs, retained)
         del aliases
         if object_arguments and any(
             key not in before and item.requires_grad for key, item in tensors_in(object_arguments).items()
@@ -98,7 +108,11 @@ class Region:
             if (alias := start()) is not None:
                 phase.leaves_behind = None if phase.leaves_behind is None else True
                 refusals.refuse_gradient_of(alias)
-        leaves = [leaf for leaf in map(_resolved, leaves) if leaf is not None]
+        if weakref.ref in map(type, leaves):  # of those that the function created, some are gone
+            existing = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
+            leaves = [leaf for leaf in existing if leaf is not None]
+        if self.is_small and self.path is not None:
+            _number_ends(self.path.evidence, starts_by_id, leaves)
         if self.recorder is not None:
             if any(leaf.grad_fn is not None for leaf in leaves):  # it has a history, in which backward could reach them
                 for tensor in self.recorder.left_results():
@@ -109,29 +123,49 @@ class Region:
         if self.node_outputs:
             self._record_state(inputs, leaves, reachable)
         uses += [counts.get(id(leaf), 1) for leaf in leaves]
-        # Autocast casts a leaf once for all its uses, and a computed tensor for each.
-        computed = [computed for computed, needed in zip(self.is_computed, self.needs_grad) if needed]
-        separate = [*computed, *[False] * len(leaves)] if self.autocast is not None else [True] * len(uses)
-        self.uses = [count if each and count <= MOST_USES else 1 for count, each in zip(uses, separate)]
+        if self.autocast is not None:  # it casts a leaf once for all its uses, and a computed tensor for each
+            separate = [*compress(self.is_computed, self.needs_grad), *[False] * len(leaves)]
+            uses = [count if each else 1 for count, each in zip(uses, separate)]
+        self.uses = [count if count <= MOST_USES else 1 for count in uses]
         return inputs, leaves
 
-    def _move_hooks(self, aliases, inputs) -> None:
-        """Let hooks that the function has registered on its inputs run for the tensors that it was called with."""
+    def _is_small(self, reachable) -> bool:
+        """Whether runs of the function can be compared by what their graphs show, without a record of the calls.
+
+        The tensors must be small ones on the CPU, with the same values in both runs; and the calls must not be needed
+        to find what a run leaves behind.
+        """
+        if not (
+            self.guarantees.exact_graph and self.preserve_rng_state and self.autocast is phase.leaves_behind is None
+        ):
+            return False
+        if torch._C._len_torch_dispatch_stack() or _top_hooks(False) is not None:  # hooks may change the inputs
+            return False
+        size = 0
+        for tensor in self.inputs:
+            if type(tensor) not in guards.PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
+                return False
+            size += tensor.nbytes
+        for tensor, _ in reachable.tensors.values():
+            if tensor.grad_fn is not None:
+                return False
+            if not tensor.requires_grad:
+                size += tensor.nbytes
+        return size <= SMALL_BYTES
+
+    def _move_hooks(self, aliases, inputs, retained) -> None:
+        """Let hooks that the function has registered on its inputs run for the tensors that it was called with.
+
+        `retained`: indices of the inputs of which it has called ``retain_grad``.
+        """
         for alias, tensor in zip(aliases, inputs):
             if alias is not tensor and alias._backward_hooks:
                 # The dict itself, so that handles can still remove hooks from it.
                 tensor.register_hook(functools.partial(_run_hooks, alias._backward_hooks))
                 alias._backward_hooks = None
-        for tensor in () if self.recorder is None else self.recorder.retained:
-            for alias, original in zip(aliases, inputs):
-                if alias is tensor and alias is not original:
-                    original.retain_grad()
-                    original.register_hook(functools.partial(_set_gradient, weakref.ref(alias)))
-
-    def take_output_values(self):
-        """Return the values of the outputs that need a gradient, and drop the region's references to them."""
-        values, self.output_values = self.output_values, None
-        return values
+        for index in retained:
+            inputs[index].retain_grad()
+            inputs[index].register_hook(functools.partial(_set_gradient, weakref.ref(aliases[index])))
 
     def result(self, outputs):
         """The function's result, with `outputs` of the autograd node inserted."""
@@ -147,7 +181,9 @@ class Region:
         """
         started = torch.autograd._get_sequence_nr()
         result = self._first_forward(aliases, reachable)
-        self._check_inputs(inputs, versions)
+        for index, (tensor, version) in enumerate(zip(inputs, versions)):
+            if guards.version(tensor) != version:
+                raise refusals.changes_inputs(f"its input tensor number {index} ({guards.describe(tensor)})")
         outputs, template = strip_result(result)
         if self.guarantees.exact_graph:
             computed = [i for i, each in enumerate(outputs) if each.grad_fn and each.grad_fn._sequence_nr() >= started]
@@ -157,13 +193,12 @@ class Region:
             floats = [i for i in computed if outputs[i].is_floating_point() or outputs[i].is_complex()]
             node_outputs = [i for i in floats if not outputs[i].requires_grad]
         self.node_outputs, self.output_template = node_outputs, template
-        self.other_outputs = (
-            [None] * len(outputs) if len(node_outputs) == len(outputs) else _passed_through(outputs, aliases, inputs)
-        )
+        # The others need no gradient or existed before: those that a call without checkpoint() returns.
+        originals = dict(zip(map(id, aliases), inputs)) if len(node_outputs) < len(outputs) else {}
+        self.other_outputs: list[Any] = [originals.get(id(output), output) for output in outputs]
         if not node_outputs:
             return [], {}
-        starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
-        leaves, counts = self._leaves([outputs[index] for index in node_outputs], starts, reachable, started)
+        leaves, counts = self._leaves([outputs[index] for index in node_outputs], aliases, reachable, started)
         if reachable.walked:  # leaves that only the graph refers to were created by the function itself
             leaves = [leaf if id(leaf) in reachable.tensors else weakref.ref(leaf) for leaf in leaves]
         self.output_signatures = {index: self._signature(outputs[index]) for index in node_outputs}
@@ -172,10 +207,6 @@ class Region:
         for index in node_outputs:
             self.other_outputs[index] = None
         return leaves, counts
-
-    def _reachable_state(self):
-        is_needed = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
-        return ReachableState(self.function, self.template) if is_needed else _NOT_WALKED
 
     def _first_forward(self, aliases, reachable):
         if self.autocast is not None:
@@ -200,7 +231,10 @@ class Region:
         return result
 
     def _call(self, tensors):
-        values: Any = fill(self.template, tensors)
+        if self.has_containers:
+            values: Any = fill(self.template, tensors)
+        else:
+            values = [tensors[item] if type(item) is Slot else item for item in self.template]
         if self.names:
             split = len(values) - len(self.names)
             result = self.function(*values[:split], **dict(zip(self.names, values[split:])))
@@ -213,59 +247,61 @@ class Region:
                 raise refusals.changes_containers()
         return result
 
-    def _check_inputs(self, inputs, versions):
-        for index, (tensor, version) in enumerate(zip(inputs, versions)):
-            if guards.version(tensor) != version:
-                raise refusals.changes_inputs(f"its input tensor number {index} ({guards.describe(tensor)})")
-
     def _leaves(self, outputs, aliases, reachable, started):
         """The parameters and closed-over tensors at which the graph ends, and how often operations use each tensor."""
         # FSDP reduces gradients in hooks inside the region, so gradients must be accumulated there.
         self.accumulates_inside = reachable.sharded or not self.guarantees.exact_graph
         if self.accumulates_inside:
             return [], {}
-        self.accumulators = []
         while True:
-            tensors = [tensor for tensor, _ in reachable.tensors.values()]
-            leaves, node, nodes, counts = graph_inputs(outputs, aliases, tensors, started, self.accumulators)
-            if node is None:
+            histories = [tensor for tensor, _ in reachable.tensors.values() if tensor.grad_fn is not None]
+            graph = graph_of(outputs, histories, started)
+            if graph.older is None:
                 break
             if reachable.walked:
-                raise refusals.unreachable(node)
+                raise refusals.unreachable(graph.older)
             reachable = ReachableState(self.function, self.template)
         # New nodes of a parameter that is released after its use would expect gradients of its current shape.
-        self.accumulators = [node for node in self.accumulators if id(node.variable) in reachable.tensors]
-        if self.recorder is not None:
-            self.path = path(self.recorder, nodes, started)
-        return leaves, counts
+        self.accumulators = [node for node, tensor in zip(graph.sources, graph.ends) if id(tensor) in reachable.tensors]
+        if self.recorder is not None or self.is_small:
+            evidence: Any = evidence_of(graph, outputs) if self.is_small else None
+            if self.recorder is None and not self.subject.kinds.issuperset(evidence.kinds):
+                self.subject.passed = 0  # it does what it never did while it was recorded
+            self.path = Path(self.recorder, graph, evidence)
+        starts = set(map(id, compress(aliases, self.needs_grad)))
+        return [tensor for tensor in graph.ends if id(tensor) not in starts], graph.counts()
 
     def _record_state(self, inputs, leaves, reachable):
         """Freeze the function's closure, and record the versions of all tensors that must not change until backward."""
         self.function = frozen(self.function)
         if self.state is not None:
             changed = self.state.after_forward(leaves, self.recorder)
-            watched = {id(tensor): (weakref.ref(tensor), index) for index, tensor in enumerate(inputs)}
-            watched |= {id(leaf): (leaf, reachable.tensors.get(id(leaf), (None, ""))[1]) for leaf in leaves}
+            items, names = [*map(weakref.ref, inputs), *leaves], [*range(len(inputs))]
+            names += [reachable.tensors.get(id(leaf), (None, ""))[1] for leaf in leaves]
             for key, (tensor, name) in reachable.tensors.items():
                 if not tensor.requires_grad and key not in changed and key not in reachable.unread:
-                    watched.setdefault(key, (tensor, name))
-            self.watch = guards.Watch(watched.values())
+                    items.append(tensor)
+                    names.append(name)
+            self.watch = guards.Watch(items, names)
 
     def recompute(self, saved, leaves):
         """Run the function again; return ``(tensors at which its graph starts, the same or views of them that the
-        function received, outputs that need a gradient)``."""
+        function received, outputs that need a gradient, their graph if it was looked at)``."""
         self.leaked = []
         aliases = _aliases(saved, self.needs_grad)
         closed_over = [leaf for leaf in leaves if leaf.grad_fn is not None]
-        detached = self._detach(closed_over)
-        before_inputs = torch.autograd._get_sequence_nr()
+        detached = None
+        if closed_over or self.detached is not None:
+            pairs = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}
+            detached = DetachClosedOver(pairs if self.detached is None else self.detached.leaves | pairs)
         inputs = self._not_leaves(aliases)
         started = torch.autograd._get_sequence_nr()
         # The attributes of data objects are restored.
         object_arguments = [item for item in self._object_arguments() if not is_data(type(item))]
         before = tensors_in(object_arguments) if object_arguments else {}
-        recorder = None if self.recorder is None else Recorder(self.recorder, refused=self.unread_changes)
-        if recorder is not None:
+        recorder = None
+        if self.recorder is not None or self.unread_changes:
+            recorder = Recorder(self.recorder, refused=self.unread_changes)
             recorder.record_inputs(inputs)
         recomputation_begins()
         try:
@@ -288,8 +324,8 @@ class Region:
         ):
             raise refusals.other_outputs(self.output_count, self.output_signatures, signatures)
         computed = [outputs[index] for index in self.output_signatures]
-        starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
-        received = [tensor for tensor, needed in zip(inputs, self.needs_grad) if needed]
+        starts = [*compress(aliases, self.needs_grad)]
+        received = [*compress(inputs, self.needs_grad)]
         closed_over_starts = leaves if detached is None else detached.replaced(leaves)
         starts += closed_over_starts
         received += closed_over_starts
@@ -297,15 +333,24 @@ class Region:
             if tensor._backward_hooks:
                 for key in [key for key, hook in tensor._backward_hooks.items() if not _is_of_torch(hook)]:
                     del tensor._backward_hooks[key]
-        if detached is not None or self.path is not None:
-            ends, node, nodes, _ = graph_inputs(computed, [], closed_over, before_inputs)
-            if node is not None or any(tensor.grad_fn is not None for tensor in ends):
+        graph = None
+        if detached is not None or self.path is not None or max(self.uses, default=1) > 1:
+            histories = [*closed_over, *(tensor for tensor in inputs if tensor.grad_fn is not None)]
+            graph = graph_of(computed, histories, started)
+            if graph.older is not None or not set(map(id, closed_over)).isdisjoint(map(id, graph.ends)):
                 raise refusals.hidden_use()
-            if self.unread_changes and any(isinstance(node, _PythonNode) for node in nodes):  # it may read what changed
-                raise guards.changed_between(*next(iter(self.unread_changes.values())))
-            if self.path is not None and recorder is not None:
-                check_same_path(self.path, path(recorder, nodes, started), recorder, self.function)
-        return starts, received, computed
+            if self.unread_changes and any(isinstance(node, _PythonNode) for node in graph.nodes):
+                raise guards.changed_between(*next(iter(self.unread_changes.values())))  # the node may read it
+            if self.path is not None:
+                evidence = None
+                if self.path.evidence is not None:
+                    evidence = evidence_of(graph, computed)
+                    _number_ends(evidence, map(id, compress(inputs, self.needs_grad)), closed_over_starts)
+                present = Path(None if self.path.calls is None else recorder, graph, evidence)
+                check_same_path(self.path, present, recorder, self.function)
+                if self.subject is not None and self.path.calls is not None:
+                    self.subject.add(self.path.evidence, evidence, self.state.is_repeatable)
+        return starts, received, computed, graph
 
     def _object_arguments(self):
         """The arguments that are objects, in which the region's code can replace tensors."""
@@ -330,26 +375,26 @@ class Region:
                 for alias, needed, view in zip(aliases, self.needs_grad, make_view)
             ]
 
-    def _detach(self, closed_over):
-        if not closed_over and self.detached is None:
-            return None
-        leaves = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}
-        return DetachClosedOver(leaves if self.detached is None else self.detached.leaves | leaves)
-
     def _repeat_call(self, aliases):
         """Repeat the forward's call, with its RNG states and autocast settings."""
         previous = phase.recomputing, phase.dropping, phase.function, phase.leaked
         phase.recomputing, phase.dropping, phase.function, phase.leaked = True, False, self.function, self.leaked
         try:
-            with torch.enable_grad():
-                if not self.streams and self.autocast is None and not _any_autocast():
-                    return self._call(aliases)
-                with rng.replay(self.streams), (self.autocast or _AUTOCAST_OFF).restored():
-                    result = self._call(aliases)
-                    if name := rng.ended_elsewhere(self.streams, self.marks):
-                        raise refusals.other_draws(name, self.function)
-                    return result
+            for tensor in self.unfrozen:
+                tensor.requires_grad_(False)
+            torch._C._set_grad_enabled(True)
+            if not self.streams and self.autocast is None and not _any_autocast():
+                return self._call(aliases)
+            autocast = self.autocast or (_AUTOCAST_OFF if _any_autocast() else None)
+            with rng.replay(self.streams), autocast.restored() if autocast is not None else _NOTHING:
+                result = self._call(aliases)
+                if name := rng.ended_elsewhere(self.streams, self.marks):
+                    raise refusals.other_draws(name, self.function)
+                return result
         finally:
+            torch._C._set_grad_enabled(False)
+            for tensor in self.unfrozen:
+                tensor.requires_grad_()
             phase.recomputing, phase.dropping, phase.function, phase.leaked = previous
 
     def _signature(self, tensor):
@@ -358,13 +403,16 @@ class Region:
 
     def check_unchanged(self, leaves):
         """Raise if a tensor that the recomputation must read has changed; the recomputation checks the others."""
-        self.unread_changes = {}
+        self.unread_changes, self.unfrozen = {}, []
         needed = set(map(id, leaves))
         for change in () if self.watch is None else self.watch.changes():
-            tensor, name, _ = change
-            if self.recorder is None or type(name) is int or id(tensor) in needed:
+            tensor, name, how = change
+            if how == "unfrozen":
+                self.unfrozen.append(tensor)
+            elif (self.recorder is None and not self.is_small) or type(name) is int or id(tensor) in needed:
                 raise guards.changed_between(*change)
-            self.unread_changes[id(tensor)] = change
+            else:
+                self.unread_changes[id(tensor)] = change
 
 
 class Autocast:
@@ -420,6 +468,12 @@ def _detached(outputs):
     return tuple(values)
 
 
+def _number_ends(evidence, starts, leaves) -> None:
+    """Replace the ids of tensors in ``ends`` by numbers: of the inputs, by id, and of the leaves, from -1 downwards."""
+    numbers = dict(zip(starts, itertools.count())) | dict(zip(map(id, leaves), itertools.count(-1, -1)))
+    evidence.ends[:] = map(numbers.get, evidence.ends)
+
+
 def _run_hooks(hooks, gradient):
     for hook in [hook for hook in hooks.values() if not _is_of_torch(hook)]:
         result = hook(gradient)
@@ -435,17 +489,6 @@ def _is_of_torch(hook) -> bool:
 def _set_gradient(reference, gradient) -> None:
     if (alias := reference()) is not None:
         alias.grad = gradient
-
-
-def _resolved(leaf):
-    """The tensor itself, also if `leaf` is a weak reference; None if it is gone."""
-    return leaf() if type(leaf) is weakref.ref else leaf
-
-
-def _passed_through(outputs, aliases, inputs) -> list:
-    """The outputs that need no gradient or existed before the region, as a call without checkpoint() returns them."""
-    originals = {id(alias): tensor for alias, tensor in zip(aliases, inputs)}
-    return [originals.get(id(output), output) for output in outputs]
 
 
 def _no_saved_tensor_hooks():

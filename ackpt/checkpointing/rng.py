@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import struct
 import sys
 import threading
 from typing import Any
@@ -20,6 +21,8 @@ import torch
 # Only one region at a time may use the global streams. Otherwise a draw of another thread, between snapshot and draw or
 # during a replay, would give the recomputation another dropout mask than the forward.
 LOCK = threading.RLock()
+#: The memory of this process as bytes by address; a slice takes a quarter of the time of ``ctypes.string_at``.
+MEMORY: Any = (ctypes.c_char * (1 << 62)).from_address(0)
 
 
 class Stream:
@@ -34,7 +37,8 @@ class Stream:
 
     def moved(self, state) -> bool:
         """Whether the stream has another state now."""
-        return self.comparable(state) != self.comparable(self.get())
+        present = self.get()
+        return present is not state and self.comparable(state) != self.comparable(present)
 
     def mark(self) -> int:
         return hash(self.comparable(self.get()))
@@ -49,16 +53,39 @@ class TorchStream(Stream):
         self.generator, self.get, self.set = generator, generator.get_state, generator.set_state
 
     def comparable(self, state: torch.Tensor) -> bytes:
-        return ctypes.string_at(state.data_ptr(), state.numel())
+        address = state.data_ptr()
+        return MEMORY[address : address + state.numel()]
 
 
 class PythonStream(Stream):
-    """Python's global ``random`` or a ``random.Random`` object."""
+    """Python's global ``random`` or a ``random.Random`` object.
+
+    ``getstate`` makes 625 numbers. So a state is a copy of CPython's words, if `_HAS_WORDS` and for no subclass.
+    """
 
     name = "Python's random"
 
     def __init__(self, source: Any = random):
         self.source, self.get, self.set = source, source.getstate, source.setstate
+        owner: Any = random._inst if source is random else source  # pyright: ignore[reportAttributeAccessIssue]
+        if _HAS_WORDS and type(owner) is random.Random:
+            self.get = lambda: (_words_of(owner), owner.gauss_next)  # pyright: ignore[reportAttributeAccessIssue]
+            self.set = lambda state: owner.setstate((3, _numbers(state[0]), state[1]))
+
+
+def _words_of(owner: Any) -> bytes:
+    """The position and the 624 words of the Mersenne Twister in an object of CPython."""
+    address = id(owner) + object.__basicsize__
+    return MEMORY[address : address + 4 * 625]
+
+
+def _numbers(words: bytes) -> tuple[int, ...]:
+    position, *numbers = struct.unpack("625I", words)
+    return *numbers, position
+
+
+_PROBE = random.Random(7)
+_HAS_WORDS = random.Random.__basicsize__ >= 4 * 625 and _numbers(_words_of(_PROBE)) == _PROBE.getstate()[1]
 
 
 class NumpyStream(Stream):
@@ -67,17 +94,10 @@ class NumpyStream(Stream):
     name = "numpy.random"
 
     def __init__(self, source):
-        self.bits = getattr(source, "bit_generator", None)
         self.source = source
-
-    def get(self):
-        return self.source.get_state(legacy=False) if self.bits is None else self.bits.state
-
-    def set(self, state):
-        if self.bits is None:
-            self.source.set_state(state)
-        else:
-            self.bits.state = state
+        self.bits = bits = getattr(source, "bit_generator", None)
+        self.get = (lambda: source.get_state(legacy=False)) if bits is None else lambda: bits.state
+        self.set = source.set_state if bits is None else lambda state: setattr(bits, "state", state)
 
     def comparable(self, state) -> str:
         return repr(_without_arrays(state))
@@ -104,8 +124,7 @@ class NumpyGlobalStream(Stream):
 
     def __init__(self, numpy_random):
         self.random = numpy_random
-        bits = numpy_random.mtrand._rand._bit_generator
-        self.bits = bits
+        self.bits = bits = numpy_random.mtrand._rand._bit_generator
         self.address = bits.ctypes.state_address if type(bits).__name__ == "MT19937" else None
         self._last_read = (None, None)
 
@@ -126,15 +145,14 @@ class NumpyGlobalStream(Stream):
         if state.get("has_gauss"):
             return True
         words = self._read_words()
-        if words is not None and words == self._last_read[0] and state is self._last_read[1]:
-            return False
-        return self.comparable(state) != self.comparable(self.random.get_state(legacy=False))
+        is_last = words is not None and words == self._last_read[0] and state is self._last_read[1]
+        return not is_last and super().moved(state)
 
     def mark(self) -> int:
         return hash(self._read_words()) if self.address is not None else super().mark()
 
     def _read_words(self):
-        return None if self.address is None else ctypes.string_at(self.address, self._WORDS)
+        return None if self.address is None else MEMORY[self.address : self.address + self._WORDS]
 
 
 _DEVICE_MODULES = [

@@ -13,13 +13,10 @@ import dataclasses
 import torch
 
 
-class Slot:
-    """A placeholder for tensor number ``index`` in a stripped structure."""
+class Slot(int):
+    """A placeholder for the tensor of this number in a stripped structure."""
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: int):
-        self.index = index
+    __slots__ = ()
 
 
 class Tensors(list):
@@ -48,16 +45,14 @@ def is_plain(item) -> bool:
 
 def strip(obj, tensors: Tensors):
     """Return `obj` with slots in place of its tensors, which are added to `tensors`."""
-    if isinstance(obj, torch.Tensor):
-        return tensors.slot(obj)
     return _map(obj, lambda leaf: tensors.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def fill(obj, tensors):
     """Return `obj` with every slot replaced by the tensor of its number."""
     if type(obj) is Slot:
-        return tensors[obj.index]
-    return _map(obj, lambda leaf: tensors[leaf.index] if type(leaf) is Slot else leaf)
+        return tensors[obj]
+    return _map(obj, lambda leaf: tensors[leaf] if type(leaf) is Slot else leaf)
 
 
 def strip_arguments(args, tensors: Tensors) -> tuple[tuple, bool]:

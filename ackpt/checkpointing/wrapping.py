@@ -20,7 +20,7 @@ from torch import nn
 from ackpt.core.errors import CheckpointError, warn
 from ackpt.offloading.saved_tensors import Offload, resolve
 
-from .reachable import graph_inputs
+from .reachable import graph_of
 from .reentrant import _modules_run, checkpoint
 from .tree import strip_result
 
@@ -271,7 +271,7 @@ def _check_regions_ran(model, args, result) -> None:
     regions: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, _Checkpointed)}
     not_run = {name: module for name, module in regions.items() if module not in _modules_run}
     covered = {id(p) for module in regions.values() if module in _modules_run for p in module.parameters()}
-    reached = {id(leaf) for leaf in graph_inputs(outputs, [], [], started=0)[0]} - covered
+    reached = {id(leaf) for leaf in graph_of(outputs).ends} - covered
     unused = [name for name, module in not_run.items() if not reached.isdisjoint(map(id, module.parameters()))]
     if unused:
         raise CheckpointError(_not_run(unused, regions))

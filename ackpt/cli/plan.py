@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ackpt.core.budget import is_share
-from ackpt.core.errors import did_you_mean
+from ackpt.core.planning_errors import did_you_mean
 from ackpt.planner.costs.devices import DEVICES, device
 from ackpt.planner.workloads.named_models import BUILT_IN, dtype_of_file
 from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED

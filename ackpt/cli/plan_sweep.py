@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ackpt.core.errors import BudgetError, did_you_mean
+from ackpt.core.planning_errors import BudgetError, did_you_mean
 from ackpt.core.progress import about
 from ackpt.metering.meter import memory_format
 from ackpt.planner.workloads.named_models import training_step

@@ -15,6 +15,7 @@ class Phase(threading.local):
     ``recomputing``: whether a region is being recomputed. ``dropping``: whether the graph being built is dropped when
     the region ends, so that nothing needs to be saved. ``function``: the function being recomputed. ``leaked``: tensors
     of the dropped graphs of nested regions that are still alive. ``recorder``: the recorder of the innermost region.
+    ``detached``: the mode that replaces closed-over tensors, also in regions nested in the one that is recomputed.
     ``leaves_behind``: whether a first forward left tensors of its dropped graph alive; None if this is not checked.
     """
 
@@ -23,6 +24,7 @@ class Phase(threading.local):
     function: Any = None
     leaked: list | tuple = ()
     recorder: Any = None
+    detached: Any = None
     leaves_behind: bool | None = None
 
 
@@ -63,3 +65,11 @@ def version(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return 0
+
+
+def versions(tensors: list[torch.Tensor]) -> list[int]:
+    """The `version` of each of `tensors`."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [*map(version, tensors)]

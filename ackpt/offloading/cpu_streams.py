@@ -41,8 +41,6 @@ class Event:
         ([1], True, True)
     """
 
-    __slots__ = ("_failure", "_forks", "_future", "began", "ended")
-
     def __init__(self):
         self._future: Future
         self._failure: BaseException | None = None

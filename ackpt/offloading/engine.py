@@ -18,15 +18,17 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import OffloadError
 
 from .store import Buffer, Folder, Pool, Slabs, host_memory, no_memory, pinned_memory
-from .transport import Transport, has_no_data, transport_for
+from .transport import Transport, transport_for
 
 __all__ = ["Engine", "observers"]
 
@@ -55,13 +57,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+@dataclass(eq=False)
 class DeviceStore:
     """The transport and the buffer pool of one device. `is_lost`: a fork has cut this process off from the buffers."""
 
-    def __init__(self, transport: Transport, pool: Pool):
-        self.transport: Transport = transport
-        self.pool: Pool = pool
-        self.is_lost: bool = False
+    transport: Transport
+    pool: Pool
+    is_lost: bool = False
 
 
 class ForwardState:
@@ -81,10 +83,7 @@ class ForwardState:
 
     @property
     def lookahead(self) -> int:
-        """Bytes that copies in one direction may occupy on the device.
-
-        By default the size of the largest storage, or of what one region saved.
-        """
+        """Bytes that running copies in one direction may occupy; by default those of the largest storage or region."""
         return self.largest if self._lookahead is None else self._lookahead
 
     def record(self, stored: OffloadedStorage) -> tuple[int, int]:
@@ -128,12 +127,6 @@ class ForwardState:
 class OffloadedStorage:
     """One storage, or a range of its bytes: on its device, being copied, or in the store."""
 
-    __slots__ = (
-        *("returned", "device_store", "forward", "storage_id", "begin", "size", "version", "alias", "stream", "root"),
-        *("original", "storage", "buffer", "copy_out", "copy_in", "copy_in_pending", "reloaded", "reloaded_reference"),
-        *("refusal", "__weakref__"),
-    )
-
     def __init__(
         self,
         returned: deque[tuple[Any, ...]],
@@ -170,9 +163,7 @@ class OffloadedStorage:
         if self.alias is not None:
             self.check_version(self.alias)
             return self.alias.untyped_storage(), 0
-        storage = self.reloaded
-        if storage is None and self.reloaded_reference is not None:
-            storage = self.reloaded_reference()
+        storage = self.handed_over() if self.reloaded is None else self.reloaded
         if storage is not None:
             return storage, self.begin
         original, storage = self.original(), self.storage()
@@ -185,18 +176,14 @@ class OffloadedStorage:
             return storage, 0
         return None
 
-    def is_reloaded(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is the result of the last copy back."""
-        return self.reloaded_reference is not None and self.reloaded_reference() is storage
+    def handed_over(self) -> torch.UntypedStorage | None:
+        """The result of the last copy back, if autograd got it and still has it."""
+        return None if self.reloaded_reference is None else self.reloaded_reference()
 
     def check_version(self, tensor: torch.Tensor) -> None:
         """Refuse the storage from now on if `tensor` was modified since it was saved."""
         if version(tensor) != self.version:
             self.refusal = "modified in place after it was saved for backward, before its copy was complete"
-
-    def copies(self) -> list[Any]:
-        """The events of the copies from and to the buffer that may still be running."""
-        return [event for event in (self.copy_out, self.copy_in) if event is not None]
 
     def __del__(self) -> None:
         # Runs in any thread, at any point of a program: only queue the memory that a copy may still read or write.
@@ -296,21 +283,34 @@ class Engine:
                 self._counts["found"] += 1
             if stored.reloaded is not None:
                 self._hand_over(stored)
-            elif stored.is_reloaded(location[0]):
+            elif stored.handed_over() is location[0]:
                 stored.device_store.transport.wait_event(stored.copy_in, location[0])
             if stored.alias is not None and stored.copy_out is not None:
                 self._free_source(stored)
             if position is None:
                 self._bound_copies_out(forward, 0)
             else:
-                self._prefetch(forward, position, stored)
+                self.prefetch(forward, position, stored)
             return location
 
-    def prefetch(self, forward: ForwardState, position: tuple[int, int]) -> None:
-        """Start copies back of what was saved before `position`, as many as the lookahead allows."""
+    def prefetch(
+        self, forward: ForwardState, position: tuple[int, int], current: OffloadedStorage | None = None
+    ) -> None:
+        """Start copies back of what was saved before `position`, as many as the lookahead allows besides `current`."""
         with self._lock:
             self._recycle_returned()
-            self._prefetch(forward, position)
+            upcoming = forward.next_in_backward(position, forward.lookahead, current)
+            for other in live(forward.prefetched):  # backward reads in another order than expected
+                if other.reloaded is not None and other not in upcoming:
+                    self._hand_over(other)
+            for stored in upcoming:
+                if stored.alias is not None or stored.reloaded is not None:
+                    continue
+                elif (storage := stored.handed_over()) is not None:
+                    stored.reloaded = storage  # so that it outlives its present owners
+                elif stored.on_device() is None:
+                    self._copy_in(stored)
+            forward.prefetched = [weakref.ref(stored) for stored in upcoming]
 
     def stats(self) -> dict[str, int | float]:
         """The counters since the last ``reset_stats``, and the present content of the store.
@@ -376,20 +376,18 @@ class Engine:
         return match
 
     def _device_store(self, tensor) -> DeviceStore:
-        key = device, without_data = tensor.device, has_no_data(tensor)
+        key = device, without_data = tensor.device, tensor.is_meta or isinstance(tensor, FakeTensor)
         if key not in self._device_stores:
-            self._device_stores[key] = self._new_device_store(device, without_data)
+            limit = self._max_pinned_bytes
+            if without_data:
+                pool = Pool(no_memory)
+            elif self._folder is not None:
+                pool = Pool(self._folder.allocate)
+            else:
+                pool = Pool(Slabs(pinned_memory, limit) if device.type == "cuda" else host_memory, host_memory, limit)
+            transport = Transport(device) if without_data else transport_for(device)
+            self._device_stores[key] = DeviceStore(transport, pool)
         return self._device_stores[key]
-
-    def _new_device_store(self, device, without_data) -> DeviceStore:
-        if without_data:
-            return DeviceStore(Transport(device), Pool(no_memory))
-        transport = transport_for(device)
-        if self._folder is not None:
-            return DeviceStore(transport, Pool(self._folder.allocate))
-        limit = self._max_pinned_bytes
-        allocate = Slabs(pinned_memory, limit) if device.type == "cuda" else host_memory
-        return DeviceStore(transport, Pool(allocate, host_memory, limit))
 
     def _copy_out(self, stored: OffloadedStorage) -> None:
         """Start the copy to the store."""
@@ -438,7 +436,8 @@ class Engine:
                 "over it. Run backward before the fork, or offload to host memory."
             )
         reloaded = transport.allocate(stored.size)
-        stored.copy_in = transport.copy_in(stored.buffer.bytes, reloaded, stored.size, stored.copies())
+        running = _events(stored.copy_out, stored.copy_in)
+        stored.copy_in = transport.copy_in(stored.buffer.bytes, reloaded, stored.size, running)
         stored.reloaded, stored.copy_in_pending = reloaded, True
         self._submitted("in", stored.copy_in, stored.size)
         return reloaded
@@ -453,22 +452,6 @@ class Engine:
             stored.device_store.transport.wait_event(stored.copy_in, stored.reloaded)
         stored.reloaded_reference = weakref.ref(stored.reloaded)
         stored.reloaded = None
-
-    def _prefetch(
-        self, forward: ForwardState, position: tuple[int, int], current: OffloadedStorage | None = None
-    ) -> None:
-        upcoming = forward.next_in_backward(position, forward.lookahead, current)
-        for other in live(forward.prefetched):  # backward reads in another order than expected
-            if other.reloaded is not None and other not in upcoming:
-                self._hand_over(other)
-        for stored in upcoming:
-            if stored.alias is not None or stored.reloaded is not None:
-                continue
-            elif stored.reloaded_reference is not None and (storage := stored.reloaded_reference()) is not None:
-                stored.reloaded = storage  # so that it outlives its present owners
-            elif stored.on_device() is None:
-                self._copy_in(stored)
-        forward.prefetched = [weakref.ref(stored) for stored in upcoming]
 
     def _wait(self, device_store, event, used=None) -> None:
         """Let compute wait for a copy. A GPU knows the duration of a wait only after it."""
@@ -487,7 +470,7 @@ class Engine:
                         self._wait(device_store, event)
             if buffer is not None:
                 self._store_changed(-1, -size)
-                device_store.pool.give(buffer, [event for event in (copy_out, copy_in) if event is not None])
+                device_store.pool.give(buffer, _events(copy_out, copy_in))
             references = [reference for reference in self._storages.pop(key, ()) if reference() is not None]
             if references:
                 self._storages[key] = references
@@ -516,6 +499,10 @@ class Engine:
                 self._counts["stalls"] += 1
                 self._counts["seconds_stalled"] += seconds
             self._counts["seconds_copying"] += copy.seconds()
+
+
+def _events(*copies) -> list[Any]:
+    return [event for event in copies if event is not None]
 
 
 def _notify(*event) -> None:

@@ -211,7 +211,7 @@ class _Entry:
         storage, position = self._engine.put(tensor, self._forward, begin, size)
         layout = tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.itemsize
         described = tensor.dtype, tensor.device, *layout, tensor.is_conj(), tensor.is_neg()
-        return OffloadedTensor(self._engine, storage, self._forward, position, *described)
+        return OffloadedTensor(self._engine, storage, self._forward, position, described)
 
     def _stays_on_device(self, tensor) -> bool:
         # In a backward that this block did not start in, a recomputation saves tensors that are read right away.
@@ -296,13 +296,7 @@ class OffloadedTensor:
     storage: OffloadedStorage
     forward: ForwardState
     position: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-    stride: tuple[int, ...]
-    first_byte: int
-    is_conj: bool
-    is_neg: bool
+    described: tuple[Any, ...]  # everything but the bytes
 
     def unpack(self) -> torch.Tensor:
         _refuse_written_later()
@@ -311,12 +305,13 @@ class OffloadedTensor:
         storage, first = self.engine.fetch(self.storage, self.forward, position)
         if postponed is not None and self.forward.lookahead:
             postponed.append((self.engine, self.forward, self.position))
+        dtype, device, shape, stride, first_byte, is_conj, is_neg = self.described
         with torch.no_grad():
-            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+            tensor = torch.empty(0, dtype=dtype, device=device)
             with _no_cache(tensor.fake_mode) if isinstance(tensor, FakeTensor) else _NOTHING:
-                tensor.set_(storage, (self.first_byte - first) // tensor.itemsize, self.shape, self.stride)
-            tensor = tensor.conj() if self.is_conj else tensor
-            return torch._neg_view(tensor) if self.is_neg else tensor
+                tensor.set_(storage, (first_byte - first) // tensor.itemsize, shape, stride)
+            tensor = tensor.conj() if is_conj else tensor
+            return torch._neg_view(tensor) if is_neg else tensor
 
 
 def _refuse_written_later() -> None:

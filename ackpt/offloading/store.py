@@ -14,6 +14,7 @@ import tempfile
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -178,6 +179,7 @@ def _reserve(file, size: int) -> None:
     file.flush()
 
 
+@dataclass(eq=False, slots=True)
 class Buffer:
     """Bytes of a store. Their next user must wait for the events `after`.
 
@@ -188,13 +190,10 @@ class Buffer:
         (4096, torch.uint8, False)
     """
 
-    __slots__ = ("after", "bytes", "is_fallback", "size")
-
-    def __init__(self, data: Any, size: int, is_fallback: bool):
-        self.bytes: Any = data  # a tensor of bytes, or None for tensors without data
-        self.size: int = size
-        self.is_fallback: bool = is_fallback
-        self.after: tuple[Any, ...] = ()
+    bytes: Any  # a tensor of bytes, or None for tensors without data
+    size: int
+    is_fallback: bool
+    after: tuple[Any, ...] = ()
 
 
 class Pool:

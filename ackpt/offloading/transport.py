@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ackpt.core.errors import OffloadError
 
@@ -22,8 +21,6 @@ from .cpu_streams import Stream
 
 class Ended:
     """The event of a copy that has ended, or a wait for one that is over, with its duration in seconds."""
-
-    __slots__ = ("_seconds",)
 
     def __init__(self, seconds: float = 0.0):
         self._seconds = seconds
@@ -109,8 +106,6 @@ def _move(buffer, target: int, source: int, size: int) -> None:
 class CudaEvent:
     """The end of a copy on its stream, and the event of its start for timing."""
 
-    __slots__ = ("began", "ended", "owner")
-
     def __init__(self, began, ended, owner):
         self.began, self.ended, self.owner = began, ended, owner
 
@@ -191,10 +186,6 @@ class CudaTransport(Transport):
     def _bytes(self, storage, begin: int, size: int) -> torch.Tensor:
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
         return empty.set_(storage, begin, (size,), (1,))  # pyright: ignore[reportArgumentType]
-
-
-def has_no_data(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def transport_for(device: torch.device) -> Transport:

@@ -11,7 +11,7 @@ from conftest import Case, assert_next_step_works, assert_same_step, batch, rais
 from torch import nn
 
 import ackpt
-from ackpt.checkpointing import recorder
+from ackpt.checkpointing import recorder, region
 
 
 class Double(torch.autograd.Function):
@@ -352,3 +352,141 @@ def test_transforms_of_functions_in_a_region(name):
         call(lambda x: TRANSFORMS[name](lambda x: layer(x).tanh(), x), x).sum().backward()
         gradients.append([each.grad for each in layer.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+def recorders(monkeypatch) -> list:
+    """A list that grows with every run that is recorded call by call."""
+    made = []
+
+    class Counted(recorder.Recorder):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(region, "Recorder", Counted)
+    return made
+
+
+def recorded(function, *args) -> None:
+    """Run regions of a function as often as they are recorded."""
+    for _ in range(recorder.RECORDED_RUNS):
+        calls[0] = 10
+        ackpt.checkpoint(function, *args).sum().backward()
+    calls[0] = 0
+
+
+def stops_gradient(x):
+    return x.sin() + (x.detach() if second() else x).cos()
+
+
+def other_constant(x):
+    return x + (torch.ones(5, 4) if second() else torch.zeros(5, 4))
+
+
+def added(x):
+    return (x + (3.0 if second() else 2.0)).sin()
+
+
+def order_of_inputs(x):
+    one, other = x.sin(), x.cos()
+    return other - one if second() else one - other
+
+
+frozen = nn.ModuleList(nn.Linear(4, 4).requires_grad_(False) for _ in range(2))
+LATER = {
+    **{name: function for name, (function, _) in DIFFERENT.items() if function is not scalar},
+    "gradient": stops_gradient,
+    "constant": other_constant,
+    "added number": added,
+    "order": order_of_inputs,
+    "frozen parameter": lambda x: frozen[1 if second() else 0](x),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_another_path_after_the_recorded_runs_is_an_error(name, monkeypatch):
+    made, x = recorders(monkeypatch), batch(5)
+    function = LATER[name]
+    recorded(function, x)
+    loss = ackpt.checkpoint(function, x).sum()
+    assert len(made) == 2 * recorder.RECORDED_RUNS + (function is custom_twice)
+    monkeypatch.setenv("ACKPT_TEST_FLAG", "1")
+    x.grad = None
+    with raises_cleanly(ackpt.CheckpointError, "another path"):
+        loss.backward()
+    assert x.grad is None
+    assert_next_step_works()
+
+
+def test_a_number_that_changes_no_bit_of_the_outputs_is_found_in_the_recorded_runs_only():
+    zero = nn.Parameter(torch.zeros(4))
+
+    def function(x):
+        return x.sin() + zero * (x + (3.0 if second() else 2.0))
+
+    with pytest.raises(ackpt.CheckpointError, match=r"add\(..., 2.0\).*add\(..., 3.0\)"):
+        ackpt.checkpoint(function, batch(5)).sum().backward()
+    recorded(function, batch(5))
+    ackpt.checkpoint(function, batch(5)).sum().backward()
+
+
+def test_another_path_of_a_region_inside_after_the_recorded_runs():
+    def outer(x):
+        return ackpt.checkpoint(stops_gradient, x.exp()).tanh()
+
+    x = batch(5)
+    recorded(outer, x)
+    with pytest.raises(ackpt.CheckpointError, match="another path"):
+        ackpt.checkpoint(outer, x).sum().backward()
+
+
+def noisy(x):
+    return (x + torch.rand(4, generator=torch.Generator().manual_seed(calls.append(0) or len(calls)))).sin()
+
+
+ALWAYS_RECORDED = {
+    "other values in each run": (noisy, {}),
+    "a custom function": (lambda x: Double.apply(x).sin(), {}),
+    "outputs that are no plain tensors": (lambda x: nn.Parameter(x.detach()).sin().to_sparse(), {}),
+    "other masks": (lambda x: nn.functional.dropout(x), {"preserve_rng_state": False}),
+}
+
+
+@pytest.mark.parametrize("name", ALWAYS_RECORDED)
+def test_what_the_graph_does_not_show_is_recorded_in_all_runs(name, monkeypatch):
+    made, (function, options) = recorders(monkeypatch), ALWAYS_RECORDED[name]
+    for _ in range(recorder.RECORDED_RUNS + 2):
+        torch.sum(ackpt.checkpoint(function, batch(5), **options)).backward()
+    assert len(made) == 2 * recorder.RECORDED_RUNS + 4
+    del calls[1:]
+
+
+def test_a_new_kind_of_operation_is_recorded_again(monkeypatch):
+    made, x = recorders(monkeypatch), batch(5)
+
+    def function(x, kind):
+        return getattr(x, kind)()
+
+    for kind in ["sin"] * 4 + ["cos"] * 4:
+        ackpt.checkpoint(function, x, kind).sum().backward()
+    assert len(made) == 2 * (recorder.RECORDED_RUNS + 3)
+
+
+def test_large_tensors_are_recorded_in_all_runs(monkeypatch):
+    made, x = recorders(monkeypatch), torch.ones(recorder.SMALL_BYTES // 4 + 1, requires_grad=True)
+    for _ in range(recorder.RECORDED_RUNS + 1):
+        ackpt.checkpoint(torch.sin, x).sum().backward()
+    assert len(made) == 2 * recorder.RECORDED_RUNS + 2
+
+
+def test_what_is_known_of_a_function_goes_with_it():
+    def function(x):
+        return x.sin()
+
+    layer = nn.Linear(4, 4)
+    for each in (function, layer):
+        ackpt.checkpoint(each, batch(5)).sum().backward()
+    places = {id(function.__code__), id(layer)}
+    assert recorder._subjects.keys() >= places
+    del layer, each
+    assert id(function.__code__) in recorder._subjects and len(recorder._subjects.keys() & places) == 1

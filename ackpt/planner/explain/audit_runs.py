@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from ackpt.checkpointing import guards, reentrant, rng
 from ackpt.checkpointing.closures import bound
-from ackpt.checkpointing.reachable import PLAIN, ReachableState, global_names
+from ackpt.checkpointing.reachable import MODULE_FIELDS, PLAIN, ReachableState, global_names
 from ackpt.checkpointing.region import Region
 from ackpt.core.autograd_state import version
 from ackpt.metering.resident import storages_of
+from ackpt.planner.parts.blocks import UndoableState
 from ackpt.planner.step.planned_step import PlannedStep
 
 from .print_saved import _source, referred
@@ -69,7 +70,7 @@ class Undo:
     def __init__(self, step, modules: dict[str, nn.Module], given):
         objects = [value for _, value in referred(step)]
         reachable = ReachableState(step, (*modules.values(),))
-        self.state = guards.MutableState(reachable)
+        self.state = UndoableState(reachable)
         named = {id(t): (name, t) for name, t in given if isinstance(t, torch.Tensor)}
         named |= {id(t): (name, t) for t, name in reachable.tensors.values()}
         for path, module in named_modules(modules):
@@ -104,7 +105,7 @@ class Undo:
         places = {id(vars(module)): path for path, module in named_modules(modules)}
         self.counters = {
             f"{places.get(id(names), '')}.{key}".lstrip("."): (names, key)
-            for names, key, value in reachable.bindings
+            for names, key, value in _bindings_of(reachable)
             if type(value) in (int, float)
         }
 
@@ -414,10 +415,18 @@ def _read(function, tensors, names: dict[int, str]) -> dict[str, Any]:
     modules = [module for _, value in values if isinstance(value, nn.Module) for module in value.modules()]
     of = {id(vars(module)): f" of {names.get(id(module), '')!r}" for module in modules}
     read = {repr(name): (id(value),) for name, value in values if isinstance(value, nn.Module)}
-    values += ((f"{key}{of.get(id(namespace), '')}", value) for namespace, key, value in reachable.bindings)
+    values += ((f"{key}{of.get(id(namespace), '')}", value) for namespace, key, value in _bindings_of(reachable))
     read |= {name: value for name, value in values if type(value) in PLAIN}
     inputs = ((tensor, f"input {number}") for number, tensor in enumerate(tensors))
     return read | {name: (id(tensor), version(tensor)) for tensor, name in (*reachable.tensors.values(), *inputs)}
+
+
+def _bindings_of(reachable: ReachableState) -> Iterator[tuple[Any, Any, object]]:
+    """``(namespace, name, value)`` of what code can read, without the fields that every module has."""
+    yield from reachable.bindings
+    for namespace in reachable.namespaces:
+        hidden = MODULE_FIELDS - {"training"} if "_modules" in namespace else frozenset()
+        yield from ((namespace, key, value) for key, value in namespace.items() if key not in hidden)
 
 
 def _in_backward() -> bool:

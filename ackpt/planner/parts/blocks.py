@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ackpt.checkpointing import guards
 from ackpt.checkpointing.guards import MutableState, version
 from ackpt.checkpointing.reachable import ReachableState
 from ackpt.checkpointing.rng import drawn_from, snapshot
@@ -121,6 +122,22 @@ def called_by(caller: Any) -> Iterator[None]:
         _local.caller = before
 
 
+class UndoableState(MutableState):
+    """What a run can change, for a run that is undone and not repeated; `after_forward` is not called."""
+
+    def undo(self) -> None:
+        """Restore the values from before the run."""
+        bindings, contents = self._changes()
+        guards._bind(bindings)
+        guards._fill(contents)
+        with torch.no_grad():
+            for tensor, _, mark, copy in self._before:
+                if copy is None or (version(tensor) == mark and guards._is_equal(tensor, copy)):
+                    continue
+                with torch.autograd._unsafe_preserve_version_counter(tensor):
+                    guards._set(tensor, copy)
+
+
 class Undo:
     """The state that a block can change, for a second run of a block that cannot be a region.
 
@@ -130,7 +147,7 @@ class Undo:
 
     def __init__(self, block: Block, args: tuple, kwargs: dict):
         reachable = ReachableState(block.forward, strip_arguments((*args, *kwargs.values()), Tensors())[0])
-        self._state = MutableState(reachable)
+        self._state = UndoableState(reachable)
         self._streams = snapshot(reachable.streams)
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
         self._contents: list[tuple[Any, Any]] = []

@@ -147,10 +147,8 @@ def unchanged_until_backward(inputs, read) -> Check:
     ``read``: index and description of the inputs that backward reads.
     """
     # Arguments may be freed early in backward.
-    watch = Watch(
-        (weakref.ref(inputs[index]) if description == ARGUMENT else inputs[index], description)
-        for index, description in read
-    )
+    items = [weakref.ref(inputs[index]) if description == ARGUMENT else inputs[index] for index, description in read]
+    watch = Watch(items, [description for _, description in read])
 
     def check(gradients) -> None:
         for tensor, description, how in watch.changes():

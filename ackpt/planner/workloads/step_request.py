@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ackpt.core.errors import did_you_mean
+from ackpt.core.planning_errors import did_you_mean
 
 IMAGE_SIZE = 224
 TRANSFORMERS = "hf:"

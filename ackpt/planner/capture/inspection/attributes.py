@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend
 
 from ackpt.checkpointing.guards import fill, is_filled_with
 from ackpt.checkpointing.reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS
-from ackpt.core.errors import TraceError
+from ackpt.core.planning_errors import TraceError
 
 from .source_lines import set_at
 

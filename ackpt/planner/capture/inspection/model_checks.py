@@ -15,7 +15,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ackpt.checkpointing.reachable import HOOKS
-from ackpt.core.errors import TraceError, check_misspelt, did_you_mean, warn
+from ackpt.core.errors import warn
+from ackpt.core.planning_errors import TraceError, check_misspelt, did_you_mean
 
 from .calls import named_leaves
 from .value_walk import is_installed, is_of_model, module_label, said

@@ -23,7 +23,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ackpt.checkpointing.reachable import tensors_in
-from ackpt.core.errors import TraceError, warn
+from ackpt.core.errors import warn
+from ackpt.core.planning_errors import TraceError
 
 from .attributes import REGIONS, Change, not_repeated, plain
 from .kept_tensors import Kept, NotConstant

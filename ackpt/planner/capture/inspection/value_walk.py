@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ackpt.checkpointing.closures import bound, rebound_names
-from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, global_names
+from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import NumpyStream, PythonStream, TorchStream, stream_of
 from ackpt.metering.without_data.holders import CACHED
@@ -160,9 +160,8 @@ class Walk:
     def _generators(self, value, label: str) -> None:
         """Record the states of random number generators: of `value` itself, or of those in a list or dict."""
         for item in (value, *(item for container in _containers(value) for item in _items(container))):
-            if isinstance(item, _generator_types()) and id(item) not in self._streams:
-                if self._runs and (stream := stream_of(item)) is not None:
-                    self._seed(item, stream, label)
+            if self._runs and id(item) not in self._streams and (stream := stream_of(item)) is not None:
+                self._seed(item, stream, label)
 
     def _seed(self, source, stream, label: str) -> None:
         """Seed a generator, so that code that seeds it itself leaves another state."""
