@@ -106,7 +106,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             options, option = self._option_string_actions, unknown[0].partition("=")[0]
             hint = did_you_mean(unknown[0], options)
-            if "--sweep" in options and option.endswith(("lengths", "lens", "sizes")):
+            if "--sweep" in options and option.endswith(("lens", "sizes")):
                 hint = ": for several sizes write --sweep seq_len=512,1024 or --sweep batch_size=4,8"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown

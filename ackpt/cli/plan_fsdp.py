@@ -106,6 +106,7 @@ def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
         "saved_bytes": None,
         "flops": plan.flops,
         "recompute_flops": plan.recompute_flops,
+        "cost": plan.cost,
         "peak_node": None,
         "at_peak": plan.at_peak(),
         "by_phase": None,

@@ -49,8 +49,8 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
         (["explain", "lm"], "ackpt: argument command: unknown command 'explain' (did you mean ackpt plan --explain?)"),
         (["plann", "lm"], "ackpt: argument command: unknown command 'plann' (did you mean 'plan'?): choose from plan"),
         (
-            ["plan", "lm", "--lengths", "8,16"],
-            "ackpt plan: unrecognized arguments: --lengths 8,16: for several sizes write --sweep seq_len=512,1024 or",
+            ["plan", "lm", "--seq-lens", "8,16"],
+            "ackpt plan: unrecognized arguments: --seq-lens 8,16: for several sizes write --sweep seq_len=512,1024 or",
         ),
     ],
 )
