@@ -399,6 +399,9 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ```{include} ../../results/tables/02_pitfalls.md
 # ```
 #
+# In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside of autograd's
+# own graph, which can be differentiated again, and it ignores outputs that only the recomputation has.
+#
 # A recomputation is correct only if it repeats the forward. `ackpt.checkpoint` is the thirty lines with these
 # additions:
 #
