@@ -400,7 +400,7 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ```
 #
 # In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside of autograd's
-# own graph, which can be differentiated again, and it ignores outputs that only the recomputation has.
+# own graph, which can be differentiated again, and it reads the tensors that the recomputation saves, not its outputs.
 #
 # A recomputation is correct only if it repeats the forward. `ackpt.checkpoint` is the thirty lines with these
 # additions:
