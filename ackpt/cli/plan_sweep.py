@@ -129,8 +129,12 @@ def text(sweep: Sweep, rows: Rows) -> str:
     lines = [f"{name:<16}{'peak':>12}{'reserved':>12}{'added time':>12}  fits"]
     lines += [f"{value:<16}{_line(row)}" for value, row in rows.items()]
     largest = _largest(sweep, rows)
-    if largest is not None and not all(map(fits, rows.values())):
+    if largest is None and sweep.is_open:
+        lines.append("none fits")
+    elif largest is not None and not all(map(fits, rows.values())):
         lines.append(f"largest that fits: {name} {largest}")
+    elif sweep.is_open:
+        lines.append(f"largest that fits: {name} {largest}, and the model takes no larger one")
     return "\n".join(lines)
 
 

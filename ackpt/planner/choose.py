@@ -68,7 +68,8 @@ def _check_slowdown(graph: JointGraph, profile: Profile, plan: Plan, request: Re
         f"slowdown={request.slowdown!r} allows {most:.1%}"
     )
     if request.policy != "auto" or graph.head_chunks > 1:
-        raise BudgetError(f"{message}: give a larger budget or slowdown, or policy='auto'", None, request.budget)
+        more = "" if request.policy == "auto" else ", or policy='auto'"
+        raise BudgetError(f"{message}: give a larger budget or slowdown{more}", None, request.budget)
     schedule = lowest(graph, profile, most, candidates_of_auto(request))
     least = peak_of(graph, schedule, profile.workspace_bytes) + graph.resident_bytes
     raise BudgetError(

@@ -43,6 +43,8 @@ def test_the_largest_batch_within_a_slowdown(capsys):
 def test_the_largest_length_is_that_of_the_models_positions(capsys):
     swept = planned(capsys, *SMALL, "n_positions=256", "--largest", "seq_len", "--budget", "1GiB")
     assert [plan["seq_len"] for plan in swept["plans"]] == [128, 256] and swept["largest"] == 256
+    assert main(["plan", *SMALL, "n_positions=256", "--largest", "seq_len", "--budget", "1GiB"]) == 0
+    assert capsys.readouterr().out.endswith("largest that fits: seq len 256, and the model takes no larger one\n")
 
 
 def test_a_row_of_a_sweep_is_a_plan_of_its_own(capsys):

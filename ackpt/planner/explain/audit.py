@@ -242,7 +242,7 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
         offloaded_bytes=sum(context.moved for context in watch.contexts.values()),
         reloaded_bytes=sum(context.loaded for context in watch.contexts.values()),
         flops=flops,
-        recompute_flops=None if flops is None or all_flops is None else all_flops - flops,
+        recompute_flops=None if flops is None or all_flops is None else max(0, all_flops - flops),
         plan=plan,
         no_plan=no_plan,
         notes=tuple(notes),

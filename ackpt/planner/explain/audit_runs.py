@@ -501,7 +501,7 @@ def intercepted(watch: Watch):
             return function(*args, **kwargs)
 
     def first(own):
-        with watch.region(own.function, own.inputs, ACKPT, own.preserve_rng_state) as region:
+        with watch.region(own.function, [*own.inputs], ACKPT, own.preserve_rng_state) as region:
             regions[id(own)] = own, region
             return first_forward(own)
 

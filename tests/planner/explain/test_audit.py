@@ -736,3 +736,10 @@ def test_what_it_measures():
     assert audit.recompute_flops == 4 * 2 * 256 * WIDTH * 4 * WIDTH  # early stop leaves the second product out
     assert audit.plan.peak_bytes <= audit.measured.peak_bytes
     assert "4 x blocks.* (torch)" in str(audit) and "no findings" in str(audit)
+
+
+def test_the_inputs_of_ackpts_regions_are_their_saved_bytes():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)))
+    ackpt.apply_activation_checkpointing(model)
+    audit = ackpt.audit(model, torch.randn(512, 32), compare_budget=False)
+    assert [region.saved_bytes for region in audit.regions] == [0, 65_536, 65_536]  # the first one's is the batch
