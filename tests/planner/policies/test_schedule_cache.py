@@ -87,8 +87,7 @@ def test_lengths_of_a_dynamic_capture(tmp_path, searches):
         step = ackpt.compile(model(), X, budget=0.75, cache=cache)
         plans.append([step.prepare(torch.ones(rows, 8)) for rows in (64, 48, 128, 32)])
     assert plans[0] == plans[1] == plans[2]
-    of_one_run = searches[0] // 2
-    assert searches[0] == 2 * of_one_run and of_one_run >= 2  # the fixed capture and the dynamic one
+    assert searches[0] == 2  # without a cache, and to fill it: the fixed capture's search serves the dynamic one, too
 
 
 @pytest.mark.parametrize("change", ["width", "profile", "torch", "ackpt", "module names", "optimizer"])
