@@ -191,7 +191,7 @@ SMALL_AND_LARGE = layers(4, [1, 0, 1, 0, 0, 0, 0, 0], [47, 1, 36869517, 45, 6, 2
 NONE_FOUND = layers(4, [0, 0, 1, 0, 0, 0, 0, 0], [129, 1, 52813651, 90, 1, 1, 1, 1])
 
 
-# Many budgets of such graphs are infeasible, which `tight` filters out.
+# `tight` filters out graphs of which no budget needs recomputation.
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(dags(largest=10**9 + 7), SHARES)
 @example(SMALL_AND_LARGE, 0)
