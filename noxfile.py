@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -154,9 +155,8 @@ def book_next(session: nox.Session) -> None:
     source, settings = ROOT / "book", ROOT / "book" / "conf.py"
     try:
         run(session, "jupyter-book", "config", "sphinx", str(source))
-        names: dict = {}
-        exec(settings.read_text(encoding="utf-8"), names)
-        extensions = ",".join(name for name in names["extensions"] if name not in NOT_NEXT)
+        names = runpy.run_path(str(settings))["extensions"]
+        extensions = ",".join(name for name in names if name not in NOT_NEXT)
         target = source / "_build" / "next"
         options = ["-E", "-n", "-W", "--keep-going", "-q", "-D", f"extensions={extensions}"]
         paths = os.pathsep.join([str(ROOT), str(source / "_ext")])

@@ -27,7 +27,7 @@ MIB = 2**20
 DPI = 144
 GROUND = "#ffffff"
 TEXT = "#4d535c"  # its contrast on the ground is above 7
-# `ackpt.planner.explain.page`, ``book/_explorer/common.js`` and ``frontier.css`` beside it repeat these colors.
+# `ackpt.planner.explain.page`, ``common.js`` and ``frontier.css`` in ``book/_explorer`` repeat these colors.
 COLORS = {
     "resident": "#4a6fc4",
     "parameters": "#4a6fc4",

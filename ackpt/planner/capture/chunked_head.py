@@ -294,11 +294,11 @@ class Head:
         sources = [each.meta["ackpt_id"] for each in self.fx[node.id].args if isinstance(each, fx.Node)]
         for at, source in enumerate(sources):
             shape = self.value(source).shape
-            beside = len(shape) - value.dim() + rows.lead if target not in _ALONG_DIM else rows.lead
-            if beside == rows.lead and shape[: rows.lead] == value.shape[: rows.lead]:
+            aligned = len(shape) - value.dim() + rows.lead if target not in _ALONG_DIM else rows.lead
+            if aligned == rows.lead and shape[: rows.lead] == value.shape[: rows.lead]:
                 if self._part(source, rows, node).is_linear:
                     linear.append(at)
-            elif source not in self.rows and all(size == 1 for size in shape[: max(0, beside)]):
+            elif source not in self.rows and all(size == 1 for size in shape[: max(0, aligned)]):
                 self._whole(source, node)
             else:
                 self._refuse(node, "it broadcasts over tokens")

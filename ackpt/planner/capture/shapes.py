@@ -68,7 +68,7 @@ def from_shapes(build: Callable[[], T]) -> T:
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` without data, a parameter if it is one; to be called inside a fake tensor mode."""
+    """A copy of `tensor` without data, a parameter if it is one; in a fake tensor mode, or ``torch.device("meta")``."""
     shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     needs_grad = tensor.requires_grad
     return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)

@@ -46,11 +46,11 @@ class Audit:
     what differs, such as ``"gradient blocks.0.weight"``: None for a missing gradient, infinity for what is no tensor;
     empty if all bits are equal. ``arises_in``: the first module with another result. ``measured``: the step as it is,
     None if it fails. ``saved_bytes`` and ``baseline_saved_bytes``: activations that are live when backward begins.
-    ``regions``: all, each followed by those inside it. ``not_regions``: repeated blocks that are none, although others
-    are. ``saved_outside``: of regions, the largest first. ``offloaded_bytes`` and ``reloaded_bytes``: by hooks on saved
-    tensors. ``flops``: of the baseline, ``recompute_flops``: those that the step has in addition; None if they cannot
-    be counted. ``plan``: what `ackpt.apply_budget` would do with the measured peak as its budget; None for the reason
-    in ``no_plan``. ``notes``: what could not be restored, repeated or recognized.
+    ``regions``: all, each followed by those inside it. ``not_regions``: repeated blocks that are no regions, although
+    others are. ``saved_outside``: of regions, the largest first. ``offloaded_bytes`` and ``reloaded_bytes``: by hooks
+    on saved tensors. ``flops``: of the baseline, ``recompute_flops``: those that the step has in addition; None if
+    they cannot be counted. ``plan``: what `ackpt.apply_budget` would do with the measured peak as its budget; None
+    for the reason in ``no_plan``. ``notes``: what could not be restored, repeated or recognized.
 
     Example:
         >>> import torch, ackpt
@@ -266,7 +266,7 @@ def _differences(values: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
 
 
 def _planned(call, peak_bytes: int) -> tuple[Plan | None, str]:
-    """The plan for the same peak, or why there is none."""
+    """The plan for the same peak, or the reason why it could not be made."""
     model, args, kwargs = call
     model = model._ackpt_planned.model if isinstance(model, PlannedStep) else model
     try:

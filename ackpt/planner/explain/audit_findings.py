@@ -147,7 +147,7 @@ def _not_replayed(region: AuditedRegion) -> list[str]:
 
 
 def arises_in(seen: Seen) -> str:
-    """The first module whose forward, or else whose recomputation, has another result; "" if there is none."""
+    """The first module whose forward, or else whose recomputation, has another result; "" if no module has."""
     pairs = [*zip(seen.plain.calls, seen.watch.calls)]
     pairs += [pair for r in seen.regions for again in r.calls[1:] for pair in zip(r.calls[0], again)]
     return next((first[0] or "the model itself" for first, second in pairs if first != second), "")

@@ -2,8 +2,8 @@
 
 With policy ``"auto"`` and dynamic dimensions, one search serves all sizes. The Pareto frontier is computed at the
 largest sizes seen so far. At other sizes, the cheapest schedule of this frontier runs whose simulated peak is within
-the budget, or, with a slowdown alone, the one with the lowest peak within it. If there is none, a search at these sizes
-adds its schedules to the others.
+the budget, or, with a slowdown alone, the one with the lowest peak within it. If none keeps the budget, a search at
+these sizes adds its schedules to the others.
 
 A plan from a file runs at the sizes that it was made for, and at others where its schedule keeps the same bytes: the
 limit of the plan, less what the arguments take in addition.
@@ -117,7 +117,7 @@ class Plans:
             schedule = self._cheapest(graph, workspace, limit)
         if schedule is None:
             return self._searched(values)  # raises, and names the smallest feasible budget
-        if most is not None and self._added(schedule, values) > most:
+        if most is not None and self._added(values)(schedule) > most:
             return self._searched(values)  # raises if it adds too much as well
         return self._choice(schedule, values)
 
@@ -131,15 +131,17 @@ class Plans:
 
     def _lowest(self, graph: JointGraph, workspace: tuple[int, ...], values: tuple[int, ...], most: float) -> Schedule:
         """The candidate with the lowest peak that adds at most this share of the baseline's cost."""
-        candidates = [self._everything, *(each for _, each in self._candidates if self._added(each, values) <= most)]
+        added = self._added(values)
+        candidates = [self._everything, *(each for _, each in self._candidates if added(each) <= most)]
         sizes = np.array(workspace)
         return min(candidates, key=lambda schedule: peak_of(graph, schedule, sizes))
 
-    def _added(self, schedule: Schedule, values: tuple[int, ...]) -> float:
-        """The cost that `schedule` adds at these sizes, as a fraction of the baseline's."""
+    def _added(self, values: tuple[int, ...]) -> Callable[[Schedule], float]:
+        """The cost that a schedule adds at these sizes, as a fraction of the baseline's."""
         graph, profile = self._at(values)
         cost = costs(graph, profile)
-        return whole_added_cost(graph, profile, _of(schedule, graph), cost) / (step_cost(self._everything, cost) or 1.0)
+        whole = step_cost(self._everything, cost) or 1.0
+        return lambda schedule: whole_added_cost(graph, profile, _of(schedule, graph), cost) / whole
 
     def _search(self, values: tuple[int, ...]) -> None:
         """Add the frontier at these sizes to the candidates."""

@@ -39,6 +39,7 @@ from ackpt.planner.capture.inspection.model_checks import check_model
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
+from ackpt.planner.capture.shapes import shape_of
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.policies import auto, full
 from ackpt.planner.policies.search.frontier import frontier
@@ -241,7 +242,9 @@ def fits(
     dtype = "float32" if active is None or where is None else str(torch.get_autocast_dtype(active))
     data = model
     if where is not None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        data = copy.deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
+        with torch.device("meta"):
+            shapes_of = {id(tensor): shape_of(tensor) for tensor in tensors}
+        data = copy.deepcopy(model, shapes_of)
     steps = _Steps(
         data,
         make,
@@ -585,10 +588,3 @@ def rates_of(name: str) -> Device:
     where = device(name)
     gpu(name)
     return where
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without data, on the meta device."""
-    made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
-    needs_grad = tensor.requires_grad
-    return nn.Parameter(made, needs_grad) if isinstance(tensor, nn.Parameter) else made.requires_grad_(needs_grad)
