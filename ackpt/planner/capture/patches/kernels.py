@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ackpt.metering.kernel_memory import LOSSES, in_whole_memory
-from ackpt.planner.capture.in_place import RECORDS
 
 aten = torch.ops.aten
 LOCK = threading.RLock()  # torch's tables and settings are the process's
@@ -234,7 +233,6 @@ def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *r
 _ONEDNN = aten.mkldnn_rnn_layer.default
 
 torch.library.define("ackpt_graph::rnn_layer", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
-torch.library.define("ackpt_graph::rnn_layer_inference", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
 
 
 def keep_for_backward(graph: torch.fx.Graph) -> None:
@@ -243,12 +241,7 @@ def keep_for_backward(graph: torch.fx.Graph) -> None:
     Under ``torch.no_grad()``, oneDNN runs another kernel, which saves nothing and rounds differently.
     """
     for node in graph.find_nodes(op="call_function", target=_ONEDNN):
-        if node.meta.get(RECORDS, True):
-            node.target = torch.ops.ackpt_graph.rnn_layer.default
-        else:
-            node.target = torch.ops.ackpt_graph.rnn_layer_inference.default
-            *results, workspace = node.meta["val"]
-            node.meta["val"] = (*results, workspace.new_empty(0))
+        node.target = torch.ops.ackpt_graph.rnn_layer.default
 
 
 def _layer(*args):
@@ -257,24 +250,12 @@ def _layer(*args):
     return *results, args[0].new_empty(0, dtype=torch.uint8) if workspace is None else workspace
 
 
-def _inference(*args):
-    with torch.no_grad():
-        *results, _ = _ONEDNN(*args)
-    return *results, args[0].new_empty(0, dtype=torch.uint8)
-
-
 torch.library.impl("ackpt_graph::rnn_layer", "CompositeExplicitAutograd", _layer)
-torch.library.impl("ackpt_graph::rnn_layer_inference", "CompositeExplicitAutograd", _inference)
 
 
 @torch.library.register_fake("ackpt_graph::rnn_layer")
 def _shapes(*args):
     return with_workspace(_ONEDNN(*args), *args)
-
-
-@torch.library.register_fake("ackpt_graph::rnn_layer_inference")
-def _inference_shapes(*args):
-    return *_ONEDNN(*args)[:-1], args[0].new_empty(0, dtype=torch.uint8)
 
 
 def with_workspace(results, *args):
