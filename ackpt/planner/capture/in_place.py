@@ -22,10 +22,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.planning_errors import TraceError
 from ackpt.metering.autograd_engine import INTO_ZEROS, ZEROS, is_dense, sums_own_gradients
 
-from .inspection.source_lines import line
+from .inspection.source_lines import line, not_repeated
 from .joint_graph import RESIDENT, JointGraph
 from .operations import BACKWARD, with_accesses
 
@@ -49,12 +48,9 @@ def in_place_as_eager():
 
     def noted(self, func, types, args=(), kwargs=None):
         if func is _RECURRENT and not torch.is_grad_enabled():
-            raise TraceError(
-                f"a recurrent layer runs under torch.no_grad(){line()}. On the CPU, oneDNN then runs another kernel, "
-                "which a captured step cannot run. Freeze the layer by requires_grad_(False) instead, or plan with "
-                "regions=True, which runs the model's own code.",
-                reason=f"a recurrent layer runs under torch.no_grad(){line()}",
-                can_split=True,
+            raise not_repeated(
+                f"a recurrent layer runs under torch.no_grad(){line()}, which a captured step cannot do: oneDNN has "
+                "another kernel there. Freeze the layer by requires_grad_(False) instead"
             )
         writes, autograd_node = _changes_its_first_argument(func), torch._C._current_autograd_node()
         capture = get_proxy_mode() if writes or autograd_node is not None else None

@@ -24,7 +24,7 @@ from ackpt.core.history import History
 from ackpt.core.planning_errors import BudgetError, TraceError
 from ackpt.core.progress import shown
 from ackpt.planner.capture.aot import CAPTURING, Capture, capture
-from ackpt.planner.capture.call_facts import Call, Facts, Sizes, call_of, changed_setting
+from ackpt.planner.capture.call_facts import Call, Facts, Sizes, WatchedModel, call_of, changed_setting
 from ackpt.planner.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout, operations_in
 from ackpt.planner.capture.inspection.calls import (
     another_plan,
@@ -35,7 +35,6 @@ from ackpt.planner.capture.inspection.calls import (
     sliced,
 )
 from ackpt.planner.capture.inspection.model_checks import is_tensor, warn_of_hooks
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.parts.planned_regions import PlannedRegions
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan, PlanError

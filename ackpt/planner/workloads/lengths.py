@@ -32,12 +32,11 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.gpus import MIB, gpu
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import CAPTURING, capture
-from ackpt.planner.capture.call_facts import Sizes, call_of
+from ackpt.planner.capture.call_facts import Sizes, WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension, is_sized, layout
 from ackpt.planner.capture.inspection.calls import call_arguments
 from ackpt.planner.capture.inspection.model_checks import check_model
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
 from ackpt.planner.capture.shapes import shape_of
 from ackpt.planner.costs.devices import Device, device

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.planner.capture.aot import capture
-from ackpt.planner.capture.call_facts import call_of
+from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension, Symbols, expression
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP
 from ackpt.planner.step.runnable import Runnable
 

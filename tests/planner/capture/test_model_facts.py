@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.utils import parametrize
 
 import ackpt
-from ackpt.planner.capture.model_facts import ModelFacts, WatchedModel
+from ackpt.planner.capture.call_facts import ModelFacts, WatchedModel
 
 
 class Holder(nn.Module):

@@ -10,9 +10,8 @@ import torch
 from dynamic_steps import Words, gpt2, ids
 
 from ackpt.planner.capture.aot import CAPTURING, capture
-from ackpt.planner.capture.call_facts import call_of
+from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import Loop
 from ackpt.planner.costs.devices import device
 from ackpt.planner.costs.profiles import profile, with_gpu_workspace

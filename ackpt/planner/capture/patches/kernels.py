@@ -7,7 +7,6 @@ that the parts name.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import threading
 import types
@@ -360,12 +359,10 @@ def contiguous_elementwise():
 # 2.4 s of CPU time instead of 1.7 s (torch 2.13). Captures share their results: the next one of an equal model takes a
 # third less.
 #
-# For results with symbols, torch takes longer to make an entry of the cache than to compute the result. A capture runs
-# every forward twice, so only a result that is computed for the third time gets an entry: the dynamic capture of one
-# encoder layer then takes 1.8 s of CPU time instead of 2.3 s, and that of four layers as long as with all entries.
+# Results with symbols are not cached: torch takes longer to find an entry than to compute the result. The dynamic
+# capture of four encoder layers takes 4.8 s of CPU time instead of 5.6 s.
 _MAKE_ENTRY = FakeTensorMode._make_cache_entry
 _Bypass = fake_tensor._BypassDispatchCache
-_TOO_EARLY = "it was not computed often enough"
 _MOST_RESULTS = 20_000  # about 30 MB
 _RESULTS: dict[tuple, dict] = {}
 
@@ -374,17 +371,16 @@ _RESULTS: dict[tuple, dict] = {}
 def exact_cache(fake_mode=None):
     """Inside, the cache has only results of such contexts under equal settings, since torch's rules differ outside.
 
-    ``fake_mode``: an existing mode; its results with symbols are not kept.
+    ``fake_mode``: an existing mode; if it has symbols, nothing is cached.
     """
-    shapes = None if fake_mode is None else fake_mode.shape_env
     if sum(map(len, _RESULTS.values())) > _MOST_RESULTS:
         _RESULTS.clear()
     results = _RESULTS.setdefault(_settings(), {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(FakeTensorMode, "cache", results))
         stack.enter_context(mock.patch.object(FakeTensorMode, "_make_cache_entry", _entry))
-        if shapes is not None:
-            stack.enter_context(mock.patch.object(shapes, "fake_tensor_cache", _Recurring()))
+        if fake_mode is not None and fake_mode.shape_env is not None:
+            stack.enter_context(fake_tensor.disable_fake_tensor_cache(fake_mode))
         yield
 
 
@@ -398,24 +394,7 @@ def _settings() -> tuple:
     )
 
 
-class _Recurring(dict):
-    """Entries for results with symbols, and how often each result was computed before there was one."""
-
-    def __init__(self):
-        super().__init__()
-        self.computed = collections.Counter()
-
-    def __setitem__(self, key, entry):
-        if getattr(entry, "reason", None) != _TOO_EARLY:
-            super().__setitem__(key, entry)
-
-
 def _entry(self, state, key, func, args, kwargs, output):
-    symbolic = state.shape_env.fake_tensor_cache if state.cache_on_shape_env() else None
-    if isinstance(symbolic, _Recurring):
-        symbolic.computed[key] += 1
-        if symbolic.computed[key] < 3:
-            raise _Bypass(_TOO_EARLY)
     if not isinstance(func, torch._ops.OpOverload):  # a key by the id of a module, which outlives it
         raise _Bypass("it is a higher-order operation")
     made = [value for value in tree_leaves(output) if value is not None]

@@ -14,8 +14,7 @@ import torch
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from ackpt.core.planning_errors import TraceError
-from ackpt.planner.capture.inspection.source_lines import line
+from ackpt.planner.capture.inspection.source_lines import line, not_repeated
 
 aten = torch.ops.aten
 _KEYS = _KEY, _AUTOGRAD = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd
@@ -234,8 +233,8 @@ _DRAWS = {aten.dropout.default: _dropout, aten.dropout_.default: _dropout_in_pla
 _DRAWS |= {operation: _in_order_of_memory(operation) for operation in _FILLS}
 
 
-# Refused are gradients that torch computes by another formula for tensor subclasses, as all tensors of a capture are: the
-# other formulas round differently, and that of ``prod`` needs several times the memory.
+# Refused are gradients that torch computes by another formula for tensor subclasses, as all tensors of a capture are:
+# the other formulas round differently, and that of ``prod`` needs several times the memory.
 #
 # Torch: ``isTensorSubclassLike`` in ``prod_backward``, ``masked_fill_backward`` and
 # ``binary_cross_entropy_with_logits_backward``, ``torch/csrc/autograd/FunctionsManual.cpp``.
@@ -266,13 +265,9 @@ def _refusing(operation, differs, advice: str):
 
     def kernel(*args, **kwargs):
         if torch.is_grad_enabled() and differs(*args, **kwargs):
-            where = line()
-            raise TraceError(
-                f"the gradient of {operation.overloadpacket.__name__}{where} is rounded differently inside a captured "
-                f"step, because torch has another formula there. {advice}, or plan with regions=True, which runs the "
-                "model's own code.",
-                reason=f"the gradient of {operation.overloadpacket.__name__}{where} has another formula in a capture",
-                can_split=True,
+            raise not_repeated(
+                f"the model differentiates {operation.overloadpacket.__name__}{line()}, which a captured step would "
+                f"round differently: torch has another formula there. {advice}"
             )
         with put({(operation, _AUTOGRAD): None}):
             return operation(*args, **kwargs)
