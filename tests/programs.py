@@ -18,7 +18,7 @@ _LARGEST = 96  # elements of a value
 ELEMENTWISE = (
     *(f"torch.{name}({{a}})" for name in ("relu", "sin", "tanh", "sigmoid", "neg", "abs", "square", "clone")),
     *("F.gelu({a})", "F.silu({a})", "F.leaky_relu({a}, 0.1)", "{a}.clamp(-1, 1)", "{a} * 2", "1 - {a}", "{a} / 3"),
-    *("{a} + {b}", "{a} * {b}", "{a} - {b}", "{a} * {a}", "torch.fmax({a}, {b})", "torch.lerp({a}, {b}, 0.3)"),
+    *("{a} + {b}", "{a} * {b}", "{a} - {b}", "{a} * {a}", "torch.maximum({a}, {b})", "torch.lerp({a}, {b}, 0.3)"),
     *("torch.where({a} > 0, {a}, {b})", "{a} * ({b} > 0)", "torch.addcmul({a}, {b}, {c})", "{a}.masked_fill({m}, 0.5)"),
 )
 PRODUCTS = (
@@ -51,7 +51,7 @@ SEVERAL = (
 )
 REDUCTIONS = (
     *("{a}.sum()", "{a}.sum({d})", "{a}.mean({d}, keepdim=True)", "{a}.logsumexp({d})", "{a}.cumsum({d})"),
-    *("{a}.softmax({d})", "F.log_softmax({a}, {d})", "{a}.amax({d})", "{a}.norm()", "{a}.amin({d})", "{a}.std()"),
+    *("{a}.softmax({d})", "F.log_softmax({a}, {d})", "{a}.amax({d})", "{a}.norm()", "{a}.prod({d})", "{a}.std()"),
     *("F.cross_entropy({a}, ids)", "F.mse_loss({a}, {b})", "torch.cat([{a}, {b}], {d})", "torch.stack([{a}, {b}])"),
     *("{a}.flip({d})", "{a}.roll(1, {d})", "F.pad({a}, (1, 0))", "{a}.tril()", "{a}.repeat(2, 1)"),
 )

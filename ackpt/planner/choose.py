@@ -339,6 +339,9 @@ def _note(graph: JointGraph) -> str | None:
             "call or from outside of the step, too, eager sums its gradients in the lower precision, and this step "
             f"does not; they differ by one rounding of {autocast}"
         )
+    whole = [fx.args[1] for fx in graph.analysis.fx.values() if str(fx.target) == "ackpt_graph.gradient.default"]
+    if any(str(call).startswith("aten.prod") for call in whole):
+        notes.append("the gradient of prod takes more temporary memory than counted if its argument contains zeros")
     return "; ".join(notes) or None
 
 

@@ -216,10 +216,9 @@ class Decompositions(Part):
         elif self.how == "logdet":
             last = last * torch.logdet(matrix)
         elif self.how == "prod":
-            last = last * torch.sigmoid(last).detach().prod(-1, keepdim=True)
+            last = last * torch.sigmoid(last).prod(-1, keepdim=True)
         elif self.how == "maximum":
-            last = torch.maximum(last.transpose(0, 1).contiguous(), last.sin().transpose(0, 1).contiguous())
-            last = last.transpose(0, 1)
+            last = torch.maximum(last.transpose(0, 1), last.sin().transpose(0, 1)).transpose(0, 1)
         else:
             last = last @ torch.linalg.matrix_exp(self.weight)
         return channels_first(last)

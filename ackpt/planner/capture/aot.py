@@ -137,7 +137,7 @@ class Capture:
 
     def outputs(self, tensors, withheld: Mapping[int, tuple[Any, torch.dtype]]) -> Any:
         """What the model returns, from what the captured step returns; `withheld`: by place, outputs without values."""
-        left = iter([Withheld.of(*withheld[at]) if at in withheld else each for at, each in enumerate(tensors)])
+        left = iter([Withheld.like(*withheld[at]) if at in withheld else each for at, each in enumerate(tensors)])
         leaves = [
             self.constants[index] if index in self.constants else next(left) for index in range(self.spec.num_leaves)
         ]

@@ -1,4 +1,4 @@
-"""Gradients for which torch has another formula for tensor subclasses are refused; others are those of eager."""
+"""Gradients for which torch has another formula for tensor subclasses are those of eager to the last bit."""
 
 from __future__ import annotations
 
@@ -6,28 +6,39 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
+from ackpt.planner.capture.patches import python_kernels  # noqa: F401 - defines the operation
 
 ROWS, MASK = torch.randn(6, 5), torch.tensor([True, False, True, False, False])
 TARGETS, WEIGHTS = torch.rand(8, 6, 5), torch.rand(5) + 0.5
-EQUAL = {
+
+
+def with_zeros(h):
+    return torch.where(torch.arange(5) == 2, 0.0, h)
+
+
+FORMULAS = {
+    "prod": lambda h, w: h.prod() + h.sum(),
+    "prod of a dimension": lambda h, w: h.prod(1).sum(),
+    "prod that keeps a dimension": lambda h, w: (h.prod(-1, keepdim=True) * h).sum(),
+    "prod with zeros": lambda h, w: with_zeros(h).prod(2).sum() + with_zeros(h).prod(),
+    "prod of transposed": lambda h, w: (h.transpose(1, 2).prod(0) * w).sum(),
+    "filled with a learned value": lambda h, w: (h.masked_fill(MASK, w) * ROWS).sum(),
     "filled with a value": lambda h, w: (h.masked_fill(MASK, w.detach()) * ROWS).sum(),
-    "a learned value where a mask is true": lambda h, w: (torch.where(MASK, w, h) * ROWS).sum(),
-    "maximum": lambda h, w: (torch.maximum(h, ROWS * w) * ROWS).sum(),
-    "prod without a gradient": lambda h, w: (h.detach().prod(1).sum() * w) + h.sum(),
-    "bce in one precision": lambda h, w: F.binary_cross_entropy_with_logits(h, TARGETS.to(h.dtype)),
+    "maximum": lambda h, w: (torch.maximum(h.transpose(1, 2), ROWS.t() * w) * ROWS.t()).sum(),
+    "minimum": lambda h, w: (torch.minimum(h.transpose(1, 2), w) * ROWS.t()).sum(),
+    "maximum of broadcast": lambda h, w: (
+        torch.maximum(h.transpose(0, 2), ROWS.t()[..., None] * w) * h[:, :1].transpose(0, 2)
+    ).sum(),
+    "minimum of a sum": lambda h, w: (torch.minimum(h.transpose(1, 2), h.sum(0).t()) * ROWS.t()).sum(),
 }
-REFUSED = {
-    "prod": (lambda h, w: h.prod() + h.sum(), "Multiply the factors"),
-    "prod of a dimension": (lambda h, w: h.prod(1).sum(), "Multiply the factors"),
-    "masked_fill": (lambda h, w: (h.masked_fill(MASK, w) * ROWS).sum(), "torch.where"),
-    "maximum": (lambda h, w: torch.maximum(h.transpose(1, 2), ROWS.t() * w).sum(), "contiguous"),
-    "minimum": (lambda h, w: torch.minimum(h.transpose(1, 2), w).sum(), "contiguous"),
-    "binary_cross_entropy_with_logits": (
-        lambda h, w: F.binary_cross_entropy_with_logits(h.bfloat16(), TARGETS, pos_weight=WEIGHTS),
-        "Convert target and weights",
-    ),
+MIXED = {
+    "bce": lambda h, w: F.binary_cross_entropy_with_logits(h, TARGETS),
+    "bce in one precision": lambda h, w: F.binary_cross_entropy_with_logits(h, TARGETS.to(h.dtype)),
+    "bce of sums": lambda h, w: F.binary_cross_entropy_with_logits(h, TARGETS, WEIGHTS, reduction="sum"),
+    "bce with weights": lambda h, w: F.binary_cross_entropy_with_logits(h, TARGETS, pos_weight=WEIGHTS),
 }
 
 
@@ -40,27 +51,74 @@ class Model(nn.Module):
         return self.function(self.layer(x), self.value)
 
 
-def _gradients(model, call, x):
-    model.zero_grad()
-    call(x).float().backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("name", EQUAL)
-def test_gradients_are_those_of_eager(name, policy, dtype):
+def _gradients(function, policy, dtype=torch.float32):
     torch.manual_seed(0)
-    model, x = Model(EQUAL[name]).to(dtype), torch.randn(8, 6, 4, dtype=dtype)
-    own = _gradients(model, model, x)
-    assert all(map(torch.equal, own, _gradients(model, ackpt.compile(model, x, policy=policy, regions=False), x)))
+    model, x, found = Model(function).to(dtype), torch.randn(8, 6, 4, dtype=dtype), []
+    for call in (model, ackpt.compile(model, x, policy=policy, regions=False)):
+        model.zero_grad()
+        call(x).float().backward()
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    return found
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_gradients_with_another_formula_are_refused_or_planned_in_parts(name):
-    function, advice = REFUSED[name]
-    model, x = Model(function), torch.randn(8, 6, 4)
-    with pytest.raises(ackpt.TraceError, match=rf"differentiates {name.split()[0]} at .*formulas.py:\d+.*{advice}"):
-        ackpt.trace(model, x)
-    own = _gradients(model, model, x)
-    assert all(map(torch.equal, own, _gradients(model, ackpt.compile(model, x, budget="1GiB"), x)))
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas(name, policy):
+    own, planned = _gradients(FORMULAS[name], policy)
+    assert all(map(torch.equal, own, planned))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_formulas_in_mixed_precision(name):
+    own, planned = _gradients(MIXED[name], "full", torch.bfloat16)
+    assert all(map(torch.equal, own, planned))
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [*FORMULAS, *MIXED])
+def test_formulas_while_measuring(name):
+    """A dispatch mode excludes autograd from the operations that run below it."""
+    dtype = torch.bfloat16 if name in MIXED else torch.float32
+    model, x = Model({**FORMULAS, **MIXED}[name]).to(dtype), torch.randn(8, 6, 4, dtype=dtype)
+    step = ackpt.compile(model, x, policy="none", regions=False)
+
+    def run(call):
+        model.zero_grad()
+        call(x).float().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    run(step)
+    assert ackpt.count_flops(lambda: run(step)) == ackpt.count_flops(lambda: run(model)) > 0
+    measured = ackpt.measure(lambda: run(step), resident=(model, x), repeats=0)
+    assert measured.flops == ackpt.count_flops(lambda: run(model))
+    own = run(model)
+    with _Mode():
+        below_mode = run(step)
+        with _Mode():
+            below_two = run(step)
+    assert all(map(torch.equal, own, below_mode))
+    assert all(map(torch.equal, own, below_two))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_the_operation_below_modes(dtype):
+    x, gradient = torch.randn(3, 4, dtype=dtype), torch.randn(3, dtype=dtype)
+    leaf = x.clone().requires_grad_()
+    leaf.prod(1).backward(gradient)
+
+    def run():
+        return torch.ops.ackpt_graph.gradient(gradient, "aten.prod.dim_int(t[0], 1)", [x], 0)
+
+    with torch.no_grad():
+        without_grad = run()
+        with _Mode():
+            below_mode = run()
+    with _Mode():
+        with_grad = run()
+    for found in (run(), without_grad, below_mode, with_grad):
+        assert torch.equal(found, leaf.grad)
+        assert not found.requires_grad

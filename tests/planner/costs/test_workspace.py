@@ -376,3 +376,11 @@ def test_the_smallest_budget_is_the_measured_peak(name):
 
     measured = ackpt.measure(run, resident=(model, x, *([BAGS] if "bags" in name else [])), repeats=0)
     assert measured.peak_bytes == error.value.least_bytes
+
+
+def test_a_workspace_that_depends_on_values_is_named():
+    step = ackpt.compile(OfRows(lambda y: y.prod(-1)), torch.randn(8, 6))
+    assert step.plan.note == (
+        "the gradient of prod takes more temporary memory than counted if its argument contains zeros"
+    )
+    assert ackpt.compile(OfRows(lambda y: y.logcumsumexp(1)), torch.randn(8, 6)).plan.note is None
