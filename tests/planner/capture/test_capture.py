@@ -136,7 +136,7 @@ REFUSED = {
     "assigns a buffer": (assigns, "replaces buffer 'buffer' of the model.*self.buffer.copy_.*regions=True"),
     "keeps a tensor": (keeps, "stores a tensor in attribute 'kept' of the model"),
     "appends a tensor": (appends, "stores a tensor in attribute 'list' of the model"),
-    "counts": (counts, "changes attribute 'calls' of the model, from 0 to 1"),
+    "counts": (counts, "changes attribute 'calls' of the model from 0 to 1"),
     "random": (lambda self, x: self.first(x) * random.random(), "random numbers from Python's module random"),
     "numpy": (lambda self, x: self.first(x) * np.random.rand(), "random numbers from numpy.random"),  # noqa: NPY002
     "unregistered": (lambda self, x: self.first(x) @ self.list[0], r"shape \(4, 4\) that requires grad is used at .*"),
