@@ -4,7 +4,7 @@
 # **How do PyTorch's own tools save memory, what do they cost, and when are they silently wrong?**
 
 # %% [markdown]
-# ```{figure} ../../results/figures/12_timelines.png
+# ```{figure} ../../results/figures/03_timelines.png
 # :alt: Live memory of one step with four methods, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a spike per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply in backward to a peak that is not far below the baseline's. The plan stays low in both halves and has the lowest peak.
 # :class: dark-light
 #
@@ -271,9 +271,10 @@ peaks
 # ## What each tool saves and costs
 #
 # We run one step of this chapter's model with each of these tools. *Saved* bytes are the activations that are live when
-# backward begins. FLOPs count matrix products and attention. The last rows are `ackpt`: a region around every block,
-# and plans for 0.75 and 0.45 of the baseline's peak. Gradients equal the baseline's to the last bit; in the rows of
-# `torch.compile` (min-cut and memory budget), they are equal up to rounding.
+# backward begins. FLOPs count matrix products and attention. The last rows are `ackpt`: a region around every block
+# ({doc}`02_reentrant_checkpoint`), and plans for 0.75 and 0.45 of the baseline's peak. A *plan* says for each activation
+# whether it is saved or recomputed, and keeps the peak within a budget ({doc}`07_graph_profiler`). Gradients equal the
+# baseline's to the last bit; in the rows of `torch.compile` (min-cut and memory budget), they are equal up to rounding.
 
 
 # %% tags=["hide-input"]
@@ -314,7 +315,7 @@ for name, make in ways.items():
 columns = {"tool": "tool", "saved": "saved, bytes", "peak": "dynamic peak, bytes"}
 columns |= {"share": "of the baseline's peak, %", "flops": "recomputed FLOPs, %"}
 caption = f"One step of a Transformer with {L} blocks, with PyTorch's tools and with `ackpt`, measured."
-path = write_text_atomic("results/tables/12_tools.md", markdown_table(rows, columns, caption, "tab-torch-tools"))
+path = write_text_atomic("results/tables/03_tools.md", markdown_table(rows, columns, caption, "tab-torch-tools"))
 saved, peak = ({row["tool"]: row[key] for row in rows} for key in ("saved", "peak"))
 assert saved["memory budget 0.2"] < saved["memory budget 0.5"] and peak["memory budget 0.2"] > peak["memory budget 0.5"]
 assert peak["`ackpt` plan, 0.75"] < peak["memory budget 0.5"] and min(peak, key=peak.get) == "`save_on_cpu`"
@@ -322,7 +323,7 @@ assert measured["`ackpt` plan, 0.75"].flops == measured["selective"].flops == me
 assert measured["non-reentrant"].flops < measured["reentrant"].flops == measured["`ackpt` regions"].flops
 
 # %% [markdown]
-# ```{include} ../../results/tables/12_tools.md
+# ```{include} ../../results/tables/03_tools.md
 # ```
 #
 # - *Non-reentrant* recomputes less than *reentrant* and than our regions, because it stops when backward has all that
@@ -341,7 +342,7 @@ drawn = {"baseline": "baseline", "non-reentrant": "per block", "memory budget 0.
 drawn["`ackpt` plan, 0.45"] = "plan, 0.45"
 timelines = {label: measured[name].timeline for name, label in drawn.items()}
 figure = orders_plot(timelines, "", 0)
-path = plots.save(figure, "results/figures/12_timelines.png")
+path = plots.save(figure, "results/figures/03_timelines.png")
 figure
 
 # %% [markdown]
@@ -630,15 +631,15 @@ table = [{**row, "fails": ", ".join(row["fails"])} for row in rows.values()]
 assert all(row["ackpt"] in ("right", "raises") and row["fails"] for row in table)
 columns = {"exhibit": "exhibit", "fails": "what fails in PyTorch's tools", "ackpt": "`ackpt`"}
 caption = "Exhibits of the bug museum. *Wrong* means a result other than the correct one, without an error."
-path = write_text_atomic("results/tables/12_museum.md", markdown_table(table, columns, caption, "tab-museum"))
+path = write_text_atomic("results/tables/03_museum.md", markdown_table(table, columns, caption, "tab-museum"))
 steps = {name: {"dynamic_peak_bytes": one.dynamic_peak_bytes, "flops": one.flops} for name, one in measured.items()}
 sizes = {"tokens": N, "layers": L, "dim": d, "heads": h, "vocab_size": V}
-where = environment("cpu", "notebooks/12_what_pytorch_offers.py")
+where = environment("cpu", "notebooks/03_what_pytorch_offers.py")
 record = Record("what_pytorch_offers", sizes, {"steps": steps, "museum": museum}, where)
-path = record.save("results/cpu/12_what_pytorch_offers.json")
+path = record.save("results/cpu/03_what_pytorch_offers.json")
 
 # %% [markdown]
-# ```{include} ../../results/tables/12_museum.md
+# ```{include} ../../results/tables/03_museum.md
 # ```
 #
 # :::{admonition} Takeaway

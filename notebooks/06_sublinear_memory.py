@@ -4,7 +4,7 @@
 # **How little memory can a chain of blocks use, and how much recomputation does that take?**
 
 # %% [markdown]
-# ```{figure} ../../results/figures/07_revolve.png
+# ```{figure} ../../results/figures/06_revolve.png
 # :alt: State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end.
 # :class: dark-light
 #
@@ -28,8 +28,7 @@
 # | $\beta(s, r)$ | the largest number of steps that $s$ snapshots and $r$ runs can reverse |
 # :::
 #
-# {doc}`02_reentrant_checkpoint` cut chains of functions, and {doc}`06_graph_profiler` planned whole graphs. This
-# chapter answers the question in between: *where* to cut.
+# {doc}`02_reentrant_checkpoint` cut chains of functions into regions. This chapter answers *where* to cut.
 
 # %%
 from functools import partial
@@ -45,7 +44,7 @@ from ackpt.checkpointing.sequential import segment_lengths
 from ackpt.graph import PlannedStep
 from ackpt.metering import plots
 from ackpt.planner.policies.chains.blocks import fine_chain
-from ackpt.policies import chen, revolve, rotor
+from ackpt.policies import chen, revolve
 from experiments import graph_profile, sublinear
 from experiments.models import ResNet, ResNetConfig
 from experiments.reports import figures
@@ -59,14 +58,14 @@ MIB = 2**20
 from experiments.reports import schematics
 from experiments.widgets.chain_steps import chain_steps
 
-schematics.publish(chain_steps(), "07_chain")
+schematics.publish(chain_steps(), "06_chain")
 
 # %% [markdown]
-# The animation runs a chain of 12 layers under some schedules of this chapter, and under a plan of `ackpt` within the
-# same peak as $\sqrt n$ segments.
+# The animation runs a chain of 12 layers under some schedules of this chapter, and under a plan of `ackpt`
+# ({doc}`07_graph_profiler`) within the same peak as $\sqrt n$ segments.
 #
-# ```{schematic-explorer} ../../results/explorer/07_chain.json
-# :image: ../../results/figures/07_chain.png
+# ```{schematic-explorer} ../../results/explorer/06_chain.json
+# :image: ../../results/figures/06_chain.png
 # :alt: The forward of a chain as a row of circles and its backward as a row of squares below, with live memory over the operations of one step, for five schedules. The baseline's memory is a triangle. Per-block checkpointing, sqrt(n) segments, Revolve and a plan save fewer circles, and recompute the others before backward reads them. Sqrt(n) and the plan have the same peak, and the plan recomputes less. Revolve has the lowest peak and recomputes most.
 # :start: sqrt
 # ```
@@ -209,7 +208,7 @@ for method in METHODS:
 # | form | counted | at $k = \sqrt n$ |
 # |---|---|--:|
 # | $k + n / k$ | {doc}`02_reentrant_checkpoint`: a chain without weights, at its peak in the last region but one: $k - 2$ boundaries, $n / k$ activations and two gradients | $2 \sqrt n$ |
-# | $n / k + k$ | {doc}`06_graph_profiler`: every $k$-th activation is saved, so $n / k - 1$ of them, $k - 1$ recomputed ones and two gradients | $2 \sqrt n$ |
+# | $n / k + k$ | {doc}`07_graph_profiler`: every $k$-th activation is saved, so $n / k - 1$ of them, $k - 1$ recomputed ones and two gradients | $2 \sqrt n$ |
 # | $k - 1 + n / k$ | here: saved and recomputed tensors alone | $2 \sqrt n - 1$ |
 # | $k - 1 + n / k + 3$ | here: with the three other live tensors, as measured | $2 \sqrt n + 2$ |
 
@@ -241,16 +240,16 @@ for method, lengths in LENGTHS.items():
         runs[method, n] = run
         row = {"method": method, "n": n, "theory": theory_live, "live": live}
         rows.append(row | {"theory_again": theory_again, "again": again})
-where = environment("cpu", "notebooks/07_sublinear_memory.py")
-path = Record("sublinear", {"rows": 4096, "width": 4}, {"chains": rows}, where).save("results/cpu/07_chains.json")
+where = environment("cpu", "notebooks/06_sublinear_memory.py")
+path = Record("sublinear", {"rows": 4096, "width": 4}, {"chains": rows}, where).save("results/cpu/06_chains.json")
 columns = {"method": "method", "n": "$n$", "theory": "peak in $S$, predicted", "live": "measured"}
 columns |= {"theory_again": "recomputed blocks, predicted", "again": "from FLOPs"}
 caption = "Chains of equal blocks: predicted and measured peak (in activations of $S$ bytes) and recomputation."
 table = markdown_table(rows, columns, caption, "tab-chains")
-path = write_text_atomic("results/tables/07_chains.md", table)
+path = write_text_atomic("results/tables/06_chains.md", table)
 
 # %% [markdown]
-# ```{include} ../../results/tables/07_chains.md
+# ```{include} ../../results/tables/06_chains.md
 # ```
 #
 # All peaks match, and the recomputation matches the theory to the FLOP. The longest chain of this chapter has 1,024
@@ -273,7 +272,7 @@ figure = figures.curves_plot(
     ylabel="peak, in activations of S bytes",
     logs=("x", "y"),
 )
-path = plots.save(figure, "results/figures/07_peaks.png")
+path = plots.save(figure, "results/figures/06_peaks.png")
 figure
 
 # %% [markdown]
@@ -286,7 +285,7 @@ figure = graph_profile.orders_plot(
     "",
     runs["baseline", 64].resident_bytes,
 )
-path = plots.save(figure, "results/figures/07_timelines.png")
+path = plots.save(figure, "results/figures/06_timelines.png")
 figure
 
 # %% [markdown]
@@ -325,10 +324,10 @@ for n in (64, 256, 1000):
 columns = {"n": "$n$"} | {str(s): f"$s = {s}$" for s in SNAPSHOTS}
 caption = "Revolve: the fewest advances $P(n, s)$ that reverse $n$ steps with $s$ snapshots."
 table = markdown_table(rows, columns, caption, "tab-revolve")
-path = write_text_atomic("results/tables/07_revolve.md", table)
+path = write_text_atomic("results/tables/06_revolve.md", table)
 
 # %% [markdown]
-# ```{include} ../../results/tables/07_revolve.md
+# ```{include} ../../results/tables/06_revolve.md
 # ```
 #
 # The figure shows the schedule for 16 steps and 3 snapshots. A rising line is a forward run, a falling line a reversal.
@@ -337,7 +336,7 @@ path = write_text_atomic("results/tables/07_revolve.md", table)
 # %% tags=["hide-input"] alt="State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
 steps, snapshots = 16, 3
 figure = figures.schedule_plot(revolve.actions(steps, snapshots), steps, "")
-path = plots.save(figure, "results/figures/07_revolve.png")
+path = plots.save(figure, "results/figures/06_revolve.png")
 most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
 print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {most} times")
 figure
@@ -356,7 +355,8 @@ for s in (2, 8):
     print(f"{s} snapshots: peak {found.live:2} S, {found.recomputed_blocks:2} products recomputed")
 
 # %% [markdown]
-# Revolve saves states only, never the activations inside a block. It wastes spare memory.
+# Revolve saves states only, never the activations inside a block. It wastes spare memory. *rotor*
+# ({doc}`13_rotor`) decides for each block whether to save its inside, and knows the sizes of unequal blocks.
 #
 # How deep a chain fits into $m$ activations? The depth grows with the square of $m$ for decreasing segments, with its
 # $r$-th power for Revolve, and exponentially for recursive halving:
@@ -371,10 +371,10 @@ columns = {"m": "$m$", "plain": "baseline", "decreasing": "decreasing segments"}
 columns |= {f"r{r}": f"Revolve, {r} runs" for r in (3, 4)} | {"halves": "recursive halving"}
 caption = "The longest chain that saves at most $m$ activations (for Revolve: snapshots) at a time."
 table = markdown_table(rows, columns, caption, "tab-depth")
-path = write_text_atomic("results/tables/07_depth.md", table)
+path = write_text_atomic("results/tables/06_depth.md", table)
 
 # %% [markdown]
-# ```{include} ../../results/tables/07_depth.md
+# ```{include} ../../results/tables/06_depth.md
 # ```
 #
 # :::{admonition} Takeaway
@@ -382,86 +382,6 @@ path = write_text_atomic("results/tables/07_depth.md", table)
 # With $s$ snapshots and $r$ runs, Revolve reverses $\beta(s, r)$ steps: a thousand steps with ten snapshots and four
 # runs. No schedule reduces the memory of a single block.
 # :::
-
-# %% [markdown]
-# ## Chains of unequal blocks
-#
-# In real networks, blocks differ in the bytes that they save and in the time that they take. *rotor* (Beaumont et al.
-# 2019, [arXiv:1911.13214](https://arxiv.org/abs/1911.13214)) describes each stage by four numbers: the times of its
-# forward and backward, the bytes of its output, and the bytes $\bar a$ of everything that its forward saves, including
-# the output. The forward of a stage runs in one of three ways. It saves everything (`all`), only its input as a
-# checkpoint (`ckpt`), or nothing (`none`).
-#
-# A dynamic program finds the fastest schedule within a budget among all *persistent* schedules, in which a saved tensor
-# stays live until it is used.
-
-# %%
-stages = rotor.Chain(
-    forward=(2, 1, 4, 3),
-    backward=(4, 2, 8, 6),
-    output_bytes=(1, 2, 1, 2),
-    saved_bytes=(2, 5, 3, 4),
-)
-short = {rotor.FORWARD_ALL: "all", rotor.FORWARD_CHECKPOINT: "ckpt", rotor.FORWARD_NONE: "none"}
-for budget in (16, 13, 11, 9, 8):
-    best = rotor.solve(stages, budget)
-    ways = [f"{short[kind]} {stage}" for kind, stage in best.operations if kind in short]
-    print(f"{budget:2} bytes, time {best.time}: {', '.join(ways)}")
-
-# %% [markdown]
-# A stage runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. Smaller budgets
-# repeat forwards, the cheap ones first: stage 1, which saves 5 bytes and takes 1, before stage 0, which saves 2 bytes and
-# takes 2.
-#
-# A realistic chain of this kind narrows from front to back, like a convolutional network. Ours has four stages of eight
-# blocks. From one stage to the next the activations halve, while the FLOPs of a block stay the same. We run rotor's plan
-# for a budget of 60 percent of the baseline's dynamic peak:
-
-# %%
-pyramid, pyramid_x = sublinear.pyramid(4, 8, 8), torch.randn(4096, 8)
-step = ackpt.compile(pyramid, pyramid_x, budget=0.6, policy="rotor")
-
-
-def train_pyramid():
-    pyramid.zero_grad()
-    step(pyramid_x).backward()
-
-
-run, plan = ackpt.measure(train_pyramid, resident=[pyramid, pyramid_x], repeats=0), step.plan
-assert run.dynamic_peak_bytes == plan.dynamic_peak_bytes <= plan.limit_bytes
-print(f"planned {plan.dynamic_peak_bytes:,} bytes, measured {run.dynamic_peak_bytes:,}")
-
-# %% [markdown]
-# The next figure shows the plans of three policies within several budgets. The *cost* of a plan is its added time as a
-# fraction of the baseline step, modeled from FLOPs and moved bytes.
-
-# %% tags=["hide-input"] alt="Cost over the dynamic peak, both in percent of the baseline. Three lines fall to the right and end at no cost at 100 percent. The line of rotor is nowhere above the others and extends furthest to the left."
-graph = ackpt.trace(pyramid, pyramid_x)
-profile = ackpt.profile(graph, workspace="measured")
-rows = sublinear.within(graph, profile, [budget / 100 for budget in range(100, 40, -6)], ("rotor", "revolve", "chen-sqrt"))
-lines, by_budget = {}, {}
-for row in rows:
-    if row["cost"] is not None:
-        lines.setdefault(row["policy"], {})[100 * row["peak"]] = 100 * row["cost"]
-        by_budget.setdefault(row["budget"], {})[row["policy"]] = row["cost"]
-assert all(costs["rotor"] == min(costs.values()) for costs in by_budget.values())
-figure = figures.curves_plot(
-    {},
-    lines,
-    "",
-    xlabel="dynamic peak, % of the baseline's",
-    ylabel="cost, % of the baseline step",
-    logs=(),
-)
-path = plots.save(figure, "results/figures/07_pyramid.png")
-figure
-
-# %% [markdown]
-# *On unequal blocks, no policy is cheaper than `rotor`, which also reaches the lowest peak.*
-#
-# This holds by construction: the candidates of our policy `rotor` include the schedules of the other policies, and the
-# simulator picks the cheapest one that fits. The other policies count blocks. They ignore that a boundary in the first
-# stage needs eight times as much memory as a boundary in the last.
 
 # %% [markdown]
 # ## Where the formulas go wrong
@@ -514,7 +434,7 @@ figure = figures.curves_plot(
     xlabel="segments k",
     ylabel="dynamic peak (MiB)",
 )
-path = plots.save(figure, "results/figures/07_transformer.png")
+path = plots.save(figure, "results/figures/06_transformer.png")
 figure
 
 # %% [markdown]
@@ -522,9 +442,15 @@ figure
 #
 # The measured points lie above the line by a nearly constant amount: the temporaries of one block's backward.
 #
-# **Blocks differ, and the graph may have more or fewer blocks than the model.** The next table compares the peaks that
-# the unit formulas promise, for the number of blocks in a model's graph, with the lowest peaks of two policies. These
-# peaks are simulated; for ResNet-18 we also run the plan of `rotor`, and the measured peak must equal the simulated one.
+# **Blocks differ, and the graph may have more or fewer blocks than the model.** Real networks are not chains of equal
+# blocks. A *pyramid* narrows from front to back, like a convolutional network: ours has four stages of eight blocks, and
+# from one stage to the next the activations halve, while the FLOPs of a block stay the same.
+#
+# A *policy* of `ackpt` computes a schedule for the operations of a model, and a simulator predicts its peak;
+# {doc}`07_graph_profiler` builds both. *chen-sqrt* is the policy of equal segments. *rotor* finds the best plan of a
+# chain. The next table compares the peaks that the unit formulas promise, for the number of blocks in a model's graph,
+# with the lowest peaks of these two policies. For ResNet-18 we also run the plan of `rotor`, and the measured peak must
+# equal the simulated one.
 
 # %% tags=["hide-input"]
 sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}
@@ -532,6 +458,7 @@ lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=4))
 tokens, lm_offsets = torch.randint(64, (256,)), torch.tensor([0, 256], dtype=torch.int32)
 resnet = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=8, num_classes=10))
 pictures, labels = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
+pyramid, pyramid_x = sublinear.pyramid(4, 8, 8), torch.randn(4096, 8)
 cases = {
     "36 equal blocks": (sublinear.Chain(*(sublinear.Block(4) for _ in range(36))), (x,), {}),
     "pyramid": (pyramid, (pyramid_x,), {}),
@@ -558,13 +485,13 @@ caption = (
     "($\\sqrt n$ equal segments, recursive halving), and simulated for two policies."
 )
 table = markdown_table(rows, columns, caption, "tab-models")
-path = write_text_atomic("results/tables/07_models.md", table)
+path = write_text_atomic("results/tables/06_models.md", table)
 
 # %% [markdown]
-# ```{include} ../../results/tables/07_models.md
+# ```{include} ../../results/tables/06_models.md
 # ```
 #
-# On equal blocks, *chen-sqrt*, the policy of equal segments, comes close to the formula. *rotor* goes below recursive
+# On equal blocks, *chen-sqrt* comes close to the formula. *rotor* goes below recursive
 # halving because it may recompute a block more often. On the other models the formulas are wrong in both directions:
 #
 # - The pyramid and ResNet-18 need *more* memory. Their first blocks are the largest, and one of them must be live in
@@ -636,30 +563,12 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 # forward itself. They need one more activation, because they save the activations inside the segment that is being
 # reversed.
 #
-# :::{admonition} Exercise 3: save or recompute
-# :class: note
-# Take eight equal stages, with all sizes and times equal to 1. How long do rotor's schedules take for budgets from 3 to
-# 10, and Revolve's for 1 to 8 snapshots? Count every forward and every backward; `rotor.solve` and `revolve.advances`
-# do the rest. Why is rotor faster?
-# :::
-
-# %% tags=["solution"]
-unit = rotor.Chain([1] * 8, [1] * 8, [1] * 8, [1] * 8)
-print([rotor.solve(unit, budget).time for budget in range(3, 11)])
-print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
-
-# %% [markdown]
-# Revolve runs every step once more to reverse it, even with a snapshot of each state. rotor may save all activations of
-# a stage, whose backward then needs no recomputation. With enough memory its time is 16: eight forwards and eight
-# backwards.
-#
 # ## What we have seen
 #
 # - $\sqrt n$ segments save $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving saves about
 #   $\log_2 n$ for half an extra forward per doubling. Measured chains match both.
 # - Revolve is optimal if only states are saved: $s$ snapshots and $r$ runs reverse $\beta(s, r)$ steps. A chain of
 #   1,024 blocks fits into the memory of a few dozen activations.
-# - rotor takes the differences between blocks into account, and may save the activations inside a block.
 # - On real models the formulas err in both directions. Bytes decide, not the number of blocks, and the largest block
 #   sets a minimum.
 #
@@ -667,4 +576,3 @@ print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 #
 # - {cite:t}`chen2016`: $\sqrt n$ segments and recursive halving.
 # - {cite:t}`griewank2000`: Revolve.
-# - {cite:t}`beaumont2019`: rotor.

@@ -4,7 +4,7 @@
 # **Which operations does a step consist of, and how can its peak be predicted before it runs?**
 
 # %% [markdown]
-# ```{figure} ../../results/figures/06_orders.png
+# ```{figure} ../../results/figures/07_orders.png
 # :alt: Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth.
 # :class: dark-light
 #
@@ -27,8 +27,8 @@
 # | $T$, $V$; $d$, $f$, $h$ | tokens, size of the vocabulary; width of the model, width inside the MLP, heads |
 # :::
 #
-# Part I measured steps from outside and chose by hand what to recompute. Part II looks inside: a planner must know
-# every operation before it can decide about any of them.
+# The chapters before this one measured steps from outside and chose by hand what to recompute. From here on, a planner
+# chooses. It must know every operation before it can decide about any of them.
 
 # %%
 import collections
@@ -228,7 +228,7 @@ print(f"peak {plan.peak_bytes / 2**30:.1f} GiB")
 # %% alt="Stacked area of the live memory of a training step of the language model over its allocations and frees. Parameters and optimizer state are thick flat layers. Activations rise in six equal stretches until backward begins. Then a spike of temporaries, the gradients in the loss, forms the peak. After it, activations fall while gradients grow."
 account = graph_profile.breakdown(large, plan)
 figure = plots.timeline_plot(account, "")
-path = plots.save(figure, "results/figures/06_language_model.png")
+path = plots.save(figure, "results/figures/07_language_model.png")
 figure
 
 # %% [markdown]
@@ -244,14 +244,14 @@ rows.append({"category": "total", "size": round(account.peak_bytes / MIB, 1), "s
 columns = {"category": "category", "size": "MiB", "share": "share of the peak, %"}
 caption = "Live bytes at the peak: six blocks of GPT-2's size, 8 x 512 tokens, AdamW, fp32, without checkpointing."
 table = markdown_table(rows, columns, caption, "tab-breakdown")
-path = write_text_atomic("results/tables/06_breakdown.md", table)
+path = write_text_atomic("results/tables/07_breakdown.md", table)
 
 # %% [markdown]
-# ```{include} ../../results/tables/06_breakdown.md
+# ```{include} ../../results/tables/07_breakdown.md
 # ```
 #
 # At the peak all activations are live: backward has not yet freed any. The temporaries are two gradients of
-# $T V$ elements, with respect to the log-probabilities and to the logits; {doc}`04_language_model` shows how to reduce
+# $T V$ elements, with respect to the log-probabilities and to the logits; {doc}`04_experiments` shows how to reduce
 # them. Each block saves $T \, (10 d + 2 f + 3 h + 2)$ elements, the $A$ per token of {doc}`01_where_memory_goes`. Every
 # node records the module that called it, so we can add up the saved bytes of each block and check both statements:
 
@@ -379,7 +379,7 @@ for name, schedule in {"early": early, "late": late, "again": again}.items():
 
 # %% alt="Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth."
 figure = graph_profile.orders_plot(timelines, "", S)
-path = plots.save(figure, "results/figures/06_orders.png")
+path = plots.save(figure, "results/figures/07_orders.png")
 figure
 
 # %% [markdown]
@@ -481,16 +481,16 @@ caption = (
     "the peaks in the last column include those of this machine."
 )
 table = markdown_table(rows, columns, caption, "tab-exact")
-path = write_text_atomic("results/tables/06_exact.md", table)
+path = write_text_atomic("results/tables/07_exact.md", table)
 
 # %% [markdown]
-# ```{include} ../../results/tables/06_exact.md
+# ```{include} ../../results/tables/07_exact.md
 # ```
 #
 # The environment of the measurements on this page:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-environment("cpu", "notebooks/06_graph_profiler.py")
+environment("cpu", "notebooks/07_graph_profiler.py")
 
 # %% [markdown]
 # ## Exercises
@@ -529,8 +529,8 @@ for distance in (2, 4, 8, 16, 32):
     print(f"k = {distance:2}: {peak} S, n / k + k = {64 // distance + distance}")
 
 # %% [markdown]
-# $n / k + k$ is lowest at $k = \sqrt n$, where it is $2 \sqrt n$: the square root of Chen et al. 2016. Here the peak is
-# 16 activations; the baseline's is 65.
+# $n / k + k$ is lowest at $k = \sqrt n$, where it is $2 \sqrt n$: the square root of {doc}`06_sublinear_memory`. Here
+# the peak is 16 activations; the baseline's is 65.
 #
 # :::{admonition} Exercise 3: a policy of your own
 # :class: note

@@ -4,7 +4,7 @@
 # **How much memory does each GPU need for a sharded model, and at what cost does the model fit?**
 
 # %% [markdown]
-# ```{figure} ../../results/figures/11_at_the_peak.png
+# ```{figure} ../../results/figures/10_at_the_peak.png
 # :alt: Stacked bars of the memory at the peak of one rank of Llama 3 70B on 64 GPUs. The baseline is far above 200 GiB, nearly all of it activations. With per-block checkpointing, the activations are a small part of that and still the largest layer, and the peak is half of the budget. The plan is in between, just below a dashed line, the budget of 80 GiB. The layers of shards, optimizer state, gathered parameters and temporaries are equal in all three.
 # :class: dark-light
 #
@@ -122,7 +122,7 @@ for size, model in large.items():
 
 # %% tags=["hide-input"] alt="Bars over the allocations and frees of one step. The top row shows the forward, and after a dashed line the backward of the loss, then three times a recomputation and a backward. The parameters of the root are gathered for the whole step. Those of blocks 1, 2 and 3 are gathered one after another in the forward, and in reverse order in backward, each for the recomputation and the backward of its block. The buffer of a block's gather is allocated just before its forward, but one block early in backward. Below, live memory: gathered parameters have the same height in forward and backward, and buffers of collectives are largest in backward."
 figure = schematics.gathers_figure(gather_lanes())
-path = plots.save(figure, "results/figures/11_gathers.png")
+path = plots.save(figure, "results/figures/10_gathers.png")
 figure
 
 # %% [markdown]
@@ -151,7 +151,7 @@ for size, model in large.items():
 # Does FSDP2 behave like this? We run it in two processes on this machine, which communicate over gloo. The model is a
 # Llama of three small blocks, once as the baseline and once with every block in torch's `checkpoint_wrapper`. Each
 # process measures its own step with `ackpt.measure`. The prediction needs only shapes: it takes the captured graph, as
-# in {doc}`06_graph_profiler`, and inserts the events listed above.
+# in {doc}`07_graph_profiler`, and inserts the events listed above.
 
 # %% tags=["hide-input"]
 tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -176,10 +176,10 @@ columns = {"method": "step", "resident": "resident, measured", "predicted_reside
 columns |= {"first": "dynamic peak, rank 0", "second": "dynamic peak, rank 1", "predicted": "dynamic peak, predicted"}
 caption = "A small Llama sharded over two processes on the CPU: bytes measured on each rank, and predicted bytes."
 table = markdown_table(rows, columns, caption, "tab-sharded-check")
-path = write_text_atomic("results/tables/11_check.md", table)
+path = write_text_atomic("results/tables/10_check.md", table)
 
 # %% [markdown]
-# ```{include} ../../results/tables/11_check.md
+# ```{include} ../../results/tables/10_check.md
 # ```
 #
 # Prediction and measurement agree to the byte, on both ranks. Three details matter for that:
@@ -204,7 +204,7 @@ plans["auto"] = deep.plan(Sharding(4), budget=plans["full"].peak_bytes)
 names = {"none": "baseline", "full": "per block", "auto": "plan"}
 timelines = {names[policy]: sharded_llama.drawn(plan.timeline) for policy, plan in plans.items()}
 figure = orders_plot(timelines, "", plans["none"].resident_bytes)
-path = plots.save(figure, "results/figures/11_timelines.png")
+path = plots.save(figure, "results/figures/10_timelines.png")
 for policy, plan in plans.items():
     print(f"{names[policy]:9} recomputes {sharded_llama.again(plan):4.1f} % of the FLOPs")
 figure
@@ -231,7 +231,7 @@ for policy, plan in plans.items():
     print(f"{policy:4}  {peaks}   every event equal: {same}")
 
 # %% [markdown]
-# The choices for one block are those of {doc}`09_frontier`: useful sets of activations to save, from all to none. The
+# The choices for one block are those of {doc}`13_rotor`: useful sets of activations to save, from all to none. The
 # first blocks get one choice and the rest another. The last blocks save more, because backward reads them first. The
 # plan is the cheapest such combination within the budget.
 # It is optimal among these combinations, not among all plans. On the command line, for Llama 3 70B on 64 GPUs:
@@ -271,10 +271,10 @@ table = markdown_table(
     f"Llama 3: the step of one rank with 8192 tokens; plans within {BUDGET}. Simulated, not measured.",
     "tab-sharded-llama",
 )
-path = write_text_atomic("results/tables/11_llama.md", table)
+path = write_text_atomic("results/tables/10_llama.md", table)
 
 # %% [markdown]
-# ```{include} ../../results/tables/11_llama.md
+# ```{include} ../../results/tables/10_llama.md
 # ```
 #
 # With one sequence per rank, 8B needs no plan: the baseline fits on 8 GPUs, although only just. The baseline of 70B fits
@@ -298,7 +298,7 @@ figure = stacked_plot(
     "",
     limit=int(BUDGET.removesuffix("GiB")) * GIB,
 )
-path = plots.save(figure, "results/figures/11_at_the_peak.png")
+path = plots.save(figure, "results/figures/10_at_the_peak.png")
 for name in ("per block", "planned"):
     print(f"{name:9} recomputes {sharded_llama.again(chosen[name]):4.1f} % of the FLOPs")
 figure
@@ -343,7 +343,7 @@ print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 #
 # - `ackpt plan --fsdp` names what each block saves, but does not write these plans for you.
 # - The measurements above cover the baseline and per-block checkpointing. The memory of blocks with their own plans is
-#   counted as in {doc}`06_graph_profiler`, where the counts were exact on one machine. We did not measure it with sharding.
+#   counted as in {doc}`07_graph_profiler`, where the counts were exact on one machine. We did not measure it with sharding.
 #
 # ## Exercises
 #
@@ -364,7 +364,7 @@ print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f}
 # %% [markdown]
 # The loss takes most of it. At the peak, three tensors with one float32 element per logit are live: the log-probabilities
 # among the activations, and two gradients among the temporaries. (The logits in bf16 are freed by then.) The remedy is a
-# loss in chunks, as in {doc}`04_language_model`.
+# loss in chunks, as in {doc}`04_experiments`.
 #
 # :::{admonition} Exercise 2: reduction in bf16
 # :class: note

@@ -4,7 +4,7 @@
 # **How close are predictions to what others measured on GPUs, and where do they fail?**
 
 # %% [markdown]
-# ```{figure} ../../results/figures/13_errors.png
+# ```{figure} ../../results/figures/11_errors.png
 # :alt: Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by a few percent. Those of the reference experiments are within 0.6 percent, except for the two smallest batches of a ResNet.
 # :class: dark-light
 #
@@ -126,12 +126,12 @@ by_source = report.summary_table(
     "published figure, the median of the absolute errors, and the largest error.",
     name="tab-predictions-source",
 )
-_ = write_text_atomic("results/tables/13_by_metric.md", by_metric)
-_ = write_text_atomic("results/tables/13_by_source.md", by_source)
-_ = write_text_atomic("results/cpu/13_badge.md", report.badge(found, "notebooks/13_predictions"))
+_ = write_text_atomic("results/tables/11_by_metric.md", by_metric)
+_ = write_text_atomic("results/tables/11_by_source.md", by_source)
+_ = write_text_atomic("results/cpu/11_badge.md", report.badge(found, "notebooks/11_predictions"))
 
 # %% [markdown]
-# ```{include} ../../results/tables/13_by_metric.md
+# ```{include} ../../results/tables/11_by_metric.md
 # ```
 #
 # Allocated bytes follow from shapes and from the order of operations. Reserved bytes depend, in addition, on where
@@ -140,13 +140,13 @@ _ = write_text_atomic("results/cpu/13_badge.md", report.badge(found, "notebooks/
 
 # %% alt="Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by a few percent. Those of the reference experiments are within 0.6 percent, except for the two smallest batches of a ResNet."
 figure = report.errors_plot(found)
-path = plots.save(figure, "results/figures/13_errors.png")
+path = plots.save(figure, "results/figures/11_errors.png")
 figure
 
 # %% [markdown]
 # *Most predictions of allocated bytes are exact; a section below explains the largest errors.*
 #
-# ```{include} ../../results/tables/13_by_source.md
+# ```{include} ../../results/tables/11_by_source.md
 # ```
 #
 # ## Are the stored predictions current?
@@ -248,10 +248,10 @@ ratio_table = time_ratios.table(
     caption="Published ratios of step times, and those that data sheets predict. Bold: errors of more than 15 %.",
     name="tab-time-ratios",
 )
-_ = write_text_atomic("results/tables/13_time_ratios.md", ratio_table)
+_ = write_text_atomic("results/tables/11_time_ratios.md", ratio_table)
 
 # %% [markdown]
-# ```{include} ../../results/tables/13_time_ratios.md
+# ```{include} ../../results/tables/11_time_ratios.md
 # ```
 #
 # Where large kernels fill the GPU, the roofline predicts the ratio within a few percent. Megatron-LM's layers recompute
@@ -451,11 +451,11 @@ print(f"14 small steps: {fourteen(True) / fourteen(False):.0f} times as long wit
 left_out = report.reasons(excluded())
 columns = {"n": "figures", "reason": "why they are not predicted", "sources": "sources"}
 caption = "Published figures that are not predicted, by reason."
-_ = write_text_atomic("results/tables/13_left_out.md", markdown_table(left_out, columns, caption, "tab-left-out"))
+_ = write_text_atomic("results/tables/11_left_out.md", markdown_table(left_out, columns, caption, "tab-left-out"))
 print(sum(line["n"] for line in left_out), "figures are left out")
 
 # %% [markdown]
-# ```{include} ../../results/tables/13_left_out.md
+# ```{include} ../../results/tables/11_left_out.md
 # ```
 #
 # :::{admonition} Takeaway
@@ -498,7 +498,7 @@ figure = bar_plot(
     "LoRA of Llama 3 8B, 4 sequences of 4096 tokens: activations decide",
     ylabel="memory at the peak (MiB)",
 )
-path = plots.save(figure, "results/figures/13_calculator.png")
+path = plots.save(figure, "results/figures/11_calculator.png")
 
 # %% [markdown]
 # ## Exercises

@@ -20,7 +20,7 @@ if device == "cpu":
 # peaks are predicted before anything runs.
 
 # %%
-record = run_selftest(SelftestConfig(device), "notebooks/14_your_gpu.py")
+record = run_selftest(SelftestConfig(device), "notebooks/12_your_gpu.py")
 
 # %% [markdown]
 # Every check must pass. Gradients must equal the baseline's, bit for bit. On a CPU, predicted and measured peaks are
@@ -41,7 +41,7 @@ print(text_table(record))
 # %% [markdown]
 # ## Records of the published experiments
 #
-# Chapters 3, 4, 5 and 10 compare predictions with published measurements. With records of a GPU, their tables get
+# Chapters 4, 5 and 9 compare predictions with published measurements. With records of a GPU, their tables get
 # additional columns: the measurements of our models on your GPU. One command runs the published experiments, the most
 # important one first:
 #
