@@ -11,10 +11,10 @@
 # Simulated memory at the peak of one rank of Llama 3 70B on 64 GPUs, with three methods.
 # ```
 #
-# After this chapter you can say how much memory one GPU of many needs for a step of a Llama with 70 billion parameters,
-# which plan fits and at what cost, and which of these figures were measured and which were simulated.
+# After this appendix you can say how much memory one GPU of many needs for a step of a Llama with 70 billion
+# parameters, which plan fits and at what cost, and which of these figures were measured and which were simulated.
 #
-# :::{admonition} Symbols of this chapter
+# :::{admonition} Symbols of this appendix
 # :class: dropdown
 #
 # | symbol | meaning |
@@ -25,7 +25,7 @@
 # | $c$, $s$, $r$ | bytes per element in computation and all-gathers, in the shards, and in reductions |
 # :::
 #
-# Each rank has its own batch. This chapter does not shard activations.
+# Each rank has its own batch. This appendix does not shard activations.
 
 # %%
 import warnings
@@ -55,7 +55,7 @@ GIB = 2**30
 # %% [markdown]
 # ## What a rank stores
 #
-# In the chapters so far, one machine held all parameters, gradients and optimizer state. In mixed precision with AdamW
+# In the chapters, one machine held all parameters, gradients and optimizer state. In mixed precision with AdamW
 # these need 16 bytes per parameter, so those of more than about five billion parameters do not fit on one GPU of 80
 # GiB. But a rank needs a parameter only while its block runs. Fully sharded training (Rajbhandari et al. 2020,
 # {cite}`rajbhandari2020`; Zhao et al. 2023, {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each rank:
@@ -247,8 +247,8 @@ for policy, plan in plans.items():
 #
 # :::{admonition} Simulated, not measured
 # :class: warning
-# Nothing in the rest of this chapter ran on a GPU. The predictor is the one that matched the measurement above, here with
-# the kernels of an H100 and the block size of its allocator. It does not include the CUDA context, NCCL's own memory, the
+# Nothing in the rest of this appendix ran on a GPU. The predictor is the one that matched the measurement above, here
+# with the kernels of an H100 and the block size of its allocator. It does not include the CUDA context, NCCL's own memory, the
 # workspaces of operations, or fragmentation. Leave room for these: 80 GiB is a round budget, and more than a GPU of 80 GB
 # has available.
 # :::
@@ -407,4 +407,4 @@ for budget in ("40GiB", "24GiB"):
 # - {cite:t}`rajbhandari2020`: sharding of optimizer state, gradients and parameters, and its communication volume.
 # - {cite:t}`zhao2023fsdp`: all-gathers per group, prefetching, and temporary memory.
 # - {cite:t}`grattafiori2024`: the sizes of Llama 3.
-# - {cite:t}`korthikanti2022`: sharding of activations, which this chapter does not do.
+# - {cite:t}`korthikanti2022`: sharding of activations, which this appendix does not do.

@@ -11,11 +11,11 @@
 # Errors of all predictions of published measurements, by source.
 # ```
 #
-# After this chapter you can say how close a prediction from shapes alone comes to the memory that other people measured
-# on GPUs, how far you can trust predictions of allocated bytes, of reserved bytes and of the driver's figure, and what
+# After this appendix you can say how close a prediction from shapes alone comes to the memory that other people
+# measured on GPUs, how far you can trust predictions of allocated bytes, of reserved bytes and of the driver's figure, and what
 # makes a prediction fail.
 #
-# :::{admonition} Metrics of this chapter
+# :::{admonition} Metrics of this appendix
 # :class: dropdown
 #
 # | metric | meaning |
@@ -90,7 +90,7 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 # The file `results/reference/published-peaks.json` lists published figures: their source, the GPU, the sizes of the
 # step, the metric and the bytes. We did not copy anyone's code: we wrote each step from its description, in
 # `experiments/published/`. No constant of the predictor comes from these rows. Where a prediction is wrong, this
-# chapter says so. Some first comparisons showed that *our version* of a step was wrong: it left out what the
+# appendix says so. Some first comparisons showed that *our version* of a step was wrong: it left out what the
 # script runs before the step, or held other intermediate tensors than the original function. We corrected these steps
 # after reading the scripts.
 #
@@ -521,8 +521,8 @@ for row in found:
 #
 # :::{admonition} Exercise 2: another GPU
 # :class: note
-# Predict the cross-entropy from the beginning of the chapter, and a linear layer that feeds it, for an A100 and for an
-# H100. Which of the two depends on the GPU?
+# Predict the cross-entropy from the beginning of this appendix, and a linear layer that feeds it, for an A100 and for
+# an H100. Which of the two depends on the GPU?
 # :::
 
 # %% tags=["solution"]
