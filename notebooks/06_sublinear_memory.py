@@ -61,8 +61,9 @@ from experiments.widgets.chain_steps import chain_steps
 schematics.publish(chain_steps(), "06_chain")
 
 # %% [markdown]
-# The animation runs a chain of 12 layers under some schedules of this chapter, and under a plan of `ackpt`
-# ({doc}`07_graph_profiler`) within the same peak as $\sqrt n$ segments.
+# A *schedule* is the ordered list of what a step computes, frees and recomputes. The animation runs a chain of 12 layers
+# under some schedules of this chapter, and under a plan of `ackpt` ({doc}`07_graph_profiler`) within the same peak as
+# $\sqrt n$ segments.
 #
 # ```{schematic-explorer} ../../results/explorer/06_chain.json
 # :image: ../../results/figures/06_chain.png
@@ -344,9 +345,10 @@ figure
 # %% [markdown]
 # *Revolve reverses 16 steps with three snapshots and runs no step forward more than three times before its reversal.*
 #
-# The policy `revolve` runs such schedules. The first $n - 1$ of the $P$ advances belong to the forward that every
-# training step runs, and the run within a reversal skips its product, as above. So $P - (n - 1)$ products are
-# recomputed. We check this on 16 blocks with 2 and 8 snapshots:
+# A *policy* of `ackpt` chooses the schedule for a model, and a simulator predicts its peak; {doc}`07_graph_profiler`
+# builds both. The policy `revolve` runs the schedules of Revolve. The first $n - 1$ of the $P$ advances belong to the
+# forward that every training step runs, and the run within a reversal skips its product, as above. So $P - (n - 1)$
+# products are recomputed. We check this on 16 blocks with 2 and 8 snapshots:
 
 # %% tags=["hide-input"]
 for s in (2, 8):
@@ -446,11 +448,10 @@ figure
 # blocks. A *pyramid* narrows from front to back, like a convolutional network: ours has four stages of eight blocks, and
 # from one stage to the next the activations halve, while the FLOPs of a block stay the same.
 #
-# A *policy* of `ackpt` computes a schedule for the operations of a model, and a simulator predicts its peak;
-# {doc}`07_graph_profiler` builds both. *chen-sqrt* is the policy of equal segments. *rotor* finds the best plan of a
-# chain. The next table compares the peaks that the unit formulas promise, for the number of blocks in a model's graph,
-# with the lowest peaks of these two policies. For ResNet-18 we also run the plan of `rotor`, and the measured peak must
-# equal the simulated one.
+# The policy *chen-sqrt* cuts equal segments; *rotor* finds the best schedule of a chain. The next table compares the
+# peaks that the unit formulas promise, for the number of blocks in a model's graph, with the lowest simulated peaks of
+# these two policies. For ResNet-18 we also run the schedule of `rotor`, and the measured peak must equal the simulated
+# one.
 
 # %% tags=["hide-input"]
 sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}

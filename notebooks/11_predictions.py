@@ -12,8 +12,8 @@
 # ```
 #
 # After this appendix you can say how close a prediction from shapes alone comes to the memory that other people
-# measured on GPUs, how far you can trust predictions of allocated bytes, of reserved bytes and of the driver's figure, and what
-# makes a prediction fail.
+# measured on GPUs, how far you can trust predictions of allocated bytes, of reserved bytes and of the driver's figure,
+# and what makes a prediction fail.
 #
 # :::{admonition} Metrics of this appendix
 # :class: dropdown
