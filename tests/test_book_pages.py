@@ -116,7 +116,7 @@ def test_every_chapter_opens_in_colab():
         path = f"book/colab/{Path(name).name}.ipynb"
         assert (ROOT / path).is_file()
         assert colab_address(repository_address(), path) in (BOOK / f"{name}.ipynb").read_text(encoding="utf-8")
-    selftest = colab_address(repository_address(), "book/colab/14_your_gpu.ipynb")
+    selftest = colab_address(repository_address(), "book/colab/12_your_gpu.ipynb")
     assert selftest in (BOOK / "index.md").read_text(encoding="utf-8")
 
 
