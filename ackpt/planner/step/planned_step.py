@@ -141,7 +141,7 @@ class PlannedStep(nn.Module):
         """Capture and plan for these arguments without running anything; the plan."""
         check_call(self._ackpt_planned.model, args, kwargs)
         warn_of_evaluation(self._ackpt_planned.model)
-        self._ackpt_planned.of(self._ackpt_planned.call(args, kwargs))
+        self._ackpt_planned.serving(self._ackpt_planned.call(args, kwargs))
         return self.plan
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
@@ -149,7 +149,7 @@ class PlannedStep(nn.Module):
         model = self._ackpt_planned.model
         if _keeps_gradients(model, args, kwargs):
             call = self._ackpt_planned.call(args, kwargs)
-            variant = self._ackpt_planned.of(call)
+            variant = self._ackpt_planned.serving(call)
             return self._ackpt_uncovered.call(lambda: variant.outputs(call), lambda: self.plan)
         outputs = own_call(model)(*args, **kwargs)
         if torch.is_grad_enabled():
