@@ -19,9 +19,8 @@ from ackpt.core.progress import counted
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph, once_per_graph
 from ackpt.planner.policies.search.frontier import Point
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded, packed
-from ackpt.planner.schedule.orders import uses_of
 from ackpt.planner.schedule.plan import Decision
-from ackpt.planner.schedule.schedule import Schedule, bases_of, missing_for, recomputed, scheduled, storages_of
+from ackpt.planner.schedule.schedule import Schedule, bases_of, missing_for, recomputed, scheduled, storages_of, uses_of
 from ackpt.planner.schedule.simulator import peak_of, step_peaks
 
 # Nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries.
