@@ -45,7 +45,7 @@ from ackpt.planner.policies import auto, full
 from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.step.many_sizes import ManySizes, Values
-from ackpt.planner.step.runnable import Runnable
+from ackpt.planner.step.plans import Runnable
 
 from .device_memory import device_memory
 from .named_models import BUILT_IN, batches_of, training_step

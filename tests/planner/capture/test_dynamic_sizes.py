@@ -15,7 +15,7 @@ from ackpt.planner.capture.call_facts import call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension, Symbols, expression
 from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP
-from ackpt.planner.step.runnable import Runnable
+from ackpt.planner.step.plans import Runnable
 
 _SAME_STORAGE = ("aten.alias.default", "aten.slice.Tensor")  # eager's indexing leaves out slices of everything
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import simulate
-from ackpt.planner.policies.search.frontier import added_cost, costs, step_cost
+from ackpt.planner.policies.search.frontier import added_cost, baseline_cost, costs
 from ackpt.planner.policies.search.lower_bound import lower_bound
 from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.schedule.schedule import everything, lower
@@ -70,7 +70,7 @@ def test_the_bound_rises_as_the_budget_falls_until_nothing_fits():
     peak = peak_of(graph, plain, profile.workspace_bytes)
     bounds = [lower_bound(graph, cost, profile.workspace_bytes, int(share * peak)) for share in (1.0, 0.8, 0.5, 0.3)]
     assert bounds[0] == 0 and all(a < b for a, b in itertools.pairwise(bounds))
-    assert bounds[-1] < step_cost(plain, cost)
+    assert bounds[-1] < baseline_cost(graph, profile)
     assert lower_bound(graph, cost, profile.workspace_bytes, 1) is None
 
 

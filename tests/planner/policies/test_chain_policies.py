@@ -12,7 +12,7 @@ from planned_models import MODELS, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.planner.policies import chen, chen_log, revolve, rotor
+from ackpt.planner.policies import chen, revolve, rotor
 from ackpt.planner.policies.chains.blocks import fine_chain
 from ackpt.planner.policies.search.frontier import added_cost, costs
 from ackpt.planner.schedule.schedule import recomputed
@@ -61,7 +61,7 @@ def test_sqrt_segments_are_those_of_the_theory(n):
 @pytest.mark.parametrize("n", [6, 14, 30])
 def test_halves_of_halves_are_those_of_the_theory(n):
     graph, profile, blocks = line_of(n)
-    schedule = chen_log.schedule(graph, profile, None)
+    schedule = chen.halving_schedule(graph, profile, None)
     gradients = 3  # of a layer's input and output, and the layer's output beside what is kept
     assert simulate(graph, profile, schedule).peak_bytes // UNIT <= chen.recursive_peak(blocks) + gradients
     assert chen.recursive_extra_forwards(n) <= runs_again(graph, schedule) <= chen.recursive_extra_forwards(blocks)

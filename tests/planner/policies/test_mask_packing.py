@@ -12,8 +12,8 @@ import ackpt
 from ackpt.graph import simulate
 from ackpt.planner.choose import default_profile
 from ackpt.planner.policies import auto
+from ackpt.planner.policies.auto import packings
 from ackpt.planner.policies.search.frontier import added_cost, costs, frontier, packing_cost, pareto
-from ackpt.planner.policies.search.variants import packings
 from ackpt.planner.schedule.schedule import everything
 from experiments.models import BertConfig, BertForMaskedLM
 

@@ -10,8 +10,8 @@ from planned_models import traced
 import ackpt
 from ackpt.graph import profile, rewrite, simulate
 from ackpt.planner.policies import auto
+from ackpt.planner.policies.auto import offloads
 from ackpt.planner.policies.search.frontier import added_cost, costs, frontier
-from ackpt.planner.policies.search.variants import offloads
 from ackpt.planner.schedule.host_copies import copies, waiting
 from ackpt.planner.schedule.offload_steps import offloadable
 

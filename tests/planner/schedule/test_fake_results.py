@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 import ackpt
 from ackpt.graph import lower, rewrite
-from ackpt.planner.schedule.fake_results import FakeResults, fake_results, storages_in
+from ackpt.planner.schedule.proof import FakeResults, fake_results, storages_in
 
 aten = torch.ops.aten
 

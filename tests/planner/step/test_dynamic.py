@@ -243,7 +243,7 @@ def test_graphs_that_differ_in_more_than_an_alias_share_no_schedules():
     assert plans.Translation.between(one, other) is None and plans.Translation.between(one, larger) is None
     schedule = lower(one, ())
     translation = plans.Translation.between(one, one)
-    assert translation is not None and translation.of(schedule) == schedule
+    assert translation is not None and translation.translated(schedule) == schedule
 
 
 def test_at_each_length_the_cheapest_schedule_of_the_search_runs():
