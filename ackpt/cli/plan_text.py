@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from ackpt.core.planning_errors import BudgetError, TraceError
 from ackpt.metering.meter import memory_format
 from ackpt.planner.explain.explanation import Explanation, explained
 from ackpt.planner.workloads.optimizers import optimizer_kind
-from ackpt.planner.workloads.planned_shapes import FULL, PlanConfig, Planned
+from ackpt.planner.workloads.planned_shapes import FULL, PlanConfig, Planned, in_chunks
 from ackpt.planner.workloads.step_request import TrainingStep
 
 LARGEST = 10
@@ -63,7 +64,8 @@ def explanation(planned: Planned) -> Explanation:
     """The memory of the planned step by category."""
     kind, model = optimizer_kind(planned.config.optimizer), planned.step.model
     optimizer = None if kind is None else kind(model.parameters())
-    return explained(planned.graph, planned.profile, planned.plan, model, optimizer)
+    chunks = partial(in_chunks, planned.graph, planned.device)
+    return explained(planned.graph, planned.profile, planned.plan, model, optimizer, chunks)
 
 
 def to_json(planned: Planned, shown: Explanation | None = None) -> dict:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ackpt.core.files import write_bytes_atomic, write_text_atomic
 from ackpt.core.progress import shown, stage
+from ackpt.planner.capture.chunked_head import chunked
 from ackpt.planner.capture.inspection.calls import call_arguments, sliced
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import optimizer_of
@@ -27,9 +28,8 @@ from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import without_budget
 
 from .page import page
-from .saved import StepMemory, saved_lines
-from .suggestions import suggestions
-from .text import text
+from .saved import StepMemory, saved_lines, text
+from .suggestions import InChunks, suggestions
 
 RANKS = 8
 
@@ -122,20 +122,35 @@ def explain(
     with shown():
         with without_budget(model):
             graph = trace(model, *args, differentiate=differentiate, outputs=outputs, optimizer=optimizer, **kwargs)
-        profile = default_profile(graph)
-        if device is not None:  # the same peak, with the seconds of the device
-            profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
+
+        def costs(graph: JointGraph) -> Profile:
+            profile = default_profile(graph)
+            if device is None:
+                return profile
+            return replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)  # of the same peak
+
+        def in_chunks(count: int) -> tuple[JointGraph, Profile]:
+            head = chunked(graph, count)
+            return head, costs(head)
+
+        profile = costs(graph)
         plan = planned(graph, Request(budget, policy=policy or ("none" if budget is None else "auto")), profile)
-        explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
+        explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), in_chunks, ranks)
     return replace(explanation, views=sliced(args, kwargs))
 
 
 def explained(
-    graph: JointGraph, profile: Profile, plan: Plan, model: nn.Module, optimizer=None, ranks: int = RANKS
+    graph: JointGraph,
+    profile: Profile,
+    plan: Plan,
+    model: nn.Module,
+    optimizer,
+    in_chunks: InChunks,
+    ranks: int = RANKS,
 ) -> Explanation:
     """The explanation of a plan of `graph`, which was captured from `model`."""
     stage("simulating what would reduce the peak")
-    best, not_computed = suggestions(graph, profile, plan, model, optimizer, ranks)
+    best, not_computed = suggestions(graph, profile, plan, model, optimizer, ranks, in_chunks)
     return Explanation(
         graph=graph,
         profile=profile,

@@ -184,6 +184,12 @@ def _costs(graph: JointGraph, where: Device | None) -> Profile:
     return profile if where is None else with_gpu_workspace(graph, profile)
 
 
+def in_chunks(graph: JointGraph, where: Device | None, count: int) -> tuple[JointGraph, Profile]:
+    """`graph` with its head in `count` chunks, as `where` would run it, and its costs."""
+    chunks = allocated_on(where, chunked(graph, count))
+    return chunks, _costs(chunks, where)
+
+
 Made = tuple[Plan, JointGraph, Profile]
 
 
@@ -193,14 +199,10 @@ def _planned(
     graph, profile = whole
     policy = config.policy or ("none" if config.budget is None and config.slowdown is None else "auto")
 
-    def in_chunks(count: int) -> tuple[JointGraph, Profile]:
-        one = allocated_on(where, chunked(graph, count))
-        return one, _costs(one, where)
-
     def plan_within(limit: float | str | None) -> Made:
         request = Request(limit, config.slowdown, policy, config.options, chunk_head=config.chunk_head)
         if config.chunk_head:
-            return planned_in_chunks(graph, request, profile, in_chunks)
+            return planned_in_chunks(graph, request, profile, partial(in_chunks, graph, where))
         return planned(graph, request, profile), graph, profile
 
     def memory_of(made: Made) -> DeviceMemory | None:
