@@ -137,10 +137,7 @@ class Watch:
 
 
 def _storage_mark(tensor):
-    """A weak reference to a tensor's storage, to detect ``p.data = other``.
-
-    None for subclasses, which may replace it, and for tensors without elements, such as weights that ZeRO-3 released.
-    """
+    """A weak reference to a tensor's storage, to detect ``p.data = other``; None where that would not show it."""
     if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and tensor.numel():
         return weakref.ref(tensor.untyped_storage())
     return None
@@ -245,13 +242,11 @@ class MutableState:
         self._versions, self._storages = versions(tensors), [*map(storage, tensors)] if is_recorded else []
 
     def after_forward(self, leaves, recorder) -> set[int]:
-        """Keep the old values of the buffers that the forward changed; return the ids of these buffers.
+        """Keep the old values of the buffers that the forward changed, and return the ids of these buffers.
 
-        `recorder`: of the forward; without one, any buffer may have changed even if its version counter has not.
-
-        Of attributes whose value before the forward has an autograd history, only those with a value among `leaves` are
-        kept. Otherwise a module that stores its last output would keep the graphs of all steps alive. Of the other
-        attributes only the names are kept, because the recomputation may overwrite the value of a later forward.
+        `recorder`: of the forward; without one, any buffer may have changed even if its version counter has not. Values
+        with a history are kept only if they are among `leaves`: otherwise a module that stores its last output would
+        keep the graphs of all steps alive.
         """
         used = {id(leaf) for leaf in leaves}
         results = [each for each in self._suspects if id(each[2]) not in used and _has_history(each[2])]
@@ -300,11 +295,10 @@ class MutableState:
 
     @contextlib.contextmanager
     def restored(self):
-        """Restore the values from before the forward in the body, and the present ones after it; keep versions.
+        """Restore the values from before the forward for recomputation and backward, and the present ones afterwards.
 
-        The body includes the backward of the recomputed graph, which may read a buffer that the region has updated. A
-        value that it assigns stays if it equals the present one and has a history: after the backward its graph has no
-        saved tensors, but the graph of the forward's value still has them.
+        A value that the recomputation assigns stays if it equals the present one and has a history: the graph of the
+        forward's value still has its saved tensors.
         """
         bindings, contents = self._changes()
         bindings = [each for each in bindings if not _is_made(each[0].get(each[1], _ABSENT), each[2])]

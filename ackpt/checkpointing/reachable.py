@@ -72,11 +72,7 @@ class ReachableState:
                 self._visit(item, "argument", 0)
 
     def _visit(self, obj, name, depth, restores=True):
-        """Visit what `obj` refers to; ``restores``: attributes of data objects are to be restored.
-
-        All are where an object is an argument or an attribute of a module. What a function refers to otherwise may be
-        part of an engine, whose queues and memory go on during the recomputation: see `_is_plain_data`.
-        """
+        """Visit what `obj` refers to; ``restores``: attributes of data objects in it are to be restored."""
         if isinstance(obj, torch.Tensor):
             self.tensors.setdefault(id(obj), (obj, name))
         elif isinstance(obj, nn.Module):
@@ -393,8 +389,7 @@ class Graph(NamedTuple):
     older: Any
 
     def counts(self) -> dict[int, int]:
-        """How often the graph uses each of ``ends``, by id; through a cast, which autocast makes once for all uses of a
-        leaf, once for each use of the cast."""
+        """How often the graph uses each of ``ends``, by id; each use of a leaf's cast is one of the leaf."""
         counts = dict(zip(map(id, self.ends), map(len, self.users)))
         if CAST in map(type, self.nodes):
             for node, index in self.nodes.items():
@@ -405,11 +400,7 @@ class Graph(NamedTuple):
 
 
 def graph_of(outputs, histories=(), started: int = 0) -> Graph:
-    """The `Graph` of `outputs`, which ends at leaves and at `histories`, tensors that were computed before it.
-
-    `started` is the autograd sequence number at the start of the run: an older node belongs to the history of another
-    tensor, whose gradient could not leave the region.
-    """
+    """The `Graph` of `outputs`, which ends at leaves and at `histories`, tensors older than the node number `started`."""
     closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in histories}
     stack = list(dict.fromkeys([output.grad_fn for output in outputs if output.grad_fn is not None]))
     nodes = {node: index for index, node in enumerate(stack)}

@@ -76,11 +76,7 @@ def name_of(function) -> str:
 
 
 def other_outputs(count: int, expected: dict, recomputed: list) -> CheckpointError:
-    """The error for outputs of the recomputation that differ from the forward's.
-
-    `count`: number of tensors that the forward returned; `expected`: signatures, by index, of those that the region
-    computed; `recomputed`: signatures of all outputs of the recomputation.
-    """
+    """The error for a recomputation whose number of outputs, or whose signatures by index, differ."""
 
     def described(shape, dtype, device, requires_grad):
         dtype = str(dtype).removeprefix("torch.")

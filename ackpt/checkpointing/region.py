@@ -66,10 +66,7 @@ class Region:
             self.inputs[:] = self.detached.replaced(list(self.inputs))
 
     def first_forward(self):
-        """Run the function; return what becomes inputs of the autograd node: ``(arguments, leaves)``.
-
-        ``uses`` then has, for every argument that needs a gradient and for every leaf, how often the node gets it.
-        """
+        """Run the function, count ``uses``, and return the inputs of the autograd node, ``(arguments, leaves)``."""
         inputs = self.inputs
         self.needs_grad = [tensor.requires_grad for tensor in inputs]
         self.is_computed = [not tensor.is_leaf for tensor in inputs] if self.autocast is not None else self.needs_grad
@@ -130,11 +127,7 @@ class Region:
         return inputs, leaves
 
     def _is_small(self, reachable) -> bool:
-        """Whether runs of the function can be compared by what their graphs show, without a record of the calls.
-
-        The tensors must be small ones on the CPU, with the same values in both runs; and the calls must not be needed
-        to find what a run leaves behind.
-        """
+        """Whether all tensors are small and on the CPU, so that graphs without a record of calls can be compared."""
         if not (
             self.guarantees.exact_graph and self.preserve_rng_state and self.autocast is phase.leaves_behind is None
         ):
@@ -154,10 +147,7 @@ class Region:
         return size <= SMALL_BYTES
 
     def _move_hooks(self, aliases, inputs, retained) -> None:
-        """Let hooks that the function has registered on its inputs run for the tensors that it was called with.
-
-        `retained`: indices of the inputs of which it has called ``retain_grad``.
-        """
+        """Move hooks and ``retain_grad``, at the indices `retained`, from the function's inputs to the caller's."""
         for alias, tensor in zip(aliases, inputs):
             if alias is not tensor and alias._backward_hooks:
                 # The dict itself, so that handles can still remove hooks from it.
@@ -175,10 +165,7 @@ class Region:
         return fill(self.output_template, tensors)
 
     def _forward(self, inputs, aliases, versions, reachable):
-        """Run the function and drop its graph.
-
-        Returns the leaves at which the graph ended, and by id of an alias or leaf how many operations use it.
-        """
+        """Run the function and drop its graph; return the graph's leaves, and how often it uses each tensor, by id."""
         started = torch.autograd._get_sequence_nr()
         result = self._first_forward(aliases, reachable)
         for index, (tensor, version) in enumerate(zip(inputs, versions)):
@@ -359,9 +346,8 @@ class Region:
     def _not_leaves(self, aliases):
         """The inputs of the recomputation: the aliases, or views of them where an input must not be a leaf.
 
-        Autocast casts a leaf once and sums the gradients of its uses in the lower precision. FlopCounterMode and
-        similar modes hook the tensors passed to modules, and torch does not run such hooks on a leaf whose gradient is
-        captured.
+        Autocast casts a leaf once and sums the gradients of its uses in the lower precision. Modes such as
+        FlopCounterMode hook the inputs of modules, and torch runs no such hooks on a leaf whose gradient is captured.
         """
         if torch._C._len_torch_dispatch_stack():
             make_view = self.needs_grad

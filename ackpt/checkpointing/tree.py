@@ -114,10 +114,7 @@ def _map(obj, change):
 
 
 def _map_fields(obj, new, change):
-    """Set the changed fields of dataclass `obj` on `new`, a copy that is made when first needed.
-
-    ``__init__`` and ``__post_init__`` are not called a second time, and frozen dataclasses work.
-    """
+    """Set the changed fields of dataclass `obj` on `new`, or on a copy, without a second ``__post_init__``."""
     for field in dataclasses.fields(obj):
         if not hasattr(obj, field.name):
             continue

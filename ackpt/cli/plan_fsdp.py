@@ -20,12 +20,7 @@ NOTE = (
 
 
 def run(config: PlanConfig, shardings: list[Sharding]) -> tuple[ShardedModel, list[ShardedPlan | BudgetError]]:
-    """Return the plan for each number of ranks, or the error that refuses it.
-
-    Raises:
-        BudgetError: if the budget is infeasible; the error of the last number of ranks.
-        ValueError: for a step that cannot be built, captured or sharded.
-    """
+    """The plan for each number of ranks, or the error that refuses it; raises the last if all are refused."""
     with shown():
         stage(f"capturing {config.step.model}")
         model = ShardedModel(config)
@@ -73,10 +68,7 @@ def fits(model: ShardedModel, plan: ShardedPlan) -> bool:
 
 
 def to_json(model: ShardedModel, shardings: list[Sharding], plans) -> dict:
-    """The same as plain data, sizes in bytes: the format of `plan_text.to_json`; for several numbers of ranks, a sweep.
-
-    A field that a sharded plan does not have is None.
-    """
+    """The same as plain data, in the format of `plan_text.to_json`; for several numbers of ranks, a sweep."""
     data = [{"ranks": sharding.ranks, **_data(model, sharding, plan)} for sharding, plan in zip(shardings, plans)]
     if len(data) == 1:
         return {name: value for name, value in data[0].items() if name != "ranks"}

@@ -65,10 +65,7 @@ Rows = dict[int | str, Planned | BudgetError]
 
 
 def run(config: PlanConfig, sweep: Sweep) -> Rows:
-    """The plan for every value of the sweep, or the error that refuses its budget.
-
-    For a range whose largest size does not fit, the multiples of its first size around the border follow.
-    """
+    """The plan for every value, or the error that refuses it, and those around the largest size that fits."""
     configs = {value: sweep.changed(config, value) for value in sweep.values}  # refuses unknown devices
     if sweep.option != DEVICE:
         training_step(configs[max(configs)].step)  # refuses a size before the first one is planned

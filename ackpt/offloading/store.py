@@ -50,12 +50,10 @@ def pinned_memory(size: int) -> torch.Tensor:
 
 
 class Slabs:
-    """Cuts pinned buffers from slabs whose sizes are powers of two, since torch rounds every pinned block up to one.
+    """Cuts pinned buffers from slabs of powers of two, to which torch rounds up every pinned block.
 
-    A size that fills less than 3/4 of its power of two gets slabs for several buffers once several buffers have that
-    size. The remainder of a slab serves smaller buffers. A slab is freed with the last of its buffers.
-
-    Source: ``CachingHostAllocatorImpl::allocate`` in torch's aten/src/ATen/core/CachingHostAllocator.h.
+    A size that fills less than 3/4 of its power of two gets slabs for several buffers once several have that size.
+    The rest of a slab serves smaller buffers. Source: torch's aten/src/ATen/core/CachingHostAllocator.h.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = pinned_memory, limit: int | None = None):
@@ -113,11 +111,10 @@ def no_memory(size: int) -> None:
 
 
 class Folder:
-    """Memory-mapped files in one folder; raises `OffloadError` if the folder is not writable.
+    """Memory-mapped files in one folder, unlinked before the first byte is written.
 
-    Files are unlinked before the first byte is written, so the system removes them when the process ends for any
-    reason. Their blocks are reserved at once, so a full disk raises here and not in the middle of a copy. Buffers share
-    files of doubling size, because each file needs a file descriptor.
+    Their blocks are reserved at once, so a full disk raises here and not in a copy. Buffers share files of doubling
+    size, because each file needs a file descriptor.
     """
 
     def __init__(self, path):

@@ -238,11 +238,7 @@ def stand_in_for(block: int, blocks: int) -> int:
 
 
 def deep(row: list[Window], blocks: int) -> list[Window]:
-    """The windows of a step with `blocks` blocks, from those of a step with `CAPTURED` blocks.
-
-    Raises:
-        ShardingError: if the two blocks in the middle differ, or the root runs between blocks.
-    """
+    """The windows of a step with `blocks` blocks, from those with `CAPTURED` equal ones; else a ShardingError."""
     keys = [(FORWARD, block) for block in range(CAPTURED + 1)] + [(FORWARD, ROOT), (BACKWARD, ROOT)]
     keys += [(BACKWARD, block) for block in range(CAPTURED, ROOT, -1)] + [(BACKWARD, ROOT)]
     if [(window.phase, window.group) for window in row] != keys:
@@ -350,12 +346,7 @@ class ShardedModel:
                 self.blocks = self._blocks(self.step)
 
     def plan(self, sharding: Sharding, budget=None, policy: str | None = None) -> ShardedPlan:
-        """The plan for one of the ranks.
-
-        Raises:
-            BudgetError: if the budget is infeasible; names the smallest feasible one.
-            ValueError: for a value that is not a budget, a policy that does not plan shards, and unsupported models.
-        """
+        """The plan for one of the ranks; raises a BudgetError, and a ValueError for other policies."""
         policy = policy or ("none" if budget is None else "auto")
         if policy not in POLICIES:
             raise ValueError(

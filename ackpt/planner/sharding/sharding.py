@@ -121,11 +121,7 @@ class GroupBytes:
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that are sharded one by one: the members of the outermost lists of modules of one class.
-
-    Raises:
-        ValueError: if there is no such list of at least two.
-    """
+    """Names of the modules to shard one by one: the members of the outermost lists of modules of one class."""
     names: list[str] = []
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(_within(name, other) for other in names):
@@ -143,11 +139,7 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def groups_of(model: nn.Module) -> tuple[Group, ...]:
-    """The root's group and then one for each block, in the order of the model.
-
-    Raises:
-        ValueError: for a model without blocks, a parameter without dimensions, and one that two groups share.
-    """
+    """The root's group and then one for each block, in order; ValueError for what FSDP cannot shard."""
     blocks = blocks_of(model)
     owner: dict[int, str] = {}
     weights: dict[str, list[Weight]] = {name: [] for name in ("", *blocks)}
@@ -171,10 +163,7 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
 
 
 def sharded_optimizer(kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool) -> tuple[int, int]:
-    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step allocates in addition.
-
-    Equal blocks add the same bytes each, so that two and three of them determine the sum for all.
-    """
+    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step allocates."""
     if kind is None:
         return 0, 0
 
@@ -269,11 +258,7 @@ def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
 def step_windows(
     graph: JointGraph, schedule: Schedule, workspace_bytes, groups: tuple[Group, ...], sharding: Sharding
 ) -> list[Window]:
-    """The windows of one rank's step, in order; the last is the root's, with the reduction and the optimizer's step.
-
-    Raises:
-        ShardingError: if a block runs twice in the forward, or again when its backward is not due.
-    """
+    """The windows of one rank's step, in order; ShardingError if FSDP2 would run it differently."""
     return _Walk(graph, schedule, workspace_bytes, groups, sharding).windows()
 
 

@@ -49,12 +49,7 @@ TASKS = (SPEECH, SEQ2SEQ, MASKED, CAUSAL, IMAGES, SEQUENCES)
 
 
 def transformers_step(request: StepRequest) -> TrainingStep:
-    """The model of a configuration, on the meta device, and its inputs.
-
-    Raises:
-        ValueError: if transformers is missing; for an unknown configuration or field, values that the model refuses,
-            and a configuration without a head of one of the `TASKS`.
-    """
+    """The model of a configuration, on the meta device, and its inputs; ValueError for what transformers refuses."""
     transformers = _transformers()
     config = _config(transformers, request)
     task, name = _head(config)
@@ -74,11 +69,7 @@ def positions_of(config, task: Task) -> tuple[int, str] | None:
 
 
 def batches_of(model: nn.Module) -> tuple[Callable[[int, int], dict[str, Any]], tuple[int, str] | None]:
-    """A function of batch size and length that returns the arguments of a model of transformers; `positions_of` it.
-
-    Raises:
-        TypeError: for a model of another library, or without a loss of sequences.
-    """
+    """A function of batch size and length that returns the arguments of a model of transformers; `positions_of` it."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     kinds = [kind.__name__ for kind in type(base).__mro__ if kind.__module__.startswith("transformers.")]
     tasks = _tasks_by_class() if kinds else {}
@@ -98,11 +89,7 @@ def batches_of(model: nn.Module) -> tuple[Callable[[int, int], dict[str, Any]], 
 
 
 def dtype_of_file(model: str) -> str | None:
-    """The ``dtype`` that a config.json names, ``torch_dtype`` in older ones; None without one, or for a class.
-
-    Raises:
-        ValueError: for a file that is no configuration.
-    """
+    """The dtype that a config.json names, if any; ValueError for a file that is no configuration."""
     if not model.startswith(TRANSFORMERS) or (path := _file(model.removeprefix(TRANSFORMERS))) is None:
         return None
     given = _read(path)
@@ -237,11 +224,7 @@ def _made(name: str, make):
 
 
 def training_step(request: StepRequest, device="meta") -> TrainingStep:
-    """The model and its inputs, allocated on `device`; the inputs are not filled.
-
-    Raises:
-        ValueError: for an unknown model or field, values that do not fit, and a missing or superfluous size.
-    """
+    """The model and its inputs, not filled, on `device`; ValueError for an unknown model or field, or a wrong size."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(request.dtype)
     try:

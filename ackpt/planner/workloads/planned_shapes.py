@@ -131,11 +131,7 @@ class Planned:
         return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
 
     def that_fits(self, chunk_head: bool | str = False) -> Planned:
-        """The plan of policy auto that fits the device; `chunk_head` as in `ackpt.compile`.
-
-        Raises:
-            BudgetError: if there is none; ``least_bytes`` is what the allocator reserves for the smallest peak.
-        """
+        """The plan of policy auto that fits the device, or a BudgetError with the least reserved bytes."""
         assert self.device is not None and self.memory is not None
         room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
         config = dataclasses.replace(self.config, budget=f"{room} reserved", slowdown=None, policy=None, options={})
@@ -165,12 +161,7 @@ def split_budget(budget: float | int | str | None) -> tuple[float | int | str | 
 
 
 def run_plan(config: PlanConfig) -> Planned:
-    """Capture the step and plan it.
-
-    Raises:
-        BudgetError: if the budget is infeasible; names the smallest feasible one.
-        ValueError: for a step that cannot be built or captured, and an invalid budget.
-    """
+    """Capture the step and plan it; BudgetError for an infeasible budget, ValueError for other refusals."""
     with shown(), no_collection():  # of the many objects of a capture, few are garbage
         where = None if config.device is None else device(config.device)
         stage(f"building {config.step.model}")
@@ -324,13 +315,9 @@ def _widened(argument):
 
 @contextlib.contextmanager
 def scaled_loss(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's scalar output is multiplied by a scale that lives in a buffer, like the growth tracker.
+    """Inside, the model's scalar output is multiplied by a scale in a buffer, with the growth tracker, both scalars.
 
-    Both are scalars, of float32 and int32 (``_lazy_init_scale_growth_tracker`` in torch/amp/grad_scaler.py:173, and
-    ``scale`` in line 217).
-
-    Raises:
-        ValueError: for parameters in float16, whose gradients torch does not unscale (torch/amp/grad_scaler.py:275).
+    They are those of ``_lazy_init_scale_growth_tracker`` in torch/amp/grad_scaler.py, which unscales no float16.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:

@@ -23,11 +23,7 @@ _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "fl
 
 
 def dtype_called(name: str, option: str = "") -> str:
-    """The key of `DTYPES` for `name`, which may be short or begin with ``torch.``.
-
-    Raises:
-        ValueError: for any other name, the value of `option`.
-    """
+    """The key of `DTYPES` for `name`, which may be short or begin with ``torch.``; else a ValueError."""
     bare = name.removeprefix("torch.")
     full_name = _SHORT.get(bare, bare)
     if full_name not in DTYPES:
@@ -169,11 +165,7 @@ class Lora:
         return cls(fields)
 
     def added_to(self, model: nn.Module) -> nn.Module:
-        """`model`, frozen, with trainable adapters; peft keeps them in float32 if the model is in half precision.
-
-        Raises:
-            ValueError: if peft is missing, or refuses the fields or the targets.
-        """
+        """`model`, frozen, with trainable adapters, which peft keeps in float32; ValueError for what peft refuses."""
         try:
             import peft
         except ImportError as error:
