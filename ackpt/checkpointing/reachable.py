@@ -400,7 +400,7 @@ class Graph(NamedTuple):
 
 
 def graph_of(outputs, histories=(), started: int = 0) -> Graph:
-    """The `Graph` of `outputs`, which ends at leaves and at `histories`, tensors older than the node number `started`."""
+    """The `Graph` of `outputs`, which ends at leaves and at `histories`, tensors that are older than node `started`."""
     closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in histories}
     stack = list(dict.fromkeys([output.grad_fn for output in outputs if output.grad_fn is not None]))
     nodes = {node: index for index, node in enumerate(stack)}

@@ -28,9 +28,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
 
-from .guards import PLAIN_TENSORS, changed_between, memory
+from .guards import PLAIN_TENSORS, changed_between, memory, name_of
 from .reachable import _TORCH, Graph
-from .refusals import name_of
 from .rng import MEMORY
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose

@@ -7,7 +7,6 @@ that the store never counts as memory of the device, even if the device is the C
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import tempfile
@@ -148,23 +147,9 @@ class Folder:
         except OSError as error:
             raise OffloadError(
                 f"store='disk' cannot hold {size} more bytes in folder {self.path!r}: {error.strerror}. Nothing was "
-                f"left there. {_cure(error.errno or 0, self.path)}, or train without offload."
+                "left there. Name a folder that exists, that you may write to and that has room, raise min_bytes or "
+                "the limit of open files (ulimit -n), or train without offload."
             ) from error
-
-
-_ROOM = "Name a folder with more room, raise min_bytes"
-_WRITABLE = "Name a folder that you may write to"
-_CURES = {
-    errno.ENOTDIR: "Name a folder, not a file",
-    errno.EACCES: _WRITABLE,
-    errno.EROFS: _WRITABLE,
-    errno.ENOENT: _WRITABLE,  # raised for some folders that exist, such as /proc
-    errno.EMFILE: "Raise the limit of open files (ulimit -n), call engine.release_buffers()",
-}
-
-
-def _cure(number: int, folder: str) -> str:
-    return _CURES.get(number, _ROOM) if os.path.exists(folder) else "Make that folder first"
 
 
 def _reserve(file, size: int) -> None:
