@@ -204,7 +204,7 @@ class _Recompute(torch.autograd.Function):
             summands = Summands(region.uses, received, graph)
             del received, graph
             gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
-            return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
+            return None, None, None, None, *summands.gradients(list(gradients[: len(graph_inputs)]))
 
 
 class Summands:
@@ -237,7 +237,7 @@ class Summands:
         for node, lists in wanted.items():
             node.register_hook(_collector(lists))
 
-    def of(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients with those of tensors with several uses replaced by one for each use; None where missing."""
         separate: list[torch.Tensor | None] = []
         for index, count in enumerate(self._uses):

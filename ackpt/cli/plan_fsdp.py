@@ -11,7 +11,7 @@ from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan
 from ackpt.planner.sharding.sharding import Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 
-from .plan_text import dtype_name, plan_step, refused, sizes_text
+from .plan_text import dtype_name, plan_fields, plan_step, refused, sizes_text
 
 NOTE = (
     "each block and then the model given to fully_shard, parameters freed after the forward; simulated, not run; "
@@ -90,16 +90,7 @@ def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
         **step,
         "note": NOTE,
         "graph": None,
-        "policy": plan.policy,
-        "peak_bytes": plan.peak_bytes,
-        "resident_bytes": plan.resident_bytes,
-        "dynamic_peak_bytes": plan.dynamic_peak_bytes,
-        "baseline_peak_bytes": plan.resident_bytes + plan.baseline_bytes,
-        "saved_bytes": None,
-        "flops": plan.flops,
-        "recompute_flops": plan.recompute_flops,
-        "cost": plan.cost,
-        "peak_node": None,
+        **plan_fields(plan),
         "at_peak": plan.at_peak(),
         "by_phase": None,
         "largest": None,
@@ -122,8 +113,7 @@ def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
     baseline, sent = plan.flops - plan.recompute_flops, plan.communication
     lines = [
         f"  peak            {memory_format(plan.peak_bytes)} per rank, of it "
-        f"{memory_format(plan.resident_bytes)} resident (baseline: "
-        f"{memory_format(plan.resident_bytes + plan.baseline_bytes)})",
+        f"{memory_format(plan.resident_bytes)} resident (baseline: {memory_format(plan.baseline_peak_bytes)})",
         f"  at the peak     {sizes_text(plan.at_peak())}",
         f"  cost            {plan.cost:.1%} of the time of a rank's baseline step, which computes {baseline:.3g} FLOPs",
     ]

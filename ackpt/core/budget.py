@@ -123,16 +123,6 @@ def unit_hint(budget) -> str:
     return f"A whole number without a unit is bytes: write '{unit}' for another unit, '{share}' for a fraction. "
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from a number with a unit, such as ``"6GiB"`` or ``"512 MB"``."""
-    size = _size(text)
-    if size is None:
-        raise ValueError(
-            f"{text!r} is not a size in bytes{_other_units(text)}: write a number and one of {_KNOWN}, as in '6GiB'"
-        )
-    return size
-
-
 def _other_units(text: str) -> str:
     """A question to append to an error about a number whose unit lacks its B, as in ``"22G"``."""
     match = _PATTERN.fullmatch(text)

@@ -8,12 +8,12 @@ from functools import cached_property
 
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.inspection.calls import CHECKPOINTS
-from ackpt.planner.capture.joint_graph import Analysis, JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.places import block_of, modules_text, pattern, short_source
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.allocations import RESIDENT, Allocation, by_kind, described, operation_of
 from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.schedule.schedule import everything
+from ackpt.planner.schedule.schedule import everything, live_before_backward, missing_for
 
 from .suggestions import Suggestion
 
@@ -59,8 +59,9 @@ def saved_lines(graph: JointGraph, profile: Profile, plan: Plan) -> tuple[SavedL
         storages_by_line.setdefault((node.module, node.source), []).append(storage)
     lines = []
     for (module, source), storages in storages_by_line.items():
-        nodes, blocked = _recomputation(analysis, storages, saved)
         saved_nodes = [analysis.base_of[storage] for storage in storages]
+        nodes = missing_for(analysis, saved_nodes, live_before_backward(analysis, saved - {*storages}))
+        reasons = (analysis.not_recomputable[node] for node in nodes if node in analysis.not_recomputable)
         names = [graph.nodes[node].name for node in saved_nodes]
         lines.append(
             SavedLine(
@@ -73,25 +74,10 @@ def saved_lines(graph: JointGraph, profile: Profile, plan: Plan) -> tuple[SavedL
                 saved_bytes=sum(analysis.bytes[s] for s in storages if s in saved_by_plan),
                 flops=sum(profile.flops[node] for node in nodes),
                 seconds=None if profile.seconds is None else sum(profile.seconds[node] for node in nodes),
-                reason=blocked,
+                reason=next(reasons, ""),
             )
         )
     return tuple(sorted(lines, key=lambda line: -line.bytes))
-
-
-def _recomputation(analysis: Analysis, storages: list[int], saved: set[int]) -> tuple[set[int], str]:
-    """The nodes that compute `storages` from the other saved ones, and why they cannot be recomputed, or ""."""
-    given = (saved - set(storages)) | analysis.resident
-    nodes: set[int] = set()
-    todo = [analysis.base_of[storage] for storage in storages]
-    while todo:
-        node = todo.pop()
-        if node in nodes or node in analysis.sources or given.intersection(analysis.storages(node, again=True)):
-            continue
-        nodes.add(node)
-        todo += analysis.recompute_reads(node)
-    reasons = (analysis.not_recomputable[node] for node in sorted(nodes) if node in analysis.not_recomputable)
-    return nodes, next(reasons, "")
 
 
 def _bytes_by(lines: Iterable[SavedLine], key: Callable[[SavedLine], str]) -> dict[str, int]:

@@ -249,12 +249,12 @@ def deep(row: list[Window], blocks: int) -> list[Window]:
         if by_key[phase, middle].events != by_key[phase, middle + 1].events:
             raise ShardingError("the blocks are not alike")
 
-    def of(phase: str, block: int) -> Window:
+    def window(phase: str, block: int) -> Window:
         return Window(phase, block, by_key[phase, stand_in_for(block, blocks)].events)
 
     start, end, back, last = (window for window in row if window.group == ROOT)
-    forward = [of(FORWARD, block) for block in range(1, blocks + 1)]
-    backward = [of(BACKWARD, block) for block in range(blocks, 0, -1)]
+    forward = [window(FORWARD, block) for block in range(1, blocks + 1)]
+    backward = [window(BACKWARD, block) for block in range(blocks, 0, -1)]
     return [start, *forward, end, back, *backward, last]
 
 
@@ -310,6 +310,10 @@ class ShardedPlan:
     @property
     def resident_bytes(self) -> int:
         return sum(self.resident.values())
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        return self.resident_bytes + self.baseline_bytes
 
     @property
     def dynamic_peak_bytes(self) -> int:
