@@ -27,12 +27,30 @@ class RecordError(ValueError):
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a text file in UTF-8, make its folders, and return its path: readers see the old file or the new one."""
+    """Write a text file in one step, UTF-8 with ``\\n``: readers see the old file or the new one, never a part.
+
+    Folders on the way are made. Raises RecordError where the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from ackpt.core.files import write_text_atomic
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_text_atomic(f"{folder}/tables/peaks.md", "| layers |").read_text()
+        '| layers |'
+    """
     return write_bytes_atomic(path, text.encode())
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Write a file in one step, as `write_text_atomic` does; raises RecordError where it cannot be written."""
+    """Write a file in one step, as `write_text_atomic` does.
+
+    Example:
+        >>> import tempfile
+        >>> from ackpt.core.files import write_bytes_atomic
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_bytes_atomic(f"{folder}/numbers.bin", bytes([1, 2])).stat().st_size
+        2
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
