@@ -13,14 +13,15 @@ from typing import Any
 from ackpt.core.budget import is_share
 from ackpt.core.planning_errors import did_you_mean
 from ackpt.planner.costs.devices import DEVICES, device
-from ackpt.planner.workloads.named_models import BUILT_IN, dtype_of_file
 from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
 from ackpt.planner.workloads.step_request import (
+    BUILT_IN,
     DTYPES,
     TRANSFORMERS,
     Lora,
     StepRequest,
     dtype_called,
+    dtype_of_file,
     no_configuration,
     unknown_model,
 )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from ackpt.core.planning_errors import BudgetError, did_you_mean
 from ackpt.core.progress import about
 from ackpt.metering.meter import memory_format
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig, Planned, run_plan
+from ackpt.planner.workloads.step_request import training_step
 
 from . import plan_text
 from .command_line import UsageError

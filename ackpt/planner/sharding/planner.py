@@ -37,10 +37,9 @@ from ackpt.planner.schedule.schedule import (
     scheduled,
 )
 from ackpt.planner.workloads.device_memory import DeviceMemory, rank_memory
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.optimizers import optimizer_kind
 from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
-from ackpt.planner.workloads.step_request import StepRequest, TrainingStep
+from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, training_step
 
 from .sharding import (
     ROOT,

@@ -40,9 +40,8 @@ from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.simulator import simulate
 
 from .device_memory import DeviceMemory, device_memory
-from .named_models import training_step
 from .optimizers import EIGHT_BIT, optimizer_kind
-from .step_request import DTYPES, StepRequest, TrainingStep, autocast
+from .step_request import DTYPES, StepRequest, TrainingStep, autocast, training_step
 
 NEEDS_FATES = "manual"
 FULL = "full"

@@ -23,9 +23,8 @@ from ackpt.planner.sharding.sharding import (
     step_windows,
     timeline,
 )
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig
-from ackpt.planner.workloads.step_request import StepRequest
+from ackpt.planner.workloads.step_request import StepRequest, training_step
 from experiments.sharded_check import check
 
 DEEP = 5
