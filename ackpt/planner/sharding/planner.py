@@ -167,11 +167,11 @@ class Blocks:
             added[self.owners[node]] = cost + self.cost[node], flops + self.profile.flops[node]
         return added
 
-    def plain_flops(self) -> list[int]:
-        """FLOPs of a step without checkpointing, by group."""
+    def by_group(self, values) -> list:
+        """The sums of `values` by node, such as FLOPs, for each group."""
         totals = [0] * len(self.groups)
-        for node, flops in enumerate(self.profile.flops):
-            totals[self.owners[node]] += flops
+        for owner, value in zip(self.owners, values):
+            totals[owner] += value
         return totals
 
     @cached_property
@@ -441,9 +441,9 @@ class _Table:
         return [self.rows[row[group]][position] for position, group in enumerate(self.group)]
 
     def plan(self, row, policy: str, baseline: int) -> ShardedPlan:
-        flops_of = self.blocks.plain_flops()
         again = [self.added[row[block]][self.stands[block]] for block in range(1, self.count + 1)]
-        base = sum(flops_of[self.stands[block]] for block in range(self.count + 1))
+        flops_of, cost_of = map(self.blocks.by_group, (self.blocks.profile.flops, self.blocks.cost))
+        base, base_cost = (sum(of_group[stands] for stands in self.stands) for of_group in (flops_of, cost_of))
         sizes = self.blocks.analysis.bytes
         runs, start = [], 1
         for number, same in itertools.groupby(row[1:]):
@@ -461,16 +461,10 @@ class _Table:
             baseline_bytes=baseline,
             flops=base + sum(flops for _, flops in again),
             recompute_flops=sum(flops for _, flops in again),
-            cost=sum(cost for cost, _ in again) / (self._plain_cost() or 1.0),
+            cost=sum(cost for cost, _ in again) / (base_cost or 1.0),
             runs=tuple(runs),
             communication=self._communication(),
         )
-
-    def _plain_cost(self) -> float:
-        cost = [0.0] * len(self.blocks.groups)
-        for node_id, owner in enumerate(self.blocks.owners):
-            cost[owner] += self.blocks.cost[node_id]
-        return sum(cost[self.stands[block]] for block in range(self.count + 1))
 
     def _communication(self) -> Communication:
         """Every block is gathered twice and the root once; every group with a trained parameter is reduced once."""
