@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .closures import bound, names_in, rebound_names
 from .rng import stream_of
-from .tree import is_plain
+from .tree import ATOMS, is_plain
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, dict, set)
@@ -84,7 +84,7 @@ class ReachableState:
                 self._seen.add(id(obj))
                 namespace = obj if isinstance(obj, dict) else _ListNamespace(obj) if isinstance(obj, list) else None
                 for key, item in obj.items() if isinstance(obj, dict) else enumerate(obj):
-                    if type(item) not in _ATOMS:
+                    if type(item) not in ATOMS:
                         self._visit(item, f"{name}[{key!r}]", depth + 1, restores)
                         if namespace is not None and isinstance(item, torch.Tensor):
                             self._bind(namespace, key, item)
@@ -95,7 +95,7 @@ class ReachableState:
                 return
             self._seen.add(~id(obj))  # an argument or an attribute of a module may be the same object
             for key, item in vars(obj).items():
-                if type(item) not in _ATOMS:
+                if type(item) not in ATOMS:
                     self._visit(item, f"{name}.{key}", depth + 1, restores=False)
                     if isinstance(item, torch.Tensor):
                         self._bind(vars(obj), key, item)
@@ -164,7 +164,7 @@ class ReachableState:
             self.tensors.setdefault(id(value), (value, name))
         elif isinstance(value, _CONTAINERS):
             self._containers_in(value)
-            if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
+            if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in ATOMS:
                 self._visit(value, name, 1)
         elif not self._generator(value):
             self._containers_in(value)
@@ -187,7 +187,7 @@ class ReachableState:
             self.containers.append(value)
         if type(value) in (tuple, *_MUTABLE) and depth < _DEPTH and len(value) <= LONGEST_CONTAINER:
             for item in value.values() if isinstance(value, dict) else value:
-                if type(item) not in _ATOMS:
+                if type(item) not in ATOMS:
                     self._containers_in(item, depth + 1)
 
     def _globals_of(self, code, namespace) -> None:
@@ -307,7 +307,7 @@ def tensors_in(items) -> dict[int, torch.Tensor]:
         for item in level:
             if isinstance(item, torch.Tensor):
                 tensors[id(item)] = item
-            elif type(item) not in _ATOMS and id(item) not in seen and not isinstance(item, (nn.Module, *_FUNCTIONS)):
+            elif type(item) not in ATOMS and id(item) not in seen and not isinstance(item, (nn.Module, *_FUNCTIONS)):
                 seen.add(id(item))
                 if isinstance(item, dict):
                     next_level += item.values()
@@ -346,9 +346,7 @@ def _is_plain_data(obj) -> bool:
 
 # Classes that dataclasses.make_dataclass and types.new_class make say "types".
 _NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy", "ackpt")) - {"types"}
-_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
-PLAIN = _ATOMS | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
-PLAIN |= {range, slice, frozenset, type}
+PLAIN = ATOMS | {torch.layout, torch.memory_format, range, slice, frozenset, type}
 _ABSENT = object()
 _OBJECT_DEPTH = _DEPTH - 2  # of data objects in attributes of modules, of which two levels are followed
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"

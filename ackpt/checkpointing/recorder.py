@@ -31,6 +31,7 @@ from ackpt.core.errors import CheckpointError
 from .guards import PLAIN_TENSORS, changed_between, memory, name_of
 from .reachable import _TORCH, Graph
 from .rng import MEMORY
+from .tree import ATOMS
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
 # schema has an argument named running_* (tests/checkpointing/test_recorder.py repeats this search).
@@ -42,7 +43,6 @@ _SILENT_WRITERS = (
 # Ways to get an alias through which a tensor can be written without autograd noticing.
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
-_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _CALL = nn.Module._call_impl.__code__
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
@@ -216,7 +216,7 @@ class Recorder(TorchFunctionMode):
 
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
-        if type(value) in _ATOMS or isinstance(value, numbers.Number):
+        if type(value) in ATOMS or isinstance(value, numbers.Number):
             return value
         if isinstance(value, torch.Tensor):
             # The class of Parameter has a slow check.
