@@ -214,7 +214,7 @@ def test_where_no_plan_fits_the_minimum_the_room_and_what_would_help_are_said():
         f"the one with the smallest peak reserves {readable(refused.value.least_bytes)}, and the context "
         f"leaves {room / 2**30:.1f} GiB"
     )
-    chunked = [each for each in plan_report.explanation(found).suggestions if "chunk the loss" in each.title]
+    chunked = [each for each in plan_report.explanation(found).suggestions if "chunk the head" in each.title]
     (best,) = [each for each in chunked if each.peak_bytes == min(other.peak_bytes for other in chunked)]
     assert best.peak_bytes < room and all(line.startswith("would help: ") for line in helps)
     assert f"would help: {best.title}: peak {best.peak_bytes / 2**30:.1f} GiB; {best.fix}" in helps

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ackpt
-from ackpt.core.budget import dynamic_limit, from_text, least_share, parse_bytes, readable
+from ackpt.core.budget import dynamic_limit, from_text, least_share, readable
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,19 @@ from ackpt.core.budget import dynamic_limit, from_text, least_share, parse_bytes
     ],
 )
 def test_sizes_are_read(text, size):
-    assert parse_bytes(text) == size
+    assert from_text(text) == size
 
 
-@pytest.mark.parametrize("text", ["6 parsecs", "", "GiB", "-1GiB", "1e3B", "6", "6 GiB GiB", "0x10B", "nanB"])
+@pytest.mark.parametrize("text", ["6 parsecs", "", "GiB", "-1GiB", "1e3B", "6 GiB GiB", "0x10B", "nanB"])
 def test_what_is_no_size_is_refused_with_the_units(text):
-    with pytest.raises(ValueError, match="is not a size in bytes: write a number and one of B, kB"):
-        parse_bytes(text)
+    with pytest.raises(ValueError, match=r"is not a budget: write bytes with a unit, as in '6GiB' \(B, kB"):
+        from_text(text)
 
 
 @pytest.mark.parametrize("text", ["0B", "0.0GiB", "0.4B"])
 def test_a_size_of_nothing_is_refused(text):
     with pytest.raises(ValueError, match="must be positive"):
-        parse_bytes(text)
+        from_text(text)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_is_no_budget_is_refused_by_plan_and_compile(budget, error, message
 @example(size=1292076)
 @example(size=2**20 - 1)
 def test_a_size_for_people_is_no_less_when_it_is_read(size):
-    read = parse_bytes(readable(size))
+    read = from_text(readable(size))
     assert size <= read <= size + max(0, size // 10)
 
 

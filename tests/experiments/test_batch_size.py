@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ackpt.core.budget import readable
-from ackpt.planner.workloads.named_models import training_step
+from ackpt.planner.workloads.step_request import training_step
 from experiments import batch_size as experiment
 from experiments.batch_size import SIZES, BatchSizeConfig, configuration, predicted, run_batch_size
 from experiments.cli.command_line import main

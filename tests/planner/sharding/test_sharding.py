@@ -23,9 +23,8 @@ from ackpt.planner.sharding.sharding import (
     step_windows,
     timeline,
 )
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig
-from ackpt.planner.workloads.step_request import StepRequest
+from ackpt.planner.workloads.step_request import StepRequest, training_step
 from experiments.sharded_check import check
 
 DEEP = 5
@@ -162,7 +161,7 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
 
     def forward(self, x):
         for block in [*self.blocks, *self.blocks]:
@@ -192,11 +191,11 @@ def test_recomputing_outside_of_a_blocks_backward_is_refused(whole):
 def test_what_cannot_be_sharded_is_said():
     with pytest.raises(ValueError, match="Linear has no blocks to shard one by one"):
         blocks_of(nn.Linear(2, 2))
-    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match="parameter 1.weight is shared by 1 and 0, which are sharded apart"):
+    tied = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
+    tied[1][0].weight = tied[0][0].weight
+    with pytest.raises(ValueError, match="parameter 1.0.weight is shared by 1 and 0, which are sharded apart"):
         groups_of(tied)
-    single = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    single = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
     single[0].register_parameter("scale", nn.Parameter(torch.ones(())))
     with pytest.raises(ValueError, match="parameter 0.scale is a single number, which FSDP cannot shard"):
         groups_of(single)
@@ -207,7 +206,7 @@ def test_what_cannot_be_sharded_is_said():
         ShardedModel(PlanConfig(request(2))).plan(Sharding(2), policy="mu-two")
 
 
-def test_blocks_are_the_members_of_the_outermost_lists():
+def test_blocks_are_the_repeated_ones_of_activation_checkpointing():
     resnet = training_step(StepRequest("resnet18", 1)).model
     assert blocks_of(resnet)[:2] == ("layer1.0", "layer1.1")
     assert peak_bytes([]) == 0
