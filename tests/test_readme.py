@@ -36,7 +36,7 @@ def printed(tmp_path_factory) -> list[str]:
     return printed_by(f"print({BETWEEN!r})\n".join(codes), tmp_path_factory.mktemp("code")).split(BETWEEN + "\n")
 
 
-def test_it_is_short() -> None:
+def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 100
 
 

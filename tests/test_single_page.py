@@ -30,7 +30,7 @@ def test_formulas_that_are_not_typeset_are_counted():
     assert problems_of_formulas(source, 3 * done + "<mjx-merror>") == ["1 formulas are wrong"]
 
 
-def test_on_paper_what_is_folded_is_open_and_links_stay_within():
+def test_the_printed_page_unfolds_blocks_and_keeps_links_internal():
     assert for_paper(PAGE).endswith('<details open class="hide"></details>')
     assert for_paper(for_paper(PAGE)) == for_paper(PAGE)
     assert for_paper('<a href="index.html#goals">') == '<a href="#goals">'

@@ -82,7 +82,7 @@ def test_the_loss_of_a_model_of_transformers_is_scaled(capsys):
     assert found["resident_bytes"] - planned(capsys, *GPT2, "--optimizer", "sgd")["resident_bytes"] == 8
 
 
-def test_any_optimizer_class(tmp_path, monkeypatch, capsys):
+def test_any_optimizer_class_of_torch_is_accepted(tmp_path, monkeypatch, capsys):
     (tmp_path / "lions.py").write_text(
         "import torch\n\n\n"
         "class Lion(torch.optim.Optimizer):\n"
@@ -117,7 +117,7 @@ def test_blocks_are_checkpointed_as_asked_for(capsys):
     assert offloaded["saved_bytes"] < every["saved_bytes"]
 
 
-def test_fields_that_every_configuration_has(capsys):
+def test_common_fields_of_every_configuration_can_be_set(capsys):
     eager, chosen = (planned(capsys, *LLAMA, f"attn_implementation={name}") for name in ("eager", "sdpa"))
     assert eager["saved_bytes"] > chosen["saved_bytes"]
     classifier = ["hf:BertConfig", "--seq-len", "16", "--set", "hidden_size=32", "intermediate_size=64"]
@@ -127,7 +127,7 @@ def test_fields_that_every_configuration_has(capsys):
     assert ten["parameters"] - three["parameters"] == 7 * (32 + 1)
 
 
-def test_several_gpus_by_name(capsys):
+def test_several_gpus_are_planned_in_one_call(capsys):
     found = planned(capsys, *BERT, "--device-profile", "t4,l4")
     assert (found["sweep"], [plan["device"]["name"] for plan in found["plans"]]) == ("device_profile", ["t4", "l4"])
 
@@ -162,7 +162,7 @@ def test_json_has_one_format(capsys):
         (["--fsdp", "2", "--every-n-layers", "2"], "policy 'selective' does not plan shards"),
     ],
 )
-def test_bad_input_is_one_clear_line(options, message, capsys):
+def test_bad_input_prints_one_line(options, message, capsys):
     assert main(["plan", *LLAMA, *options]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1

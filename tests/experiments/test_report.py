@@ -72,7 +72,7 @@ def test_losses_have_both_curves_and_their_difference():
     assert above.get_title() == "128 tokens"
 
 
-def test_stacked_bars_add_up():
+def test_stacked_bars_add_up_to_the_peak():
     figure = plots()["stacked"]
     assert texts(figure) == ["4.00", "1.00"]
     tops = [patch.get_y() + patch.get_height() for patch in figure.axes[0].patches]

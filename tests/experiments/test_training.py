@@ -120,7 +120,7 @@ def test_a_method_that_fails_leaves_the_others_records(monkeypatch):
         list(run_synthetic(config, timed_rounds=0))
 
 
-def test_wrong_gradients_would_be_noticed(monkeypatch):
+def test_wrong_gradients_are_reported(monkeypatch):
     """The check is not empty: a checkpoint that scales a gradient ends the experiment."""
     from ackpt.checkpointing import reentrant
 

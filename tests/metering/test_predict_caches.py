@@ -153,7 +153,7 @@ def predicted(model, x, context=contextlib.nullcontext):
 
 @pytest.mark.parametrize("mask_of", [lambda model, length: cached(length), *PLACES])
 @pytest.mark.parametrize("kind", ["fake", "meta"])
-def test_a_step_on_data_finds_nothing_of_a_prediction(mask_of, kind):
+def test_a_prediction_leaves_no_cached_tensors(mask_of, kind):
     mask_of = in_closure() if mask_of is in_closure else mask_of
     context = FakeTensorMode() if kind == "fake" else torch.device("meta")
     with context:
@@ -173,7 +173,7 @@ def test_a_step_on_data_finds_nothing_of_a_prediction(mask_of, kind):
             delattr(owner, name)
 
 
-def test_after_an_error_too():
+def test_a_failed_prediction_leaves_no_cached_tensors():
     with FakeTensorMode():
         model, x = Attends(in_dict), torch.empty(2, 6, 8)
     with pytest.raises(ackpt.MeterError, match="needs the values of a tensor"):
@@ -181,7 +181,7 @@ def test_after_an_error_too():
     assert not GLOBAL
 
 
-def test_what_was_there_and_what_belongs_to_the_step_stays():
+def test_earlier_caches_and_state_of_the_step_are_kept():
     four = cached(4)
     GLOBAL[4] = four
     with FakeTensorMode():

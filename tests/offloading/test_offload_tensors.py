@@ -148,7 +148,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_tensors_of_transforms_stay_on_the_device(name, mode):
+def test_tensors_of_torch_func_transforms_stay_on_the_device(name, mode):
     model, x, results = Tangents(TRANSFORMS[name]), torch.randn(64, 16), []
     for saving in (contextlib.nullcontext(), ackpt.offload_saved_tensors(mode, min_bytes=0)):
         model.zero_grad()

@@ -162,7 +162,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_nothing_races_where(step):
+def test_correct_transports_have_no_races(step):
     assert step(SimulatedTransport) == []
 
 
@@ -249,7 +249,7 @@ def test_hold_on_another_stream_makes_that_and_the_owner_wait():
     assert after(s.machine.default, event) and after(other, event) and not after(third, event)
 
 
-def test_a_copy_comes_behind_the_events_it_is_given():
+def test_a_copy_waits_for_its_events():
     s = Setting()
     buffer, source = s.pool.take(SIZE), s.filled()
     left = s.out(source, buffer)
@@ -289,7 +289,7 @@ def test_memory_that_another_stream_uses_is_recorded_there_and_only_then():
     assert s.machine.recorded == [(s.machine.block(target), other)]
 
 
-def test_how_long_computing_stood_still_is_taken_on_the_current_stream_around_the_wait():
+def test_the_wait_is_timed_on_the_current_stream():
     s = Setting()
     event = s.out(s.filled(), s.take())
     waited = s.transport.wait_event(event)

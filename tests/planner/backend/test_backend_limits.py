@@ -94,7 +94,7 @@ def test_evaluation_does_not_raise_at_the_limit(compiled):
 
 
 @both_ways
-def test_a_higher_limit_also_after_the_error(compiled):
+def test_a_higher_limit_works_after_the_error(compiled):
     plans = []
     call = compiled(Net(), policy="full", on_plan=plans.append)
     with limited:
@@ -236,7 +236,7 @@ def test_a_copy_of_a_compiled_model_and_another_thread():
             call(torch.ones(4, 8))
 
 
-def test_the_function_itself_as_backend():
+def test_the_backend_function_can_be_passed_itself():
     from ackpt.planner.backend.dynamo import backend
 
     options = {"compiler": "inductor"}
@@ -251,7 +251,7 @@ def test_a_frozen_model_needs_no_plan():
     as_function(model, policy="full")(torch.ones(4, 8))
 
 
-def test_the_switch_of_torch_compile_stays():
+def test_disable_true_runs_the_model_whatever_the_options():
     model = Net()
     torch.compile(model, backend="ackpt", disable=True, options={"compiler": "inductor"})(torch.ones(4, 8)).backward()
 

@@ -108,12 +108,12 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_other_reads_are_refused(name):
+def test_reads_of_other_values_are_refused(name):
     with pytest.raises(ackpt.TraceError, match="looks at the values of a tensor at .*test_branches.py"):
         ackpt.trace(Masked(UNKNOWN[name]), *batch())
 
 
-def test_floats_and_parameters_decide_nothing():
+def test_branches_on_floats_and_parameters_are_refused():
     model = Masked()
     model.decides = lambda mask: (model.layer.weight.sum() > 0) & mask.all()
     with pytest.raises(ackpt.TraceError, match="looks at the values of a tensor"):
@@ -155,7 +155,7 @@ HF = {
 
 
 @pytest.mark.parametrize("name", HF)
-def test_masks_of_transformers(name):
+def test_masks_of_transformers_are_captured_per_branch(name):
     model = HF[name]().eval()
     batches = [
         {"input_ids": ids, "attention_mask": mask, "labels": ids} for ids, mask in (batch(8), batch(8, [(1, -1)]))

@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fractions_are_of_what_the_model_itself_takes(name):
+def test_fractions_are_relative_to_the_step_of_the_model(name):
     model, x = CASES[name](), torch.randn(64, 32)
 
     def peak_bytes(call):

@@ -214,7 +214,7 @@ def test_a_refused_capture_leaves_nothing_in_it(name):
     assert torch.isfinite(model(x))
 
 
-def test_results_of_lru_cache_that_were_there_stay():
+def test_earlier_results_of_lru_cache_are_kept():
     cached = functools.lru_cache(maxsize=4)(mask)
     four, model = cached(4), Attends(lambda model, x: cached(x.shape[1]))
     x = torch.randn(2, 6, 8)
@@ -281,7 +281,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_cache_of_constants_is_refused_and_removed(case):
+def test_kept_tensors_that_are_not_constants_are_refused_and_removed(case):
     mask_of, message = REFUSED[case]
     before, model, x = without_data(), Attends(mask_of), torch.randn(2, 6, 8)
     LOG.clear()
@@ -362,7 +362,7 @@ REBINDS = {
 
 
 @pytest.mark.parametrize("how", REBINDS)
-def test_a_tensor_that_is_replaced_where_the_code_finds_it_is_seen(how):
+def test_a_replaced_tensor_is_read_at_the_next_call(how):
     model, x = Weighted(how), torch.randn(3, 4)
     step = ackpt.compile(model, x, policy="none")
     assert torch.equal(step(x), model(x))

@@ -135,12 +135,12 @@ def follows(model, change, values, *args):
 
 
 @pytest.mark.parametrize("case", SEEN)
-def test_a_changed_value_gives_another_plan_and_its_return_the_first_one(case):
+def test_a_changed_value_gets_its_own_plan_and_the_first_value_its_first_plan(case):
     function, change, values = SEEN[case]
     follows(Model(function), change, values, X)
 
 
-def test_objects_that_modules_and_calls_hold_are_followed():
+def test_attributes_of_objects_held_by_modules_and_calls_are_compared():
     config = Config()
     follows(Model(lambda model, x: x * model.config.scale, config=config), named(config, "scale"), (2.0, 4.0), X)
     given = Hashed(scale=2.0)
@@ -151,7 +151,7 @@ class Hashed(types.SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def test_a_profiler_goes_on_afterwards():
+def test_an_active_profiler_keeps_running():
     calls = []
     previous = sys.getprofile()
 
@@ -207,7 +207,7 @@ class Options:
 options = Options()
 
 
-def test_getattr_and_a_function_that_is_replaced_are_seen(monkeypatch):
+def test_getattr_and_replaced_functions_are_compared(monkeypatch):
     model = ByName()
     step = ackpt.compile(model, X, policy="none")
     monkeypatch.setattr(options, "factor", 5.0)
@@ -224,7 +224,7 @@ def count_collected(phase, info):
     collected += 1
 
 
-def test_what_the_garbage_collector_calls_is_not_the_models_code():
+def test_gc_callbacks_are_not_code_of_the_model():
     class Collects(nn.Linear):
         def forward(self, x):
             gc.collect()
@@ -238,14 +238,14 @@ def test_what_the_garbage_collector_calls_is_not_the_models_code():
     assert collected > 0 and step(X).shape == X.shape
 
 
-def test_what_computes_sizes_is_not_the_models_code():
+def test_sympy_is_not_code_of_the_model():
     # torch evaluates symbolic sizes by these during a forward; sympy stores hashes in its objects as it goes.
     assert not is_of_model(sympy.functions.elementary.complexes.__file__)
     assert not is_of_model(mpmath.__file__)
     assert is_of_model(__file__)
 
 
-def test_a_variable_that_a_frozen_function_closes_over_is_seen():
+def test_a_variable_closed_over_by_a_frozen_function_is_compared():
     scale = 2.0
 
     class Scaled(nn.Linear):
@@ -262,7 +262,7 @@ def test_a_variable_that_a_frozen_function_closes_over_is_seen():
     assert gc.get_freeze_count() > 0
 
 
-def test_variables_of_all_functions_with_the_same_code_are_seen():
+def test_variables_of_all_functions_with_the_same_code_are_compared():
     pairs = [closed_over(), closed_over()]
     gc.freeze()
     functions, changes = zip(*pairs, closed_over())  # the last one is not frozen
@@ -279,7 +279,7 @@ def test_variables_of_all_functions_with_the_same_code_are_seen():
 
 
 @pytest.mark.parametrize("is_suspended", [False, True])
-def test_a_variable_that_a_generator_closes_over_is_seen(is_suspended):
+def test_a_variable_closed_over_by_a_generator_is_compared(is_suspended):
     scale = 2.0
 
     def scales():
@@ -299,7 +299,7 @@ def test_a_variable_that_a_generator_closes_over_is_seen(is_suspended):
     assert [event.kind for event in step.history] == ["capture"] * 2
 
 
-def test_no_tensor_of_a_call_is_kept_by_the_functions_that_ran():
+def test_a_capture_keeps_no_tensor_of_its_call():
     class Doubled(nn.Linear):
         def forward(self, x):
             y = super().forward(x)

@@ -106,7 +106,7 @@ def notes(model, x):
     return x * (CONFIG.scale if model.uses else 1)
 
 
-def test_a_value_that_only_the_first_call_changes_may_change_if_the_step_stays_the_same():
+def test_a_value_changed_by_the_first_call_alone_is_kept_if_the_step_stays_the_same():
     try:
         for call in (ackpt.trace, ackpt.compile):
             CONFIG.scale = 2.0
@@ -122,7 +122,7 @@ def first_only(model, x):
     return x * factor
 
 
-def test_a_first_call_that_computes_otherwise_is_refused_and_its_values_put_back():
+def test_a_first_call_that_computes_differently_is_refused_and_its_values_put_back():
     with pytest.raises(TraceError, match="'scale' of global 'CONFIG' .* from 2.0 to 4.0"):
         ackpt.compile(Model(first_only), X)
     assert CONFIG.scale == 2.0
@@ -205,7 +205,7 @@ def replaces_unprintable(model, x):
 
 
 @pytest.mark.parametrize("forward", [replaces_tensor, replaces_tensor_in_dict, replaces_unprintable])
-def test_a_value_without_a_short_text_that_every_forward_replaces_is_as_after_the_first_call(forward):
+def test_a_value_replaced_by_every_forward_is_as_after_the_first_call(forward):
     model = Model(forward, kept=torch.ones(2), table={"kept": torch.ones(2)}, unprintable=Unprintable())
     step = ackpt.compile(model, X, policy="full")
     assert torch.equal(step(X), model(X))

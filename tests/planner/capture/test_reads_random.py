@@ -49,7 +49,7 @@ def test_random_numbers_that_a_capture_would_repeat_are_refused_and_put_back(how
     assert own == model.own.getstate() and numpy_state == model.several["numpy"].bit_generator.state
 
 
-def test_a_generator_that_is_not_drawn_from_does_not_matter():
+def test_an_unused_generator_is_allowed():
     assert torch.equal(ackpt.compile(Draws("nothing"), torch.ones(4))(torch.ones(4)), torch.ones(4))
 
 
@@ -106,7 +106,7 @@ def test_a_generator_that_the_forward_creates_is_refused():
         ackpt.compile(OwnGenerator(is_new=True), X, policy="full")
 
 
-def test_a_generator_of_the_model_draws_on():
+def test_a_generator_of_the_model_continues_from_step_to_step():
     model, expected = OwnGenerator(is_new=False), OwnGenerator(is_new=False)
     expected.load_state_dict(model.state_dict())
     step = ackpt.compile(model, X, policy="full")
@@ -155,7 +155,7 @@ def test_a_default_that_the_forward_leaves_set_is_refused_without_a_trace(kind):
     assert (torch.get_default_dtype(), torch.get_default_device()) == before
 
 
-def test_another_default_dtype_is_another_call():
+def test_another_default_dtype_gets_its_own_capture():
     class Ones(nn.Linear):
         def forward(self, x):
             return super().forward(x).sum() * torch.full((), 1 / 3).double().sum()

@@ -85,7 +85,7 @@ def test_measured_bytes_are_those_of_the_shapes_and_of_each_operation_alone(ever
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_nothing_of_the_caller_changes(everything, real):
+def test_state_of_the_caller_is_unchanged(everything, real):
     model, graph = everything
     assert graph.analysis.mutated
     held = [*model.parameters(), *model.buffers(), *ARGS, *KWARGS.values()]
@@ -231,7 +231,7 @@ class Waiting(run.Swapping):
         return found
 
 
-def test_values_that_wait_on_the_host_come_back_as_they_were(everything):
+def test_values_moved_to_the_host_come_back_unchanged(everything):
     model, graph = everything
     values = {}
     for runner in (run.Runner(graph, CPU), Waiting(graph, CPU)):

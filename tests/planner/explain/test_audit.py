@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu
 import ackpt
 
 
-def test_everything_is_as_before():
+def test_the_audit_restores_model_optimizer_and_random_states():
     net, x = Net(by_torch, make=lambda: Block(nn.BatchNorm1d(4 * WIDTH), nn.Dropout(0.1))), batch()
     optimizer = torch.optim.AdamW(net.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -46,7 +46,7 @@ def test_everything_is_as_before():
     step()  # and the next step runs
 
 
-def test_a_method_of_a_trainer():
+def test_a_step_that_is_a_method_restores_its_object():
     class Trainer:
         def __init__(self):
             self.net, self.x, self.steps, self.losses = Net(by_torch), batch(), 0, []
@@ -68,7 +68,7 @@ def test_a_method_of_a_trainer():
 STEPS = 0
 
 
-def test_counters_of_a_step():
+def test_counters_of_a_step_are_restored():
     net, x, steps = Net(by_torch), batch(), 0
 
     def step():
@@ -80,7 +80,7 @@ def test_counters_of_a_step():
     assert kinds(step) == [] and steps == STEPS == 0
 
 
-def test_nothing_of_a_step_is_kept():
+def test_the_audit_keeps_no_tensor_of_the_step():
     net = Net(by_torch)
     reference, audit = weakref.ref(net), ackpt.audit(net, batch())
     del net
@@ -88,13 +88,13 @@ def test_nothing_of_a_step_is_kept():
     assert reference() is None and audit.ok
 
 
-def test_a_step_that_cannot_be_repeated_is_said(seeded):
+def test_a_step_that_cannot_be_repeated_is_noted(seeded):
     net, batches = Net(by_torch), iter([batch() for _ in range(20)])
     audit = ackpt.audit(lambda: net(next(batches)).backward())
     assert audit.ok and "two equal runs" in audit.notes[0]
 
 
-def test_another_kind_of_checkpointing_is_said():
+def test_another_kind_of_checkpointing_is_noted():
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx, function, x):
@@ -124,12 +124,12 @@ def test_another_kind_of_checkpointing_is_said():
         (TypeError, "before torch.compile", lambda: (torch.compile(Net(plain), backend="eager"), batch())),
     ],
 )
-def test_bad_input(error, said, args):
+def test_bad_input_is_refused(error, said, args):
     with pytest.raises(error, match=said):
         ackpt.audit(*args())
 
 
-def test_inside_hooks_on_saved_tensors():
+def test_saved_tensors_hooks_around_the_audit_are_refused():
     with save_on_cpu(), pytest.raises(ValueError, match="inside the step"):
         ackpt.audit(Net(plain), batch())
 
@@ -139,7 +139,7 @@ def test_a_step_that_is_wrong_itself_raises_its_error():
         ackpt.audit(Net(by_torch), torch.ones(2, 3))
 
 
-def test_what_it_measures():
+def test_regions_bytes_and_flops_are_measured():
     net, x = Net(by_torch), batch(256)
     audit = ackpt.audit(net, x)
     assert [(r.modules, r.recomputations) for r in audit.regions] == [((f"blocks.{n}",), 1) for n in range(4)]

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import ackpt
 
 
-def test_dropout_that_is_drawn_again():  # OLMo-core 828
+def test_finds_dropout_drawn_again():  # OLMo-core 828
     run = functools.partial(by_torch, preserve_rng_state=False)
     found = only(Net(run, make=lambda: Block(nn.GELU(), nn.Dropout(0.5))), batch())
     assert (found.kind, found.module) == ("random", "blocks.0") and "preserve_rng_state" in found.fix
@@ -40,7 +40,7 @@ class Noise(nn.Module):
 
 
 @pytest.mark.parametrize("run", [by_torch, by_reentrant])
-def test_random_numbers_of_python(run):
+def test_finds_random_numbers_of_python(run):
     found = only(Net(run, make=lambda: Block(nn.GELU(), Noise())), batch())
     assert found.kind == "random" and "Python's random" in found.message
 
@@ -54,7 +54,7 @@ class Generated(nn.Module):
         return x * torch.rand(x.shape, generator=self.generator)
 
 
-def test_random_numbers_of_other_generators():
+def test_finds_random_numbers_of_a_generator():
     assert "a torch.Generator" in only(Net(by_torch, make=lambda: Block(Generated())), batch()).message
     assert kinds(Net(ackpt.checkpoint, make=lambda: Block(Generated())), batch()) == []
     without = functools.partial(ackpt.checkpoint, preserve_rng_state=False)
@@ -62,12 +62,12 @@ def test_random_numbers_of_other_generators():
 
 
 @pytest.mark.parametrize("run", [by_torch, by_reentrant])
-def test_running_statistics_that_are_updated_twice(run):
+def test_finds_running_statistics_updated_twice(run):
     found = only(Net(run, make=lambda: Block(nn.BatchNorm1d(4 * WIDTH), nn.GELU())), batch())
     assert (found.kind, found.module[:7]) == ("statistics", "blocks.") and "middle.0.running" in found.message
 
 
-def test_a_closure_that_changes_before_backward():  # pytorch's documentation
+def test_finds_a_closure_changed_before_backward():  # pytorch's documentation
     class Closure(Net):
         def forward(self, x):
             x = self.stem(x)
@@ -79,7 +79,7 @@ def test_a_closure_that_changes_before_backward():  # pytorch's documentation
     assert found.kind == "changed" and "'block'" in found.message and found.module == "blocks.0"
 
 
-def test_an_attribute_that_changes_before_backward():  # peft 2826
+def test_finds_an_attribute_changed_before_backward():  # peft 2826
     class Switch(nn.Module):
         scale = 1.0
 
@@ -99,7 +99,7 @@ def test_an_attribute_that_changes_before_backward():  # peft 2826
     assert found.kind == "changed" and "'blocks.0.middle.0'" in found.message and "scale" in found.message
 
 
-def test_a_counter_that_counts_twice():  # pytorch 196956
+def test_finds_a_counter_incremented_twice():  # pytorch 196956
     class Counting(Block):
         calls = 0
 
@@ -115,7 +115,7 @@ def test_a_counter_that_counts_twice():  # pytorch 196956
     assert found.kind == "twice" and "calls" in found.message
 
 
-def test_reentrant_without_inputs_that_require_grad():  # peft 1142, trl 3089
+def test_finds_reentrant_regions_without_inputs_that_require_grad():  # peft 1142, trl 3089
     class Frozen(Net):
         def enable_input_require_grads(self):
             """As models of transformers have it."""
@@ -128,14 +128,14 @@ def test_reentrant_without_inputs_that_require_grad():  # peft 1142, trl 3089
     assert "enable_input_require_grads" in found.fix and audit.differences["gradient blocks.0.up.weight"] is None
 
 
-def test_children_wrapped_instead_of_blocks():  # accelerate 3897
+def test_finds_children_wrapped_instead_of_blocks():  # accelerate 3897
     net = Net(plain)
     wrappers.apply_activation_checkpointing(net.blocks, check_fn=lambda m: isinstance(m, (nn.Linear, nn.GELU)))
     found = only(net, batch())
     assert (found.kind, found.module) == ("children", "blocks.0")
 
 
-def test_a_vision_tower_that_is_never_wrapped():  # NeMo Automodel 2840
+def test_finds_a_vision_tower_without_regions():  # NeMo Automodel 2840
     class Both(Net):
         def __init__(self):
             super().__init__(by_torch)
@@ -148,7 +148,7 @@ def test_a_vision_tower_that_is_never_wrapped():  # NeMo Automodel 2840
     assert found.kind == "not_covered" and found.module == "tower.0" and "4 x tower.*" in found.message
 
 
-def test_layers_of_another_kind_that_are_never_wrapped():  # NeMo Automodel 3192
+def test_finds_layers_of_another_kind_without_regions():  # NeMo Automodel 3192
     class Linear(Block):
         pass
 
@@ -173,24 +173,24 @@ class Switched(nn.Module):
         return self.net(x)
 
 
-def test_a_cache_that_switches_checkpointing_off():
+def test_finds_a_cache_that_switches_checkpointing_off():
     assert kinds(Switched(), batch()) == []
     found = only(Switched(use_cache=True), batch())
     assert found.kind == "cache" and "use_cache = False" in found.fix
 
 
-def test_checkpointing_in_evaluation_mode():
+def test_finds_checkpointing_in_evaluation_mode():
     found = only(Switched().eval(), batch())
     assert found.kind == "evaluation" and "train()" in found.fix
 
 
-def test_transformers_in_evaluation_mode():
+def test_finds_evaluation_mode_of_a_model_of_transformers():
     model = llama().eval()
     model.activation_checkpointing_enable()
     assert kinds(model, tokens()) == ["evaluation"]
 
 
-def test_a_cache_that_is_returned():  # FSDP's wrapper around the layers of transformers
+def test_finds_a_returned_cache():  # FSDP's wrapper around the layers of transformers
     model = llama()
     layer = type(model.model.layers[0])
     wrappers.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
@@ -198,7 +198,7 @@ def test_a_cache_that_is_returned():  # FSDP's wrapper around the layers of tran
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_peft_without_input_gradients():  # peft 1142
+def test_finds_adapters_without_input_gradients():  # peft 1142
     model = lora(llama())
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
@@ -207,7 +207,7 @@ def test_peft_without_input_gradients():  # peft 1142
     assert found.kind == "no_gradients" and "enable_input_require_grads" in found.fix and "lora_A" in found.message
 
 
-def test_an_offload_that_is_entered_around_backward_only():
+def test_finds_an_offload_around_backward_only():
     net, x = Net(plain), batch()
 
     def step():
@@ -247,13 +247,13 @@ def with_offload(**options):
     return step
 
 
-def test_an_offload_below_its_threshold():  # trl 5738
+def test_finds_an_offload_below_its_threshold():  # trl 5738
     assert kinds(with_offload()) == []
     found = only(with_offload(min_offload_size=1 << 20))
     assert found.kind == "offload" and "1.0 MiB" in found.message
 
 
-def test_an_offload_that_never_frees():  # axolotl 3638
+def test_finds_an_offload_that_never_frees():  # axolotl 3638
     kept = []
 
     def pack(tensor):
@@ -272,24 +272,24 @@ def test_an_offload_that_never_frees():  # axolotl 3638
     assert kept == []
 
 
-def test_regions_inside_regions_of_the_same_blocks():
+def test_finds_regions_inside_regions_of_the_same_blocks():
     found = only(Net(lambda block, x: by_torch(lambda y: by_torch(block, y), x)), batch())
     assert (found.kind, found.module) == ("nested", "blocks.0")
 
 
 @pytest.mark.parametrize("wrap", [wrappers.apply_activation_checkpointing, ackpt.apply_activation_checkpointing])
-def test_two_tools_around_the_same_blocks(wrap):
+def test_finds_two_tools_around_the_same_blocks(wrap):
     net = Net(by_torch)
     wrap(net, check_fn=lambda module: isinstance(module, Block))
     assert kinds(net, batch()) == ["nested"]
 
 
-def test_one_region_around_everything():  # pytorch 147449
+def test_finds_one_region_around_everything():  # pytorch 147449
     found = only(Custom([nn.Sequential(*(Block() for _ in range(6)))]), batch(512))
     assert found.kind == "no_effect" and "at once" in found.message
 
 
-def test_a_head_that_saves_most():
+def test_finds_a_head_that_saves_most():
     class Model(Net):
         def __init__(self):
             super().__init__(by_torch)
@@ -305,7 +305,7 @@ def test_a_head_that_saves_most():
     assert found.kind == "head" and "chunked_cross_entropy" in found.fix
 
 
-def test_an_input_that_is_changed_in_place():  # TabPFN 1138, mamba.py 80
+def test_finds_an_input_changed_in_place():  # TabPFN 1138, mamba.py 80
     class InPlace(Block):
         def forward(self, x):
             return super().forward(x.mul_(2))
@@ -314,7 +314,7 @@ def test_an_input_that_is_changed_in_place():  # TabPFN 1138, mamba.py 80
     assert (found.kind, found.module) == ("error", "blocks.0") or "modified by an inplace" in found.message
 
 
-def test_a_recomputation_that_routes_other_tokens():  # pytorch 155171
+def test_finds_a_recomputation_that_routes_other_tokens():  # pytorch 155171
     class Routed(Block):
         def forward(self, x):
             chosen = torch.rand(len(x)) < 0.5

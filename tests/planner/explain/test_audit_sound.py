@@ -182,7 +182,7 @@ def test_a_sound_model_has_no_finding(name):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("every_n_layers", [1, 2])
-def test_transformers_switch(use_reentrant, every_n_layers):
+def test_the_switch_of_transformers_is_sound(use_reentrant, every_n_layers):
     model = llama()
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant}, every_n_layers=every_n_layers)
     audit = ackpt.audit(model, tokens(), compare_budget=False)
@@ -192,19 +192,19 @@ def test_transformers_switch(use_reentrant, every_n_layers):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_peft_with_the_switch(use_reentrant):
+def test_adapters_with_the_switch_of_transformers_are_sound(use_reentrant):
     model = llama()
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     assert kinds(lora(model), tokens()) == []
 
 
-def test_transformers_and_ackpt():
+def test_a_model_of_transformers_with_regions_is_sound():
     model = llama(use_cache=False)
     ackpt.apply_activation_checkpointing(model)
     assert kinds(model, tokens()) == []
 
 
-def test_accelerate():
+def test_a_step_of_accelerate_is_sound():
     accelerate = pytest.importorskip("accelerate")
     net, x = Net(by_torch), batch()
     accelerator = accelerate.Accelerator(cpu=True)

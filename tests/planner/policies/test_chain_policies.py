@@ -59,7 +59,7 @@ def test_sqrt_segments_are_those_of_the_theory(n):
 
 
 @pytest.mark.parametrize("n", [6, 14, 30])
-def test_halves_of_halves_are_those_of_the_theory(n):
+def test_recursive_halves_are_those_of_the_theory(n):
     graph, profile, blocks = line_of(n)
     schedule = chen_log.schedule(graph, profile, None)
     gradients = 3  # of a layer's input and output, and the layer's output beside what is kept

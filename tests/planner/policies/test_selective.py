@@ -167,7 +167,7 @@ def test_blocks_are_the_inner_members_of_lists():
         ({"offload": True}, "policy 'selective' offloads, but the profile of 'cpu' has no times of copies"),
     ],
 )
-def test_wrong_options(graph, options, message):
+def test_wrong_options_are_refused(graph, options, message):
     with pytest.raises(ValueError, match=message):
         ackpt.plan(graph, policy="selective", **options)
 

@@ -96,7 +96,7 @@ def test_a_plan_for_dropped_outputs_is_no_plan_for_kept_ones(given):
         ackpt.compile(model, *batch, plan=plan, outputs="keep")
 
 
-def test_other_values_are_refused(given):
+def test_invalid_values_of_the_option_are_refused(given):
     model, *batch = given
     with pytest.raises(ValueError, match="outputs must be 'drop' or 'keep', got 'all'"):
         ackpt.compile(model, *batch, outputs="all")

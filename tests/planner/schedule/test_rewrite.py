@@ -77,7 +77,7 @@ def longer_lived(listing):
     listing.lines.insert(-1, Line("call_function", torch.ops.aten.alias.default, (first,)))
 
 
-def test_a_module_that_takes_other_bytes_is_found(graph, monkeypatch):
+def test_a_module_with_other_bytes_is_reported(graph, monkeypatch):
     implementation = sys.modules["ackpt.planner.schedule.rewriting"]
     build = implementation._rewritten
 

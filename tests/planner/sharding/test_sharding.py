@@ -136,7 +136,7 @@ def test_every_block_is_gathered_twice_and_all_is_reduced_once(whole):
     assert found.reduced_bytes == 3 * sum(size.reduce for size in sizes) // 4
 
 
-def test_nothing_but_gradients_outputs_and_shards_is_left(whole):
+def test_after_the_step_only_gradients_outputs_and_shards_remain(whole):
     live = timeline(whole.blocks.windows(whole.blocks.plain, Sharding(4)))
     left = {name: series[-1] for name, series in live.categories.items() if series[-1]}
     sizes = [GroupBytes(group, Sharding(4)) for group in whole.groups]
@@ -189,7 +189,7 @@ def test_recomputing_outside_of_a_blocks_backward_is_refused(whole):
         blocks.windows(scheduled(blocks.graph, None, moved), Sharding(2))
 
 
-def test_what_cannot_be_sharded_is_said():
+def test_models_that_cannot_be_sharded_are_refused():
     with pytest.raises(ValueError, match="Linear has no blocks to shard one by one"):
         blocks_of(nn.Linear(2, 2))
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
