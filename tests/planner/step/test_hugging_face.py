@@ -66,10 +66,10 @@ def adapted_and_expected(make, dtype):
 
 
 every_adapter = pytest.mark.parametrize("make", [llama, gpt2])
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
-@every_dtype
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_adapter
 def test_adapters_in_regions_are_bit_equal(make, dtype):
     model, expected = adapted_and_expected(make, dtype)
@@ -77,8 +77,7 @@ def test_adapters_in_regions_are_bit_equal(make, dtype):
     assert same(gradients(model, model, dtype), expected)
 
 
-@every_dtype
-@every_adapter
+@pytest.mark.parametrize(("make", "dtype"), [*((llama, dtype) for dtype in DTYPES), (gpt2, torch.float16)])
 def test_adapters_within_a_budget(make, dtype):
     model, expected = adapted_and_expected(make, dtype)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
