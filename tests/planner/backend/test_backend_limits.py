@@ -7,31 +7,15 @@ import threading
 
 import pytest
 import torch
-from steps import run_boxed
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
-from ackpt.planner.backend import dynamo
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_inductor")
 LIMIT = 3
 limited = torch._dynamo.config.patch(recompile_limit=LIMIT)
-
-
-@pytest.fixture(autouse=True)
-def _no_inductor(monkeypatch):
-    """Run the operations one by one: Inductor would compile for minutes, and Dynamo does the same in front of it."""
-
-    def run(gm, example_inputs, custom_partitioner_fn=None, **_):
-        if custom_partitioner_fn is None:
-            return gm.forward
-        compilers = {"fw_compiler": run_boxed, "bw_compiler": run_boxed, "partition_fn": custom_partitioner_fn}
-        return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, example_inputs)
-
-    monkeypatch.setattr(dynamo, "_by_inductor", run)
 
 
 class Net(nn.Module):

@@ -113,27 +113,6 @@ def test_a_generator_of_the_model_continues_from_step_to_step():
     assert all(torch.equal(step(X), expected(X)) for _ in range(3))
 
 
-class OtherDefaults(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        torch.set_default_dtype(torch.float64)
-        try:
-            factor = torch.linspace(0, 1, 4).exp().float()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        return (self.linear(x) * factor).tanh().sum()
-
-
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_a_default_dtype_that_the_forward_sets_is_planned(policy):
-    model = OtherDefaults()
-    step = ackpt.compile(model, X, policy=policy)
-    assert torch.equal(step(X), model(X))
-
-
 class LeavesDefault(nn.Module):
     def __init__(self, kind: str):
         super().__init__()

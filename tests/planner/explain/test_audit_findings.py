@@ -222,13 +222,11 @@ def test_finds_an_offload_around_backward_only():
 class OffloadActivations(saved_tensors_hooks):
     """As TRL's and torchtune's, on any device."""
 
-    def __init__(self, min_offload_size=1024, keep=False):
-        self.min_tensor_size_bytes, self.tracker, self.kept = min_offload_size, {}, []
+    def __init__(self, min_offload_size=1024):
+        self.min_tensor_size_bytes, self.tracker = min_offload_size, {}
 
         def pack(tensor):
             number = len(self.tracker)
-            if keep:
-                self.kept.append(tensor)
             is_large = tensor.numel() * tensor.element_size() >= self.min_tensor_size_bytes
             self.tracker[number] = tensor.clone() if is_large else tensor
             return number
