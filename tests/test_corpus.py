@@ -25,7 +25,7 @@ def test_a_model_is_captured_planned_and_run_as_recorded(name: str) -> None:
     assert compare(name, then, now, same_cpu=recorded["environment"]["cpu"] == here["cpu"]) == []
 
 
-def test_every_recorded_step_is_bit_equal_and_takes_what_was_simulated() -> None:
+def test_every_recorded_step_is_bit_equal_and_has_the_simulated_peak() -> None:
     entries = [
         (entry["bit_equal"], entry["measured_peak_bytes"] <= entry["peak_bytes"])
         for model in corpus.load()["models"].values()

@@ -84,7 +84,7 @@ def test_the_ranks_have_the_variables_that_torchrun_sets(tmp_path):
     assert sorted(launched) == sorted(run(" ".join(["torchrun", *arguments]), tmp_path)) != []
 
 
-def test_every_script_stands_in_a_guide_and_every_guide_has_one():
+def test_every_script_is_in_a_guide_and_every_guide_has_one():
     shown = {}
     for guide in GUIDES:
         shown[guide.stem] = re.findall(r"^```\{literalinclude\} (\S+)$", guide.read_text(encoding="utf-8"), re.M)

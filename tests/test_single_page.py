@@ -11,7 +11,7 @@ import ackpt
 PAGE = '<img alt="a" src="_images/a%20b.png"><img src="data:image/png;base64,"><details class="hide"></details>'
 
 
-def test_missing_pictures_and_what_comes_from_elsewhere_are_found(tmp_path):
+def test_missing_pictures_and_external_resources_are_reported(tmp_path):
     page = tmp_path / "index.html"
     page.write_text(PAGE)
     assert problems(tmp_path) == ["no such picture: _images/a%20b.png"]

@@ -125,7 +125,7 @@ def test_an_object_that_is_not_callable_and_wrong_arguments_are_refused():
     assert surroundings() == before
 
 
-def test_an_error_in_the_recompute_says_where_it_was_raised():
+def test_an_error_in_the_recomputation_names_its_origin():
     blocks = [nn.Linear(4, 4)]
     loss = ackpt.checkpoint(lambda x: blocks[0](x), batch()).sum()
     blocks.clear()

@@ -225,7 +225,7 @@ def test_a_peak_in_the_optimizers_step_says_that_recomputing_does_not_help():
     assert together > one > fused
 
 
-def test_a_later_batch_that_is_too_small_for_the_fraction_says_so():
+def test_a_later_batch_too_small_for_the_fraction_is_named():
     model, x = layers()
     least = float(re.search(r"or ([0-9.]+) of", refusal(model, x))[1])
     assert float(re.search(r"or ([0-9.]+) of", refusal(model, x[:1]))[1]) > least

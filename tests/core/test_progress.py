@@ -111,7 +111,7 @@ def test_nothing_is_written_to_a_pipe_or_before_the_delay(terminal, monkeypatch)
     assert terminal.getvalue() == ""
 
 
-def test_a_measurement_shows_one_line_for_itself_and_what_the_step_does(terminal):
+def test_a_measurement_shows_one_line_of_progress(terminal):
     x = torch.ones(4, 8)
     terminal.is_terminal = False
     step = ackpt.compile(nn.Linear(8, 8), x)

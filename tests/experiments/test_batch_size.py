@@ -63,7 +63,7 @@ def test_plans_keep_their_share_of_the_plain_step(records):
         assert plain["flops"] < planned["flops"] < found[batch, "per-block"]["flops"]
 
 
-def test_the_limit_is_what_the_plain_step_takes_at_the_middle_batch(records):
+def test_the_limit_is_the_baseline_peak_at_the_middle_batch(records):
     (limit,) = {r.config["limit_bytes"] for r in records}
     assert limit == steps(records)[8, "plain"]["peak_bytes"]
     found = largest(records)
@@ -79,7 +79,7 @@ def test_the_next_batch_size_does_not_fit(records):
     assert peak > records[0].config["limit_bytes"]
 
 
-def test_tables_say_what_was_measured_and_stand_beside_the_published_figures(records):
+def test_tables_mark_measurements_and_show_published_figures(records):
     rows = report.rows(records, load_reference("mu-two-resnet"))
     assert [row["how"] for row in rows] == ["measured"] * 6
     assert rows[0]["vs_plain"] is None and rows[2]["vs_plain"] < 0 < rows[2]["flops"]

@@ -77,7 +77,7 @@ def test_the_table_has_the_parts_of_the_peak_and_the_published_figures(records):
     assert bert_report.text_table([]) == "no records"
 
 
-def test_the_published_figures_stand_beside_the_prediction_and_what_a_gpu_measured(records):
+def test_published_predicted_and_measured_figures_are_in_one_table(records):
     def moved(record, experiment):
         config = {**record.config, "device": "cuda"}
         return Record(experiment, config, record.metrics, record.environment)

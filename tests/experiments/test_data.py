@@ -104,7 +104,7 @@ def test_a_local_copy_is_read(tmp_path, no_hub, name, given):
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_what_datasets_saved_to_disk_is_read(tmp_path, no_hub, splits):
+def test_a_corpus_saved_by_datasets_is_read(tmp_path, no_hub, splits):
     saved = datasets.Dataset.from_dict({"text": ROWS})
     if splits:
         saved = datasets.DatasetDict({"train": saved, "test": datasets.Dataset.from_dict({"text": ["no"]})})

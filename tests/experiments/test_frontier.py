@@ -40,7 +40,7 @@ def test_every_budget_has_a_point_or_a_reason(record):
 
 
 @pytest.mark.parametrize("policy", ["full", "auto"])
-def test_a_refused_budget_names_what_the_policy_then_needs(record, policy):
+def test_a_refused_budget_has_the_smallest_peak_of_the_policy(record, policy):
     kept, refused, least = points(record, policy)
     resident = record.metrics["baseline"]["resident_bytes"]
     assert refused == {"policy": policy, "budget": 0.1, "least_bytes": resident + least["measured_peak_bytes"]}

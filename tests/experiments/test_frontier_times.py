@@ -79,7 +79,7 @@ def test_the_table_of_models(made_up):
     assert times.times_rows([made_up])[0]["half"] == "not run"
 
 
-def test_times_are_drawn_with_their_range_where_there_are_some(unet, made_up):
+def test_measured_times_are_drawn_with_their_range(unet, made_up):
     (axes,) = times.time_plot(unet).axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["auto", "auto, rates", "torch: checkpoint"]

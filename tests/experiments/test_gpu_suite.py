@@ -97,7 +97,7 @@ def test_a_failed_job_leaves_its_error_and_no_figures_and_the_others_run(tmp_pat
     assert order == ["new", "bad"]
 
 
-def test_a_prediction_that_fails_is_a_failure_of_its_own_and_the_records_are_there(tmp_path):
+def test_a_failed_prediction_is_recorded_and_keeps_the_records(tmp_path):
     found = run_suite([job(predict=lambda config: 1 / 0)], tmp_path)
     assert found.failed == {"one": {gpu_suite.PREDICTION: "ZeroDivisionError: division by zero"}}
     assert len(load_records(tmp_path)) == 2

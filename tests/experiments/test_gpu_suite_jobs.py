@@ -109,7 +109,7 @@ def test_a_step_that_does_not_fit_prints_one_line_and_exits_with_status_2(option
     assert error.startswith("python -m experiments gpu-suite: ") and message in error and error.count("\n") == 1
 
 
-def test_a_file_as_folder_and_a_gpu_that_is_not_there_are_refused(tmp_path, capsys, monkeypatch):
+def test_a_file_as_folder_and_a_missing_gpu_are_refused(tmp_path, capsys, monkeypatch):
     path = tmp_path / "file"
     path.touch()
     assert main(["gpu-suite", "--tier", "cpu", "--out", str(path)]) == 2

@@ -116,7 +116,7 @@ class TestCompiled:
         call(x)
         assert seen == ["compiles", "runs", "runs", "runs"]
 
-    def test_what_plans_a_new_shape_is_not_counted(self, mlp):
+    def test_planning_a_new_shape_is_not_counted(self, mlp):
         model, x = mlp
         step = ackpt.compile(model, x[:2], policy="none", differentiate="all")
         expected = count_flops(lambda: model(x).sum().backward())

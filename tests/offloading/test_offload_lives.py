@@ -282,7 +282,7 @@ def test_gradients_are_right_and_the_store_is_empty(no_gc, mode, scenario, optio
     assert not engine._storages and not engine.returned
 
 
-def test_the_tensors_of_a_dropped_graph_die_with_it(no_gc):
+def test_the_tensors_of_a_dropped_graph_are_freed_with_it(no_gc):
     for keep_last in (0, 1, 3):
         x = matrix().requires_grad_()
         with offload("async", keep_last=keep_last):

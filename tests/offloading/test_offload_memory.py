@@ -128,7 +128,7 @@ def test_device_memory_does_not_grow_during_the_forward(kind, how):
         assert boundaries(long - short) == 0
 
 
-def test_sync_has_the_tail_on_the_device_and_async_one_copy_besides():
+def test_sync_keeps_the_tail_on_the_device_and_async_one_more_copy():
     found = {how: left_by_forward(measured(Chain, 6, how)) for how in ("classic", "sync", "async")}
     result = boundaries(found["classic"]) - 5  # what the loss saves
     assert {how: boundaries(size) - result for how, size in found.items()} == {"classic": 5, "sync": 1, "async": 2}
@@ -201,7 +201,7 @@ def test_copies_in_flight_are_bounded_in_both_directions(lookahead):
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 4])
-def test_the_device_holds_no_more_than_the_lookahead_besides(lookahead):
+def test_the_device_holds_at_most_the_lookahead_in_addition(lookahead):
     sync = measured(Chain, 6, "saved sync")
     ahead = measured(Chain, 6, "saved async", lookahead_bytes=lookahead * BOUNDARY)
     assert left_by_forward(ahead) - left_by_forward(sync) == lookahead * BOUNDARY

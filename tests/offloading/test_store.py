@@ -62,7 +62,7 @@ def test_size_classes_are_few_and_idempotent():
     assert len([size for size in classes if 1 << 19 < size <= 1 << 20]) == 8
 
 
-def test_a_buffer_given_back_is_taken_again_by_whatever_fits_its_class():
+def test_a_returned_buffer_serves_every_size_of_its_class():
     pool = Pool(made := Made())
     first = pool.take(100 * KIB)
     assert pool.take(100 * KIB) is not first
@@ -133,7 +133,7 @@ def test_the_least_recently_used_buffer_is_released_first():
     assert pool.take(9 * PAGE) is new
 
 
-def test_clear_releases_what_is_idle_and_nothing_else():
+def test_clear_releases_idle_buffers_alone():
     pool = Pool(no_memory)
     idle, used = pool.take(2 * PAGE), pool.take(PAGE)
     pool.give(idle)
@@ -174,7 +174,7 @@ def test_a_failed_copy_does_not_keep_its_buffer_from_being_released():
     assert (pool.bytes, pool.idle_bytes) == (0, 0)
 
 
-def test_at_the_limit_the_fallback_is_taken_with_one_warning_that_says_so():
+def test_at_the_limit_the_fallback_is_used_with_one_warning():
     pinned, pageable = Made(), Made()
     pool = Pool(pinned, pageable, limit=3 * PAGE)
     first = [pool.take(PAGE), pool.take(2 * PAGE)]

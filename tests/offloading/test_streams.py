@@ -78,7 +78,7 @@ def test_events_may_be_given_by_an_iterator():
     assert found == [0, 1, 2, 3]
 
 
-def test_an_event_of_the_same_stream_is_no_deadlock():
+def test_waiting_for_an_event_of_the_same_stream_does_not_deadlock():
     stream, found = Stream("test"), []
     first = stream.submit(found.append, 1)
     stream.submit(found.append, 2, after=[first]).wait()

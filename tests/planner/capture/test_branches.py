@@ -136,7 +136,7 @@ def test_an_error_that_the_values_cause_is_the_models():
     check(step, model, ids, mask)
 
 
-def test_the_warning_of_many_captures_says_what_helps():
+def test_the_warning_of_many_captures_names_the_fix():
     model = Masked(lambda mask: sum(bool(row.all()) for row in mask) > 1)
     step = ackpt.compile(model, *batch(), policy="full")
     with pytest.warns(UserWarning, match="because the values of its arguments changed.*Prepare batches that take few"):

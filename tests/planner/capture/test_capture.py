@@ -220,7 +220,7 @@ def test_sparse_gradients_are_refused():
         trace(model, torch.tensor([0, 1]))
 
 
-def test_python_attributes_are_part_of_what_a_capture_is_for():
+def test_python_attributes_are_part_of_the_facts_of_a_capture():
     model = Model(lambda self, x: self.first(x) * self.scale, scale=1.0)
     planned = ackpt.compile(model, torch.ones(3, 4), policy="none")
     before = planned(torch.ones(3, 4))
@@ -243,7 +243,7 @@ def test_numbers_made_by_the_forward():
     same_as_eager(Model(lambda self, x: self.first(x) * (torch.tensor(1.5) > 0)), torch.randn(3, 4))
 
 
-def test_copies_and_pickles_plan_anew():
+def test_copies_and_pickles_are_planned_again():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
     planned = ackpt.compile(model, torch.ones(3, 4), policy="full")
     for other in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):

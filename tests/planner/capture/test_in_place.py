@@ -105,7 +105,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["compile", "backend"])
-def test_a_model_that_checkpoints_itself_is_told_what_a_fraction_is_of(way):
+def test_a_model_that_checkpoints_itself_is_warned_what_a_fraction_is_relative_to(way):
     model, x = Checkpointed(), torch.randn(64, 32)
     with pytest.warns(UserWarning, match="peak without torch's checkpointing"):
         if way == "compile":

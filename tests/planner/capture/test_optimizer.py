@@ -78,7 +78,7 @@ KINDS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) a
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"weight_decay": 0.1}], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_step_allocates_to_the_byte_what_was_promised(kind, options):
+def test_an_optimizer_step_allocates_the_planned_bytes(kind, options):
     if not set(options) <= set(inspect.signature(kind).parameters):
         return
     low = [nn.Parameter(torch.zeros(6, 6, dtype=torch.bfloat16)), nn.Parameter(torch.ones(()))]

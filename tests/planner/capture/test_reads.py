@@ -173,7 +173,7 @@ def test_an_active_profiler_keeps_running():
     assert any("helper" in str(entry.code) for entry in profile.getstats())
 
 
-def test_a_changed_global_recompiles_behind_dynamo():
+def test_a_changed_global_recompiles_in_dynamo():
     torch._dynamo.reset()
     model, plans = Model(SEEN["string"][0]), []
     step = torch.compile(model, backend="ackpt", options={"policy": "full", "on_plan": plans.append})

@@ -124,7 +124,7 @@ class Picky(nn.Module):
         return picky(self.weight * x)
 
 
-def test_real_inputs_are_what_operations_see():
+def test_operations_see_the_real_inputs():
     model, x = Picky(), torch.ones(1)
     graph = trace(model, x)
     profile(graph, mode="measured", inputs=(model, x))
@@ -248,7 +248,7 @@ def test_values_moved_to_the_host_come_back_unchanged(everything):
         assert (one is None and other is None) or (torch.equal(one, other) and one.stride() == other.stride())
 
 
-def test_what_is_written_is_seen_by_its_other_views_on_the_host():
+def test_writes_are_seen_by_other_views_on_the_host():
     graph = fx.Graph()
     x = graph.placeholder("x")
     flat = graph.call_function(torch.ops.aten._unsafe_view.default, (x, [6]))  # shares memory, and does not say so

@@ -197,7 +197,7 @@ class Images(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
-def test_a_mask_is_made_so_that_it_selects_no_more_than_there_is(policy):
+def test_a_made_up_mask_selects_at_most_the_available_elements(policy):
     model, args = Images(), (torch.tensor([[1, 7, 7, 2, 3]]), torch.randn(2, 16))
     model(*args).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]

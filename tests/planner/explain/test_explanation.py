@@ -202,7 +202,7 @@ def test_the_code_of_the_chunked_loss_runs_on_batches_of_sequences():
     torch.testing.assert_close(loss, expected)
 
 
-def test_both_changes_name_their_own_blocks_and_hold_when_they_are_made():
+def test_two_suggested_changes_together_have_the_promised_peak():
     model, batch = language_model()
     explanation = ackpt.explain(model, batch, outputs="drop")
     (both,) = (s for s in explanation.suggestions if " and chunk the loss" in s.title)
@@ -216,7 +216,7 @@ def test_both_changes_name_their_own_blocks_and_hold_when_they_are_made():
     assert measured.peak_bytes <= both.peak_bytes + 16 * TOKENS, (measured.peak_bytes, both.peak_bytes, both.title)
 
 
-def test_without_a_cross_entropy_there_is_none_to_chunk():
+def test_without_a_cross_entropy_no_chunks_are_suggested():
     explanation = ackpt.explain(Model(), X)
     assert not [s for s in explanation.suggestions if "chunk" in s.title]
     assert any(reason.startswith("chunk the loss: ") for reason in explanation.not_computed)
@@ -336,7 +336,7 @@ def test_an_optimizer_by_its_name_is_the_optimizer():
     assert str(named) == str(given) and "optimizer" in str(named)
 
 
-def test_a_model_that_checkpoints_itself_is_explained_without_that_and_the_text_says_so():
+def test_a_model_that_checkpoints_itself_is_explained_without_it_and_with_a_note():
     class Checkpointed(torch.nn.Linear):
         def forward(self, x):
             inner = super().forward

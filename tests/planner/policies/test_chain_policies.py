@@ -116,7 +116,7 @@ RUNS = [*(("language_model", policy) for policy in POLICIES), ("resnet18", "roto
 
 
 @pytest.mark.parametrize("name, policy", RUNS)
-def test_the_step_takes_what_is_planned_and_gives_the_same_bits(name, policy):
+def test_the_step_has_the_planned_peak_and_the_bits_of_eager(name, policy):
     step_keeps(name, plans(name, policy)[-1])
 
 

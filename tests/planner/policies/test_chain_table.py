@@ -71,7 +71,7 @@ def replay(stages, operations) -> float:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(stages())
-def test_the_operations_of_every_slot_cost_what_the_table_says(chain):
+def test_the_operations_of_every_slot_have_the_cost_of_the_table(chain):
     most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.partials[0].options) for stage in chain) + 40
     table = ChainTable(chain, most, slots=most)  # a slot is a byte: nothing is rounded
     costs = table.costs()

@@ -124,7 +124,7 @@ def short_line():
 
 
 @pytest.mark.parametrize("build, budget", [(pooled, 0.95), (short_line, 0.6)])
-def test_the_step_takes_what_is_planned_and_gives_the_same_bits(build, budget):
+def test_the_step_has_the_planned_peak_and_the_bits_of_eager(build, budget):
     def run(**options):
         model, x = build()
         step = ackpt.compile(model, x, **options)

@@ -75,7 +75,7 @@ def test_torchs_order_has_a_higher_peak_on_a_resnet():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_step_takes_what_is_planned_and_gives_the_same_bits(order):
+def test_the_step_has_the_planned_peak_and_the_bits_of_eager(order):
     step_keeps("language_model", plans("language_model", "min-cut", order=order)[-1])
 
 

@@ -156,7 +156,7 @@ def case(request):
 
 
 @pytest.mark.parametrize("device", [None, "h200"])
-def test_plans_keep_their_budget_and_cost_more_the_less_it_is(case, device):
+def test_plans_keep_their_budget_and_cost_more_for_smaller_ones(case, device):
     model, _, budgets, _, graph = case
     costs = profile(graph, device)
     plans = [ackpt.plan(graph, budget, "mu-two", profile=costs) for budget in budgets]

@@ -115,6 +115,6 @@ def test_a_function_over_its_budget_is_refused():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_name_stands_for_a_function_with_options(name):
+def test_a_registered_name_selects_a_function_with_options(name):
     assert callable(function_of(name))
     assert not {"graph", "profile", "limit_bytes"} & set(options_of(name))

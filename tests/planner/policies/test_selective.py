@@ -136,7 +136,7 @@ def test_the_step_is_bit_equal_and_its_peak_the_planned_one(given, save):
     assert ackpt.measure(measured, resident=(model, *batch), repeats=0).peak_bytes == planned.plan.peak_bytes
 
 
-def test_without_checkpointed_blocks_in_reach_it_is_the_baseline(graph):
+def test_without_checkpointed_blocks_the_plan_is_the_baseline(graph):
     first = ackpt.plan(graph, policy="selective", every_n_layers=BLOCKS)
     plans = [first, *(ackpt.plan(graph, policy="selective", every_n_layers=n) for n in (2, 1))]
     assert [plan.saved_bytes for plan in plans] == sorted((plan.saved_bytes for plan in plans), reverse=True)

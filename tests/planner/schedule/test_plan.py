@@ -172,7 +172,7 @@ def test_a_plan_whose_schedule_cannot_run_is_refused(graph, steps):
         ackpt.compile(model(), X, plan=replace(plan, schedule=replace(plan.schedule, forward=steps)))
 
 
-def test_a_plan_without_the_optimizer_s_state_is_refused_with_it(graph):
+def test_a_plan_without_optimizer_state_is_refused_for_a_step_with_it(graph):
     own = model()
     adam = torch.optim.Adam(own.parameters())
     with pytest.raises(PlanError, match="its resident_bytes are .* and the optimizer, the accumulated gradients"):

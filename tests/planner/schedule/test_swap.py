@@ -180,7 +180,7 @@ def away_and_again(graph):
     return offloaded(graph, schedule, offloadable(graph, schedule), profile(graph))
 
 
-def test_an_offloaded_step_is_bit_equal_and_takes_what_was_simulated():
+def test_an_offloaded_step_is_bit_equal_and_has_the_simulated_peak():
     model, x = deep()
     plain = copy.deepcopy(model)
     step = planned(model, away_and_again)

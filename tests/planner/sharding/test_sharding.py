@@ -47,7 +47,7 @@ def whole():
 
 
 # In bfloat16 the matrix products of some CPUs take scratch memory; shards of float64 are cast as well.
-def test_two_processes_measure_what_is_predicted():
+def test_two_processes_measure_the_predicted_bytes():
     plain, again = check(request(3), Sharding(2, torch.float64, torch.float64, gloo=True))
     for found in (plain, again):
         assert found.measured_bytes == (found.predicted_bytes, found.predicted_bytes), found.method
@@ -78,7 +78,7 @@ def test_sizes_of_a_group_padded_along_the_first_dimension():
     assert GroupBytes(group, Sharding(4, block_bytes=512)).unsharded == 2 * 512
 
 
-def test_blocks_that_are_alike_stand_for_a_deeper_model(short, whole):
+def test_equal_blocks_represent_a_deeper_model(short, whole):
     assert (len(short.blocks.groups) - 1, len(whole.blocks.groups) - 1) == (CAPTURED, DEEP)
     sharding = Sharding(4)
     assert len(short.blocks.choices) == len(whole.blocks.choices) > 4
@@ -89,7 +89,7 @@ def test_blocks_that_are_alike_stand_for_a_deeper_model(short, whole):
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "auto"])
-def test_plans_of_a_model_that_stands_for_a_deeper_one_are_those_of_the_whole(short, whole, policy):
+def test_plans_of_a_shortened_model_are_those_of_the_whole(short, whole, policy):
     sharding = Sharding(4, torch.float32)
     budget = None if policy != "auto" else 0.6
     found, expected = short.plan(sharding, budget, policy), whole.plan(sharding, budget, policy)

@@ -381,7 +381,7 @@ OWN_ERRORS = {
 
 @pytest.mark.parametrize("options", [{"policy": "full"}, {"budget": "1MiB"}])
 @pytest.mark.parametrize("name", OWN_ERRORS)
-def test_an_error_of_the_models_own_code_is_raised_as_it_is(name, options):
+def test_an_error_of_the_model_is_raised_unchanged(name, options):
     fail, error, message = OWN_ERRORS[name]
     model = Fails(fail)
     with raises_cleanly(error, message):

@@ -242,7 +242,7 @@ class Affecting(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [count_in_a_dict, count_in_the_class, count_at_the_parameter])
-def test_a_backward_that_changes_what_no_graph_shows_is_refused_without_a_trace(monkeypatch, kind):
+def test_a_backward_with_effects_outside_of_the_graph_is_refused(monkeypatch, kind):
     monkeypatch.setattr(Effect, "kind", kind)
     model = Affecting()
     with pytest.raises(ackpt.TraceError, match="calls'.* which a captured step would not repeat"):
