@@ -31,8 +31,8 @@ def test_a_range_doubles_and_then_finds_the_largest_multiple_that_fits(capsys):
 
 
 def test_the_largest_batch_within_a_slowdown(capsys):
-    small = ["hf:GPT2Config", "--set", "n_layer=1", "n_embd=64", "n_head=2", "vocab_size=100", "n_positions=128"]
-    small += ["--optimizer", "none", "--seq-len", "128", "--budget", "10MiB"]
+    small = ["hf:GPT2Config", "--set", "n_layer=1", "n_embd=64", "n_head=2", "vocab_size=100", "n_positions=64"]
+    small += ["--optimizer", "none", "--seq-len", "64", "--budget", "1.6MiB"]
     swept = planned(capsys, *small, "--largest", "batch_size", "--slowdown", "10%")
     by_size, largest = {plan["batch_size"]: plan for plan in swept["plans"]}, swept["largest"]
     assert 0 < by_size[largest]["cost"] <= 0.1
