@@ -88,7 +88,7 @@ def symbols_of(function, *sizes):
         (lambda x: x[: x.shape[0] // 2] * 2, [(6,)], [(7,), (4,)], []),
     ],
 )
-def test_guards(function, sizes, valid, invalid):
+def test_guards_decide_which_sizes_a_capture_serves(function, sizes, valid, invalid):
     symbols = symbols_of(function, *sizes)
     assert [values for values in (*valid, *invalid) if symbols.holds(values)] == list(valid)
 
