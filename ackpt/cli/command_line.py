@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ackpt.core import __version__
-from ackpt.core.errors import CheckpointError, OffloadError
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import CheckpointError, OffloadError, did_you_mean
 
 
 class UsageError(ValueError):

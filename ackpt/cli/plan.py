@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ackpt.core.budget import is_share
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 from ackpt.planner.costs.devices import DEVICES, device
 from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
 from ackpt.planner.workloads.step_request import (

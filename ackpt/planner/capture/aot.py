@@ -24,8 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.core.autograd_state import version
-from ackpt.core.errors import warn
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError, warn
 from ackpt.core.progress import stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.without_data.packed_sequences import found_packed

@@ -27,9 +27,8 @@ from ackpt.checkpointing.reentrant import checkpoint
 from ackpt.checkpointing.tree import strip_result
 from ackpt.core.autograd_state import phase
 from ackpt.core.budget import dynamic_limit, is_share, readable
-from ackpt.core.errors import CheckpointError, warn
+from ackpt.core.errors import BudgetError, CheckpointError, TraceError, warn
 from ackpt.core.history import History
-from ackpt.core.planning_errors import BudgetError, TraceError
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import Resident
 from ackpt.planner.capture.call_facts import Call, Sizes

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ackpt.core.budget import dynamic_limit, is_share
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.gpus import MIB, gpu

@@ -15,8 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ackpt.checkpointing.reachable import HOOKS
-from ackpt.core.errors import warn
-from ackpt.core.planning_errors import TraceError, check_misspelt, did_you_mean
+from ackpt.core.errors import TraceError, check_misspelt, did_you_mean, warn
 
 from .calls import named_leaves
 from .source_lines import not_repeated
