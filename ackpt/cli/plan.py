@@ -154,7 +154,7 @@ def add_plan(commands) -> None:
         nargs="?",
         const=True,
         default=False,
-        choices=[True, "auto"],
+        type=_chunk_head,
         metavar="auto",
         help="run the head of a language model, from its last matrix product to the loss, in chunks of tokens, in as "
         "many as the budget needs; auto: only if the budget needs it",
@@ -201,6 +201,16 @@ def add_plan(commands) -> None:
     )
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_plan_command)
+
+
+def _chunk_head(value: str) -> str:
+    """The value of ``--chunk-head``, which takes the next word if that is no option."""
+    if value != "auto":
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not 'auto': write --chunk-head alone, or --chunk-head auto, after the model, as in ackpt "
+            "plan hf:GPT2Config --chunk-head"
+        )
+    return value
 
 
 def run_plan_command(arguments, command: str) -> int:
@@ -348,8 +358,11 @@ def _lengths(arguments):
     sizes = "seq_len", "image_size", "sweep", "largest"
     plans = "policy", "slowdown", "every_n_layers", "save", "offload_blocks", "fsdp"
     _require_alone("--lengths reports on all batches of a data set", arguments, *_OF_ONE_PLAN, *sizes, *plans)
+    if "," in (arguments.device_profile or ""):
+        raise UsageError(f"--lengths reports on one device: give one of --device-profile {arguments.device_profile}")
     lengths, name_of = lengths_in(Path(arguments.lengths))
-    batches = batching(arguments.batch_size, arguments.tokens_per_batch, arguments.packed)
+    sizes = arguments.batch_size, arguments.tokens_per_batch, arguments.packed
+    batches = batching(*sizes, said=lambda name: f"--{name.replace('_', '-')}")
     check_lengths(lengths, batches, None, name_of)
     return fits_of_plan(configuration(arguments, batch_size=1, seq_len=1), lengths, batches, name_of)
 

@@ -12,7 +12,7 @@ import copy
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.budget import dynamic_limit, is_share
+from ackpt.core.budget import dynamic_limit, is_share, readable
 from ackpt.core.planning_errors import TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
@@ -153,6 +153,13 @@ class Fits:
     budget: int | None
     methods: dict[str, Method]
 
+    @property
+    def smallest_budget(self) -> int | None:
+        """The smallest budget that plans keep for all batches, if `budget` is infeasible for some; otherwise None."""
+        auto = self.methods.get(AUTO)
+        least = 0 if auto is None else max(*auto.random.bytes, *auto.sorted.bytes)
+        return least if self.budget is not None and least > self.budget else None
+
     def __str__(self) -> str:
         limit = self.device or (None if self.budget is None else memory_format(self.budget))
         lines = [
@@ -173,17 +180,25 @@ class Fits:
             if name != NONE:
                 parts.append(f"recomputes {method.recompute_flops / max(1, method.flops):.1%} of the epoch's FLOPs")
                 parts += [] if method.added_time is None else [f"adds {method.added_time:.1%} to its modeled time"]
+            if name == AUTO and self.smallest_budget is not None and self.budget is not None:
+                over = sum(peak > self.budget for peak in method.random.bytes)
+                parts.append(
+                    f"the budget is infeasible for {over:,} of the random batches, which count with their lowest peak; "
+                    f"the smallest feasible budget for all batches is {readable(self.smallest_budget)} "
+                    f"({self.smallest_budget} bytes)"
+                )
             notes += [f"{_TITLES[name]}: {', '.join(parts)}"] if parts else []
         return "\n".join([*lines, *notes])
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain data; sizes in bytes."""
-        return {**vars(self), "methods": {name: method.to_json() for name, method in self.methods.items()}}
+        methods = {name: method.to_json() for name, method in self.methods.items()}
+        return {**vars(self), "smallest_budget": self.smallest_budget, "methods": methods}
 
 
 def fits(
     model: nn.Module,
-    lengths: Sequence[int],
+    lengths: Iterable[int] | torch.Tensor,
     *,
     batch_size: int | None = None,
     tokens_per_batch: int | None = None,
@@ -202,7 +217,7 @@ def fits(
     Args:
         model: an ``nn.Module`` on the CPU or the meta device, or from `ackpt.from_shapes`. With `device`, its data are
             not read.
-        lengths: the length of every sequence of the data set.
+        lengths: the length of every sequence of the data set: a list, an array, a tensor, or any other iterable.
         batch_size: so many sequences make a batch, padded to its longest.
         tokens_per_batch: sequences make a batch as long as it has at most so many tokens, padding included.
         packed: sequences are concatenated to rows of at most so many tokens; a row is a batch of one sequence.
@@ -218,8 +233,8 @@ def fits(
         seed: of the shuffled order.
 
     Raises:
-        ValueError: for lengths that are no positive integers or exceed the model's positions, and for none or several
-            of `batch_size`, `tokens_per_batch` and `packed`.
+        ValueError: for lengths that are no positive integers or exceed the model's positions, for none or several of
+            `batch_size`, `tokens_per_batch` and `packed`, and for a `batch` that does not use both of its arguments.
         TypeError: for a model whose arguments are not known, without `batch`.
         TraceError: if the model cannot be captured, or needs a capture for almost every size.
 
@@ -253,7 +268,10 @@ def fits(
         capturing=partial(calls_as_on, where, dtype.removeprefix("torch.")),
         finish=lambda graph: with_loop(graph, model, Loop(optimizer, accumulation)),
     )
-    return report(steps, lengths, batching(batch_size, tokens_per_batch, packed), positions, seed=seed)
+    numbers = lengths.tolist() if isinstance(lengths, (torch.Tensor, np.ndarray)) else lengths
+    if not isinstance(numbers, Iterable):
+        raise TypeError(f"lengths must be the lengths of all sequences, such as [512, 83, 240], got {numbers!r}")
+    return report(steps, [*numbers], batching(batch_size, tokens_per_batch, packed), positions, seed=seed)
 
 
 def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, name_of: Callable[[int], str]) -> Fits:
@@ -293,6 +311,7 @@ def report(
 ) -> Fits:
     """The report on one epoch; `name_of`: the length at an index, in words."""
     check_lengths(lengths, kind, positions, name_of)
+    steps.check_arguments(kind, max(lengths))
     orders = random.Random(seed).sample(list(lengths), len(lengths)), sorted(lengths)
     most = positions[0] if positions is not None and kind[0] == PACKED else sum(lengths)
     policies = NONE, FULL, *([] if steps.budget is None else [AUTO])
@@ -340,6 +359,17 @@ class _Steps:
             seconds, added = seconds + count * float(of_nodes[1].sum()), added + count * more[1]
         time = added / seconds if seconds else None
         return Method(epochs[0], epochs[1], largest[0], largest[1], flops, recomputed, time)
+
+    def check_arguments(self, kind: Batching, longest: int) -> None:
+        """ValueError if the arguments have the same sizes for every number of sequences, or for every length."""
+        own, others = (1, longest), {"length": [(1, 1), (1, longest + 1024)]}  # it may be padded
+        for name, shapes in (others if kind[0] == PACKED else others | {"number of sequences": [(2, longest)]}).items():
+            if all(self._sizes(*shape) == self._sizes(*own) for shape in shapes):
+                raise ValueError(
+                    f"batch= returns arguments of the same sizes for every {name}, such as batch{own} and "
+                    f"batch{shapes[-1]}: use both arguments, as in lambda size, length: torch.zeros(size, length, "
+                    "dtype=torch.long)"
+                )
 
     def _exceeding(self, policy: str, batches: Sequence[Shape], enough: float = float("inf")) -> int:
         """How many batches of these shapes do not fit; stops at more than `enough`."""
@@ -497,18 +527,20 @@ class _Capture(ManySizes):
 Batching = tuple[str, int]  # one of the keywords of `fits` that make batches, and its number
 
 
-def batching(batch_size: int | None, tokens_per_batch: int | None, packed: int | None) -> Batching:
-    """The one option that is given; ValueError for none or several, and for a number below 1."""
+def batching(
+    batch_size: int | None, tokens_per_batch: int | None, packed: int | None, said: Callable[[str], str] = str
+) -> Batching:
+    """The one option that is given; ValueError for none or several, and for a number below 1; `said`: their names."""
     options = {BATCH_SIZE: batch_size, TOKENS: tokens_per_batch, PACKED: packed}
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
         raise ValueError(
-            f"{' and '.join(given) or 'no way'} to make batches: give one of batch_size, tokens_per_batch and packed "
-            "(--batch-size, --tokens-per-batch, --packed)"
+            f"{' and '.join(map(said, given)) or 'no way'} to make batches: give one of {said(BATCH_SIZE)}, "
+            f"{said(TOKENS)} and {said(PACKED)}"
         )
     ((kind, number),) = given.items()
     if type(number) is not int or number < 1:
-        raise ValueError(f"{kind} must be an integer of at least 1, got {number!r}")
+        raise ValueError(f"{said(kind)} must be an integer of at least 1, got {number!r}")
     return kind, number
 
 
@@ -549,7 +581,7 @@ def lengths_in(path: Path) -> tuple[list[int], Callable[[int], str]]:
         ValueError: for a file that cannot be read, is empty, or has other content; names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors may write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--lengths {path} cannot be read: {error}") from error
     if text.lstrip()[:1] == "[":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from dynamic_steps import Words, gpt2
@@ -166,6 +167,8 @@ def test_the_optimizer_counts():
         ([3], {}, "no way to make batches: give one of batch_size, tokens_per_batch and packed"),
         ([3], {"batch_size": 2, "packed": 9}, "batch_size and packed to make batches: give one of"),
         ([3], {"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        (torch.tensor([3.0]), {"batch_size": 1}, r"lengths\[0\] is 3.0: a length is a positive integer"),
+        (torch.tensor([[3]]), {"batch_size": 1}, r"lengths\[0\] is \[3\]: a length is a positive integer"),
         ([3], {"batch_size": 1, "budget": 0.5}, "0.5 is a fraction, which bounds every batch by its own baseline"),
         ([3], {"batch_size": 1, "budget": "1GiB reserved"}, "bounds reserved bytes: give allocated ones, as in '1GiB'"),
         ([3], {"batch_size": 1, "device": "l5"}, "l5"),
@@ -174,6 +177,46 @@ def test_the_optimizer_counts():
 def test_what_is_refused(lengths, options, message):
     with pytest.raises(ValueError, match=message):
         ackpt.fits(gpt2(), lengths, **options)
+
+
+def test_lengths_may_be_any_iterable():
+    lengths = [9, 12, 30, 7]
+    expected = ackpt.fits(Words(), lengths, batch_size=2, batch=tokens)
+    for given in (torch.tensor(lengths), iter(lengths), np.array(lengths)):
+        assert ackpt.fits(Words(), given, batch_size=2, batch=tokens) == expected
+    with pytest.raises(TypeError, match=r"lengths must be the lengths of all sequences, .* got 9"):
+        ackpt.fits(Words(), 9, batch_size=2, batch=tokens)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda size, length: tokens(2, length), r"every number of sequences, such as batch\(1, 9\) and batch\(2, 9\)"),
+        (lambda size, length: tokens(size, 9), r"every length, such as batch\(1, 9\) and batch\(1, 1033\)"),
+    ],
+)
+def test_a_batch_that_does_not_use_its_arguments_is_refused(make, named):
+    with pytest.raises(ValueError, match=f"batch= returns arguments of the same sizes for {named}: use both arguments"):
+        ackpt.fits(Words(), [3, 9], batch_size=2, batch=make)
+
+
+def test_padded_batches_and_packed_rows_use_their_arguments():
+    padded = ackpt.fits(Words(), [3, 9], batch_size=1, batch=lambda size, length: tokens(size, -(-length // 16) * 16))
+    assert len(set(padded.methods["none"].random.bytes)) == 1
+    ackpt.fits(Words(), [3, 9], packed=16, batch=lambda _, length: tokens(1, length))
+
+
+def test_the_smallest_budget_for_all_batches():
+    lengths = [5, 9, 60, 12, 30]
+    most = max(ackpt.fits(Words(), lengths, batch_size=2, batch=tokens).methods["none"].random.bytes)
+    found = ackpt.fits(Words(), lengths, batch_size=2, batch=tokens, budget=most // 2)
+    least = found.smallest_budget
+    assert most // 2 < least < most and found.to_json()["smallest_budget"] == least
+    assert "the budget is infeasible for 1 of the random batches, which count with their lowest peak" in str(found)
+    assert "the smallest feasible budget for all batches is" in str(found) and f"({least} bytes)" in str(found)
+    for budget, smallest, exceeding in ((least, None, 0), (least - 1, least, 1)):
+        found = ackpt.fits(Words(), lengths, batch_size=2, batch=tokens, budget=budget)
+        assert (found.smallest_budget, found.methods["auto"].random.exceeding) == (smallest, exceeding)
 
 
 def test_a_model_with_unknown_arguments_is_refused():
@@ -201,6 +244,8 @@ def test_files(tmp_path):
     path.write_text("12\n\n7\n")
     numbers, name_of = lengths_in(path)
     assert numbers == [12, 7] and name_of(1) == f"line 3 of {path}"
+    path.write_text("12\n7\n", encoding="utf-8-sig")
+    assert lengths_in(path)[0] == [12, 7]
     path.write_text("[12, 7]")
     numbers, name_of = lengths_in(path)
     assert numbers == [12, 7] and name_of(1) == f"entry 2 of {path}"
