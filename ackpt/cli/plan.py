@@ -351,7 +351,7 @@ def _options_of_selective(arguments) -> dict[str, Any]:
 
 def _lengths(arguments):
     """The report of --lengths."""
-    from ackpt.planner.workloads.lengths import batching, check_lengths, fits_of_plan, lengths_in
+    from ackpt.planner.workloads.lengths import batching, fits_of_plan, lengths_in
 
     if arguments.lengths is None:
         raise UsageError("--tokens-per-batch and --packed make batches of the sequences of --lengths: give a file")
@@ -363,7 +363,6 @@ def _lengths(arguments):
     lengths, name_of = lengths_in(Path(arguments.lengths))
     sizes = arguments.batch_size, arguments.tokens_per_batch, arguments.packed
     batches = batching(*sizes, said=lambda name: f"--{name.replace('_', '-')}")
-    check_lengths(lengths, batches, None, name_of)
     return fits_of_plan(configuration(arguments, batch_size=1, seq_len=1), lengths, batches, name_of)
 
 

@@ -393,7 +393,7 @@ class _Steps:
 
         def is_enough(number: int) -> bool:
             for order in orders if percent == 100 else orders[:1]:
-                batches = shapes((kind[0], number), order)
+                batches = [self._searched(policy, shape) for shape in shapes((kind[0], number), order)]
                 allowed = (100 - percent) * len(batches) // 100
                 if self._exceeding(policy, batches, allowed) > allowed:
                     return False
@@ -410,6 +410,13 @@ class _Steps:
             middle = (low + high) // 2
             low, high = (middle, high) if is_enough(middle) else (low, middle)
         return low if low >= least else 0
+
+    def _searched(self, policy: str, shape: Shape) -> Shape:
+        """`shape`, or two sequences in place of one if they fit, since one sequence needs a capture of its own."""
+        two = SMALLEST, shape[1]
+        return (
+            two if self._served(shape) is None and shape[0] < SMALLEST and not self._exceeding(policy, [two]) else shape
+        )
 
     def _is_within(self, policy: str, shape: Shape) -> bool | None:
         """Whether a batch fits: the budget, if there is one for this method, and the device; None if a replay says."""
@@ -445,12 +452,17 @@ class _Steps:
 
     def place(self, shape: Shape) -> tuple[_Capture, Values]:
         """The capture that serves a shape, and the sizes of its dynamic dimensions there."""
+        if self._served(shape) is None:
+            self.places[shape] = self._captured(shape)
+        return self.places[shape]
+
+    def _served(self, shape: Shape) -> tuple[_Capture, Values] | None:
+        """As `place`, but None without a capture that serves the shape."""
         if shape not in self.places:
             sizes = self._sizes(*shape)
             served = ((capture, capture.values(sizes)) for capture in self.captures)
-            found = next(((capture, values) for capture, values in served if values is not None), None)
-            self.places[shape] = self._captured(shape) if found is None else found
-        return self.places[shape]
+            self.places |= next(({shape: (each, values)} for each, values in served if values is not None), {})
+        return self.places.get(shape)
 
     def _sizes(self, size: int, length: int) -> Sizes:
         with torch.device("meta"):

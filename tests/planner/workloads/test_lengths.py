@@ -12,7 +12,7 @@ from dynamic_steps import Words, gpt2
 
 import ackpt
 from ackpt.planner.costs.devices import device
-from ackpt.planner.workloads.lengths import Peaks, fits_of_plan, lengths_in, shapes
+from ackpt.planner.workloads.lengths import Peaks, _Steps, fits_of_plan, lengths_in, shapes
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest
 
@@ -108,6 +108,13 @@ def test_the_largest_number_fits_and_the_next_does_not(kind):
     assert exceeding("none", method.largest)[0] == 0 < exceeding("none", method.largest + 1)[0]
     assert exceeding("none", method.largest_for_99)[1] and not exceeding("none", method.largest_for_99 + 1)[1]
     assert found.methods["none"].largest <= found.methods["full"].largest <= found.methods["auto"].largest
+
+
+def test_the_search_needs_no_capture_for_one_sequence(monkeypatch):
+    captured, capture = [], _Steps._captured
+    monkeypatch.setattr(_Steps, "_captured", lambda steps, shape: captured.append(shape) or capture(steps, shape))
+    method = ackpt.fits(Words(), [30] * 21, batch_size=3, batch=tokens, budget="1GiB").methods["none"]
+    assert method.largest == 21 and captured == [(3, 30)]  # 21 sequences in batches of 4 leave one
 
 
 def test_a_batch_fits_a_gpu_as_its_own_plan_says():
