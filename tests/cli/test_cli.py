@@ -48,11 +48,11 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
         (["--verbose", "doctor"], "ackpt: unrecognized arguments: --verbose"),
         (
             ["plan", "lm", "--chunk-head", "True"],
-            "argument --chunk-head: 'True' is not 'auto': write --chunk-head alone",
+            "ackpt plan: argument --chunk-head: 'True' is not 'auto': write --chunk-head alone",
         ),
         (
             ["plan", "--chunk-head", "lm"],
-            "'lm' is not 'auto': write --chunk-head alone, or --chunk-head auto, after the",
+            "ackpt plan: argument --chunk-head: 'lm' is not 'auto': write --chunk-head alone, or",
         ),
         (["explain", "lm"], "ackpt: argument command: unknown command 'explain' (did you mean ackpt plan --explain?)"),
         (["plann", "lm"], "ackpt: argument command: unknown command 'plann' (did you mean 'plan'?): choose from plan"),
