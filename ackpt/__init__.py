@@ -66,7 +66,7 @@ __all__ = [
     "trace",
 ]
 
-# Imported on first use: Part II, which needs torch's compiler stack.
+# Imported on first use: what plans graphs, which needs torch's compiler stack.
 _LATER = {
     "Plan": ("ackpt.graph", "Plan"),
     "PlanError": ("ackpt.graph", "PlanError"),

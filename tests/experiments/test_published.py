@@ -46,7 +46,7 @@ def test_every_step_is_used():
 
 
 def test_all_stored_predictions_are_those_of_this_code():
-    """After a change of what predicts: run `python -m experiments published`, and `nox -s reproduce -- --only 13`."""
+    """After a change of what predicts: run `python -m experiments published`, and `nox -s reproduce -- --only 11`."""
     stored = Predictions()
     assert {stored.key(row) for row in rows()} == set(stored.stored)
 
