@@ -86,7 +86,7 @@ class ManySizes:
 
     def _peaks(self, schedule: Schedule, sizes: Sequence[Values]) -> np.ndarray:
         kinds = np.array([self._at(values)[0] for values in sizes])
-        masks = [packed_bytes(kinds[:, kind] // element) for kind, element in self._masks]  # pyright: ignore[reportArgumentType]
+        masks = [packed_bytes(kinds[:, kind] // element) for kind, element in self._masks]  # pyright: ignore
         live, nodes, is_below = self._live_of(schedule)
         workspace = np.array([self.workspace_bytes(values) for values in sizes])[:, nodes] * (nodes >= 0)
         used = ~is_below | workspace.any(axis=0)
