@@ -126,7 +126,7 @@ class PlannedRegions:
             raise AttributeError("this step has not been planned yet")
         return self._last.plan
 
-    def of(self, call: Call) -> _Planned:
+    def serving(self, call: Call) -> _Planned:
         """The plan for `call`; calls that are larger than earlier ones, or differ in other ways, get a new plan."""
         facts = call.facts
         tensors = tuple(leaf if isinstance(leaf, tuple) else type(leaf) for leaf in facts.leaves)

@@ -40,7 +40,7 @@ from ackpt.planner.schedule.schedule import (
 )
 from ackpt.planner.schedule.simulator import rng_state_bytes
 
-from .runnable import Runnable
+from .plans import Runnable
 
 Values = tuple[int, ...]  # the sizes of the dynamic dimensions of a capture
 _AT_ONCE = 256  # sizes in one product, which bounds its memory

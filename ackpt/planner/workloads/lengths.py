@@ -45,12 +45,11 @@ from ackpt.planner.policies import auto, full
 from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.step.many_sizes import ManySizes, Values
-from ackpt.planner.step.runnable import Runnable
+from ackpt.planner.step.plans import Runnable
 
 from .device_memory import device_memory
-from .named_models import BUILT_IN, batches_of, training_step
 from .planned_shapes import PlanConfig, allocated_on, calls_as_on, scaled_loss, split_budget, with_training_loop
-from .step_request import TRANSFORMERS
+from .step_request import BUILT_IN, TRANSFORMERS, batches_of, training_step
 
 BATCH_SIZE, TOKENS, PACKED = "batch_size", "tokens_per_batch", "packed"
 _WORDS = {

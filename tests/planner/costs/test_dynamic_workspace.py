@@ -14,7 +14,7 @@ from ackpt.planner.capture.dynamic_sizes import Dimension
 from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP
 from ackpt.planner.costs.workspace import workspace_bytes
-from ackpt.planner.step.runnable import Runnable
+from ackpt.planner.step.plans import Runnable
 
 
 class Mixed(nn.Module):

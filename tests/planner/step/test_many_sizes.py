@@ -21,7 +21,7 @@ from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.schedule import everything, recomputed
 from ackpt.planner.schedule.simulator import simulate
 from ackpt.planner.step.many_sizes import ManySizes
-from ackpt.planner.step.runnable import Runnable
+from ackpt.planner.step.plans import Runnable
 from ackpt.planner.workloads.planned_shapes import allocated_on, calls_as_on
 
 
