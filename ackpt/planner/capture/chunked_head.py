@@ -175,10 +175,7 @@ class Head:
             self._refuse(last, "the last matrix product before the loss is no linear layer")
         if self.value(last.id).dtype == torch.float16:
             self._refuse(
-                last,
-                "in float16, the gradients of a chunk may overflow, since the loss is not scaled yet when they are "
-                "computed",
-                "Use bfloat16",
+                last, "in float16, the gradients of a chunk may overflow before the loss is scaled", "Use bfloat16"
             )
         return last
 
@@ -225,14 +222,9 @@ class Head:
 
     def _begin(self, gradient: int, count: int | None, reader: Node) -> None:
         if self.gradient not in (None, (gradient, count)):
-            self._refuse(
-                reader,
-                "the loss is a sum of several terms, each with a gradient of its own, as with label_smoothing",
-                "Leave label_smoothing and other terms of the loss out",
-            )
+            why = "the loss is a sum of several terms, each with a gradient of its own, as with label_smoothing"
+            self._refuse(reader, why, "Leave label_smoothing and other terms of the loss out")
         self.gradient = gradient, count
-
-    # Rules
 
     def _classify(self, node: Node) -> None:
         if node.id in self.rows or node.id in self.exits:
@@ -503,8 +495,6 @@ class _Writer:
         operation: Any = node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
         return operation(*args, **kwargs)
-
-    # Chunks
 
     def _write_chunks(self) -> None:
         head, phase, self.phase = self.head, self.phase, FORWARD

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -356,8 +354,7 @@ class _Steps:
             of_nodes, more = capture.costs(values), capture.recompute_cost(self.peaks[policy, shape][1], values)
             flops, recomputed = flops + count * int(of_nodes[0].sum()), recomputed + count * more[0]
             seconds, added = seconds + count * float(of_nodes[1].sum()), added + count * more[1]
-        time = added / seconds if seconds else None
-        return Method(epochs[0], epochs[1], largest[0], largest[1], flops, recomputed, time)
+        return Method(*epochs, *largest, flops, recomputed, added / seconds if seconds else None)
 
     def check_arguments(self, kind: Batching, longest: int) -> None:
         """ValueError if the arguments have the same sizes for every number of sequences, or for every length."""
@@ -366,8 +363,7 @@ class _Steps:
             if all(self._sizes(*shape) == self._sizes(*own) for shape in shapes):
                 raise ValueError(
                     f"batch= returns arguments of the same sizes for every {name}, such as batch{own} and "
-                    f"batch{shapes[-1]}: use both arguments, as in lambda size, length: torch.zeros(size, length, "
-                    "dtype=torch.long)"
+                    f"batch{shapes[-1]}: use both of its arguments"
                 )
 
     def _exceeding(self, policy: str, batches: Sequence[Shape], enough: float = float("inf")) -> int:
@@ -538,9 +534,7 @@ class _Capture(ManySizes):
 Batching = tuple[str, int]  # one of the keywords of `fits` that make batches, and its number
 
 
-def batching(
-    batch_size: int | None, tokens_per_batch: int | None, packed: int | None, said: Callable[[str], str] = str
-) -> Batching:
+def batching(batch_size, tokens_per_batch, packed, said: Callable[[str], str] = str) -> Batching:
     """The one option that is given; ValueError for none or several, and for a number below 1; `said`: their names."""
     options = {BATCH_SIZE: batch_size, TOKENS: tokens_per_batch, PACKED: packed}
     given = {name: value for name, value in options.items() if value is not None}
@@ -585,45 +579,18 @@ def check_lengths(lengths, kind: Batching, positions: tuple[int, str] | None, na
         raise ValueError(f"packed={kind[1]} exceeds the {positions[0]} positions of the model ({positions[1]})")
 
 
-def lengths_in(path: Path) -> tuple[list[int], Callable[[int], str]]:
-    """The lengths in a file, one number a line or a list as JSON, and a function that names the place of each.
-
-    Raises:
-        ValueError: for a file that cannot be read, is empty, or has other content; names the line.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # editors may write a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--lengths {path} cannot be read: {error}") from error
-    if text.lstrip()[:1] == "[":
-        try:
-            numbers = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--lengths {path}, line {error.lineno}: this is not JSON: {error.msg}") from error
-        return numbers, lambda at: f"entry {at + 1} of {path}"
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    numbers = []
-    for number, line in lines:
-        try:
-            numbers.append(int(line))
-        except ValueError:
-            raise ValueError(f"--lengths {path}, line {number}: {line!r} is not a number of tokens") from None
-    return numbers, lambda at: f"line {lines[at][0]} of {path}"
-
-
 def _bytes(budget: float | str | None) -> int | None:
     bound, is_reserved = split_budget(budget)
     if is_reserved:
         raise ValueError(
             f"the budget {budget!r} bounds reserved bytes: give allocated ones, as in {str(bound).strip()!r}"
         )
-    found = dynamic_limit(budget, 0, 0)
     if budget is not None and is_share(budget):
         raise ValueError(
             f"the budget {budget!r} is a fraction, which bounds every batch by its own baseline: give bytes, such as "
             "'20GiB'"
         )
-    return found
+    return dynamic_limit(budget, 0, 0)
 
 
 def rates_of(name: str) -> Device:

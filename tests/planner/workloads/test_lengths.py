@@ -11,8 +11,9 @@ import torch
 from dynamic_steps import Words, gpt2
 
 import ackpt
+from ackpt.cli.plan import lengths_in
 from ackpt.planner.costs.devices import device
-from ackpt.planner.workloads.lengths import Peaks, _Steps, fits_of_plan, lengths_in, shapes
+from ackpt.planner.workloads.lengths import Peaks, _Steps, fits_of_plan, shapes
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest
 
@@ -203,7 +204,9 @@ def test_lengths_may_be_any_iterable():
     ],
 )
 def test_a_batch_that_does_not_use_its_arguments_is_refused(make, named):
-    with pytest.raises(ValueError, match=f"batch= returns arguments of the same sizes for {named}: use both arguments"):
+    with pytest.raises(
+        ValueError, match=f"batch= returns arguments of the same sizes for {named}: use both of its arguments"
+    ):
         ackpt.fits(Words(), [3, 9], batch_size=2, batch=make)
 
 
