@@ -354,7 +354,7 @@ class _Steps:
             of_nodes, more = capture.costs(values), capture.recompute_cost(self.peaks[policy, shape][1], values)
             flops, recomputed = flops + count * int(of_nodes[0].sum()), recomputed + count * more[0]
             seconds, added = seconds + count * float(of_nodes[1].sum()), added + count * more[1]
-        return Method(*epochs, *largest, flops, recomputed, added / seconds if seconds else None)
+        return Method(epochs[0], epochs[1], *largest, flops, recomputed, added / seconds if seconds else None)  # pyright: ignore
 
     def check_arguments(self, kind: Batching, longest: int) -> None:
         """ValueError if the arguments have the same sizes for every number of sequences, or for every length."""
