@@ -16,13 +16,12 @@ from unittest import mock
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
 from ackpt.planner.costs.devices import device
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
-from ackpt.planner.workloads.step_request import StepRequest
+from ackpt.planner.workloads.step_request import StepRequest, training_step
 from experiments.results import REFERENCES, Record, environment
 
 from .published import STEPS, Predictions, rows

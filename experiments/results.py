@@ -160,7 +160,8 @@ def load_reference(name: str, folder: str | os.PathLike[str] = REFERENCES) -> di
 
 
 DASH = "–"
-NUMBER = re.compile(rf"(\*\*)?[-+{DASH}]?[\d,.]* ?%?(\*\*)?")
+_ONE = rf"[-+{DASH}]?[\d,.]*(?: ?%| (?:[KMG]iB|m?s))?"
+NUMBER = re.compile(rf"(\*\*)?(?:infeasible|not run|(?:not below )?{_ONE}(?:(?: to |, ){_ONE})?)(\*\*)?")
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str, name: str) -> str:
@@ -168,7 +169,8 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
 
     Args:
         rows: dicts, one per row.
-        columns: ``{key: heading}`` in order; columns of numbers, also as text, are aligned to the right.
+        columns: ``{key: heading}`` in order; columns of numbers, also as text (``"1.5 to 8.3"``, ``"2.5%, 1.7 ms"``,
+            ``"infeasible"``), are aligned to the right, and integers from 10,000 on get separators.
         caption: one sentence that can be read alone.
         name: the label that pages refer to.
 
@@ -201,8 +203,13 @@ def _is_number(value) -> bool:
 
 
 def _line(values) -> str:
-    cells = ("*not yet measured*" if value is None else str(value).replace("|", "\\|") for value in values)
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(map(_cell, values)) + " |"
+
+
+def _cell(value) -> str:
+    if type(value) is int and abs(value) >= 10_000:
+        return f"{value:,}"
+    return "*not yet measured*" if value is None else str(value).replace("|", "\\|")
 
 
 def _read(path, schema: str) -> dict:

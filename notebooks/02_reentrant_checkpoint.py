@@ -638,7 +638,7 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 #   too.
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in the case that no checkpoint
 #   detects. The code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
-#   {doc}`12_what_pytorch_offers` shows more failures of PyTorch's own tools.
+#   {doc}`03_what_pytorch_offers` shows more failures of PyTorch's own tools.
 #
 # ## Sources
 #

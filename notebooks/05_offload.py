@@ -150,8 +150,9 @@ from experiments.widgets.offload_lanes import offload_lanes
 schematics.publish(offload_lanes(), "05_lanes")
 
 # %% [markdown]
-# The animation shows both lanes for a Transformer of 12 checkpointed blocks, with the times that the planner of Part II
-# computes for an H200: copies of block inputs overlap completely with compute, copies of all activations only in part.
+# The animation shows both lanes for a Transformer of 12 checkpointed blocks, with the times that the profiler of
+# {doc}`07_graph_profiler` computes for an H200: copies of block inputs overlap completely with compute, copies of all
+# activations only in part.
 #
 # ```{schematic-explorer} ../../results/explorer/05_lanes.json
 # :image: ../../results/figures/05_lanes.png
@@ -281,7 +282,7 @@ for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes
 #
 # Take $n$ equal regions. Without offload, a checkpoint saves one input per region, so memory rises like a ramp through
 # the forward, to $n \, S$ bytes when backward begins. Backward first recomputes the last region, with all $n$ inputs
-# live: this is the peak. (It is elsewhere if gradients dominate, see {doc}`03_synthetic_experiment`. Here the gradients
+# live: this is the peak. (It is elsewhere if gradients dominate, see {doc}`04_experiments`. Here the gradients
 # exist before the step, as with `zero_grad(set_to_none=False)`.) With offload, these tensors are live at that moment:
 #
 # - the input of the last region, which stays on the device because backward needs it first;
@@ -574,8 +575,6 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 # rates. A real GPU computes more slowly, which makes complete overlap easier. {doc}`08_mu_two` asks the same about the
 # outputs of single layers, which must be 24 times as wide.
 #
-# The next two exercises close Part I.
-#
 # :::{admonition} Exercise 3: fix a script that exceeds its budget
 # :class: note
 # This step of the 12 blocks above also computes a validation loss on a second batch of the same size, `others`. Predict
@@ -678,7 +677,7 @@ own_peaks
 #
 # The public repository `polkadot21/activation-ckpt-offload` trains 12 Transformer blocks in fp16 on a T4, with 12,000
 # tokens in 48 sequences: the baseline, per-block checkpointing (`ckpt_classic`), and per-block checkpointing with the
-# inputs offloaded. We wrote its model and step from its source, and predict its peaks ({doc}`13_predictions` discusses
+# inputs offloaded. We wrote its model and step from its source, and predict its peaks ({doc}`11_predictions` discusses
 # the errors) and those of our model from shapes alone. `python -m experiments offload` runs our experiment in a
 # terminal, and also measures the offload of other tools.
 

@@ -29,7 +29,7 @@
 # | $B$, $m_0$, $m_1$ | batch size; bytes of a step that do not depend on it; bytes per sequence of the batch |
 # :::
 #
-# {doc}`07_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
+# {doc}`06_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
 # 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every activation individually, and may also *swap* it:
 # copy it to host memory during forward, and copy it back for backward. (Elsewhere this book calls that *offload*.) The
 # paper trains several models on one GPU; this chapter applies its algorithms to a single model.
@@ -111,7 +111,7 @@ for linear, tanh in zip(net[0:10:2], net[1:10:2]):
 # frees. Swapping frees 8 GB/s, since the link has 16 GB/s in one direction and every byte moves twice. So all five
 # recomputations are faster than the copies. But copies can overlap with compute, and then they cost nothing. Swapping
 # therefore ranks activations by their *inactive time*: the run time of the operations between the last use in forward
-# and the first use in backward. `ackpt` computes both for every activation of a graph ({doc}`06_graph_profiler`):
+# and the first use in backward. `ackpt` computes both for every activation of a graph ({doc}`07_graph_profiler`):
 
 # %%
 graph = ackpt.trace(net, x)
@@ -228,7 +228,7 @@ print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes /
 #
 # ## What the optimum says
 #
-# The network is small enough for an exact answer. The policy `ilp` solves an integer program ({doc}`09_frontier`): no
+# The network is small enough for an exact answer. The policy `ilp` solves an integer program ({doc}`13_rotor`): no
 # plan for this order of operations costs less. `auto` is the default policy of `ackpt`. The budget is 80 % of the
 # baseline's dynamic peak:
 
@@ -448,7 +448,7 @@ path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, col
 # - **Time.** For batches of 8 and more, the step with recomputation is reported as *faster*, although it computes
 #   everything that the baseline computes, and more.
 #
-# The source suggests a reason: the two columns probably do not measure the same thing ({doc}`13_predictions`).
+# The source suggests a reason: the two columns probably do not measure the same thing ({doc}`11_predictions`).
 # *Without* agrees within 3 % with a forward and a backward while a second model is resident; the prediction lacks the
 # workspaces of convolutions. *With* has even numbers of MiB, as only reserved memory has. The script next to the report
 # measures forwards only, so the table probably comes from other versions of it. The pipeline did not run mu-TWO either:

@@ -9,7 +9,7 @@ from address import colab_address, repository_address
 
 import ackpt
 from ackpt import graph
-from ackpt.core import errors, planning_errors
+from ackpt.core import errors
 from ackpt.metering import flops
 from experiments import data
 
@@ -72,7 +72,7 @@ def is_quoted_from(message: str, source: str) -> bool:
     return True
 
 
-OUR_ERRORS = error_classes(errors, planning_errors, ackpt, graph, flops, data)
+OUR_ERRORS = error_classes(errors, ackpt, graph, flops, data)
 
 
 def test_every_error_class_is_on_the_page():
@@ -116,12 +116,13 @@ def test_every_chapter_opens_in_colab():
         path = f"book/colab/{Path(name).name}.ipynb"
         assert (ROOT / path).is_file()
         assert colab_address(repository_address(), path) in (BOOK / f"{name}.ipynb").read_text(encoding="utf-8")
-    selftest = colab_address(repository_address(), "book/colab/14_your_gpu.ipynb")
+    selftest = colab_address(repository_address(), "book/colab/12_your_gpu.ipynb")
     assert selftest in (BOOK / "index.md").read_text(encoding="utf-8")
 
 
 def test_every_guarantee_names_a_test_that_exists():
-    page = (BOOK / "guarantees.md").read_text(encoding="utf-8")
+    page, _, exceptions = (BOOK / "guarantees.md").read_text(encoding="utf-8").partition("(not-guaranteed)=")
+    assert exceptions
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| guarantee")]
     named = [re.findall(r"`((?:tests|tools)/[\w/]+\.py)(?:::(\w+))?`", row) for row in rows]
     assert len(rows) > 30 and all(named)

@@ -14,3 +14,7 @@ def test_links_into_the_repository_name_files_that_exist(site, path):
 
 def test_images_have_a_text(site, path):
     assert images_without_text(site, path) == []
+
+
+def test_a_page_is_smaller_than_500_kb(site, path):
+    assert (site / path).stat().st_size < 500_000

@@ -116,7 +116,7 @@ def schematic(new_page, base):
 
 
 def test_a_schematic_rests_at_its_peak_for_readers_who_prefer_less_motion(schematic):
-    found = schematic("notebooks/07_sublinear_memory.html")
+    found = schematic("notebooks/06_sublinear_memory.html")
     assert found.page.evaluate(CALM)
     before = found.inner_html()
     found.page.wait_for_timeout(1500)
@@ -126,7 +126,7 @@ def test_a_schematic_rests_at_its_peak_for_readers_who_prefer_less_motion(schema
 
 
 def test_a_schematic_plays_when_it_is_seen_and_stops_by_the_keyboard(schematic):
-    found = schematic("notebooks/07_sublinear_memory.html", "no-preference")
+    found = schematic("notebooks/06_sublinear_memory.html", "no-preference")
     button, slider = found.locator("button"), found.locator("input")
     expect(button).to_have_text("Pause")
     button.press("Space")
@@ -142,7 +142,7 @@ def test_a_schematic_plays_when_it_is_seen_and_stops_by_the_keyboard(schematic):
 
 
 def test_a_schematic_is_a_still_in_print(schematic):
-    found = schematic("notebooks/07_sublinear_memory.html", "no-preference")
+    found = schematic("notebooks/06_sublinear_memory.html", "no-preference")
     expect(found.locator("button")).to_have_text("Pause")
     found.page.evaluate("dispatchEvent(new Event('beforeprint'))")
     found.page.emulate_media(media="print")

@@ -1,4 +1,4 @@
-"""Sphinx extension of the book: the repository's address from pyproject.toml, and MathJax without a network."""
+"""Sphinx extension of the book: the repository's address from pyproject.toml, columns of numbers, MathJax offline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
@@ -19,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from address import BRANCH, COLAB_FOLDER, repository_address  # noqa: E402
+
+from experiments.results import NUMBER  # noqa: E402
 
 BACK = re.compile(r'(?P<start>id="(?P<name>[^"]+)">\n<a class="viewcode-back" href="[^"#]*#)(?P<anchor>[^"]+)')
 MATHJAX = ("tex-chtml-full.js", "output/chtml/fonts/woff-v2")
@@ -55,6 +58,20 @@ def find_by_last_name(app: Sphinx, environment: BuildEnvironment, node: pending_
         return None
     name, _, _, page, anchor, _ = own[0]
     return make_refnode(app.builder, node["refdoc"], page, anchor, text, name)
+
+
+def align_numbers(app: Sphinx, doctree: nodes.document) -> None:
+    """Align every column that has only numbers to the right, also in tables that no program writes."""
+    for table in doctree.findall(nodes.table):
+        rows = [list(row.findall(nodes.entry)) for row in table.findall(nodes.row)]
+        body = [list(row.findall(nodes.entry)) for part in table.findall(nodes.tbody) for row in part.children]
+        if not body or any(len(row) != len(rows[0]) for row in rows):  # a cell that spans others has no column
+            continue
+        for place in range(len(rows[0])):
+            texts = [row[place].astext().strip() for row in body]
+            if any(texts) and all(text == "not yet measured" or NUMBER.fullmatch(text) for text in texts):
+                for row in rows:
+                    row[place]["classes"] = [*{*row[place]["classes"]} - {"text-left", "text-center"}, "text-right"]
 
 
 def name_list_items(app: Sphinx, page: str, template: str, context: dict, doctree: Element | None) -> None:
@@ -101,6 +118,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register the extension."""
     app.connect("config-inited", set_addresses)
     app.connect("config-inited", without_thebe)
+    app.connect("doctree-read", align_numbers)
     app.connect("missing-reference", find_by_last_name)
     app.connect("html-page-context", name_list_items)
     app.connect("html-page-context", link_back)

@@ -9,15 +9,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
 from ackpt.planner.capture.optimizer_state import Loop, with_loop
 from ackpt.planner.costs.devices import device as device_rates
 from ackpt.planner.costs.profiles import with_gpu_workspace
 from ackpt.planner.policies import function_of
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import AS_ON, PlanConfig, captured, kernels_of_a_gpu
+from ackpt.planner.workloads.step_request import training_step
 
 from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
 from .settings import block_bytes, free_host_bytes, record_metrics

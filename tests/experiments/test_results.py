@@ -155,8 +155,14 @@ class TestTable:
         assert "| *not yet measured* |" in text and "–" not in text
 
     def test_numbers_as_text_are_aligned_to_the_right(self):
-        rows = [{"a": "14,064.5", "b": "+0.1 %", "c": "1 MiB"}, {"a": "–", "b": "**-3 %**", "c": "2"}]
-        assert "|---:|---:|:---|" in markdown_table(rows, dict(zip("abc", "abc")), "c", "t")
+        rows = [{"a": "14,064.5", "b": "+0.1 %", "c": "8B, 8"}, {"a": "–", "b": "**-3 %**", "c": "2"}]
+        rows[0] |= {"d": "1.5 to 8.3", "e": "2.5%, 1.7 ms"}
+        rows[1] |= {"d": "not below 82.1", "e": "infeasible"}
+        assert "|---:|---:|:---|---:|---:|" in markdown_table(rows, dict(zip("abcde", "abcde")), "c", "t")
+
+    def test_large_integers_have_separators(self):
+        rows = [{"n": 13_418_508, "year": 2026, "yes": True}]
+        assert "| 13,418,508 | 2026 | True |" in markdown_table(rows, {"n": "n", "year": "y", "yes": "z"}, "c", "t")
 
 
 class TestReferences:

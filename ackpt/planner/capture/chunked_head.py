@@ -18,7 +18,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import flop_registry
 
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 from ackpt.metering.flops import formula
 
 from .joint_graph import JointGraph, once_per_graph

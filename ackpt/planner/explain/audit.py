@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.flops import UncountedFlops, count_flops
 from ackpt.metering.meter import Measurement, measure, memory_format
 from ackpt.metering.resident import Item, storages_of

@@ -1,0 +1,730 @@
+# %% [markdown]
+# # What PyTorch offers
+#
+# **How do PyTorch's own tools save memory, what do they cost, and when are they silently wrong?**
+
+# %% [markdown]
+# ```{figure} ../../results/figures/03_timelines.png
+# :alt: Live memory of one step with four methods, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a spike per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply in backward to a peak that is not far below the baseline's. The plan stays low in both halves and has the lowest peak.
+# :class: dark-light
+#
+# Live memory of one step with four methods of PyTorch and a plan, on a CPU.
+# ```
+#
+# After this chapter you can build PyTorch's own memory-saving tools in a few lines, say what each one saves and costs,
+# and recognize the situations in which it silently computes something else.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
+#
+# | symbol | meaning |
+# |:--:|---|
+# | $N$ | tokens in a batch |
+# | $L$, $d$, $h$ | blocks, width of the model, attention heads |
+# | $V$ | words of the vocabulary |
+# :::
+#
+# All tensors are in fp32, 4 bytes per element. All results and failures come from this version of torch:
+
+# %% tags=["hide-input"]
+import contextlib
+import itertools
+import textwrap
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from functorch.compile import aot_function, default_partition, min_cut_rematerialization_partition
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ackpt
+from ackpt.metering import plots
+from experiments.graph_profile import orders_plot
+from experiments.results import Record, environment, markdown_table, write_text_atomic
+
+warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
+warnings.filterwarnings("ignore", message="no output of")  # the losses of these small models are sums outside of them
+torch.set_num_threads(2)
+torch.__version__.partition("+")[0]
+
+# %% [markdown]
+# A small Transformer learns to reproduce its tokens. It calls each block through `run`, so that a checkpoint can take
+# the place of the call.
+
+# %%
+N, L, d, h, V = 512, 3, 128, 4, 256
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(V, d), nn.Linear(d, V)
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(d, h, 4 * d, **options) for _ in range(L))
+
+    def forward(self, tokens, run=nn.Module.__call__):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = run(block, x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+generator = torch.manual_seed(0)
+model, tokens = Model(), torch.randint(V, (8, N // 8))
+
+
+def step(forward=model, **arguments):
+    model.zero_grad()
+    forward(tokens, **arguments).backward()
+
+
+def gradients(train):
+    train()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+baseline = gradients(step)
+
+# %% [markdown]
+# ## Checkpointing a block, in two designs
+#
+# Both designs save a block's input and recompute the rest in backward. The *reentrant* one, `use_reentrant=True`, runs
+# the forward of the block without a graph. In backward, it runs the block again with a graph, and then a second
+# backward inside the first: {doc}`02_reentrant_checkpoint` writes it in ten lines. The *non-reentrant* one,
+# `use_reentrant=False`, runs the block with a graph, but saves a number in place of each tensor. When backward asks for
+# the tensor with that number, the block is recomputed, and the tensors that it saves this time are numbered in the same
+# order:
+
+
+# %%
+def non_reentrant(function, *args, context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())):
+    first, again = context_fn()
+    numbers, tensors = itertools.count(), {}
+
+    def unpack(number):
+        if number not in tensors:
+            saved = []
+            with torch.enable_grad(), again, saved_tensors_hooks(saved.append, lambda nothing: nothing):
+                function(*args)
+            tensors.update(enumerate(saved))
+        return tensors.pop(number)
+
+    with first, saved_tensors_hooks(lambda tensor: next(numbers), unpack):
+        return function(*args)
+
+
+reentrant, torch_non_reentrant = (partial(checkpoint, use_reentrant=value) for value in (True, False))
+for run in (non_reentrant, torch_non_reentrant, reentrant):
+    assert all(map(torch.equal, gradients(partial(step, run=run)), baseline))
+
+# %% [markdown]
+# The non-reentrant form keeps the real graph, so parameters and hooks see what they would see without a checkpoint. It
+# trusts that the second run saves the same tensors in the same order. PyTorch compares their shapes and dtypes, but not
+# their values.
+#
+# ## Selective checkpointing
+#
+# Matrix products and attention are expensive; the other operations are cheap. *Selective* checkpointing stores the
+# results of listed operations in the first run of a block, and returns them in the second. A dispatch mode sees each
+# operation inside its context:
+
+# %%
+aten = torch.ops.aten
+EXPENSIVE = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+
+class Stored(TorchDispatchMode):
+    def __init__(self, results, recomputing):
+        super().__init__()
+        self.results, self.recomputing = results, recomputing
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if self.recomputing and operation in EXPENSIVE:
+            return self.results.pop(0)
+        result = operation(*args, **(kwargs or {}))
+        if operation in EXPENSIVE:
+            self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
+        return result
+
+
+def two_modes():
+    results = []
+    return Stored(results, recomputing=False), Stored(results, recomputing=True)
+
+
+torch_selective = partial(torch_non_reentrant, context_fn=partial(create_selective_checkpoint_contexts, EXPENSIVE))
+for run in (partial(non_reentrant, context_fn=two_modes), torch_selective):
+    assert all(map(torch.equal, gradients(partial(step, run=run)), baseline))
+
+# %% [markdown]
+# ## Saving to the CPU
+#
+# `save_on_cpu` recomputes nothing. Its hooks copy each saved tensor to host memory, and back when backward reads it.
+# Here, NumPy arrays stand in for host memory, because our meter counts only torch's allocator:
+
+# %%
+to_host = saved_tensors_hooks(lambda tensor: tensor.numpy(force=True).copy(), torch.tensor)
+
+
+def on_host(run, *args):
+    with to_host:
+        return run(*args)
+
+
+offloaded = partial(on_host, torch_non_reentrant)  # the inputs of blocks go to the host, the rest is recomputed
+for train in (partial(on_host, step), partial(step, run=offloaded)):
+    assert all(map(torch.equal, gradients(train), baseline))
+
+# %% [markdown]
+# {doc}`05_offload` shows where this tool loses time.
+#
+# ## The min-cut partitioner and the memory budget
+#
+# `torch.compile` captures forward and backward as one graph and decides where to cut it. The tensors that cross the cut
+# are saved. Autograd's own cut saves what each operation needs. The *minimum cut* saves the fewest bytes from which
+# cheap operations can recompute the rest, even if nobody asks for checkpointing. We count the tensors that each cut
+# saves:
+
+
+# %%
+def crossing(partition):
+    def count(graph, _):
+        (output,) = graph.graph.find_nodes(op="output")
+        numbers.append(len(output.args[0]) - 1)  # all outputs of the forward but its result
+        return graph
+
+    numbers = []
+    function = aot_function(lambda x: x.relu().square().sin(), count, lambda graph, _: graph, partition)
+    function(torch.ones(4, requires_grad=True))
+    return numbers[0]
+
+
+by_cut = {"autograd": crossing(default_partition), "minimum": crossing(min_cut_rematerialization_partition)}
+assert by_cut["minimum"] < by_cut["autograd"]
+by_cut
+
+# %% [markdown]
+# The *memory budget* is a number between 0, which saves only inputs, and 1, which saves the minimum cut. In between, a
+# knapsack picks tensors to recompute until the saved bytes fit that fraction. It must be set while `torch.compile`
+# compiles. The backend below partitions as Inductor does, but runs operations one by one, so that we can count their
+# bytes. It is made for debugging, and slow by itself: its bytes and FLOPs say something about Inductor, its times do not.
+
+
+# %%
+def compiled(budget):
+    torch._dynamo.reset()
+    with functorch_config.patch(activation_memory_budget=budget):
+        forward = torch.compile(model, backend="aot_eager_decomp_partition")
+        step(forward)
+    return partial(step, forward)
+
+
+# %% [markdown]
+# ## Checkpointing in transformers
+#
+# `model.activation_checkpointing_enable()` of `transformers` (before version 5.23: `gradient_checkpointing_enable`)
+# makes every layer call its forward through torch's non-reentrant checkpoint. `every_n_layers=2` selects every second
+# layer. The equivalent code in plain torch has the same peak, to the byte:
+
+# %%
+import transformers
+
+sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+config = transformers.LlamaConfig(vocab_size=V, num_hidden_layers=L, use_cache=False, **sizes)
+llama = transformers.LlamaForCausalLM(config)
+
+
+def llama_step():
+    llama.zero_grad()
+    llama(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def llama_peak():
+    return ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0).dynamic_peak_bytes
+
+
+peaks = {"baseline": llama_peak()}
+llama.activation_checkpointing_enable(every_n_layers=2)
+peaks["every_n_layers=2"] = llama_peak()
+llama.activation_checkpointing_disable()
+for layer in llama.model.layers[::2]:
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+assert llama_peak() == peaks["every_n_layers=2"]
+for layer in llama.model.layers[::2]:
+    del layer.forward
+peaks
+
+# %% [markdown]
+# `offload=True` puts `save_on_cpu` around each of these checkpoints. The Trainer makes the same calls for
+# `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"every_n_layers": 2})`.
+#
+# ## What each tool saves and costs
+#
+# We run one step of this chapter's model with each of these tools. *Saved* bytes are the activations that are live when
+# backward begins. FLOPs count matrix products and attention. The last rows are `ackpt`: a region around every block
+# ({doc}`02_reentrant_checkpoint`), and plans for 0.75 and 0.45 of the baseline's peak. A *plan* says for each activation
+# whether it is saved or recomputed, and keeps the peak within a budget ({doc}`07_graph_profiler`). Gradients equal the
+# baseline's to the last bit; in the rows of `torch.compile` (min-cut and memory budget), they are equal up to rounding.
+
+
+# %% tags=["hide-input"]
+def every_second(block, x):
+    return torch_non_reentrant(block, x) if list(model.blocks).index(block) % 2 == 0 else block(x)
+
+
+def planned(budget):
+    return partial(step, ackpt.compile(model, tokens, budget=budget))
+
+
+ways = {
+    "baseline": lambda: step,
+    "reentrant": lambda: partial(step, run=reentrant),
+    "non-reentrant": lambda: partial(step, run=torch_non_reentrant),
+    "every second block": lambda: partial(step, run=every_second),
+    "selective": lambda: partial(step, run=torch_selective),
+    "`save_on_cpu`": lambda: partial(on_host, step),
+    "non-reentrant, `save_on_cpu`": lambda: partial(step, run=offloaded),
+    "min-cut partitioner": lambda: compiled(1.0),
+    "memory budget 0.5": lambda: compiled(0.5),
+    "memory budget 0.2": lambda: compiled(0.2),
+    "`ackpt` regions": lambda: partial(step, run=ackpt.checkpoint),
+    "`ackpt` plan, 0.75": lambda: planned(0.75),
+    "`ackpt` plan, 0.45": lambda: planned(0.45),
+}
+measured, ratios, rows = {}, {}, []
+for name, make in ways.items():
+    train = make()
+    one = measured[name] = ackpt.measure(train, resident=[model, tokens], repeats=0)
+    ratios[name] = ackpt.compare_seconds({"baseline": step, name: train}).ratios[name]
+    same = torch.allclose if "min-cut" in name or "memory budget" in name else torch.equal
+    assert all(map(same, gradients(train), baseline))
+    row = {"tool": name, "saved": one.timeline.at(one.timeline.boundary)["activations"]}
+    row |= {"peak": one.dynamic_peak_bytes}
+    row["share"] = round(100 * one.dynamic_peak_bytes / measured["baseline"].dynamic_peak_bytes)
+    rows.append({**row, "flops": round(100 * (one.flops / measured["baseline"].flops - 1))})
+columns = {"tool": "tool", "saved": "saved, bytes", "peak": "dynamic peak, bytes"}
+columns |= {"share": "of the baseline's peak, %", "flops": "recomputed FLOPs, %"}
+caption = f"One step of a Transformer with {L} blocks, with PyTorch's tools and with `ackpt`, measured."
+path = write_text_atomic("results/tables/03_tools.md", markdown_table(rows, columns, caption, "tab-torch-tools"))
+saved, peak = ({row["tool"]: row[key] for row in rows} for key in ("saved", "peak"))
+assert saved["memory budget 0.2"] < saved["memory budget 0.5"] and peak["memory budget 0.2"] > peak["memory budget 0.5"]
+assert peak["`ackpt` plan, 0.75"] < peak["memory budget 0.5"] and min(peak, key=peak.get) == "`save_on_cpu`"
+assert measured["`ackpt` plan, 0.75"].flops == measured["selective"].flops == measured["baseline"].flops
+assert measured["non-reentrant"].flops < measured["reentrant"].flops == measured["`ackpt` regions"].flops
+
+# %% [markdown]
+# ```{include} ../../results/tables/03_tools.md
+# ```
+#
+# - *Non-reentrant* recomputes less than *reentrant* and than our regions, because it stops when backward has all that
+#   it needs.
+# - *Selective* recomputes no matrix product, but keeps most of the baseline's peak.
+# - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies, which have no FLOPs.
+# - The *memory budget* bounds saved bytes, not the peak. At 0.2 it saves less than at 0.5, and its peak is higher.
+# - The first *plan* has a lower peak than the memory budget of 0.5, and recomputes no matrix product.
+#
+# The figure shows the live memory of four of these steps. The memory budget saves little in the forward, but in backward
+# many recomputed tensors are live at one time. (The meter cannot identify what compiled code recomputes: with the memory
+# budget, recomputed tensors count as temporaries.)
+
+# %% alt="Live memory of one step with four methods, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a spike per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply in backward to a peak that is not far below the baseline's. The plan stays low in both halves and has the lowest peak."
+drawn = {"baseline": "baseline", "non-reentrant": "per block", "memory budget 0.2": "budget 0.2"}
+drawn["`ackpt` plan, 0.45"] = "plan, 0.45"
+timelines = {label: measured[name].timeline for name, label in drawn.items()}
+figure = orders_plot(timelines, "", 0)
+path = plots.save(figure, "results/figures/03_timelines.png")
+figure
+
+# %% [markdown]
+# The time of a step, relative to the baseline's: the median of five rounds, and the range. On a GPU, copies to the host
+# cost more than NumPy's copies do here.
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+for name, ratio in ratios.items():
+    print(f"{name:30} x {ratio.median:.2f}  ({ratio.low:.2f} to {ratio.high:.2f})")
+
+# %% [markdown]
+# ## The bug museum
+#
+# Each exhibit is one training step. *Wrong* means that no error is raised, but the result is not the correct one, which
+# is the baseline's. {doc}`02_reentrant_checkpoint` shows {ref}`more such cases <tab-pitfalls>`.
+
+# %% tags=["hide-input"]
+calls = {"baseline": nn.Module.__call__, "reentrant": reentrant, "non-reentrant": torch_non_reentrant}
+calls["ackpt"] = ackpt.checkpoint
+museum = []
+
+
+def exhibit(name, experiment, tools=calls):
+    """Run the experiment with each tool; return the verdicts of the tools whose result is not the baseline's."""
+    verdicts, truth = {}, None
+    for tool, call in tools.items():
+        torch.manual_seed(0)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = experiment(call)
+            truth = result if tool == "baseline" else truth
+            verdicts[tool] = "right" if result == truth else "wrong"
+        except (RuntimeError, ValueError, ackpt.CheckpointError, ackpt.OffloadError) as error:
+            result, verdicts[tool] = type(error).__name__, "error"
+            result += textwrap.shorten(f": {error}".partition(". ")[0], 90, placeholder=" ...")
+        print(f"{tool:17} {verdicts[tool]:5} {result}")
+    museum.extend([name, tool, verdict] for tool, verdict in verdicts.items() if tool != "baseline")
+    return {tool: verdict for tool, verdict in verdicts.items() if verdict != "right"}
+
+
+# %% [markdown]
+# ### A shared block under data parallelism
+#
+# `DistributedDataParallel` sends each gradient to the other processes as soon as it is complete, and averages them.
+# This model runs one block twice. One process is enough to see what would be sent:
+
+# %%
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+class Twice(nn.Module):
+    def __init__(self, call, below):
+        super().__init__()
+        self.call, self.below, self.block = call, below(), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.call(self.block, self.call(self.block, self.below(x))).sum()
+
+
+def sent_and_seen(call, below=nn.Identity):
+    sent, module = [], Twice(call, below)
+    parallel = DistributedDataParallel(module)
+    parallel.register_comm_hook(None, lambda _, bucket: sent.append(bucket.buffer().clone()) or allreduce_hook(None, bucket))
+    parallel(torch.ones(2, 4, requires_grad=True)).backward()
+    return [round(sum(t.sum().item() for t in each), 4) for each in (sent, [p.grad for p in module.parameters()])]
+
+
+assert exhibit("a shared block under DDP", sent_and_seen) == {"reentrant": "wrong"}
+
+# %% [markdown]
+# The first number was sent; the optimizer sees the second. A reentrant backward delivers the gradient in two parts. DDP
+# averages the first part and stops listening, so the processes drift apart. If another layer still waits for its
+# gradient, DDP notices the second part and raises an error:
+
+# %%
+with_layer_below = partial(sent_and_seen, below=partial(nn.Linear, 4, 4))
+assert exhibit("the same, with a layer below", with_layer_below) == {"reentrant": "error"}
+dist.destroy_process_group()
+
+# %% [markdown]
+# ### A frozen embedding
+#
+# As in most LoRA setups, the embedding is frozen. Which of the three blocks get a gradient, and does the head?
+
+
+# %%
+def frozen_embedding(call):
+    embed, head = nn.Embedding(8, 4).requires_grad_(False), nn.Linear(4, 1)
+    blocks = [nn.Linear(4, 4) for _ in range(3)]
+    x = embed(torch.arange(8))
+    for block in blocks:
+        x = call(block, x)
+    head(x).sum().backward()
+    return [layer.weight.grad is not None for layer in [*blocks, head]]
+
+
+assert exhibit("a frozen embedding", frozen_embedding) == {"reentrant": "wrong"}
+
+# %% [markdown]
+# Only the head learns, and all that PyTorch does is warn. `transformers` avoids this case with a hook that makes the
+# embedding's output require grad.
+#
+# ### A mask that changes before backward
+#
+# A model stores the mask of its batch in an attribute. Two forwards precede one backward, as in contrastive learning:
+
+
+# %%
+class Masked(nn.Linear):
+    def forward(self, x):
+        return (super().forward(x) * self.mask).sin()
+
+
+def two_batches(call):
+    layer, losses = Masked(4, 4), []
+    for mask in ([1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]):
+        layer.mask = torch.tensor(mask)
+        losses.append(call(layer, torch.ones(2, 4, requires_grad=True)).sum())
+    sum(losses).backward()
+    return [round(row, 3) for row in layer.weight.grad.sum(1).tolist()]
+
+
+assert exhibit("a mask that changes", two_batches) == {"reentrant": "wrong", "non-reentrant": "wrong"}
+
+# %% [markdown]
+# Both recomputations use the second mask, so half of the rows get no gradient. The shapes agree, and no check fails.
+# `ackpt` restores the attribute for the recomputation.
+#
+# ### A mixture of experts
+#
+# The router balances its experts: each forward lowers the bias of an expert with too many tokens. The recomputation
+# therefore chooses other experts.
+
+
+# %%
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("bias", torch.zeros(4))
+
+    def forward(self, x):
+        scores, result = self.router(x), torch.zeros_like(x)
+        chosen = (scores + self.bias).argmax(1)
+        load = chosen.bincount(minlength=4).float()
+        self.bias += 0.5 * (load.mean() - load).sign()
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            result = result.index_add(0, rows, expert(x[rows]) * scores[rows, number, None].sigmoid())
+        return result
+
+
+def router_gradient(call):
+    layer = Experts()
+    call(layer, torch.randn(32, 8, requires_grad=True)).square().sum().backward()
+    return round(layer.router.weight.grad.abs().sum().item(), 3), layer.bias.tolist()
+
+
+assert exhibit("a mixture of experts", router_gradient) == {"reentrant": "wrong", "non-reentrant": "error"}
+
+# %% [markdown]
+# In the reentrant form, the router learns from choices that it did not make, and the second update of the bias cancels
+# the first. The non-reentrant form raises an error because the experts get other numbers of tokens than in the forward.
+# `ackpt` restores the bias for the recomputation and updates it once.
+#
+# ### Dropout under a memory budget
+#
+# The gradient of an element must be zero exactly where dropout zeroed its output:
+
+
+# %%
+class Noisy(nn.Module):
+    def forward(self, x):
+        for _ in range(6):
+            x = F.dropout(x.sin(), 0.2)
+        return x
+
+
+def within(budget):
+    def forward(x):
+        torch._dynamo.reset()
+        with functorch_config.patch(activation_memory_budget=budget):
+            return torch.compile(Noisy(), backend="aot_eager_decomp_partition")(x)
+
+    return forward
+
+
+def zeros_agree(forward):
+    x = torch.ones(4096, requires_grad=True)
+    y = forward(x)
+    y.sum().backward()
+    return torch.equal(y == 0, x.grad == 0)
+
+
+tools = {"baseline": Noisy()} | {f"memory budget {budget}": within(budget) for budget in (1.0, 0.9, 0.5)}
+tools["ackpt"] = ackpt.compile(Noisy(), torch.ones(4096, requires_grad=True), budget=0.6)
+assert exhibit("dropout", zeros_agree, tools) == {"memory budget 0.9": "wrong", "memory budget 0.5": "wrong"}
+
+# %% [markdown]
+# At 1, the masks are saved. Below 1, a mask may be recomputed, and the recomputation draws other random numbers. Inductor
+# uses the same partitioner. `ackpt` replays the random numbers.
+#
+# ### A choice that has no effect
+#
+# Selective checkpointing sees the operations below autograd, where `linear` has become `addmm` or `mm`. Does listing
+# `linear`, or returning `MUST_CPU_OFFLOAD`, change anything?
+
+
+# %%
+def offload_products(ctx, operation, *args, **kwargs):
+    offload = operation in EXPENSIVE
+    return CheckpointPolicy.MUST_CPU_OFFLOAD if offload else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def some_effect(choice):
+    if choice is None:  # a manual plan of ackpt
+        ackpt.compile(model.head, torch.ones(2, d), policy="manual", options={"fates": {"linear": "saved"}})
+    contexts = partial(create_selective_checkpoint_contexts, choice)
+    train = partial(step, run=partial(torch_non_reentrant, context_fn=contexts))
+    one = ackpt.measure(train, resident=[model, tokens], repeats=0)
+    return (one.dynamic_peak_bytes, one.flops) != (peak["non-reentrant"], measured["non-reentrant"].flops)
+
+
+tools = {"baseline": EXPENSIVE, "list [linear]": [aten.linear.default], "MUST_CPU_OFFLOAD": offload_products, "ackpt": None}
+failures = {"list [linear]": "wrong", "MUST_CPU_OFFLOAD": "wrong", "ackpt": "error"}
+assert exhibit("a choice that has no effect", some_effect, tools) == failures
+
+# %% [markdown]
+# Both choices are ignored without a warning, and the step recomputes everything. The names also depend on the device:
+# attention is another operation on a GPU. A manual plan of `ackpt` raises an error if a name does not exist.
+#
+# ### A change that hooks hide
+#
+# A loop fills its batch buffer with the next batch before backward. Autograd compares the versions of saved tensors, and
+# raises an error. Under hooks it does not compare them, and on a CPU `save_on_cpu` makes no copy:
+
+
+# %%
+def early_fill(context):
+    layer, batch = nn.Linear(4, 1, bias=False), torch.ones(2, 4)
+    with context:
+        loss = layer(batch).sum()
+    batch.fill_(5)  # the next batch
+    loss.backward()
+    return layer.weight.grad.tolist()
+
+
+tools = {"baseline": contextlib.nullcontext(), "save_on_cpu": save_on_cpu(), "ackpt": ackpt.offload_saved_tensors()}
+failures = {"baseline": "error", "save_on_cpu": "wrong", "ackpt": "error"}
+assert exhibit("a batch that is filled early", early_fill, tools) == failures
+
+# %% [markdown]
+# For the batch of the forward, every element of the gradient should be 2. On a GPU, `save_on_cpu` does copy, so tests on
+# a CPU do not show what happens there.
+#
+# ### Checkpointing that evaluation mode turns off
+#
+# `from_pretrained` returns a model in evaluation mode, and your own loop may forget to call `train()`:
+
+# %%
+llama.eval()
+peaks = {"baseline": llama_peak()}
+llama.activation_checkpointing_enable()
+peaks["transformers"] = llama_peak()
+llama.activation_checkpointing_disable()
+ackpt.apply_activation_checkpointing(llama)
+peaks["ackpt"] = llama_peak()
+ackpt.remove_activation_checkpointing(llama)
+assert peaks["ackpt"] < peaks["transformers"] == peaks["baseline"]
+peaks
+
+# %% [markdown]
+# In evaluation mode, the layers of `transformers` do not checkpoint, and no warning says so. The whole museum:
+
+# %% tags=["hide-input"]
+museum += [["evaluation mode", "transformers", "no effect"], ["evaluation mode", "ackpt", "right"]]
+rows = {}
+for name, tool, verdict in museum:
+    row = rows.setdefault(name, {"exhibit": name, "fails": [], "ackpt": ""})
+    if tool == "ackpt":
+        row["ackpt"] = {"error": "raises"}.get(verdict, verdict)
+    elif verdict != "right":
+        row["fails"].append(f"{tool}: {'**wrong**' if verdict == 'wrong' else verdict}")
+table = [{**row, "fails": ", ".join(row["fails"])} for row in rows.values()]
+assert all(row["ackpt"] in ("right", "raises") and row["fails"] for row in table)
+columns = {"exhibit": "exhibit", "fails": "what fails in PyTorch's tools", "ackpt": "`ackpt`"}
+caption = "Exhibits of the bug museum. *Wrong* means a result other than the correct one, without an error."
+path = write_text_atomic("results/tables/03_museum.md", markdown_table(table, columns, caption, "tab-museum"))
+steps = {name: {"dynamic_peak_bytes": one.dynamic_peak_bytes, "flops": one.flops} for name, one in measured.items()}
+sizes = {"tokens": N, "layers": L, "dim": d, "heads": h, "vocab_size": V}
+where = environment("cpu", "notebooks/03_what_pytorch_offers.py")
+record = Record("what_pytorch_offers", sizes, {"steps": steps, "museum": museum}, where)
+path = record.save("results/cpu/03_what_pytorch_offers.json")
+
+# %% [markdown]
+# ```{include} ../../results/tables/03_museum.md
+# ```
+#
+# :::{admonition} Takeaway
+# :class: tip
+# Before you trust a tool that saves memory, check two things: the gradients of one step equal those without the tool,
+# and the measured peak falls.
+# :::
+#
+# ## Exercises
+#
+# :::{admonition} Exercise 1: predict before measuring
+# :class: note
+# How many more bytes does *selective* save per block than *non-reentrant*? A linear layer of width $w$ writes $w$
+# elements per token; attention writes its result and one element per head. Which of these results is saved in vain?
+# :::
+
+# %% tags=["solution"]
+# Queries, keys and values 3 d, attention d + h, out d, up 4 d, down d. The result of `down` is saved in vain: it is only
+# added to the residual stream, and the backward of an addition reads nothing.
+predicted = 4 * N * (3 * d + d + h + d + 4 * d + d)
+difference = saved["selective"] - saved["non-reentrant"]
+print(f"predicted {predicted:,}, measured {difference // L:,}, in vain {4 * N * d:,}")
+assert difference == L * predicted
+
+# %% [markdown]
+# :::{admonition} Exercise 2: fix a script that runs out of memory
+# :class: note
+# This script accumulates the gradients of four small batches. Its dynamic peak must not exceed 8 MiB. First fix it
+# without recomputing anything. Then reduce the peak to 5 MiB.
+#
+# ```python
+# model.zero_grad()
+# total = 0
+# for batch in tokens.split(2):
+#     total = total + model(batch) / 4
+# total.backward()
+# ```
+# :::
+
+
+# %% tags=["solution"]
+# The graphs of all batches live until backward. With a backward per batch, there is one graph at a time.
+def script(at_once, run=nn.Module.__call__):
+    model.zero_grad()
+    losses = []
+    for batch in tokens.split(2):
+        losses.append(model(batch, run) / 4)
+        if not at_once:
+            losses.pop().backward()
+    if at_once:
+        sum(losses).backward()
+
+
+variants = {"script": (True,), "a backward per batch": (False,), "and checkpoints": (False, ackpt.checkpoint)}
+for (name, arguments), most in zip(variants.items(), (16, 8, 5)):
+    train = partial(script, *arguments)
+    assert all(map(partial(torch.allclose, atol=1e-6), gradients(train), baseline))
+    one = ackpt.measure(train, resident=[model, tokens], warmup=0, repeats=0)
+    print(f"{name:20} {one.dynamic_peak_bytes / 2**20:.1f} MiB")
+    assert most / 2 < one.dynamic_peak_bytes / 2**20 <= most
+
+# %% [markdown]
+# :::{admonition} Exercise 3: fit your own model within a budget
+# :class: note
+# Take a model and a batch of your own, or `llama`. Measure its peak. With `ackpt.apply_budget`, give it three quarters of
+# that. Check the measured peak and the gradients. Then ask for 1 MiB, and read the error.
+# :::
+
+# %% tags=["solution"]
+before = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
+expected = [parameter.grad.clone() for parameter in llama.parameters()]
+batch, budget = {"input_ids": tokens, "labels": tokens}, before.peak_bytes * 3 // 4
+llama.train()
+ackpt.apply_budget(llama, batch, budget=budget)
+after = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
+ackpt.remove_budget(llama)
+print(f"{before.peak_bytes / 2**20:.1f} MiB -> {after.peak_bytes / 2**20:.1f} MiB")
+assert after.peak_bytes <= budget
+assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(llama.parameters(), expected))
+
+# %% [markdown]
+# ## What we have seen
+#
+# - PyTorch's tools are short: hooks on saved tensors, a dispatch mode, a minimum cut. None accepts a limit on the peak
+#   in bytes.
+# - They fail where the recomputation differs from the forward, where gradients arrive in parts, and where a choice has no
+#   effect. Most of these failures are silent.
+# - `ackpt` repeats the forward exactly or raises an error, and a budget in bytes bounds the measured peak.

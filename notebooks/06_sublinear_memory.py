@@ -1,0 +1,579 @@
+# %% [markdown]
+# # Sublinear memory
+#
+# **How little memory can a chain of blocks use, and how much recomputation does that take?**
+
+# %% [markdown]
+# ```{figure} ../../results/figures/06_revolve.png
+# :alt: State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end.
+# :class: dark-light
+#
+# Revolve reverses a chain of 16 steps with three snapshots: the line is the state that runs, thin lines are snapshots.
+# ```
+#
+# After this chapter you can say how little memory a chain of $n$ blocks can use and how much recomputation that takes.
+# You also know where these formulas, which hold for equal blocks, go wrong.
+#
+# :::{admonition} Symbols of this chapter
+# :class: dropdown
+#
+# | symbol | meaning |
+# |:--:|---|
+# | $n$ | blocks of a chain |
+# | $k$, $\ell$ | segments, and blocks in a segment |
+# | $S$ | bytes of a block's output; in the unit chain below, also of the tensor that its backward reads |
+# | $c$ | bytes that a block saves for its backward, relative to those of its output |
+# | $s$, $r$ | snapshots; the number of times a step runs forward before its reversal |
+# | $P(n, s)$ | fewest advances that reverse $n$ steps with $s$ snapshots |
+# | $\beta(s, r)$ | the largest number of steps that $s$ snapshots and $r$ runs can reverse |
+# :::
+#
+# {doc}`02_reentrant_checkpoint` cut chains of functions into regions. This chapter answers *where* to cut.
+
+# %%
+from functools import partial
+from math import isqrt
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ackpt
+from ackpt import models
+from ackpt.checkpointing.sequential import segment_lengths
+from ackpt.graph import PlannedStep
+from ackpt.metering import plots
+from ackpt.planner.policies.chains.blocks import fine_chain
+from ackpt.policies import chen, revolve
+from experiments import graph_profile, sublinear
+from experiments.models import ResNet, ResNetConfig
+from experiments.reports import figures
+from experiments.results import Record, environment, markdown_table, write_text_atomic
+
+torch.set_num_threads(2)
+generator = torch.manual_seed(0)
+MIB = 2**20
+
+# %% tags=["hide-input"]
+from experiments.reports import schematics
+from experiments.widgets.chain_steps import chain_steps
+
+schematics.publish(chain_steps(), "06_chain")
+
+# %% [markdown]
+# A *schedule* is the ordered list of what a step computes, frees and recomputes. The animation runs a chain of 12 layers
+# under some schedules of this chapter, and under a plan of `ackpt` ({doc}`07_graph_profiler`) within the same peak as
+# $\sqrt n$ segments.
+#
+# ```{schematic-explorer} ../../results/explorer/06_chain.json
+# :image: ../../results/figures/06_chain.png
+# :alt: The forward of a chain as a row of circles and its backward as a row of squares below, with live memory over the operations of one step, for five schedules. The baseline's memory is a triangle. Per-block checkpointing, sqrt(n) segments, Revolve and a plan save fewer circles, and recompute the others before backward reads them. Sqrt(n) and the plan have the same peak, and the plan recomputes less. Revolve has the lowest peak and recomputes most.
+# :start: sqrt
+# ```
+
+# %% [markdown]
+# ## A chain of equal blocks
+#
+# A block of the chain is an activation function followed by a linear layer, with a residual connection around both, as
+# in deep networks: $x_i = x_{i-1} + W_i \tanh(x_{i-1})$. What does it save for its backward?
+
+
+# %%
+class Block(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.linear(x.tanh())
+
+
+x = torch.randn(4096, 4)
+S = x.nbytes
+saved = {}
+
+
+def pack(tensor):  # called for every tensor that autograd saves
+    saved[tensor.untyped_storage().data_ptr()] = list(tensor.shape)
+    return tensor
+
+
+with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    output = Block()(x.clone().requires_grad_())
+print("saved:", *saved.values())
+
+# %% [markdown]
+# Apart from the $4 \times 4$ parameter, each block saves one tensor, $\tanh(x_{i-1})$: the derivative of tanh is
+# computed from its output, and the gradient of $W_i$ needs the same tensor. No backward reads the sum $x_i$. So a
+# baseline step saves $n$ activations, and each block can be recomputed from $x_{i-1}$, which has the same size. This is
+# the unit chain of the theory: everything has size $S$, and every block costs one matrix product of
+# $2 \cdot 4096 \cdot 4 \cdot 4$ FLOPs. (The layers are narrow to keep their gradients small.)
+#
+# ## Segments: the square root
+#
+# Chen et al. 2016 ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)) cut the chain into $k$ segments and save the
+# $k - 1$ tensors between them, the *boundaries*. Backward recomputes one segment after another, starting from the end.
+# Only the last segment is not recomputed: its activations are still live. In PyTorch, `checkpoint` saves the input of a
+# segment and drops the rest:
+
+# %%
+# The blocks draw no random numbers, so there is no RNG state to save.
+save_input = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def in_segments(blocks, lengths, x):
+    start = 0
+    for length in lengths[:-1]:
+        x = save_input(blocks[start : start + length], x)
+        start += length
+    return blocks[start:](x)
+
+
+# %% [markdown]
+# At the peak, all boundaries and one segment are live:
+#
+# $$ k - 1 + \frac{n}{k} \;\ge\; 2 \sqrt n - 1 , \qquad \text{with equality at } k = \sqrt n . $$
+#
+# How much is recomputed? All blocks but those of the last segment, $n - n / k$. But the last product of a segment only
+# computes the boundary, which is saved: PyTorch stops a recomputation as soon as it has all tensors that backward
+# reads. Without these products, $n - n / k - (k - 1)$ remain, which is $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one
+# extra forward for any $n$.
+#
+# Segments need not be equally long. When backward reaches the first segments, few boundaries are live, so these
+# segments may be longer. With decreasing lengths, about $\sqrt{2 n}$ activations are enough
+# ({doc}`02_reentrant_checkpoint`).
+#
+# ## Recursive halving: the logarithm
+#
+# A segment is itself a chain and can be cut again. In the extreme case, save only the tensor in the middle, treat the
+# right half in the same way, then the left half:
+
+
+# %%
+def halves(blocks, x):
+    if len(blocks) == 1:
+        return blocks[0](x)
+    middle = (len(blocks) + 1) // 2
+    return halves(blocks[middle:], save_input(halves, blocks[:middle], x))
+
+
+# %% [markdown]
+# The memory $g$ of $n$ blocks is one saved tensor plus the memory of half of the other blocks. Every level of the
+# recursion recomputes half of all blocks once. As before, the blocks that only compute a saved tensor need no
+# recomputation, $n - 1$ in all:
+#
+# $$ g(n) = 1 + g\Bigl(\frac{n - 1}{2}\Bigr) \approx \log_2 n , \qquad
+# \text{extra forwards} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
+#
+# ## Measuring both
+#
+# We run a chain of 64 blocks by each method. At the peak, the bytes without the gradients of parameters should be a
+# whole number of $S$. The FLOPs in excess of the baseline's should be a whole number of matrix products.
+
+# %%
+PRODUCT = 2 * 4096 * 4 * 4  # FLOPs of a block's forward; its backward takes two products, the first block's only one
+
+
+def run_chain(n, method, **options):
+    """A measured step of a chain: its peak in activations, and the number of recomputed products."""
+    chain = nn.Sequential(*(Block() for _ in range(n)))
+    forward = {
+        "baseline": chain,
+        "equal segments": partial(in_segments, chain, isqrt(n) * [n // isqrt(n)]),
+        "decreasing segments": partial(in_segments, chain, segment_lengths(n)),
+        "recursive halving": partial(halves, chain),
+    }[method]
+
+    def train():
+        chain.zero_grad()
+        forward(x).sum().backward()
+
+    run = ackpt.measure(train, resident=[chain, x], repeats=0, **options)
+    gradients = run.timeline.at(run.timeline.peak_index).get("gradients", 0)
+    again = None if run.flops is None else run.flops // PRODUCT - (3 * n - 1)
+    return run, (run.dynamic_peak_bytes - gradients) // S, again
+
+
+METHODS = "baseline", "equal segments", "decreasing segments", "recursive halving"
+for method in METHODS:
+    _, live, again = run_chain(64, method)
+    print(f"{method:19}  peak {live:2} S, {again:3} blocks recomputed")
+
+# %% [markdown]
+# The theory predicts the saved tensors only. The *other* live tensors, incoming and outgoing gradients and the output
+# of the running operation, are read off these chains: one constant per method, two for recursive halving and three
+# otherwise. Everything else is predicted. Does every measured number equal its prediction?
+#
+# The square root appears in this book with four constants. They count different tensors of the same schedule:
+#
+# | form | counted | at $k = \sqrt n$ |
+# |---|---|--:|
+# | $k + n / k$ | {doc}`02_reentrant_checkpoint`: a chain without weights, at its peak in the last region but one: $k - 2$ boundaries, $n / k$ activations and two gradients | $2 \sqrt n$ |
+# | $n / k + k$ | {doc}`07_graph_profiler`: every $k$-th activation is saved, so $n / k - 1$ of them, $k - 1$ recomputed ones and two gradients | $2 \sqrt n$ |
+# | $k - 1 + n / k$ | here: saved and recomputed tensors alone | $2 \sqrt n - 1$ |
+# | $k - 1 + n / k + 3$ | here: with the three other live tensors, as measured | $2 \sqrt n + 2$ |
+
+# %%
+OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
+
+
+def predicted(n, method):
+    """The peak in activations, and the recomputed blocks."""
+    lengths = {"equal segments": isqrt(n) * [n // isqrt(n)], "decreasing segments": segment_lengths(n)}
+    if method == "baseline":
+        saved, again = n, 0
+    elif method == "recursive halving":
+        saved, again = chen.recursive_peak(n), chen.recursive_extra_forwards(n)
+    else:
+        saved = max(before + length for before, length in enumerate(lengths[method]))
+        again = n - lengths[method][-1] - (len(lengths[method]) - 1)
+    return saved + OTHERS[method], again
+
+
+# %% tags=["hide-input"]
+LENGTHS = {method: (16, 64) if method == "recursive halving" else (16, 64, 256) for method in METHODS}
+runs, rows = {}, []
+for method, lengths in LENGTHS.items():
+    for n in lengths:
+        run, live, again = run_chain(n, method)
+        theory_live, theory_again = predicted(n, method)
+        assert (live, again) == (theory_live, theory_again)
+        runs[method, n] = run
+        row = {"method": method, "n": n, "theory": theory_live, "live": live}
+        rows.append(row | {"theory_again": theory_again, "again": again})
+where = environment("cpu", "notebooks/06_sublinear_memory.py")
+path = Record("sublinear", {"rows": 4096, "width": 4}, {"chains": rows}, where).save("results/cpu/06_chains.json")
+columns = {"method": "method", "n": "$n$", "theory": "peak in $S$, predicted", "live": "measured"}
+columns |= {"theory_again": "recomputed blocks, predicted", "again": "from FLOPs"}
+caption = "Chains of equal blocks: predicted and measured peak (in activations of $S$ bytes) and recomputation."
+table = markdown_table(rows, columns, caption, "tab-chains")
+path = write_text_atomic("results/tables/06_chains.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/06_chains.md
+# ```
+#
+# All peaks match, and the recomputation matches the theory to the FLOP. The longest chain of this chapter has 1,024
+# blocks, in segments of decreasing length:
+
+# %%
+deep, deep_live, _ = run_chain(1024, "decreasing segments", warmup=0)
+assert deep_live == predicted(1024, "decreasing segments")[0]
+of_baseline = deep_live / predicted(1024, "baseline")[0]
+print(f"1,024 blocks in {deep_live} activations, {deep.dynamic_peak_bytes / MIB:.2f} MiB: {of_baseline:.1%} of the baseline")
+
+# %% tags=["hide-input"] alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points lie on predicted lines, which extend to 1,024 blocks. The baseline rises straight to a thousand; equal and decreasing segments rise half as steeply, to 66 and 48; recursive halving rises least, to 13."
+found = {method: {row["n"]: row["live"] for row in rows if row["method"] == method} for method in METHODS}
+found["decreasing segments"][1024] = deep_live
+figure = figures.curves_plot(
+    found,
+    {method: {n: predicted(n, method)[0] for n in (16, 64, 256, 1024)} for method in METHODS},
+    "",
+    xlabel="blocks n",
+    ylabel="peak, in activations of S bytes",
+    logs=("x", "y"),
+)
+path = plots.save(figure, "results/figures/06_peaks.png")
+figure
+
+# %% [markdown]
+# *Both axes are logarithmic: segments need about the square root of $n$, recursive halving about its logarithm.*
+
+# %% tags=["hide-input"] alt="Live memory of three training steps side by side. The baseline is a tall triangle. With equal segments the memory stays below a third of its height: a low ramp in the forward, then one tooth of saved activations for the last segment and seven of recomputed activations for the others. With recursive halving it is lower still, with many small teeth."
+drawn = "baseline", "equal segments", "recursive halving"
+figure = graph_profile.orders_plot(
+    {method: runs[method, 64].timeline.thinned(300) for method in drawn},
+    "",
+    runs["baseline", 64].resident_bytes,
+)
+path = plots.save(figure, "results/figures/06_timelines.png")
+figure
+
+# %% [markdown]
+# *A step of 64 blocks. Each of the eight segments has one tooth, recomputed except for the last segment's, which comes
+# first; recursive halving has many small teeth.*
+#
+# :::{admonition} Takeaway
+# :class: tip
+# $\sqrt n$ segments need $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving needs about
+# $\log_2 n$ activations and half an extra forward per doubling of $n$. On equal blocks, measurements match both once the
+# other live tensors are included.
+# :::
+
+# %% [markdown]
+# ## Revolve: the optimum for equal steps
+#
+# A whole family of schedules lies between these two, and its optimum is known. Revolve (Griewank and Walther 2000,
+# [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states at any time, including
+# the first. Here a block is a *step* and its output a *state*. *Reversing* a step means to rerun it, and then to run
+# its backward. Any other run of a step is an *advance*, and only advances count. After $j$ advances, Revolve saves its
+# second snapshot. The part after it is reversed with one snapshot fewer, because the first one stays saved; the part
+# before it follows with all $s$ snapshots:
+#
+# $$ P(n, s) = \min_{1 \le j < n} \; j + P(n - j, s - 1) + P(j, s) , \qquad
+# P(n, 1) = \frac{n (n - 1)}{2} , \quad P(1, s) = 0 . $$
+#
+# The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each step before its reversal, one can
+# reverse $\beta(s, r) = \binom{s + r}{s}$ steps. For the smallest $r$ with $\beta(s, r) \ge n$,
+# $P(n, s) = r \, n - \beta(s + 1, r - 1)$.
+
+# %% tags=["hide-input"]
+SNAPSHOTS = (1, 2, 4, 10, 40)
+rows = []
+for n in (64, 256, 1000):
+    rows.append({"n": f"{n:,}"} | {str(s): f"{revolve.advances(n, s):,}" for s in SNAPSHOTS})
+columns = {"n": "$n$"} | {str(s): f"$s = {s}$" for s in SNAPSHOTS}
+caption = "Revolve: the fewest advances $P(n, s)$ that reverse $n$ steps with $s$ snapshots."
+table = markdown_table(rows, columns, caption, "tab-revolve")
+path = write_text_atomic("results/tables/06_revolve.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/06_revolve.md
+# ```
+#
+# The figure shows the schedule for 16 steps and 3 snapshots. A rising line is a forward run, a falling line a reversal.
+# Snapshots are reused: once the end of the chain is reversed, its snapshots are free for the middle.
+
+# %% tags=["hide-input"] alt="State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
+steps, snapshots = 16, 3
+figure = figures.schedule_plot(revolve.actions(steps, snapshots), steps, "")
+path = plots.save(figure, "results/figures/06_revolve.png")
+most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
+print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {most} times")
+figure
+
+# %% [markdown]
+# *Revolve reverses 16 steps with three snapshots and runs no step forward more than three times before its reversal.*
+#
+# A *policy* of `ackpt` chooses the schedule for a model, and a simulator predicts its peak; {doc}`07_graph_profiler`
+# builds both. The policy `revolve` runs the schedules of Revolve. The first $n - 1$ of the $P$ advances belong to the
+# forward that every training step runs, and the run within a reversal skips its product, as above. So $P - (n - 1)$
+# products are recomputed. We check this on 16 blocks with 2 and 8 snapshots:
+
+# %% tags=["hide-input"]
+for s in (2, 8):
+    found = sublinear.run(16, "revolve", s)
+    assert found.recomputed_blocks == revolve.advances(16, s) - 15
+    print(f"{s} snapshots: peak {found.live:2} S, {found.recomputed_blocks:2} products recomputed")
+
+# %% [markdown]
+# Revolve saves states only, never the activations inside a block. It wastes spare memory. *rotor*
+# ({doc}`13_rotor`) decides for each block whether to save its inside, and knows the sizes of unequal blocks.
+#
+# How deep a chain fits into $m$ activations? The depth grows with the square of $m$ for decreasing segments, with its
+# $r$-th power for Revolve, and exponentially for recursive halving:
+
+# %% tags=["hide-input"]
+rows = []
+for m in (5, 10, 20, 40):
+    row = {"plain": m, "decreasing": m * (m + 1) // 2}
+    row |= {f"r{r}": revolve.beta(m, r) for r in (3, 4)} | {"halves": 2**m - 1}
+    rows.append({"m": m} | {key: f"{value:,}" for key, value in row.items()})
+columns = {"m": "$m$", "plain": "baseline", "decreasing": "decreasing segments"}
+columns |= {f"r{r}": f"Revolve, {r} runs" for r in (3, 4)} | {"halves": "recursive halving"}
+caption = "The longest chain that saves at most $m$ activations (for Revolve: snapshots) at a time."
+table = markdown_table(rows, columns, caption, "tab-depth")
+path = write_text_atomic("results/tables/06_depth.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/06_depth.md
+# ```
+#
+# :::{admonition} Takeaway
+# :class: tip
+# With $s$ snapshots and $r$ runs, Revolve reverses $\beta(s, r)$ steps: a thousand steps with ten snapshots and four
+# runs. No schedule reduces the memory of a single block.
+# :::
+
+# %% [markdown]
+# ## Where the formulas go wrong
+#
+# **A block saves more than its output.** In a Transformer, the activations inside a block are many times larger than
+# its output. If a block saves $c$ times the bytes of its output, a segment of $\ell$ blocks saves $c \, \ell$ outputs,
+# and the sum to minimize is
+#
+# $$ k - 1 + \frac{c \, n}{k} , \qquad \text{smallest at } k = \sqrt{c \, n} . $$
+#
+# This $k$ may exceed $n$; then every block should be a segment. For the blocks of this book $c = 10 + 2 f / d + \dots$,
+# which is 18 or more at $f = 4 d$. We cut sixteen of these blocks into $k$ segments and measure:
+
+# %%
+config = models.TransformerConfig(dim=32, ff_dim=128, layers=16, head_dim=16)
+T, n = 128, config.layers
+offsets = torch.tensor([0, T], dtype=torch.int32)
+blocks = nn.ModuleList(models.Block(config) for _ in range(n))
+calls = [partial(block, cu_seqlens=offsets, max_seqlen=T) for block in blocks]
+h = torch.randn(T, config.dim)
+
+
+def train_in(k):
+    blocks.zero_grad()
+    ackpt.checkpoint_sequential(calls, k, h).sum().backward()
+
+
+segments = (1, 2, 4, 8, 16)
+transformer = {k: ackpt.measure(partial(train_in, k), resident=[blocks, h], warmup=0, repeats=0) for k in segments}
+inside = (transformer[1].timeline.live[transformer[1].timeline.boundary] - 8) / n
+c = inside / h.nbytes
+print(f"c = {c:.1f}, sqrt(n) = {isqrt(n)}, sqrt(c n) = {(c * n) ** 0.5:.1f}")
+
+# %% [markdown]
+# The measured peak also contains gradients of parameters. When backward recomputes a segment with $j$ boundaries before
+# it, these are live, and so are the gradients of the $k - 1 - j$ segments after it. The prediction is the largest sum of
+# boundaries, segment and gradients over all $j$:
+
+# %% tags=["hide-input"] alt="Peak memory over the number of segments for 16 Transformer blocks. Measured points fall all the way from one segment to sixteen. The predicted line falls in the same way and runs close below them."
+measured_mib = {k: run.dynamic_peak_bytes / MIB for k, run in transformer.items()}
+weights = sum(parameter.nbytes for parameter in blocks.parameters())
+with_c = {
+    k: max((j + c * n / k) * h.nbytes + (k - 1 - j) / k * weights for j in range(k)) / MIB for k in segments
+}
+assert min(segments, key=lambda k: k - 1 + n / k) < min(segments, key=measured_mib.get)
+figure = figures.curves_plot(
+    {"16 Transformer blocks": measured_mib},
+    {"16 Transformer blocks": with_c},
+    "",
+    xlabel="segments k",
+    ylabel="dynamic peak (MiB)",
+)
+path = plots.save(figure, "results/figures/06_transformer.png")
+figure
+
+# %% [markdown]
+# *Transformer blocks need more segments than the formula for unit blocks suggests: the lowest peak is not at $\sqrt n$.*
+#
+# The measured points lie above the line by a nearly constant amount: the temporaries of one block's backward.
+#
+# **Blocks differ, and the graph may have more or fewer blocks than the model.** Real networks are not chains of equal
+# blocks. A *pyramid* narrows from front to back, like a convolutional network: ours has four stages of eight blocks, and
+# from one stage to the next the activations halve, while the FLOPs of a block stay the same.
+#
+# The policy *chen-sqrt* cuts equal segments; *rotor* finds the best schedule of a chain. The next table compares the
+# peaks that the unit formulas promise, for the number of blocks in a model's graph, with the lowest simulated peaks of
+# these two policies. For ResNet-18 we also run the schedule of `rotor`, and the measured peak must equal the simulated
+# one.
+
+# %% tags=["hide-input"]
+sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}
+lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=4))
+tokens, lm_offsets = torch.randint(64, (256,)), torch.tensor([0, 256], dtype=torch.int32)
+resnet = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=8, num_classes=10))
+pictures, labels = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
+pyramid, pyramid_x = sublinear.pyramid(4, 8, 8), torch.randn(4096, 8)
+cases = {
+    "36 equal blocks": (sublinear.Chain(*(sublinear.Block(4) for _ in range(36))), (x,), {}),
+    "pyramid": (pyramid, (pyramid_x,), {}),
+    "language model": (lm, (tokens, lm_offsets, 256), {"targets": tokens.roll(-1)}),
+    "ResNet-18": (resnet, (pictures,), {"labels": labels}),
+}
+rows = []
+for name, (model, args, kwargs) in cases.items():
+    graph = ackpt.trace(model, *args, **kwargs)
+    profile = ackpt.profile(graph, workspace="measured")
+    count = len(fine_chain(graph).blocks)
+    row = {"model": name, "blocks": count}
+    row |= {"sqrt": chen.sqrt_counts(count).peak / count, "log": chen.recursive_peak(count) / count}
+    for policy in ("chen-sqrt", "rotor"):
+        plan = sublinear.lowest(graph, profile, policy)
+        row[policy] = plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes
+    rows.append({key: f"{100 * value:.0f}" if isinstance(value, float) else value for key, value in row.items()})
+step = PlannedStep(resnet, lambda graph: plan)
+assert sublinear.measured(resnet, step, (pictures,), {"labels": labels}).dynamic_peak_bytes == plan.dynamic_peak_bytes
+columns = {"model": "model", "blocks": "blocks $n$", "sqrt": "equal segments", "log": "recursive halving"}
+columns |= {"chen-sqrt": "`chen-sqrt`", "rotor": "`rotor`"}
+caption = (
+    "Lowest dynamic peaks in percent of the baseline's: promised by the formulas for $n$ unit blocks "
+    "($\\sqrt n$ equal segments, recursive halving), and simulated for two policies."
+)
+table = markdown_table(rows, columns, caption, "tab-models")
+path = write_text_atomic("results/tables/06_models.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/06_models.md
+# ```
+#
+# On equal blocks, *chen-sqrt* comes close to the formula. *rotor* goes below recursive
+# halving because it may recompute a block more often. On the other models the formulas are wrong in both directions:
+#
+# - The pyramid and ResNet-18 need *more* memory. Their first blocks are the largest, and one of them must be live in
+#   full, together with its gradients. More blocks do not change that.
+# - The language model needs *less* than $\sqrt n$ promises. Its blocks are halves of layers, attention and MLP. The
+#   single tensor between two blocks is much smaller than what each saves inside, so boundaries are cheap.
+#
+# Some models are not chains at all. If a skip connection spans the whole model, no single tensor separates its front
+# from its end, and there is nowhere to cut. Such a model needs a planner that works on operations, not on blocks.
+#
+# :::{admonition} Takeaway
+# :class: tip
+# The formulas hold for equal blocks that save only as much as they output. For real models, count bytes, not blocks:
+# let a planner that knows the sizes choose the cuts, and trust only peaks that have been simulated.
+# :::
+#
+# The numbers on this page were produced in this environment:
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+where
+
+# %% [markdown]
+# ## Exercises
+#
+# :::{admonition} Exercise 1: another activation
+# :class: note
+# With GELU in place of tanh, a block saves two tensors, GELU's input and its output. Into how many equal segments
+# should you cut 32 such blocks? Predict with $c$, then measure with `in_segments`.
+# :::
+
+
+# %% tags=["solution"]
+class Gelu(Block):
+    def forward(self, x):
+        return x + self.linear(nn.functional.gelu(x))
+
+
+gelu = nn.Sequential(*(Gelu() for _ in range(32)))
+
+
+def train_gelu(k):
+    gelu.zero_grad()
+    in_segments(gelu, k * [32 // k], x).sum().backward()
+
+
+print(f"sqrt(2 n) = {(2 * 32) ** 0.5:.0f}")
+for k in (2, 4, 8, 16):
+    run = ackpt.measure(partial(train_gelu, k), resident=[gelu, x], warmup=0, repeats=0)
+    print(f"{k:2} segments: {run.dynamic_peak_bytes / S:4.1f} S, k - 1 + 2 n / k = {k - 1 + 2 * 32 // k}")
+
+# %% [markdown]
+# The more a block saves, the shorter its segments should be. In the first block of a segment, GELU's input is the
+# boundary, which is already live, so the segment saves one tensor fewer. This partly offsets the live tensors that the
+# formula does not count.
+#
+# :::{admonition} Exercise 2: two runs
+# :class: note
+# How many snapshots does Revolve need for 1,000 steps if no step may run forward more than twice before its reversal?
+# Compare with segments of decreasing length.
+# :::
+
+# %% tags=["solution"]
+fewest = next(s for s in range(1, 1000) if revolve.beta(s, 2) >= 1000)
+decreasing = next(p for p in range(1, 1000) if p * (p + 1) // 2 >= 1000)
+fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 10, 44)]
+
+# %% [markdown]
+# $\beta(s, 2) = (s + 1)(s + 2) / 2$. Segments of decreasing length are Revolve with two runs, of which the first is the
+# forward itself. They need one more activation, because they save the activations inside the segment that is being
+# reversed.
+#
+# ## What we have seen
+#
+# - $\sqrt n$ segments save $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving saves about
+#   $\log_2 n$ for half an extra forward per doubling. Measured chains match both.
+# - Revolve is optimal if only states are saved: $s$ snapshots and $r$ runs reverse $\beta(s, r)$ steps. A chain of
+#   1,024 blocks fits into the memory of a few dozen activations.
+# - On real models the formulas err in both directions. Bytes decide, not the number of blocks, and the largest block
+#   sets a minimum.
+#
+# ## Sources
+#
+# - {cite:t}`chen2016`: $\sqrt n$ segments and recursive halving.
+# - {cite:t}`griewank2000`: Revolve.

@@ -1,0 +1,57 @@
+# %% [markdown]
+# # Run it on your GPU
+#
+# This page checks the promises of `ackpt` on the machine that runs it: a GPU if there is one, otherwise the CPU. To run
+# it on Colab's free GPU, open the notebook with the Colab badge on this page, select a GPU runtime, and choose *Run all*.
+# In a terminal, `ackpt selftest` does the same.
+
+# %%
+import torch
+
+from ackpt.cli.selftest import SelftestConfig, failed, run_selftest, text_table
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cpu":
+    torch.set_num_threads(2)
+
+# %% [markdown]
+# A small language model takes the same training step in four ways: as it is, with a checkpointed region around every
+# block, with regions whose inputs are offloaded to host memory, and planned within half of the baseline's peak. The
+# peaks are predicted before anything runs.
+
+# %%
+record = run_selftest(SelftestConfig(device), "notebooks/12_your_gpu.py")
+
+# %% [markdown]
+# Every check must pass. Gradients must equal the baseline's, bit for bit. On a CPU, predicted and measured peaks are
+# equal to the byte. On a GPU they may differ by up to 2 %, since libraries allocate workspaces of their own.
+
+# %%
+for check in record.metrics["checks"]:
+    print("passed" if check["passed"] else "FAILED", "", check["check"])
+assert failed(record) == []
+
+# %% [markdown]
+# The table adds the times. *Expected* is the planner's estimate from the rates of the device, relative to the baseline;
+# *measured* is the median of interleaved steps.
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+print(text_table(record))
+
+# %% [markdown]
+# ## Records of the published experiments
+#
+# Chapters 4, 5 and 9 compare predictions with published measurements. With records of a GPU, their tables get
+# additional columns: the measurements of our models on your GPU. One command runs the published experiments, the most
+# important one first:
+#
+# ```bash
+# python -m experiments gpu-suite --out results/gpu --minutes 30
+# nox -s reproduce
+# ```
+#
+# It writes a record after each run, with the machine, the versions, the date and the commit, and stops at the time
+# limit. The next call continues where the last one ended. `nox -s reproduce` adds the columns. To run a single
+# experiment, use `python -m experiments` with `synthetic`, `lm`, `offload`, `batch-size`, `bert` or `frontier` and
+# `--out results/gpu`; `--help` lists their options. On Colab, `run_demo()` of `experiments.colab` runs the offload
+# experiment in one cell and shows its table and figures. {doc}`../status` says which tables have no such records yet.
