@@ -334,8 +334,9 @@ def given_places(leaves) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
-    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
+    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled inside of the context or later.
 
+    Inside, the state of torch for captures stays active, and so does the arithmetic of symbols: make its graph there.
     `dynamic`: the dimensions whose sizes become symbols. The caller holds `CAPTURING`.
     """
     check_differentiate(differentiate)

@@ -24,7 +24,7 @@ from ackpt.metering.meter import Measurement, measure, memory_format
 from ackpt.metering.resident import Item, storages_of
 from ackpt.planner.capture.inspection.calls import call_arguments
 from ackpt.planner.capture.outputs import without_gradient
-from ackpt.planner.capture.places import modules_text, pattern, short_source
+from ackpt.planner.capture.short_names import modules_text, pattern, short_source
 from ackpt.planner.capture.tracing import trace
 from ackpt.planner.choose import default_profile, plan_by_policy
 from ackpt.planner.request import Request

@@ -31,7 +31,7 @@ from ackpt.checkpointing.reachable import MODULE_FIELDS, PLAIN, ReachableState, 
 from ackpt.checkpointing.region import Region
 from ackpt.core.autograd_state import version
 from ackpt.metering.resident import storages_of
-from ackpt.planner.parts.blocks import UndoableState
+from ackpt.planner.parts.module_blocks import UndoableState
 from ackpt.planner.step.planned_step import PlannedStep
 
 from .print_saved import _source, referred

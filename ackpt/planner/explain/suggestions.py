@@ -20,7 +20,7 @@ from ackpt.core.errors import TraceError
 from ackpt.metering.gpus import BLOCK
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import eight_bit_bytes
-from ackpt.planner.capture.places import block_of, modules_text, pattern
+from ackpt.planner.capture.short_names import block_of, modules_text, pattern
 from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.request import Request

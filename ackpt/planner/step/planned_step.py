@@ -27,7 +27,7 @@ from ackpt.planner.capture.inspection.model_checks import (
 )
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import check_optimizer
-from ackpt.planner.capture.patches.dynamo_calls import break_graphs_at, keep_at_compile
+from ackpt.planner.capture.patches.graph_breaks import break_graphs_at, keep_at_compile
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 

@@ -235,7 +235,7 @@ class Variants:
         if variant is None:
             with shown(), _disable_current_modes():  # a mode that observes the step must not see captures
                 variant = self._new_variant(group, call)
-            if variant.captured.reads.is_after_first_call:  # which has set attributes that the facts contain
+            if variant.captured.reads.is_after_first_call:  # which may have set attributes of the model
                 facts = self.call(call.args, call.kwargs).facts
                 if facts != call.facts:  # the others were captured with the attributes as they were
                     after = self._groups.pop(facts, None) or _Group()
@@ -261,9 +261,9 @@ class Variants:
         made_for = described(self.model, call.args, call.kwargs, self.request.differentiate)
         cause, group_of_causes = self._cause(call, made_for)
         try:
-            variant = self._variant_of_dynamic_capture(group, call, cause)
+            variant = self._variant_of_existing_capture(group, call, cause)
             if variant is None:
-                variant = self._captured(group, call, cause, group_of_causes)
+                variant = self._variant_of_new_capture(group, call, cause, group_of_causes)
                 warn_of_hooks(self.model)
         except (BudgetError, PlanError) as error:
             was = None if self._last is None else self._last[1]
@@ -279,7 +279,7 @@ class Variants:
             self.request.on_plan(self.plan)
         return variant
 
-    def _variant_of_dynamic_capture(self, group: _Group, call: Call, cause: str) -> Variant | None:
+    def _variant_of_existing_capture(self, group: _Group, call: Call, cause: str) -> Variant | None:
         """A variant for new sizes of a capture with dynamic dimensions."""
         start = time.perf_counter()
         for step, plan_at in group.captures:
@@ -292,12 +292,12 @@ class Variants:
             return variant
         return None
 
-    def _captured(self, group: _Group, call: Call, cause: str, group_of_causes: str) -> Variant:
+    def _variant_of_new_capture(self, group: _Group, call: Call, cause: str, group_of_causes: str) -> Variant:
         start = time.perf_counter()
         dimensions = self._dimensions(group, call)
         if dimensions:
             try:
-                return self._captured_dynamic(group, call, cause, dimensions)
+                return self._variant_of_new_dynamic_capture(group, call, cause, dimensions)
             except (TraceError, RewriteError) as error:
                 if dimensions & named_dimensions(self.request.dynamic, self.model, call):
                     raise
@@ -326,7 +326,9 @@ class Variants:
             return _LET_DYNAMIC
         return f"One capture cannot serve all: {group.refusal}. {_FEW_SIZES}" if group.refusal else _PASS_AS_TENSOR
 
-    def _captured_dynamic(self, group: _Group, call: Call, cause: str, dimensions: set[Dimension]) -> Variant:
+    def _variant_of_new_dynamic_capture(
+        self, group: _Group, call: Call, cause: str, dimensions: set[Dimension]
+    ) -> Variant:
         start = time.perf_counter()
         with self._capture(call, sorted(dimensions)) as captured:
             step = CapturedStep(captured, call, self.model, self.request.loop)

@@ -1,4 +1,4 @@
-"""Refuse models, calls and tensors that cannot be captured, and warn of hooks."""
+"""Refuse models, calls and tensors before they are captured, and warn of hooks; for later errors see `source_lines`."""
 
 from __future__ import annotations
 
