@@ -371,8 +371,8 @@ class Variants:
 
     @contextlib.contextmanager
     def _capture(self, call: Call, dimensions: Sequence[Dimension] = ()) -> Iterator[Capture]:
-        kinds = self.request.differentiate, self.request.outputs
-        with capture(self.model, call.args, call.kwargs, *kinds, dimensions) as captured:
+        model, request = self.model, self.request
+        with capture(model, call.args, call.kwargs, request.differentiate, request.outputs, dimensions) as captured:
             self.before_planning(captured.gradient_shapes)
             yield captured
 
