@@ -125,7 +125,8 @@ for run in (four_sines, checkpointed):
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 rows = torch.randn(128, 64, requires_grad=True)
 baseline_flops = ackpt.count_flops(lambda: mlp(rows).sum().backward())
-ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / baseline_flops
+flops = ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward())
+round(flops / baseline_flops, 3)
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -157,7 +158,7 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 # region per layer saves all $n$ inputs. The optimum is in between: cut the chain into $k$ regions of $n / k$ layers
 # ({cite:t}`chen2016` call them segments). This is the step with $n = 64$ and $k = 8$:
 
-# %% alt="Live memory of a chain of 64 layers in 8 regions: eight teeth that rise step by step during the forward and, after the start of backward, eight teeth that are a little higher and step down."
+# %%
 def chain(lengths, a):
     for length in lengths:
         region = nn.Sequential(*[nn.SiLU()] * length)
@@ -167,6 +168,8 @@ def chain(lengths, a):
 
 ks = [1, 2, 4, 8, 16, 32]
 runs = {k: measured(functools.partial(chain, [64 // k] * k)) for k in ks}
+
+# %% alt="Live memory of a chain of 64 layers in 8 regions: eight teeth that rise step by step during the forward and, after the start of backward, eight teeth that are a little higher and step down."
 figure = plots.timeline_plot(runs[8].timeline, "")
 path = plots.save(figure, "results/figures/02_timeline.png")
 figure

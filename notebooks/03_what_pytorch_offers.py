@@ -44,6 +44,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ackpt
 from ackpt.metering import plots
+from ackpt.metering.meter import memory_format
 from experiments.graph_profile import panels_plot
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
@@ -213,9 +214,11 @@ by_cut
 
 # %%
 def compiled(budget, compiler=compile_fx):
+    def backend(graph, inputs):  # another one in each call: for one backend, Dynamo compiles once
+        return compiler(graph, inputs)
+
     with functorch_config.patch(activation_memory_budget=budget):
-        # A new function each time: Dynamo takes what the same one has compiled before.
-        forward = torch.compile(model, backend=lambda graph, inputs: compiler(graph, inputs))
+        forward = torch.compile(model, backend=backend)
         step(forward)
     return partial(step, forward)
 
@@ -253,7 +256,7 @@ for layer in llama.model.layers[::2]:
 assert llama_peak() == peaks["every_n_layers=2"]
 for layer in llama.model.layers[::2]:
     del layer.forward
-peaks
+{name: memory_format(size) for name, size in peaks.items()}
 
 # %% [markdown]
 # `offload=True` puts `save_on_cpu` around each checkpoint. The Trainer makes the same calls for
@@ -612,7 +615,7 @@ ackpt.apply_activation_checkpointing(llama)
 peaks["ackpt"] = llama_peak()
 ackpt.remove_activation_checkpointing(llama)
 assert peaks["ackpt"] < peaks["transformers"] == peaks["baseline"]
-peaks
+{name: memory_format(size) for name, size in peaks.items()}
 
 # %% [markdown]
 # In evaluation mode, the layers of `transformers` do not checkpoint, and no warning says so. The whole museum:
