@@ -392,7 +392,7 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 #
 # $$ (k - 1) + (k' - 1) + \ell + 2 = k + k' + \ell, \qquad n = k \, k' \, \ell . $$
 #
-# This sum is smallest at $k = k' = \ell = \sqrt[3] n$. The price: every layer runs three times forward.
+# This sum is smallest at $k = k' = \ell = \sqrt[3] n$. The price: the forward of every layer runs three times.
 
 # %%
 calls = []

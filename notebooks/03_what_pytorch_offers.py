@@ -338,7 +338,7 @@ assert flops["non-reentrant"] < flops["reentrant"] == flops["`ackpt` regions"]
 # - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies, which have no FLOPs.
 # - The *memory budget* bounds saved bytes, not the peak (see the figure at the top). At 0.2 it saves less than at 0.5,
 #   recomputes more, and its peak is higher.
-# - The *plan* of 0.45 has a lower peak than both, and recomputes less than 0.2.
+# - The *plan* of 0.45 has a lower peak than both, and recomputes less than the memory budget of 0.2.
 
 # %% tags=["hide-input"]
 drawn = {"Inductor": "Inductor"}
