@@ -132,6 +132,7 @@ def lanes_figure(data: dict):
                 each.set_xlim(0, 1e3 * data.get("seconds", one["seconds"]))
             lanes.grid(False)
             lanes.set_yticks([0.4, 1.4], ["copies", "compute"])
+            lanes.set_ylim(-0.05, 1.85)
             lanes.set_xticks([])
             times = [1e3 * one["seconds"] * i / len(one["device"]) for i in range(len(one["device"]) + 1)]
             device, host = ([size / MIB for size in (*one[name], one[name][-1])] for name in ("device", "host"))
