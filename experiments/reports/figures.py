@@ -125,7 +125,9 @@ def line_plot(
         return plots._finished(figure, handles, [handle.get_label() for handle in handles])
 
 
-def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak", limit: int | None = None):
+def stacked_plot(
+    labels, parts: dict, title: str, *, ylabel="memory at the peak", limit: int | None = None, colors=None
+):
     """One bar per label, made of parts that add up.
 
     Args:
@@ -133,6 +135,7 @@ def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak"
         parts: ``{name: bytes of every bar}``, from the bottom to the top; names of categories have their colors.
         title: the finding.
         limit: bytes at which a dashed line is drawn, the budget or a device's memory.
+        colors: ``{name: color}`` of parts that are not categories.
 
     Returns:
         A Figure in MiB, or in GiB if a bar has at least 10 GiB; every bar has its sum on top.
@@ -143,7 +146,8 @@ def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak"
         bottom = [0.0] * len(labels)
         for name, sizes in parts.items():
             heights = [size / unit for size in sizes]
-            axes.bar(range(len(labels)), heights, 0.6, bottom, color=plots.COLORS.get(name, HIGHLIGHT), label=name)
+            color = (plots.COLORS | (colors or {})).get(name, HIGHLIGHT)
+            axes.bar(range(len(labels)), heights, 0.6, bottom, color=color, label=name)
             bottom = [low + height for low, height in zip(bottom, heights)]
         for index, total in enumerate(bottom):
             look = {"ha": "center", "va": "bottom", "fontsize": 9, "fontweight": "bold", "color": plots.TEXT}
@@ -164,6 +168,8 @@ def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, yla
     Args:
         measured, predicted: ``{name: {x: y}}``; measured values are markers, predicted ones dashed lines.
         title: the finding.
+
+    The legend names both kinds, if something was measured.
     """
     with plots.style.context("default"):
         figure, axes = plots._axes(title, xlabel, ylabel)
@@ -174,8 +180,10 @@ def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, yla
             axes.plot(list(line), list(line.values()), color=color, linestyle=DASHES, linewidth=1.6)
             axes.plot(list(points), list(points.values()), color=color, linestyle="none", marker=marker, markersize=6.5)
             handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name))
-        handles.append(Line2D([], [], color=plots.TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
+            if not measured:
+                handles[-1].set(marker="", linestyle=DASHES)
         if measured:
+            handles.append(Line2D([], [], color=plots.TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
             marks = {"linestyle": "none", "marker": "o", "markersize": 6}
             handles.append(Line2D([], [], color=plots.TEXT, label="measured", **marks))
         if "x" in logs:
