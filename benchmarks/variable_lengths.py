@@ -25,7 +25,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ackpt
-from ackpt.planner.step import runnable, variants
+from ackpt.planner.step import plans, variants
 from ackpt.planner.step.plans import Plans
 
 
@@ -50,9 +50,9 @@ def main() -> None:
     step = ackpt.compile(model, **batch(lengths[0], given.mask), budget=budget)
     step.prepare(**batch(lengths[1], given.mask))
     print(f"first two lengths captured and planned in {time.process_time() - start:.1f} s")
-    compiled = timed_calls(runnable, "compiled_schedule")
+    compiled = timed_calls(plans, "compiled_schedule")
     searched = timed_calls(Plans, "_search")
-    chosen = timed_calls(variants.Variants, "of")
+    chosen = timed_calls(variants.Variants, "serving")
     eager = first = recomputed = forced = 0.0
     lines: list[tuple[float, str, Callable]] = []
     beyond: dict[bool, list[float]] = {False: [], True: []}  # by whether a schedule was compiled

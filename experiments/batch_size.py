@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ackpt.core.budget import parse_bytes
+from ackpt.core.budget import from_text, is_share
 from ackpt.core.planning_errors import did_you_mean
 from ackpt.metering.meter import compare_seconds
 from experiments.results import Record, environment
@@ -76,7 +76,8 @@ class BatchSizeConfig:
         if not self.methods:
             raise ValueError(f"give at least one method, such as {', '.join(METHODS)}")
         if self.limit != AUTO_LIMIT and isinstance(self.limit, str):
-            parse_bytes(self.limit)
+            if is_share(self.limit):
+                raise ValueError(f"the limit {self.limit!r} is no size in bytes: write a unit, as in '6GiB'")
         for name in self.methods:
             method(name)
         for batch_size in self.batches:
@@ -262,7 +263,7 @@ def _measured(shapes: Shapes, methods, baseline_fits: bool, timed_rounds: int, f
 def _limit(config: BatchSizeConfig, shapes, predict_only: bool) -> int:
     """The limit in bytes; on a GPU, ``"auto"`` refers to reserved memory, because torch can limit only that."""
     if config.limit != AUTO_LIMIT:
-        return parse_bytes(config.limit) if isinstance(config.limit, str) else config.limit
+        return int(from_text(config.limit)) if isinstance(config.limit, str) else config.limit
     middle = shapes(sorted(config.batches)[len(config.batches) // 2])
     peak = middle.predicted(Method(PLAIN))["peak_bytes"]
     if predict_only or does_not_fit(peak, config.device):

@@ -26,10 +26,10 @@ from ackpt.core.planning_errors import BudgetError
 from ackpt.metering.prediction import predict
 from ackpt.planner.choose import default_profile
 from ackpt.planner.policies import POLICIES, auto
-from ackpt.planner.policies.search.frontier import frontier, step_cost
+from ackpt.planner.policies.search.frontier import baseline_cost, frontier
 from ackpt.planner.request import MEASURED
 from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.schedule.schedule import everything, recomputed
+from ackpt.planner.schedule.schedule import recomputed
 from ackpt.planner.workloads.planned_shapes import kernels_of_a_gpu
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
@@ -217,7 +217,7 @@ def _points(config, graph, costs, runs: Runs, failures) -> tuple[list[dict], dic
             name = f"{policy} {'least' if budget is None else budget}"
             gap = {}
             if costs.seconds is not None and planned.lower_bound is not None:
-                step = step_cost(everything(graph), costs.seconds)
+                step = baseline_cost(graph, costs)
                 gap = {"gap_seconds": (planned.cost - planned.lower_bound) * step}
             with failures.of(name):
                 points.append({**point, **promised(planned), **gap, **runs.planned(planned)})

@@ -17,7 +17,7 @@ from ackpt.core.planning_errors import BudgetError
 from ackpt.planner.policies import auto, full, ilp, mu_two, rotor
 from ackpt.planner.policies.chains.blocks import coarse_chain, long_skips
 from ackpt.planner.policies.chains.substitutes import substituted
-from ackpt.planner.policies.search.frontier import Point, costs, frontier, pareto, step_cost
+from ackpt.planner.policies.search.frontier import Point, baseline_cost, costs, frontier, pareto
 from ackpt.planner.policies.search.refinement import refined
 from ackpt.planner.schedule.schedule import everything
 from ackpt.planner.schedule.simulator import peak_of
@@ -70,7 +70,7 @@ def distances(graph, profile, budgets, policies, *, exact: bool = False) -> list
         program's plan, and ``ilp_bound``, its lower bound; both are None if it has no plan.
     """
     plain = plan(graph, policy="none", profile=profile)
-    unit = step_cost(everything(graph), costs(graph, profile)) or 1.0
+    unit = baseline_cost(graph, profile)
     rows = []
     for budget in budgets:
         limit = math.floor(budget * plain.dynamic_peak_bytes)
@@ -123,7 +123,7 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
 
 def least_costs(graph, profile, points: list[Point], budgets) -> dict[float, float | None]:
     """``{budget: cost of the cheapest point within it}``; None if no point is."""
-    unit = step_cost(everything(graph), costs(graph, profile)) or 1.0
+    unit = baseline_cost(graph, profile)
     peak = peak_of(graph, everything(graph), profile.workspace_bytes)
     cost_of: dict[float, float | None] = {}
     for budget in budgets:

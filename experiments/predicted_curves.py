@@ -20,9 +20,8 @@ from ackpt.core.planning_errors import BudgetError
 from ackpt.metering.prediction import predict
 from ackpt.planner.costs.devices import device
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
-from ackpt.planner.workloads.step_request import StepRequest
+from ackpt.planner.workloads.step_request import StepRequest, training_step
 from experiments.results import REFERENCES, Record, environment
 
 from .published import STEPS, Predictions, rows

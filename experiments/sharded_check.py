@@ -20,9 +20,8 @@ from torch import distributed, multiprocessing
 import ackpt
 from ackpt.planner.sharding.planner import ShardedModel
 from ackpt.planner.sharding.sharding import Sharding, groups_of
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig
-from ackpt.planner.workloads.step_request import TRANSFORMERS, StepRequest
+from ackpt.planner.workloads.step_request import TRANSFORMERS, StepRequest, training_step
 from experiments.steps.named_steps import tensors, with_data
 
 LIMIT = datetime.timedelta(seconds=120)

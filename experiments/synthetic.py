@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ackpt.models.transformer import TransformerConfig
-from ackpt.planner.workloads.named_models import Autoencoder
+from ackpt.planner.workloads.step_request import Autoencoder
 from experiments.steps.failures import STRICT
 from experiments.steps.settings import require_lengths, require_positive
 from experiments.steps.training import METHODS, OFFLOADED, PLANNED, Task, check_methods, run_lengths

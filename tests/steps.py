@@ -10,8 +10,7 @@ from late import Arena
 
 import ackpt
 from ackpt.offloading.engine import Engine
-from ackpt.planner.schedule.listing import Listing
-from ackpt.planner.step.generated_code import boxed
+from ackpt.planner.schedule.listing import Listing, boxed
 
 STEPS, LAYERS, SHAPE = 6, 6, (8, 512)
 BYTES = 8 * 512 * 4
@@ -145,4 +144,4 @@ def own_engine(mode="async", **options):
 
 def run_boxed(gm, example_inputs):
     """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
-    return boxed(gm, Listing.of(gm.graph))
+    return boxed(gm, Listing.from_graph(gm.graph))

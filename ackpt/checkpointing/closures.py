@@ -47,11 +47,7 @@ class DetachClosedOver(TorchFunctionMode):
 
 
 def frozen(function):
-    """A copy of the function whose closure keeps its present values, for the recomputation.
-
-    Otherwise a loop variable in the closure would have another value in backward. Functions in the closure and in
-    partials are frozen too. Cells that one of them rebinds (``nonlocal``) stay shared with the caller.
-    """
+    """A copy of the function whose closure keeps its present values, such as a loop variable's."""
     if not isinstance(function, (types.FunctionType, functools.partial)):
         return function
     shared: dict = {}

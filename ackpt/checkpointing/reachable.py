@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .closures import bound, names_in, rebound_names
 from .rng import stream_of
-from .tree import is_plain
+from .tree import ATOMS, is_plain
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, dict, set)
@@ -72,11 +72,7 @@ class ReachableState:
                 self._visit(item, "argument", 0)
 
     def _visit(self, obj, name, depth, restores=True):
-        """Visit what `obj` refers to; ``restores``: attributes of data objects are to be restored.
-
-        All are where an object is an argument or an attribute of a module. What a function refers to otherwise may be
-        part of an engine, whose queues and memory go on during the recomputation: see `_is_plain_data`.
-        """
+        """Visit what `obj` refers to; ``restores``: attributes of data objects in it are to be restored."""
         if isinstance(obj, torch.Tensor):
             self.tensors.setdefault(id(obj), (obj, name))
         elif isinstance(obj, nn.Module):
@@ -88,7 +84,7 @@ class ReachableState:
                 self._seen.add(id(obj))
                 namespace = obj if isinstance(obj, dict) else _ListNamespace(obj) if isinstance(obj, list) else None
                 for key, item in obj.items() if isinstance(obj, dict) else enumerate(obj):
-                    if type(item) not in _ATOMS:
+                    if type(item) not in ATOMS:
                         self._visit(item, f"{name}[{key!r}]", depth + 1, restores)
                         if namespace is not None and isinstance(item, torch.Tensor):
                             self._bind(namespace, key, item)
@@ -99,7 +95,7 @@ class ReachableState:
                 return
             self._seen.add(~id(obj))  # an argument or an attribute of a module may be the same object
             for key, item in vars(obj).items():
-                if type(item) not in _ATOMS:
+                if type(item) not in ATOMS:
                     self._visit(item, f"{name}.{key}", depth + 1, restores=False)
                     if isinstance(item, torch.Tensor):
                         self._bind(vars(obj), key, item)
@@ -168,7 +164,7 @@ class ReachableState:
             self.tensors.setdefault(id(value), (value, name))
         elif isinstance(value, _CONTAINERS):
             self._containers_in(value)
-            if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
+            if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in ATOMS:
                 self._visit(value, name, 1)
         elif not self._generator(value):
             self._containers_in(value)
@@ -191,7 +187,7 @@ class ReachableState:
             self.containers.append(value)
         if type(value) in (tuple, *_MUTABLE) and depth < _DEPTH and len(value) <= LONGEST_CONTAINER:
             for item in value.values() if isinstance(value, dict) else value:
-                if type(item) not in _ATOMS:
+                if type(item) not in ATOMS:
                     self._containers_in(item, depth + 1)
 
     def _globals_of(self, code, namespace) -> None:
@@ -311,7 +307,7 @@ def tensors_in(items) -> dict[int, torch.Tensor]:
         for item in level:
             if isinstance(item, torch.Tensor):
                 tensors[id(item)] = item
-            elif type(item) not in _ATOMS and id(item) not in seen and not isinstance(item, (nn.Module, *_FUNCTIONS)):
+            elif type(item) not in ATOMS and id(item) not in seen and not isinstance(item, (nn.Module, *_FUNCTIONS)):
                 seen.add(id(item))
                 if isinstance(item, dict):
                     next_level += item.values()
@@ -350,9 +346,7 @@ def _is_plain_data(obj) -> bool:
 
 # Classes that dataclasses.make_dataclass and types.new_class make say "types".
 _NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy", "ackpt")) - {"types"}
-_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
-PLAIN = _ATOMS | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
-PLAIN |= {range, slice, frozenset, type}
+PLAIN = ATOMS | {torch.layout, torch.memory_format, range, slice, frozenset, type}
 _ABSENT = object()
 _OBJECT_DEPTH = _DEPTH - 2  # of data objects in attributes of modules, of which two levels are followed
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -393,8 +387,7 @@ class Graph(NamedTuple):
     older: Any
 
     def counts(self) -> dict[int, int]:
-        """How often the graph uses each of ``ends``, by id; through a cast, which autocast makes once for all uses of a
-        leaf, once for each use of the cast."""
+        """How often the graph uses each of ``ends``, by id; each use of a leaf's cast is one of the leaf."""
         counts = dict(zip(map(id, self.ends), map(len, self.users)))
         if CAST in map(type, self.nodes):
             for node, index in self.nodes.items():
@@ -405,11 +398,7 @@ class Graph(NamedTuple):
 
 
 def graph_of(outputs, histories=(), started: int = 0) -> Graph:
-    """The `Graph` of `outputs`, which ends at leaves and at `histories`, tensors that were computed before it.
-
-    `started` is the autograd sequence number at the start of the run: an older node belongs to the history of another
-    tensor, whose gradient could not leave the region.
-    """
+    """The `Graph` of `outputs`, which ends at leaves and at `histories`, tensors that are older than node `started`."""
     closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in histories}
     stack = list(dict.fromkeys([output.grad_fn for output in outputs if output.grad_fn is not None]))
     nodes = {node: index for index, node in enumerate(stack)}

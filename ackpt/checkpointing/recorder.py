@@ -28,10 +28,10 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
 
-from .guards import PLAIN_TENSORS, changed_between, memory
+from .guards import PLAIN_TENSORS, changed_between, memory, name_of
 from .reachable import _TORCH, Graph
-from .refusals import name_of
 from .rng import MEMORY
+from .tree import ATOMS
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
 # schema has an argument named running_* (tests/checkpointing/test_recorder.py repeats this search).
@@ -43,7 +43,6 @@ _SILENT_WRITERS = (
 # Ways to get an alias through which a tensor can be written without autograd noticing.
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
-_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _CALL = nn.Module._call_impl.__code__
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
@@ -117,14 +116,11 @@ class Call(NamedTuple):
 class Recorder(TorchFunctionMode):
     """Records the calls of one run of a region.
 
-    `expected`: the recorder of the first run; ``different`` is the first call that differs, with the line and the
-    module that made it. `named`: ``{id: (tensor, name)}`` of the tensors that the first run can reach. `refused`:
-    ``{id: change}`` of tensors that changed since the first run; a call that reads one raises an error.
-
-    ``calls``: in order, each with the sequence number of its autograd node and the ``_source`` of every argument.
-    ``results``: weak references to what the calls returned. ``inputs``: positions of the tensors that the function is
-    called with. ``written``: storages, by ``_cdata``, that may have been written without bumping their version
-    counters. ``overwritten``: those of tensors that calls changed in place. ``parameters``: those that calls received.
+    `expected`: the recorder of the first run; ``different``: the first call that differs, with its line and module.
+    `named`: ``{id: (tensor, name)}`` of what the first run can reach. `refused`: ``{id: change}`` of tensors that have
+    changed since; a call that reads one raises. ``calls``: each with the number of its autograd node and the
+    ``_source`` of every argument. ``written``: storages that may have been written without a new version;
+    ``overwritten``: those of tensors that calls changed in place.
     """
 
     def __init__(self, expected: Recorder | None = None, named=None, refused=None):
@@ -220,7 +216,7 @@ class Recorder(TorchFunctionMode):
 
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
-        if type(value) in _ATOMS or isinstance(value, numbers.Number):
+        if type(value) in ATOMS or isinstance(value, numbers.Number):
             return value
         if isinstance(value, torch.Tensor):
             # The class of Parameter has a slow check.
@@ -291,12 +287,7 @@ class Path:
 
 
 def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, function) -> None:
-    """Check that a region's two runs took the same path.
-
-    Raises:
-        CheckpointError: if not; the message names the first operation that differs and where the recomputation
-            called it.
-    """
+    """Raise a CheckpointError with the first operation that differs if two runs took different paths."""
     if forward == recomputed:
         return
     if forward.calls is None or recomputed.calls is None:
@@ -454,11 +445,9 @@ def _first_with_grad(result):
 
 
 class _Parameter:
-    """A parameter that a call received; a recomputation that uses another one of the same shape takes another path.
+    """A parameter that a call received; those that the two runs of a region created compare equal.
 
-    `value`: the parameter; a weak reference if no name leads to it, because the region may have created it; or None if
-    the recomputation created it. Parameters that the two runs created compare equal, because that of the first run no
-    longer exists.
+    `value`: the parameter; a weak reference if no name leads to it; None if the recomputation created it.
     """
 
     def __init__(self, value, name: str = ""):

@@ -204,7 +204,7 @@ class _Recompute(torch.autograd.Function):
             summands = Summands(region.uses, received, graph)
             del received, graph
             gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
-            return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
+            return None, None, None, None, *summands.gradients(list(gradients[: len(graph_inputs)]))
 
 
 class Summands:
@@ -237,7 +237,7 @@ class Summands:
         for node, lists in wanted.items():
             node.register_hook(_collector(lists))
 
-    def of(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients with those of tensors with several uses replaced by one for each use; None where missing."""
         separate: list[torch.Tensor | None] = []
         for index, count in enumerate(self._uses):
@@ -254,10 +254,7 @@ class Summands:
 
 
 def _collector(wanted: dict[int, list[torch.Tensor]]):
-    """A hook of a node: appends its gradients in these slots to lists, and passes on only the first of a list.
-
-    The engine would sum what is passed on; with nothing, hooks of the tensor would not run.
-    """
+    """A hook of a node: appends its gradients in these slots to lists, and passes on the first, for other hooks."""
 
     def collect(gradients, _):
         passed = list(gradients)
@@ -307,10 +304,7 @@ def _gradients(outputs, grads, inputs):
 
 
 def _take_hooks(leaves) -> list[tuple[dict, dict]]:
-    """Remove the hooks of the `leaves` without a history, and return them with the dicts that had them.
-
-    They run once, in the outer graph, and not in the inner one.
-    """
+    """Remove the hooks of `leaves` without a history, which run in the outer graph; return them with their dicts."""
     taken = []
     for leaf in leaves:
         for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):

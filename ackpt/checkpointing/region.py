@@ -20,7 +20,7 @@ import torch
 from ackpt.core.autograd_state import phase, recomputation_begins, recomputation_ends
 from ackpt.core.errors import CheckpointError
 
-from . import guards, refusals, rng
+from . import guards, rng
 from .closures import DetachClosedOver, frozen
 from .reachable import ReachableState, graph_of, is_data, tensors_in
 from .recorder import RECORDED_RUNS, SMALL_BYTES, Path, Recorder, check_same_path, evidence_of, subject_of
@@ -66,10 +66,7 @@ class Region:
             self.inputs[:] = self.detached.replaced(list(self.inputs))
 
     def first_forward(self):
-        """Run the function; return what becomes inputs of the autograd node: ``(arguments, leaves)``.
-
-        ``uses`` then has, for every argument that needs a gradient and for every leaf, how often the node gets it.
-        """
+        """Run the function, count ``uses``, and return the inputs of the autograd node, ``(arguments, leaves)``."""
         inputs = self.inputs
         self.needs_grad = [tensor.requires_grad for tensor in inputs]
         self.is_computed = [not tensor.is_leaf for tensor in inputs] if self.autocast is not None else self.needs_grad
@@ -101,13 +98,13 @@ class Region:
         if object_arguments and any(
             key not in before and item.requires_grad for key, item in tensors_in(object_arguments).items()
         ):
-            raise refusals.changes_argument(self.function, object_arguments)
+            raise guards.changes_argument(self.function, object_arguments)
         self.inputs = Tensors()  # only the node keeps the inputs alive
         # The graph of the first forward starts at these aliases and should be freed by now.
         for start in starts:
             if (alias := start()) is not None:
                 phase.leaves_behind = None if phase.leaves_behind is None else True
-                refusals.refuse_gradient_of(alias)
+                guards.refuse_gradient_of(alias)
         if weakref.ref in map(type, leaves):  # of those that the function created, some are gone
             existing = [leaf() if type(leaf) is weakref.ref else leaf for leaf in leaves]
             leaves = [leaf for leaf in existing if leaf is not None]
@@ -116,7 +113,7 @@ class Region:
         if self.recorder is not None:
             if any(leaf.grad_fn is not None for leaf in leaves):  # it has a history, in which backward could reach them
                 for tensor in self.recorder.left_results():
-                    refusals.refuse_gradient_of(tensor)
+                    guards.refuse_gradient_of(tensor)
             if phase.leaves_behind is False:
                 phase.leaves_behind = bool(self.recorder.left_results())
             self.recorder.forget()
@@ -130,11 +127,7 @@ class Region:
         return inputs, leaves
 
     def _is_small(self, reachable) -> bool:
-        """Whether runs of the function can be compared by what their graphs show, without a record of the calls.
-
-        The tensors must be small ones on the CPU, with the same values in both runs; and the calls must not be needed
-        to find what a run leaves behind.
-        """
+        """Whether all tensors are small and on the CPU, so that graphs without a record of calls can be compared."""
         if not (
             self.guarantees.exact_graph and self.preserve_rng_state and self.autocast is phase.leaves_behind is None
         ):
@@ -154,10 +147,7 @@ class Region:
         return size <= SMALL_BYTES
 
     def _move_hooks(self, aliases, inputs, retained) -> None:
-        """Let hooks that the function has registered on its inputs run for the tensors that it was called with.
-
-        `retained`: indices of the inputs of which it has called ``retain_grad``.
-        """
+        """Move hooks and ``retain_grad``, at the indices `retained`, from the function's inputs to the caller's."""
         for alias, tensor in zip(aliases, inputs):
             if alias is not tensor and alias._backward_hooks:
                 # The dict itself, so that handles can still remove hooks from it.
@@ -175,15 +165,12 @@ class Region:
         return fill(self.output_template, tensors)
 
     def _forward(self, inputs, aliases, versions, reachable):
-        """Run the function and drop its graph.
-
-        Returns the leaves at which the graph ended, and by id of an alias or leaf how many operations use it.
-        """
+        """Run the function and drop its graph; return the graph's leaves, and how often it uses each tensor, by id."""
         started = torch.autograd._get_sequence_nr()
         result = self._first_forward(aliases, reachable)
         for index, (tensor, version) in enumerate(zip(inputs, versions)):
             if guards.version(tensor) != version:
-                raise refusals.changes_inputs(f"its input tensor number {index} ({guards.describe(tensor)})")
+                raise guards.changes_inputs(f"its input tensor number {index} ({guards.describe(tensor)})")
         outputs, template = strip_result(result)
         if self.guarantees.exact_graph:
             computed = [i for i, each in enumerate(outputs) if each.grad_fn and each.grad_fn._sequence_nr() >= started]
@@ -222,7 +209,7 @@ class Region:
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 changed = "a tensor that requires grad: an input of the region or a parameter"
-                raise refusals.changes_inputs(changed) from error
+                raise guards.changes_inputs(changed) from error
             raise
         finally:
             phase.dropping = previous
@@ -244,7 +231,7 @@ class Region:
             after = Tensors()
             strip_arguments(values, after)
             if [id(tensor) for tensor in after] != [id(tensor) for tensor in tensors]:
-                raise refusals.changes_containers()
+                raise guards.changes_containers()
         return result
 
     def _leaves(self, outputs, aliases, reachable, started):
@@ -259,7 +246,7 @@ class Region:
             if graph.older is None:
                 break
             if reachable.walked:
-                raise refusals.unreachable(graph.older)
+                raise guards.unreachable(graph.older)
             reachable = ReachableState(self.function, self.template)
         # New nodes of a parameter that is released after its use would expect gradients of its current shape.
         self.accumulators = [node for node, tensor in zip(graph.sources, graph.ends) if id(tensor) in reachable.tensors]
@@ -311,18 +298,18 @@ class Region:
             raise
         except Exception as error:
             if object_arguments and tensors_in(object_arguments).keys() != before.keys():
-                raise refusals.changes_argument(self.function, object_arguments) from error
-            refusals.add_note(error, self.function)
+                raise guards.changes_argument(self.function, object_arguments) from error
+            guards.add_note(error, self.function)
             raise
         recomputation_ends()
         if object_arguments and tensors_in(object_arguments).keys() != before.keys():
-            raise refusals.changes_argument(self.function, object_arguments)
+            raise guards.changes_argument(self.function, object_arguments)
         outputs, _ = strip_result(result)
         signatures = [self._signature(output) for output in outputs]
         if len(outputs) != self.output_count or any(
             signatures[i] != signature for i, signature in self.output_signatures.items()
         ):
-            raise refusals.other_outputs(self.output_count, self.output_signatures, signatures)
+            raise guards.other_outputs(self.output_count, self.output_signatures, signatures)
         computed = [outputs[index] for index in self.output_signatures]
         starts = [*compress(aliases, self.needs_grad)]
         received = [*compress(inputs, self.needs_grad)]
@@ -338,7 +325,7 @@ class Region:
             histories = [*closed_over, *(tensor for tensor in inputs if tensor.grad_fn is not None)]
             graph = graph_of(computed, histories, started)
             if graph.older is not None or not set(map(id, closed_over)).isdisjoint(map(id, graph.ends)):
-                raise refusals.hidden_use()
+                raise guards.hidden_use()
             if self.unread_changes and any(isinstance(node, _PythonNode) for node in graph.nodes):
                 raise guards.changed_between(*next(iter(self.unread_changes.values())))  # the node may read it
             if self.path is not None:
@@ -359,9 +346,8 @@ class Region:
     def _not_leaves(self, aliases):
         """The inputs of the recomputation: the aliases, or views of them where an input must not be a leaf.
 
-        Autocast casts a leaf once and sums the gradients of its uses in the lower precision. FlopCounterMode and
-        similar modes hook the tensors passed to modules, and torch does not run such hooks on a leaf whose gradient is
-        captured.
+        Autocast casts a leaf once and sums the gradients of its uses in the lower precision. Modes such as
+        FlopCounterMode hook the inputs of modules, and torch runs no such hooks on a leaf whose gradient is captured.
         """
         if torch._C._len_torch_dispatch_stack():
             make_view = self.needs_grad
@@ -389,7 +375,7 @@ class Region:
             with rng.replay(self.streams), autocast.restored() if autocast is not None else _NOTHING:
                 result = self._call(aliases)
                 if name := rng.ended_elsewhere(self.streams, self.marks):
-                    raise refusals.other_draws(name, self.function)
+                    raise guards.other_draws(name, self.function)
                 return result
         finally:
             torch._C._set_grad_enabled(False)

@@ -58,10 +58,7 @@ class TorchStream(Stream):
 
 
 class PythonStream(Stream):
-    """Python's global ``random`` or a ``random.Random`` object.
-
-    ``getstate`` makes 625 numbers. So a state is a copy of CPython's words, if `_HAS_WORDS` and for no subclass.
-    """
+    """Python's ``random`` or a ``random.Random``; its state is CPython's words, as ``getstate`` is slow."""
 
     name = "Python's random"
 
@@ -212,10 +209,7 @@ def drawn_from(states: list) -> list:
 
 
 def ended_elsewhere(states: list, marks: list[int]) -> str:
-    """The name of a stream that was drawn from since `states`, and whose ``mark()`` then differs; otherwise empty.
-
-    A stream that did not move is none: another thread may have drawn from it in the forward.
-    """
+    """The name of a stream that moved since `states` and whose ``mark()`` differs now; empty if there is none."""
     pairs = zip(states, marks)
     moved = (stream for (stream, state), mark in pairs if stream.mark() != mark and stream.moved(state))
     return next((stream.name for stream in moved), "")

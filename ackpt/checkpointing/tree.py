@@ -35,12 +35,12 @@ class Tensors(list):
         return slot
 
 
-_ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
+ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
 
 
 def is_plain(item) -> bool:
     """Whether a stripped argument is a slot or a value that cannot contain a tensor."""
-    return type(item) is Slot or type(item) in _ATOMS
+    return type(item) is Slot or type(item) in ATOMS
 
 
 def strip(obj, tensors: Tensors):
@@ -61,7 +61,7 @@ def strip_arguments(args, tensors: Tensors) -> tuple[tuple, bool]:
     for item in args:
         if isinstance(item, torch.Tensor):
             item = tensors.slot(item)
-        elif type(item) not in _ATOMS:
+        elif type(item) not in ATOMS:
             old, item = item, strip(item, tensors)
             nested = nested or item is not old
         stripped.append(item)
@@ -81,7 +81,7 @@ def strip_result(result) -> tuple[list, object]:
 
 def _map(obj, change):
     """Apply `change` to the leaves of `obj`; return `obj` itself when no leaf changed."""
-    if type(obj) in _ATOMS:
+    if type(obj) in ATOMS:
         return obj
     if type(obj) is Slot or isinstance(obj, torch.Tensor):
         return change(obj)
@@ -114,10 +114,7 @@ def _map(obj, change):
 
 
 def _map_fields(obj, new, change):
-    """Set the changed fields of dataclass `obj` on `new`, a copy that is made when first needed.
-
-    ``__init__`` and ``__post_init__`` are not called a second time, and frozen dataclasses work.
-    """
+    """Set the changed fields of dataclass `obj` on `new`, or on a copy, without a second ``__post_init__``."""
     for field in dataclasses.fields(obj):
         if not hasattr(obj, field.name):
             continue

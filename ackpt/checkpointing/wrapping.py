@@ -258,10 +258,7 @@ def _stop_checking(model) -> None:
 
 
 def _check_regions_ran(model, args, result) -> None:
-    """Check in the first forward with gradients that every chosen module with parameters in the graph ran as a region.
-
-    Parameters of a skipped module (LayerDrop, an expert without tokens) are not in the graph. This is a forward hook.
-    """
+    """Check once, by a forward hook, that all chosen modules with parameters in the graph ran as regions."""
     if torch.compiler.is_dynamo_compiling():
         return
     outputs = [tensor for tensor in strip_result(result)[0] if tensor.grad_fn is not None]

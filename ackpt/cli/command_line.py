@@ -47,11 +47,7 @@ def add_set(add, example: str) -> None:
 
 
 def writable(folder: str | None, option: str) -> Path | None:
-    """The folder, created if need be; None stays None.
-
-    Raises:
-        UsageError: if nothing can be written there.
-    """
+    """The folder, created if need be; None stays None; UsageError if nothing can be written there."""
     if folder is None:
         return None
     path = Path(folder)
@@ -68,10 +64,7 @@ def writable(folder: str | None, option: str) -> Path | None:
 def run(
     parser: argparse.ArgumentParser, argv: list[str], more_errors: Callable[[], tuple[tuple, tuple]] = lambda: ((), ())
 ) -> int:
-    """Run the command in `argv`; returns its exit status, or that of its error.
-
-    `more_errors` gives types of errors besides the package's own: those of invalid input, and of broken promises.
-    """
+    """Run a command; return its exit status, or that of its error, which `more_errors` may name."""
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments, f"{parser.prog} {shlex.join(argv)}")

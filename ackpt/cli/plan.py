@@ -13,14 +13,15 @@ from typing import Any
 from ackpt.core.budget import is_share
 from ackpt.core.planning_errors import did_you_mean
 from ackpt.planner.costs.devices import DEVICES, device
-from ackpt.planner.workloads.named_models import BUILT_IN, dtype_of_file
 from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
 from ackpt.planner.workloads.step_request import (
+    BUILT_IN,
     DTYPES,
     TRANSFORMERS,
     Lora,
     StepRequest,
     dtype_called,
+    dtype_of_file,
     no_configuration,
     unknown_model,
 )
@@ -214,7 +215,7 @@ def run_plan_command(arguments, command: str) -> int:
         print(json.dumps({"model": arguments.model, **report.to_json()}, indent=1) if arguments.json else report)
         return 0
     if arguments.largest is not None:
-        arguments.sweep = _open_sweep(arguments)
+        arguments.sweep = _open_sweep(arguments, plan_sweep.SIZES)
     if arguments.sweep is None and "," in (arguments.device_profile or ""):
         arguments.sweep, arguments.device_profile = f"{plan_sweep.DEVICE}={arguments.device_profile}", None
     if arguments.sweep is not None:
@@ -223,7 +224,7 @@ def run_plan_command(arguments, command: str) -> int:
         if getattr(arguments, sweep.option) is not None:
             option = f"--{sweep.option.replace('_', '-')} {getattr(arguments, sweep.option)}"
             raise UsageError(f"--sweep {arguments.sweep} gives the values of {option.split()[0]}: leave out {option}")
-        rows = plan_sweep.run(configuration(arguments, **sweep.first), sweep)
+        rows = plan_sweep.run(configuration(arguments, **{sweep.option: sweep.values[0]}), sweep)
         print(json.dumps(plan_sweep.to_json(sweep, rows), indent=1) if arguments.json else plan_sweep.text(sweep, rows))
         return 0
     config = configuration(arguments)
@@ -253,20 +254,17 @@ def run_plan_command(arguments, command: str) -> int:
     return 0
 
 
-def _open_sweep(arguments) -> str:
+def _open_sweep(arguments, first_sizes: dict[str, int]) -> str:
     """The sweep of ``--largest``."""
     if arguments.sweep is not None:
         raise UsageError("--largest is a sweep without an end: leave out --sweep")
     if arguments.device_profile is None and (arguments.budget is None or is_share(arguments.budget)):
         raise UsageError("--largest needs an amount of memory: give --device-profile, or --budget in bytes")
     name = arguments.largest.replace("-", "_")
-    if name not in _FIRST_SIZES:
-        close = did_you_mean(name, _FIRST_SIZES)
-        raise UsageError(f"--largest {arguments.largest}: write {', '.join(_FIRST_SIZES)}{close}")
-    return f"{name}={_FIRST_SIZES[name]}:"
-
-
-_FIRST_SIZES = {"batch_size": 1, "seq_len": 128, "image_size": 32}
+    if name not in first_sizes:
+        close = did_you_mean(name, first_sizes)
+        raise UsageError(f"--largest {arguments.largest}: write {', '.join(first_sizes)}{close}")
+    return f"{name}={first_sizes[name]}:"
 
 
 def _check_names(arguments) -> None:

@@ -11,7 +11,7 @@ from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan
 from ackpt.planner.sharding.sharding import Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 
-from .plan_text import dtype_name, plan_step, refused, sizes_text
+from .plan_text import dtype_name, plan_fields, plan_step, refused, sizes_text
 
 NOTE = (
     "each block and then the model given to fully_shard, parameters freed after the forward; simulated, not run; "
@@ -20,12 +20,7 @@ NOTE = (
 
 
 def run(config: PlanConfig, shardings: list[Sharding]) -> tuple[ShardedModel, list[ShardedPlan | BudgetError]]:
-    """Return the plan for each number of ranks, or the error that refuses it.
-
-    Raises:
-        BudgetError: if the budget is infeasible; the error of the last number of ranks.
-        ValueError: for a step that cannot be built, captured or sharded.
-    """
+    """The plan for each number of ranks, or the error that refuses it; raises the last if all are refused."""
     with shown():
         stage(f"capturing {config.step.model}")
         model = ShardedModel(config)
@@ -73,10 +68,7 @@ def fits(model: ShardedModel, plan: ShardedPlan) -> bool:
 
 
 def to_json(model: ShardedModel, shardings: list[Sharding], plans) -> dict:
-    """The same as plain data, sizes in bytes: the format of `plan_text.to_json`; for several numbers of ranks, a sweep.
-
-    A field that a sharded plan does not have is None.
-    """
+    """The same as plain data, in the format of `plan_text.to_json`; for several numbers of ranks, a sweep."""
     data = [{"ranks": sharding.ranks, **_data(model, sharding, plan)} for sharding, plan in zip(shardings, plans)]
     if len(data) == 1:
         return {name: value for name, value in data[0].items() if name != "ranks"}
@@ -98,16 +90,7 @@ def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
         **step,
         "note": NOTE,
         "graph": None,
-        "policy": plan.policy,
-        "peak_bytes": plan.peak_bytes,
-        "resident_bytes": plan.resident_bytes,
-        "dynamic_peak_bytes": plan.dynamic_peak_bytes,
-        "baseline_peak_bytes": plan.resident_bytes + plan.baseline_bytes,
-        "saved_bytes": None,
-        "flops": plan.flops,
-        "recompute_flops": plan.recompute_flops,
-        "cost": plan.cost,
-        "peak_node": None,
+        **plan_fields(plan),
         "at_peak": plan.at_peak(),
         "by_phase": None,
         "largest": None,
@@ -130,8 +113,7 @@ def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
     baseline, sent = plan.flops - plan.recompute_flops, plan.communication
     lines = [
         f"  peak            {memory_format(plan.peak_bytes)} per rank, of it "
-        f"{memory_format(plan.resident_bytes)} resident (baseline: "
-        f"{memory_format(plan.resident_bytes + plan.baseline_bytes)})",
+        f"{memory_format(plan.resident_bytes)} resident (baseline: {memory_format(plan.baseline_peak_bytes)})",
         f"  at the peak     {sizes_text(plan.at_peak())}",
         f"  cost            {plan.cost:.1%} of the time of a rank's baseline step, which computes {baseline:.3g} FLOPs",
     ]

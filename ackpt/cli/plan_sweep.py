@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from ackpt.core.planning_errors import BudgetError, did_you_mean
 from ackpt.core.progress import about
 from ackpt.metering.meter import memory_format
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig, Planned, run_plan
+from ackpt.planner.workloads.step_request import training_step
 
 from . import plan_text
 from .command_line import UsageError
 
-SIZES = ("batch_size", "seq_len", "image_size")
+SIZES = {"batch_size": 1, "seq_len": 128, "image_size": 32}  # with the first values of --largest
 DEVICE = "device_profile"
 
 
@@ -31,13 +32,7 @@ class Sweep:
 
     @classmethod
     def parsed(cls, text: str) -> Sweep:
-        """``seq_len=1024:16384`` doubles from 1024 to 16384; ``batch_size=4,8`` and ``device_profile=t4,l4`` are lists.
-
-        ``batch_size=1:`` doubles from 1 on while the step fits.
-
-        Raises:
-            UsageError: for anything else.
-        """
+        """``seq_len=1024:16384`` doubles to 16384, ``batch_size=1:`` while the step fits; ``4,8`` is a list."""
         option, equals, values = text.partition("=")
         option = option.replace("-", "_")
         if option not in (*SIZES, DEVICE) or not (equals and values):
@@ -60,12 +55,7 @@ class Sweep:
         doubled = [first << at for at in range((last // first).bit_length())]
         return cls(option, (*doubled, *([last] if last > doubled[-1] else [])), first)
 
-    @property
-    def first(self) -> dict[str, int | str]:
-        """The option with its first value, for a configuration that `of` changes."""
-        return {self.option: self.values[0]}
-
-    def of(self, config: PlanConfig, value) -> PlanConfig:
+    def changed(self, config: PlanConfig, value) -> PlanConfig:
         if self.option == DEVICE:
             return replace(config, device=value)
         return replace(config, step=replace(config.step, **{self.option: value}))
@@ -75,29 +65,24 @@ Rows = dict[int | str, Planned | BudgetError]
 
 
 def run(config: PlanConfig, sweep: Sweep) -> Rows:
-    """The plan for every value of the sweep, or the error that refuses its budget.
-
-    For a range whose largest size does not fit, the multiples of its first size around the border follow.
-
-    Raises:
-        ValueError: for a step that cannot be built or captured.
-    """
-    for changed in (sweep.of(config, value) for value in sweep.values):  # refused before the first value is planned
-        if sweep.option != DEVICE:
-            training_step(changed.step)
+    """The plan for every value, or the error that refuses it, and those around the largest size that fits."""
+    configs = {value: sweep.changed(config, value) for value in sweep.values}  # refuses unknown devices
+    if sweep.option != DEVICE:
+        training_step(configs[max(configs)].step)  # refuses a size before the first one is planned
     rows: Rows = {}
 
     def fits_with(value) -> bool:
         try:
             with about(f"{sweep.option.replace('_', ' ')} {value}"):
-                rows[value] = run_plan(sweep.of(config, value))
+                rows[value] = run_plan(sweep.changed(config, value))
         except BudgetError as error:
             rows[value] = error
         return fits(rows[value])
 
     results = {value: fits_with(value) for value in sweep.values}
-    while sweep.is_open and results[largest := max(results)] and _can_be_built(sweep.of(config, 2 * largest)):
-        results[2 * largest] = fits_with(2 * largest)
+    with contextlib.suppress(ValueError):  # a sequence may be longer than the model's positions
+        while sweep.is_open and results[largest := max(results)]:
+            results[2 * largest] = fits_with(2 * largest)
     sizes = {value: fit for value, fit in results.items() if isinstance(value, int)}
     largest = max((value for value, fit in sizes.items() if fit), default=0)
     too_large = [value for value in sizes if value > largest]
@@ -107,15 +92,6 @@ def run(config: PlanConfig, sweep: Sweep) -> Rows:
             middle = (below + above) // 2
             below, above = (middle, above) if fits_with(middle * sweep.step) else (below, middle)
     return {value: rows[value] for value in (sorted(rows) if sweep.step else rows)}
-
-
-def _can_be_built(config: PlanConfig) -> bool:
-    """Whether the model takes these sizes: a sequence may be longer than its positions."""
-    try:
-        training_step(config.step)
-    except ValueError:
-        return False
-    return True
 
 
 def fits(row: Planned | BudgetError) -> bool:

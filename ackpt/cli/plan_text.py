@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from ackpt.core.planning_errors import BudgetError, TraceError
 from ackpt.metering.meter import memory_format
 from ackpt.planner.explain.explanation import Explanation, explained
 from ackpt.planner.workloads.optimizers import optimizer_kind
-from ackpt.planner.workloads.planned_shapes import FULL, PlanConfig, Planned
+from ackpt.planner.workloads.planned_shapes import FULL, PlanConfig, Planned, in_chunks
 from ackpt.planner.workloads.step_request import TrainingStep
 
 LARGEST = 10
@@ -63,7 +64,8 @@ def explanation(planned: Planned) -> Explanation:
     """The memory of the planned step by category."""
     kind, model = optimizer_kind(planned.config.optimizer), planned.step.model
     optimizer = None if kind is None else kind(model.parameters())
-    return explained(planned.graph, planned.profile, planned.plan, model, optimizer)
+    chunks = partial(in_chunks, planned.graph, planned.device)
+    return explained(planned.graph, planned.profile, planned.plan, model, optimizer, chunks)
 
 
 def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
@@ -74,16 +76,7 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
         **plan_step(config, planned.step),
         "note": note(planned),
         "graph": planned.graph.hash,
-        "policy": plan.policy,
-        "peak_bytes": plan.peak_bytes,
-        "resident_bytes": plan.resident_bytes,
-        "dynamic_peak_bytes": plan.dynamic_peak_bytes,
-        "baseline_peak_bytes": plan.baseline_peak_bytes,
-        "saved_bytes": plan.saved_bytes,
-        "flops": plan.flops,
-        "recompute_flops": plan.recompute_flops,
-        "cost": plan.cost,
-        "peak_node": plan.peak_node,
+        **plan_fields(plan),
         "at_peak": planned.at_peak(),
         "by_phase": planned.by_phase(),
         "largest": [dataclasses.asdict(activation) for activation in largest],
@@ -125,6 +118,12 @@ def plan_step(config: PlanConfig, step: TrainingStep) -> dict:
         "budget": config.budget,
         "torch": torch.__version__,
     }
+
+
+def plan_fields(plan) -> dict:
+    """The figures of a plan as plain data; None for those that a sharded plan does not have."""
+    names = "policy peak_bytes resident_bytes dynamic_peak_bytes baseline_peak_bytes saved_bytes flops recompute_flops"
+    return {name: getattr(plan, name, None) for name in (*names.split(), "cost", "peak_node")}
 
 
 def refused(error: BudgetError) -> dict:

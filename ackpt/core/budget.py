@@ -51,11 +51,7 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
 
 
 def added_share(slowdown) -> float | None:
-    """The time that `slowdown` allows in addition, as a fraction of the baseline's: 0.1 for ``0.1`` and ``"10%"``.
-
-    Raises:
-        TypeError, ValueError: for anything that is not a fraction from 0 to 1; None is no bound.
-    """
+    """The fraction of the baseline's time that `slowdown` allows: 0.1 for ``0.1`` and ``"10%"``."""
     if slowdown is None:
         return None
     try:
@@ -79,11 +75,7 @@ def is_share(budget) -> bool:
 
 
 def from_text(text: str) -> float | int:
-    """``"6GiB"`` or ``"6442450944"`` are bytes; ``"0.5"`` and ``"50%"`` the same fraction.
-
-    Raises:
-        ValueError: for what is none of these.
-    """
+    """``"6GiB"`` or ``"6442450944"`` are bytes; ``"0.5"`` and ``"50%"`` the same fraction."""
     bare = text.strip()
     if bare.isdecimal() and int(bare) > 1:
         return int(bare)
@@ -129,20 +121,6 @@ def unit_hint(budget) -> str:
     share = f"{number}%" if 1 < number <= 100 else "50%"
     unit = f"{number}GiB" if number <= 1024 else "6GiB"
     return f"A whole number without a unit is bytes: write '{unit}' for another unit, '{share}' for a fraction. "
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from a number with a unit, such as ``"6GiB"`` or ``"512 MB"``.
-
-    Raises:
-        ValueError: naming the units that are known.
-    """
-    size = _size(text)
-    if size is None:
-        raise ValueError(
-            f"{text!r} is not a size in bytes{_other_units(text)}: write a number and one of {_KNOWN}, as in '6GiB'"
-        )
-    return size
 
 
 def _other_units(text: str) -> str:

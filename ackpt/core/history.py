@@ -44,13 +44,7 @@ class History:
         return iter(self._events)
 
     def add(self, kind: str, cause: str, seconds: float, *, group: str = "", advice: str = "") -> None:
-        """Record an event.
-
-        Args:
-            kind, cause, seconds: see `Event`.
-            group: captures of one group have the same cause, such as one attribute.
-            advice: how to avoid more of them; given in a ``UserWarning`` if there are many.
-        """
+        """Record an event; `advice` says how to avoid the many captures of one `group`, such as an attribute's."""
         self._events.append(Event(kind, cause, seconds))
         _LOG.info("%s in %.1f s: %s", kind, seconds, cause)
         if not group:

@@ -121,10 +121,7 @@ class InPlace:
 
 
 class SavedNumbers:
-    """Records the Python numbers that autograd saves as tensors in host memory: the second operands of products.
-
-    The derivatives read the second operand, so autograd saves the tensor that torch creates from it.
-    """
+    """Records the tensors that autograd saves of Python numbers, the second operands of products."""
 
     def __init__(self, actions: list[tuple]):
         self._actions = actions
@@ -198,10 +195,7 @@ def sums_own_gradients(autograd_node) -> bool:
 
 
 def is_dense(tensor, expanded: bool = False) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions.
-
-    If `expanded`, dimensions may repeat the same elements.
-    """
+    """Whether the elements fill their memory without gaps or overlaps; if `expanded`, they may repeat."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
         if expanded and not stride:

@@ -78,11 +78,7 @@ CONTEXTS = {(7, 5): 141, (8, 9): 426, (10, 0): 612}
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU called `name`.
-
-    Raises:
-        MeterError: for an unknown name; lists the known ones.
-    """
+    """The GPU called `name`; MeterError with the known names for any other."""
     if name not in CAPABILITIES:
         raise MeterError(
             f"device {name!r} cannot be predicted{did_you_mean(name, CAPABILITIES)}: choose 'cpu', or one of "
@@ -142,10 +138,7 @@ class Block:
 
 
 class Pool:
-    """The free blocks of small or of large requests, ordered by size and address.
-
-    ``tail``: the last mapped block of its expandable segment.
-    """
+    """The free blocks of small or of large requests by size and address; ``tail``: the last expandable one."""
 
     def __init__(self, is_small: bool):
         self.is_small = is_small

@@ -84,11 +84,7 @@ def as_stacked(handles: Mapping[str, object]) -> dict:
 
 
 def draw_step(axes, timeline: Timeline, resident_bytes: int, width: int, start: int = 0) -> dict:
-    """Draw a step from the event `start` of an axis that is `width` events wide: its stack, its peak, its backward.
-
-    Returns:
-        ``{category: handle}`` of its stack, from the bottom to the top.
-    """
+    """Draw a step from the event `start` of an axis of `width` events; return the handles of its stack by category."""
     handles = stack(axes, start, timeline, resident_bytes)
     at = start + timeline.peak_index
     _mark_peak(axes, at, (resident_bytes + timeline.peak_bytes) / MIB, "right" if at > width / 2 else "left")
@@ -98,11 +94,7 @@ def draw_step(axes, timeline: Timeline, resident_bytes: int, width: int, start: 
 
 
 def stack(axes, start: int, timeline: Timeline, resident_bytes: int) -> dict:
-    """Draw the live bytes of a step from the event `start` of an axis, in MiB: resident, then category on category.
-
-    Returns:
-        ``{category: handle}``, from the bottom to the top.
-    """
+    """Draw live bytes from the event `start` of an axis, in MiB, stacked; return the handles by category."""
     events = range(start, start + len(timeline.live))
     layers = {"resident": (resident_bytes,) * len(events)} if resident_bytes else {}
     layers |= timeline.categories

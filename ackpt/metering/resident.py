@@ -24,10 +24,7 @@ def storages_of(tensor):
 
 
 class Resident:
-    """The modules, optimizers and tensors that a step works on; raises TypeError for anything else.
-
-    A dict, such as a batch, counts as the tensors in it.
-    """
+    """The modules, optimizers and tensors, also in dicts, that a step works on; TypeError for anything else."""
 
     def __init__(self, items: Iterable[Item]):
         if isinstance(items, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):

@@ -119,10 +119,7 @@ def _may_be_one(leaves) -> bool:
 
 
 def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
-    """A tensor like `value`, filled with 0.5 if it holds floats, with True if bools, otherwise with `fill`.
-
-    Its storage, strides and offset are those of `value`, since some operations copy the whole storage of a view.
-    """
+    """A tensor with the layout of `value` and its whole storage, filled with 0.5, True, or `fill` for integers."""
     floats = value.is_floating_point() or value.is_complex()
     filled = 0.5 if floats else True if value.dtype is torch.bool else fill
     size = value.untyped_storage().nbytes() // value.element_size()

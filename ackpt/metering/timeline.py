@@ -222,10 +222,7 @@ class StoreWatch:
 
 @contextlib.contextmanager
 def store_watched(note):
-    """A context in which `note` is called with the actions of all offload engines and recomputations.
-
-    It yields the `StoreWatch`.
-    """
+    """A context, of a `StoreWatch`, in which `note` gets the actions of all offload engines and recomputations."""
     watch = StoreWatch(note)
     engine.observers.append(watch)
     autograd_state.observers.append(note)

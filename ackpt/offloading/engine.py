@@ -104,11 +104,7 @@ class ForwardState:
     def next_in_backward(
         self, position: tuple[int, int], allowed: int, free: OffloadedStorage | None = None
     ) -> list[OffloadedStorage]:
-        """The storages that backward is expected to read after `position`, up to `allowed` bytes.
-
-        Nodes run in reverse order, and each reads its tensors in the order in which it saved them. `free` does not
-        count towards `allowed`.
-        """
+        """The storages that backward is expected to read after `position`, up to `allowed` bytes besides `free`."""
         node, count = position
         upcoming: list[OffloadedStorage] = []
         expected = itertools.chain(self._saved_by_node[node][count:], *self._saved_by_node[:node][::-1])
@@ -234,11 +230,7 @@ class Engine:
     def put(
         self, tensor: torch.Tensor, forward: ForwardState, begin: int, size: int
     ) -> tuple[OffloadedStorage, tuple[int, int]]:
-        """Take over `size` bytes of a tensor's storage from byte `begin` on.
-
-        Returns ``(storage, position)``, with the position of this save in the order of the forward. Bytes that the
-        engine has already are shared.
-        """
+        """Take over `size` bytes of a tensor's storage from `begin` on, or share them; return (storage, position)."""
         with self._lock:
             self._recycle_returned()
             stored = self._find(tensor, begin, size)
@@ -264,8 +256,7 @@ class Engine:
     ) -> tuple[torch.UntypedStorage, int]:
         """``(storage, number of its first byte)`` on the device, ready for the current stream.
 
-        Also prefetches what was saved before `position`. If `position` is None, the caller calls `prefetch` later;
-        until then the device holds nothing but these bytes, so sources of copies out are freed.
+        Also prefetches what was saved before `position`, unless it is None: then the caller calls `prefetch` later.
         """
         with self._lock:
             self._recycle_returned()

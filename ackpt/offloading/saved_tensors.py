@@ -252,10 +252,7 @@ def _module_called() -> nn.Module | None:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """``(first byte, number of bytes)`` of the storage that are offloaded for a tensor.
-
-    That is the whole storage, unless the tensor spans less than half of it.
-    """
+    """``(first byte, bytes)`` to offload for a tensor: its storage, or its own span if that is less than half of it."""
     if tensor.numel() == 0:
         return 0, 0
     storage_bytes = tensor.untyped_storage().nbytes()
@@ -315,11 +312,7 @@ class OffloadedTensor:
 
 
 def _refuse_written_later() -> None:
-    """Raise an error in the backward of ``rrelu``, whose noise was offloaded before it had values.
-
-    Autograd saves the noise before the kernel fills it, and the kernel does not bump its version. No other operator of
-    torch saves an argument like this and reads it in backward.
-    """
+    """Raise in the backward of ``rrelu``, whose kernel fills its noise after autograd has saved it."""
     node = _current_node()
     if node is not None and node.name().startswith("RreluWithNoise") and getattr(node, "_saved_training", True):
         raise OffloadError(
@@ -340,11 +333,7 @@ def _no_cache(mode):
 
 
 def saved_tensors_of(ctx):
-    """``(ctx.saved_tensors, prefetch)`` of a region's autograd node.
-
-    Memory is short while a region is recomputed, so prefetching starts when ``prefetch()`` is called instead of at
-    once. `prefetch` is None if there is nothing to prefetch.
-    """
+    """``ctx.saved_tensors`` of a region, and a function that starts the prefetching once memory is not short."""
     _local.postponed = postponed = []
     try:
         tensors = ctx.saved_tensors

@@ -7,7 +7,6 @@ that the store never counts as memory of the device, even if the device is the C
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import tempfile
@@ -50,12 +49,10 @@ def pinned_memory(size: int) -> torch.Tensor:
 
 
 class Slabs:
-    """Cuts pinned buffers from slabs whose sizes are powers of two, since torch rounds every pinned block up to one.
+    """Cuts pinned buffers from slabs of powers of two, to which torch rounds up every pinned block.
 
-    A size that fills less than 3/4 of its power of two gets slabs for several buffers once several buffers have that
-    size. The remainder of a slab serves smaller buffers. A slab is freed with the last of its buffers.
-
-    Source: ``CachingHostAllocatorImpl::allocate`` in torch's aten/src/ATen/core/CachingHostAllocator.h.
+    A size that fills less than 3/4 of its power of two gets slabs for several buffers once several have that size.
+    The rest of a slab serves smaller buffers. Source: torch's aten/src/ATen/core/CachingHostAllocator.h.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = pinned_memory, limit: int | None = None):
@@ -113,11 +110,10 @@ def no_memory(size: int) -> None:
 
 
 class Folder:
-    """Memory-mapped files in one folder; raises `OffloadError` if the folder is not writable.
+    """Memory-mapped files in one folder, unlinked before the first byte is written.
 
-    Files are unlinked before the first byte is written, so the system removes them when the process ends for any
-    reason. Their blocks are reserved at once, so a full disk raises here and not in the middle of a copy. Buffers share
-    files of doubling size, because each file needs a file descriptor.
+    Their blocks are reserved at once, so a full disk raises here and not in a copy. Buffers share files of doubling
+    size, because each file needs a file descriptor.
     """
 
     def __init__(self, path):
@@ -151,23 +147,9 @@ class Folder:
         except OSError as error:
             raise OffloadError(
                 f"store='disk' cannot hold {size} more bytes in folder {self.path!r}: {error.strerror}. Nothing was "
-                f"left there. {_cure(error.errno or 0, self.path)}, or train without offload."
+                "left there. Name a folder that exists, that you may write to and that has room, raise min_bytes or "
+                "the limit of open files (ulimit -n), or train without offload."
             ) from error
-
-
-_ROOM = "Name a folder with more room, raise min_bytes"
-_WRITABLE = "Name a folder that you may write to"
-_CURES = {
-    errno.ENOTDIR: "Name a folder, not a file",
-    errno.EACCES: _WRITABLE,
-    errno.EROFS: _WRITABLE,
-    errno.ENOENT: _WRITABLE,  # raised for some folders that exist, such as /proc
-    errno.EMFILE: "Raise the limit of open files (ulimit -n), call engine.release_buffers()",
-}
-
-
-def _cure(number: int, folder: str) -> str:
-    return _CURES.get(number, _ROOM) if os.path.exists(folder) else "Make that folder first"
 
 
 def _reserve(file, size: int) -> None:

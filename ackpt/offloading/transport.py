@@ -50,11 +50,7 @@ class Transport:
     def copy_out(
         self, source: torch.UntypedStorage, begin: int, buffer: Any, size: int, after: Iterable[Any], owner: Any = None
     ) -> Any:
-        """Copy `size` bytes of `source`, from byte `begin` on, into `buffer`, after the events `after`.
-
-        The caller keeps `source` alive until ``wait_event``. `owner` is the stream that computed the bytes, by default
-        the current one.
-        """
+        """Copy `size` bytes of `source` from `begin` on, after the events `after` and the work of stream `owner`."""
         return Ended()
 
     def copy_in(self, buffer: Any, target: torch.UntypedStorage, size: int, after: Iterable[Any]) -> Any:
@@ -71,12 +67,7 @@ class Transport:
 
 
 class CpuTransport(Transport):
-    """Copies in two worker threads, one per direction; the calling thread computes.
-
-    The CPU plays the device: offload saves memory of torch's CPU allocator, and the store is memory outside of it. If a
-    worker held the last reference to a source, it would free the memory in its own thread, at a time that differs from
-    run to run.
-    """
+    """Copies in two worker threads, one per direction, which never hold the last reference to a source."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))

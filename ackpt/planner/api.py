@@ -126,7 +126,7 @@ def compile(
     """
     given = {name: value for name, value in locals().items() if name in _DEFAULTS}
     refuse_values_for_the_model(model, args, given, _DEFAULTS)
-    request = Request.of(**given)
+    request = Request.from_keywords(**given)
     step = PlannedStep(model, request)
     refuse_misplaced_keywords(model, args, kwargs, request, _DEFAULTS)
     step.prepare(*args, **kwargs)
@@ -191,7 +191,7 @@ def apply_budget(
         >>> step.plan.recompute_flops, type(model).__name__
         (0, 'Sequential')
     """
-    request = Request.of(**{name: value for name, value in locals().items() if name in _DEFAULTS})
+    request = Request.from_keywords(**{name: value for name, value in locals().items() if name in _DEFAULTS})
     args, kwargs = call_arguments(batch)
     kwargs = as_trainer_calls(model, kwargs) if isinstance(model, nn.Module) else kwargs
     with without_budget(model):
@@ -296,7 +296,7 @@ def plan(
     """
     if not isinstance(graph, JointGraph):
         raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
-    request = Request.of(budget=budget, slowdown=slowdown, policy=policy, cache=cache, options=options)
+    request = Request.from_keywords(budget=budget, slowdown=slowdown, policy=policy, cache=cache, options=options)
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile must come from ackpt.profile(graph, ...), got {type(profile).__name__}")
     return planned(graph, request, profile)

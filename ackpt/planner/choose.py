@@ -15,6 +15,7 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import compiling_note
 from ackpt.planner.capture.chunked_head import Head
+from ackpt.planner.capture.in_place import autograd_node, eager_graph
 from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
@@ -23,15 +24,14 @@ from ackpt.planner.costs.profiles import Profile, default_rates, rates
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
 from ackpt.planner.policies import auto, check_options, function_of, name_of
-from ackpt.planner.policies.search.frontier import cheapest, costs, lowest, step_cost, whole_added_cost
+from ackpt.planner.policies.search.frontier import baseline_cost, cheapest, costs, lowest, whole_added_cost
 from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.policies.search.schedule_cache import CachedCandidates, cached
 from ackpt.planner.request import MEASURED, Request
 from ackpt.planner.schedule.allocations import allocations, peak_in_words
-from ackpt.planner.schedule.eager_step import eager_peak
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, activations
-from ackpt.planner.schedule.schedule import Schedule, everything
+from ackpt.planner.schedule.schedule import COMPUTE, FREE, Schedule, Step, everything
 from ackpt.planner.schedule.simulator import Simulation, peak_of, simulate
 
 
@@ -51,7 +51,8 @@ def planned(
         profile = default_profile(graph, request.device) if profile is None else profile
         baseline = baseline_of(*(whole or (graph, profile)), request.budget)
         if whole is not None:
-            baseline = _in_chunks(graph, profile, baseline, whole)
+            added = baseline_cost(graph, profile) - baseline.cost
+            baseline = baseline._replace(schedule=everything(graph), added=added)
         schedule = _searched(graph, profile, baseline.limit_bytes, request)
         plan = plan_of(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
         _check_slowdown(graph, profile, plan, request)
@@ -137,19 +138,18 @@ def resolved(graph: JointGraph, device: Device | str | None) -> Device | None:
 class Baseline(NamedTuple):
     """The baseline of a graph, and the bound on dynamic bytes that follows from a budget, None without one.
 
-    ``cost``: of a step without chunks, and ``added``: by chunks; None and 0 if the head is not in chunks.
+    ``cost``: of its step, without chunks of the head; ``added``: what chunks add to that.
     """
 
     schedule: Schedule
     peak_bytes: int
     limit_bytes: int | None
-    cost: float | None = None
+    cost: float
     added: float = 0.0
 
-    def cost_of(self, added: float, cost) -> float:
+    def share(self, added: float) -> float:
         """The cost of what a plan adds, as a fraction of the baseline's."""
-        whole = step_cost(self.schedule, cost) if self.cost is None else self.cost
-        return (added + self.added) / (whole or 1.0)
+        return (added + self.added) / self.cost
 
 
 def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
@@ -157,13 +157,8 @@ def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
     schedule = everything(graph)
     simulated = simulate(graph, profile, schedule)
     peak_bytes = _baseline_bytes(graph, profile, simulated, budget)
-    return Baseline(schedule, peak_bytes, dynamic_limit(budget, peak_bytes, simulated.resident_bytes))
-
-
-def _in_chunks(graph: JointGraph, profile: Profile, baseline: Baseline, whole: tuple[JointGraph, Profile]) -> Baseline:
-    """The baseline of `graph`, which is a graph with its head in chunks: peak and cost are those without chunks."""
-    schedule, before = everything(graph), step_cost(baseline.schedule, costs(*whole))
-    return baseline._replace(schedule=schedule, cost=before, added=step_cost(schedule, costs(graph, profile)) - before)
+    limit_bytes = dynamic_limit(budget, peak_bytes, simulated.resident_bytes)
+    return Baseline(schedule, peak_bytes, limit_bytes, baseline_cost(graph, profile))
 
 
 def planned_in_chunks(
@@ -227,8 +222,7 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
     simulated = simulate(graph, profile, schedule)
     if limit is not None and simulated.peak_bytes > limit:
         least = simulated.peak_bytes + simulated.resident_bytes
-        cost = costs(graph, profile)
-        added = baseline.cost_of(whole_added_cost(graph, profile, schedule, cost), cost)
+        added = baseline.share(whole_added_cost(graph, profile, schedule, costs(graph, profile)))
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
             + (f" The model was {compiling_note(graph.as_compiled)}." if graph.as_compiled else ""),
@@ -245,7 +239,7 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, 
         BudgetError: if the budget is a fraction, but the capture may differ from eager mode.
     """
     if not graph.as_compiled:
-        return min(simulated.peak_bytes, _eager_peak(graph, profile.workspace_bytes))
+        return min(simulated.peak_bytes, eager_peak(graph, profile.workspace_bytes))
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget first
     if is_share(budget):
         raise BudgetError(
@@ -258,8 +252,39 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, 
 
 
 @once_per_graph
-def _eager_peak(graph: JointGraph, workspace_bytes: tuple[int, ...]) -> int:
-    return eager_peak(graph, workspace_bytes)
+def eager_peak(graph: JointGraph, workspace_bytes: tuple[int, ...]) -> int:
+    """The dynamic peak of the model in eager mode, in bytes, without the numbers that autograd saves for products.
+
+    Eager mode writes in place what the graph computes out of place (`ackpt.planner.capture.in_place`).
+    """
+    eager = eager_graph(graph)
+    return peak_of(eager, eager_schedule(eager), workspace_bytes)
+
+
+def eager_schedule(graph: JointGraph) -> Schedule:
+    """The baseline's schedule as the model's eager step frees: a saved activation when its last autograd node is done.
+
+    Eager mode releases it there, not after the last operation that reads it (``release_variables`` in
+    torch/csrc/autograd/engine.cpp, called after ``validate_outputs``).
+    """
+    schedule = everything(graph)
+    saved = set(schedule.saved)
+    steps: list[Step] = []
+    released: list[Step] = []  # frees that wait for the end of the running autograd node
+    running = None
+    for step in schedule.backward:
+        if step.kind == COMPUTE:
+            node = autograd_node(graph.analysis.fx[step.id])
+            if node is None or node != running:
+                steps += released
+                released = []
+            running = node
+            steps.append(step)
+        elif step.kind == FREE and step.id in saved and running is not None:
+            released.append(step)
+        else:
+            steps.append(step)
+    return replace(schedule, backward=(*steps, *released))
 
 
 def check_runs(graph: JointGraph, plan: Plan) -> Plan:
@@ -282,7 +307,6 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
 
 def _plan(graph, policy, schedule: Schedule, simulated: Simulation, baseline: Baseline, profile) -> Plan:
     cost, limit = costs(graph, profile), baseline.limit_bytes
-    baseline_cost = (step_cost(baseline.schedule, cost) if baseline.cost is None else baseline.cost) or 1.0
     node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
     peak_node = "the optimizer's step"
     # The lower bound is valid only for schedules without offload.
@@ -302,9 +326,9 @@ def _plan(graph, policy, schedule: Schedule, simulated: Simulation, baseline: Ba
         activations=activations(graph, baseline.schedule, schedule),
         schedule=schedule,
         timeline=simulated.timeline,
-        cost=baseline.cost_of(whole_added_cost(graph, profile, schedule, cost), cost),
+        cost=baseline.share(whole_added_cost(graph, profile, schedule, cost)),
         lower_bound=_bound(graph, schedule, cost, baseline, profile) if has_bound else None,
-        decisions=decisions(graph, schedule, cost, baseline_cost, profile),
+        decisions=decisions(graph, schedule, cost, baseline.cost, profile),
         host_bytes=simulated.host_bytes,
         exposed_seconds=simulated.exposed_seconds,
         made_for=graph.made_for,
@@ -352,12 +376,11 @@ def _bound(graph, schedule: Schedule, cost, baseline: Baseline, profile) -> floa
     if importlib.util.find_spec("scipy") is None:
         return None
     from ackpt.planner.policies.search.lower_bound import lower_bound
-    from ackpt.planner.policies.search.variants import with_packed_masks
 
     stage("computing the lower bound")
-    bounded = with_packed_masks(graph) if schedule.packed else graph
+    bounded = auto.with_packed_masks(graph) if schedule.packed else graph
     bound = lower_bound(bounded, cost, profile.workspace_bytes, limit)
-    return None if bound is None else baseline.cost_of(bound, cost)
+    return None if bound is None else baseline.share(bound)
 
 
 def _refusal(graph, profile, schedule, policy, budget, limit, lowest: Simulation, baseline_bytes: int, cost) -> str:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ackpt.core.budget import added_share, dynamic_limit
 from ackpt.core.errors import warn
-from ackpt.planner.capture.inspection.model_checks import check_call, check_keywords, forward_names, positional_names
+from ackpt.planner.capture.call_facts import Call
+from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension
+from ackpt.planner.capture.inspection.calls import named_leaves
+from ackpt.planner.capture.inspection.model_checks import (
+    check_call,
+    check_keywords,
+    forward_names,
+    is_tensor,
+    positional_names,
+)
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, loop_with
 from ackpt.planner.capture.outputs import check_differentiate, check_outputs
@@ -59,7 +70,7 @@ class Request:
     chunk_head: bool | str = False
 
     @classmethod
-    def of(
+    def from_keywords(
         cls,
         *,
         optimizer: torch.optim.Optimizer | str | None = None,
@@ -213,3 +224,75 @@ def refuse_misplaced_keywords(model, args, kwargs, request: Request, keywords) -
         raise TypeError(f"{name!r} is an option of policy {policy!r}: give it as options={{{name!r}: ...}}")
     advice = f". The model is called with all keywords but those of ackpt.compile: {', '.join(keywords)}."
     check_call(model, args, kwargs, advice)
+
+
+def declared(dynamic: DynamicArgument, model: nn.Module, call: Call) -> set[Dimension]:
+    """The dimensions that `dynamic` or ``torch._dynamo.mark_dynamic`` names in this call."""
+    if dynamic is False:
+        return set()
+    chosen = set(declared_bounds(dynamic, model, call))
+    for at, leaf in enumerate(call.leaves):
+        if is_tensor(leaf):
+            marked = range(leaf.dim()) if dynamic is True else getattr(leaf, "_dynamo_dynamic_indices", ())
+            chosen |= {Dimension(at, dim) for dim in marked}
+    return chosen
+
+
+def named_dimensions(dynamic: DynamicArgument, model: nn.Module, call: Call) -> set[Dimension]:
+    """The dimensions that the user names one by one, so that it is an error if one cannot be dynamic."""
+    return set() if dynamic is True else declared(dynamic, model, call)
+
+
+def declared_bounds(dynamic: DynamicArgument, model: nn.Module, call: Call) -> dict[Dimension, Bounds | None]:
+    """The bounds of every dimension that `dynamic` names.
+
+    Raises:
+        TypeError, ValueError: for names, dimensions and bounds that do not fit the call; names the argument.
+    """
+    if dynamic is None or isinstance(dynamic, bool):
+        return {}
+    if not isinstance(dynamic, Mapping):
+        raise TypeError(
+            f"dynamic must be None, True, False or a dict such as {{'input_ids': {{1: (16, 512)}}}}, got {dynamic!r}"
+        )
+    leaves = dict(_named_tensors(model, call))
+    found: dict[Dimension, Bounds | None] = {}
+    for name, dims in dynamic.items():
+        if name not in leaves:
+            raise ValueError(f"dynamic names {name!r}, but the tensors of this call are {', '.join(leaves)}")
+        at = leaves[name]
+        tensor: Any = call.leaves[at]
+        if not isinstance(dims, Mapping):
+            raise TypeError(f"dynamic[{name!r}] must be a dict such as {{1: (16, 512)}}, got {type(dims).__name__}")
+        for dim, bounds in dims.items():
+            if not isinstance(dim, int) or not 0 <= dim < tensor.dim():
+                raise ValueError(f"dynamic[{name!r}] names dimension {dim!r}; the tensor has {tensor.dim()} dimensions")
+            found[Dimension(at, dim)] = _checked_bounds(bounds, name, dim, tensor.shape[dim])
+    return found
+
+
+def _named_tensors(model: nn.Module, call: Call):
+    """(name, index) of every tensor of a call; a positional argument has the name of the forward's parameter."""
+    parameters = list(inspect.signature(model.forward).parameters)
+    for at, (name, leaf) in enumerate(named_leaves(call.args, call.kwargs)):
+        if is_tensor(leaf):
+            number, _, rest = name.partition("[")
+            is_position = number.isdecimal() and int(number) < len(parameters)
+            yield (parameters[int(number)] + name[len(number) :] if is_position else name), at
+
+
+def _checked_bounds(bounds, name: str, dim: int, size: int) -> Bounds | None:
+    where = f"dynamic[{name!r}][{dim}]"
+    if bounds is None:
+        return None
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2 or not all(isinstance(each, int) for each in bounds):
+        raise TypeError(f"{where} must be (smallest, largest) or None, got {bounds!r}")
+    low, high = bounds
+    if not SMALLEST <= low <= high:
+        raise ValueError(f"{where} must be {SMALLEST} <= smallest <= largest, got {bounds!r}")
+    if not low <= size <= high:
+        raise ValueError(
+            f"{where} is {bounds!r}, but the size of dimension {dim} of {name!r} in this call is {size}: declare "
+            "bounds that include it, or None for any size"
+        )
+    return low, high

@@ -5,9 +5,8 @@ from __future__ import annotations
 from ackpt.metering.gpus import Gpu
 from ackpt.planner.costs.devices import device
 from ackpt.planner.sharding.sharding import Sharding
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig
-from ackpt.planner.workloads.step_request import DTYPES, Lora, StepRequest, TrainingStep
+from ackpt.planner.workloads.step_request import DTYPES, Lora, StepRequest, TrainingStep, training_step
 
 from .polynomials import UNIT
 from .presets import LORA_RANK, Preset

@@ -20,9 +20,8 @@ from ackpt.planner.schedule.schedule import Schedule, everything, lower, recompu
 from ackpt.planner.schedule.simulator import follow
 from ackpt.planner.sharding.planner import Blocks
 from ackpt.planner.sharding.sharding import ROOT, Group, Sharding, Window, groups_of, owners, step_windows
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
-from ackpt.planner.workloads.step_request import TrainingStep
+from ackpt.planner.workloads.step_request import TrainingStep, training_step
 
 
 @dataclass(frozen=True)

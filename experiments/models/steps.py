@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ackpt.planner.workloads.named_models import BUILT_IN
-from ackpt.planner.workloads.step_request import ids, require_positions
+from ackpt.planner.workloads.step_request import BUILT_IN, ids, require_positions
 
 from .bert import BertForMaskedLM, bert_base, bert_large
 from .resnet import ResNet, resnet18, resnet50, resnet152

@@ -22,9 +22,8 @@ from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs.devices import DEVICES, Device
 from ackpt.planner.costs.profiles import Profile, fused
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import CapturedCudaChoices, PlanConfig, captured
-from ackpt.planner.workloads.step_request import StepRequest, autocast
+from ackpt.planner.workloads.step_request import StepRequest, autocast, training_step
 from experiments.results import REFERENCES, RecordError, load_reference, markdown_table, write_text_atomic
 
 from .predictions import digest, version_of

@@ -19,9 +19,8 @@ from ackpt.core.planning_errors import BudgetError, did_you_mean
 from ackpt.metering.meter import measure
 from ackpt.models import Block
 from ackpt.planner.policies import POLICIES
-from ackpt.planner.workloads.named_models import BUILT_IN, training_step
 from ackpt.planner.workloads.planned_shapes import NEEDS_FATES
-from ackpt.planner.workloads.step_request import StepRequest, autocast
+from ackpt.planner.workloads.step_request import BUILT_IN, StepRequest, autocast, training_step
 from experiments.models import BasicBlock, BertBlock, BertForMaskedLM, Bottleneck
 
 from .settings import record_metrics

@@ -16,8 +16,8 @@ from ackpt.planner.costs.devices import device as device_rates
 from ackpt.planner.costs.profiles import with_gpu_workspace
 from ackpt.planner.policies import function_of
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import AS_ON, PlanConfig, captured, kernels_of_a_gpu
+from ackpt.planner.workloads.step_request import training_step
 
 from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
 from .settings import block_bytes, free_host_bytes, record_metrics

@@ -34,7 +34,7 @@ def test_a_command_that_moved_says_where_it_is(command, capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["plan", "lm", "--batch-size", "many"]])
-def test_unparsable_arguments_are_one_line(arguments, capsys):
+def test_unparsable_arguments_print_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     err = capsys.readouterr().err
@@ -54,7 +54,7 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
         ),
     ],
 )
-def test_a_misspelt_option_is_said_by_its_command(arguments, words, capsys):
+def test_a_misspelt_option_is_named_by_its_command(arguments, words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     err = capsys.readouterr().err

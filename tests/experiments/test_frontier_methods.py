@@ -36,7 +36,7 @@ def record():
     return Record("frontier", {}, metrics, environment())
 
 
-def test_all_correct_points_are_listed_once_and_auto_has_its_front(record):
+def test_correct_points_are_listed_once_and_auto_has_its_frontier(record):
     found = methods.methods(record)
     assert found == {
         "the baseline": [(1.0, 0.0)],
@@ -48,7 +48,7 @@ def test_all_correct_points_are_listed_once_and_auto_has_its_front(record):
     }
 
 
-def test_ranges_of_budgets_name_who_runs_least_again(record):
+def test_ranges_of_budgets_name_the_cheapest_method(record):
     rows = methods.by_budget(record)
     assert [(row["low"], row["high"]) for row in rows] == [
         (1.0, None),
@@ -73,7 +73,7 @@ def test_ranges_of_budgets_name_who_runs_least_again(record):
     assert rows[-1]["torch"] == []
 
 
-def test_the_choice_changes_within_a_range_only_in_what_runs_again(record):
+def test_a_range_has_the_extremes_of_recomputation(record):
     record.metrics["front"].append({"peak_bytes": 25, "recompute_flops": 500})
     assert methods.by_budget(record)[-1] == {
         "low": 0.25,
@@ -85,14 +85,14 @@ def test_the_choice_changes_within_a_range_only_in_what_runs_again(record):
     }
 
 
-def test_standings_count_what_is_ahead_of_auto_and_level_with_it(record):
+def test_standings_count_the_methods_cheaper_than_auto_and_equal_to_it(record):
     rows = {row.pop("method"): row for row in methods.standings(record)}
     assert rows["rotor"] == {"peak": 0.5, "again": 0.05, "auto": 0.2, "points": 2, "ahead": 1, "level": 1}
     assert rows["full"] == {"peak": 0.4, "again": 0.3, "auto": 0.2, "points": 1, "ahead": 0, "level": 0}
     assert rows["torch: selective"]["level"] == 1 and "auto" not in rows and "torch: memory budget" not in rows
 
 
-def test_what_auto_cannot_plan_at_all_is_ahead_of_it(record):
+def test_a_budget_infeasible_for_auto_counts_against_it(record):
     record.metrics["points"].append(point("rotor", 10, 900))
     rows = {row["method"]: row for row in methods.standings(record)}
     assert rows["rotor"]["auto"] is None and rows["rotor"]["ahead"] == 2

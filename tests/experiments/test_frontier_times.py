@@ -10,7 +10,6 @@ from steps import run_boxed
 from torch._dynamo.backends.common import aot_autograd
 
 from ackpt.metering.plots import png
-from ackpt.planner.backend import dynamo
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
 from experiments.reports import frontier_times as times
@@ -80,7 +79,7 @@ def test_the_table_of_models(made_up):
     assert times.times_rows([made_up])[0]["half"] == "not run"
 
 
-def test_times_are_drawn_with_their_range_where_there_are_some(unet, made_up):
+def test_measured_times_are_drawn_with_their_range(unet, made_up):
     (axes,) = times.time_plot(unet).axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["auto", "auto, rates", "torch: checkpoint"]
@@ -100,22 +99,11 @@ def test_several_models_are_drawn_in_panels_below_an_upper_edge(unet, made_up):
     assert png(figure) == png(times.times_plot([unet, made_up, copy.deepcopy(made_up)], 0.1))
 
 
-@pytest.fixture
-def no_inductor(monkeypatch):
-    """Run the operations one by one: Inductor would compile for minutes, and Dynamo does the same in front of it."""
-
-    def run(gm, example_inputs, custom_partitioner_fn, **_):
-        compilers = {"fw_compiler": run_boxed, "bw_compiler": run_boxed, "partition_fn": custom_partitioner_fn}
-        return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, example_inputs)
-
-    monkeypatch.setattr(dynamo, "_by_inductor", run)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, at the import of Inductor
+def test_every_step_is_compiled(tmp_path, no_inductor, monkeypatch):
     monkeypatch.setattr(
         "torch._inductor.compile_fx.compile_fx", lambda gm, inputs: aot_autograd(fw_compiler=run_boxed)(gm, inputs)
     )
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, at the import of Inductor
-def test_every_step_is_compiled(tmp_path, no_inductor):
     config = FrontierConfig(
         "transformer", TOKENS, ("auto", "full"), (0.9, 0.05), ("checkpoint",), costs=("rates",), compiler="inductor"
     )

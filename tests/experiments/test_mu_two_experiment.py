@@ -33,7 +33,7 @@ def language_model():
     return graph, ackpt.profile(graph, "h200")
 
 
-def test_choices_tell_what_they_change(chain):
+def test_choices_list_their_changes(chain):
     graph, profile = chain
     before, *made = choices(graph, profile)
     assert before.chosen is None and before.recomp_time == {} and before.saved_bytes == 3 * 64 * 8 * 4
@@ -62,7 +62,7 @@ def test_the_printed_estimate_never_falls(chain):
     assert each[-1] < each[0] and each[-1] <= once[-1]
 
 
-def test_what_hides_more_than_is_left_is_negative_in_print(language_model):
+def test_the_printed_overhead_is_negative_if_compute_covers_more_than_the_copy(language_model):
     graph, profile = language_model
     run_time = costs(graph, profile)
     for each in intermediates_of(graph, profile):

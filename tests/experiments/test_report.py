@@ -33,7 +33,7 @@ CONFIGURED = [
 PREDICTED = [record("chunked-loss"), record("checkpoint", peak=4 * MIB), record("baseline", peak=2000 * MIB)]
 
 
-def test_published_predicted_and_measured_stand_in_columns_of_their_own():
+def test_published_predicted_and_measured_have_their_own_columns():
     measured = [record("baseline", peak=5 * MIB + 2**19)]
     first, second = published_rows(reference(), CONFIGURED, PREDICTED, measured, digits=2)
     assert first.keys() == second.keys() == PUBLISHED.keys()
@@ -77,7 +77,7 @@ def test_losses_have_both_curves_and_their_difference():
     assert above.get_title() == "128 tokens"
 
 
-def test_stacked_bars_add_up():
+def test_stacked_bars_add_up_to_the_peak():
     figure = plots()["stacked"]
     assert texts(figure) == ["4.00", "1.00"]
     tops = [patch.get_y() + patch.get_height() for patch in figure.axes[0].patches]

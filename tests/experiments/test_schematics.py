@@ -142,7 +142,7 @@ def test_a_region_is_one_node_that_saves_its_input():
     assert inner["saved"] == [None, "inputs", *["recomputed"] * rest]
 
 
-def test_blocks_are_gathered_when_they_run_and_one_block_early_in_backward(gathers):
+def test_blocks_are_gathered_before_they_run_and_prefetched_in_backward(gathers):
     numbers = [*range(1, BLOCKS + 1)]
     order = [*numbers, *reversed(numbers)]
     *blocks, root = gathers["gathered"]
@@ -166,7 +166,7 @@ def test_blocks_are_gathered_when_they_run_and_one_block_early_in_backward(gathe
 
 
 @pytest.mark.parametrize("make", ["chain", "stack", "lanes", "autograd", "gathers"])
-def test_a_still_is_the_same_each_time(make, chain, lanes, gathers):
+def test_a_still_is_reproducible(make, chain, lanes, gathers):
     made = {"chain": chain, "lanes": lanes, "gathers": gathers}
     data = made[make] if make in made else {"stack": block_stack, "autograd": autograd_graphs}[make]()
     draw = getattr(schematics, f"{make}_figure")

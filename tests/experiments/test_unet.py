@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from conftest import assert_equal
 
 import ackpt
-from ackpt.planner.workloads.named_models import training_step
-from ackpt.planner.workloads.step_request import StepRequest
+from ackpt.planner.workloads.step_request import StepRequest, training_step
 from experiments.models import UNet, UNetConfig
 
 TINY = UNetConfig(widths=(32, 64), depths=(0, 2), head_dim=16, text_tokens=5, text_dim=24, pooled_dim=8)

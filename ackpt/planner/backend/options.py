@@ -46,7 +46,7 @@ def checked(options: Any, mode: str | None = None) -> Request:
         )
     check_misspelt(rest, _NAMES, "this backend")
     given = {name: rest.pop(name) for name in _NAMES if name in rest}
-    request = Request.of(**given, options=rest)
+    request = Request.from_keywords(**given, options=rest)
     if request.compiler == "inductor" and (refused := next(filter(given.__contains__, _NOT_OF_INDUCTOR), None)):
         raise TypeError(
             f"{refused!r} is not an option of compiler 'inductor', whose plans count all outputs and no optimizer, and "

@@ -37,7 +37,7 @@ from .inspection.calls import described
 from .inspection.kept_tensors import OF_SHAPES, Held, places
 from .inspection.model_checks import check_call, has_data, is_tensor, own_call, require_traceable, tensor_facts
 from .inspection.outside_values import Reads, in_own_context
-from .inspection.source_lines import Where, explained, saving_hooks_refused
+from .inspection.source_lines import Where, explained, not_repeated, saving_hooks_refused
 from .outputs import (
     Withheld,
     check_differentiate,
@@ -137,7 +137,7 @@ class Capture:
 
     def outputs(self, tensors, withheld: Mapping[int, tuple[Any, torch.dtype]]) -> Any:
         """What the model returns, from what the captured step returns; `withheld`: by place, outputs without values."""
-        left = iter([Withheld.of(*withheld[at]) if at in withheld else each for at, each in enumerate(tensors)])
+        left = iter([Withheld.like(*withheld[at]) if at in withheld else each for at, each in enumerate(tensors)])
         leaves = [
             self.constants[index] if index in self.constants else next(left) for index in range(self.spec.num_leaves)
         ]
@@ -203,11 +203,10 @@ class _Forward:
         """Raise a TraceError if the model's code, in its forward or a backward, has set an attribute of a parameter."""
         for tensor, name, before in self._attributes:
             if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
-                message = (
+                raise not_repeated(
                     f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would "
-                    "not repeat: set an attribute of the module, or register a buffer."
+                    "not repeat. Set an attribute of the module, register a buffer"
                 )
-                raise TraceError(message, reason=message, can_split=True)
         self._attributes.clear()
 
     def __call__(self, tensors):

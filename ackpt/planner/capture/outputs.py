@@ -119,7 +119,7 @@ class Withheld(torch.Tensor):
     _FACTS = ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
 
     @classmethod
-    def of(cls, shape, dtype: torch.dtype) -> Withheld:
+    def like(cls, shape, dtype: torch.dtype) -> Withheld:
         return torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
 
     @classmethod

@@ -13,6 +13,8 @@ from torch import nn
 
 from ackpt.core.files import write_bytes_atomic, write_text_atomic
 from ackpt.core.progress import shown, stage
+from ackpt.metering.gpus import CachingAllocator
+from ackpt.planner.capture.chunked_head import chunked
 from ackpt.planner.capture.inspection.calls import call_arguments, sliced
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import optimizer_of
@@ -27,9 +29,8 @@ from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import without_budget
 
 from .page import page
-from .saved import StepMemory, saved_lines
-from .suggestions import suggestions
-from .text import text
+from .saved import StepMemory, saved_lines, text
+from .suggestions import InChunks, suggestions
 
 RANKS = 8
 
@@ -68,8 +69,8 @@ class Explanation(StepMemory):
     def to_memory_viz(self, path: str | os.PathLike[str]) -> Path:
         """Write the step as a snapshot that pytorch.org/memory_viz opens, and return its path.
 
-        The file has the format of ``torch.cuda.memory._dump_snapshot``. Its addresses are simulated: the first gap that
-        is large enough.
+        The file has the format of ``torch.cuda.memory._dump_snapshot``. Its addresses are those of a model of PyTorch's
+        caching allocator.
 
         Raises:
             RecordError: if it cannot be written there.
@@ -122,20 +123,35 @@ def explain(
     with shown():
         with without_budget(model):
             graph = trace(model, *args, differentiate=differentiate, outputs=outputs, optimizer=optimizer, **kwargs)
-        profile = default_profile(graph)
-        if device is not None:  # the same peak, with the seconds of the device
-            profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
+
+        def costs(graph: JointGraph) -> Profile:
+            profile = default_profile(graph)
+            if device is None:
+                return profile
+            return replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)  # of the same peak
+
+        def in_chunks(count: int) -> tuple[JointGraph, Profile]:
+            head = chunked(graph, count)
+            return head, costs(head)
+
+        profile = costs(graph)
         plan = planned(graph, Request(budget, policy=policy or ("none" if budget is None else "auto")), profile)
-        explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
+        explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), in_chunks, ranks)
     return replace(explanation, views=sliced(args, kwargs))
 
 
 def explained(
-    graph: JointGraph, profile: Profile, plan: Plan, model: nn.Module, optimizer=None, ranks: int = RANKS
+    graph: JointGraph,
+    profile: Profile,
+    plan: Plan,
+    model: nn.Module,
+    optimizer,
+    in_chunks: InChunks,
+    ranks: int = RANKS,
 ) -> Explanation:
     """The explanation of a plan of `graph`, which was captured from `model`."""
     stage("simulating what would reduce the peak")
-    best, not_computed = suggestions(graph, profile, plan, model, optimizer, ranks)
+    best, not_computed = suggestions(graph, profile, plan, model, optimizer, ranks, in_chunks)
     return Explanation(
         graph=graph,
         profile=profile,
@@ -161,20 +177,21 @@ def snapshot(explanation: StepMemory) -> dict[str, Any]:
             if block.end is not None:
                 events.append((block.end, False, block))
     events.sort(key=lambda event: event[0])  # stable: at the same time in the order of allocation
-    gaps = _Gaps()
-    address: dict[int, int] = {}
+    allocator = CachingAllocator()
+    whole = 0
     trace = []
     for time, is_allocation, block in events:
         if is_allocation:
-            address[id(block)] = gaps.take(block.bytes)
-        offset = address[id(block)] if is_allocation else address.pop(id(block))
+            allocator.allocate(id(block), block.bytes)
+        offset = allocator.blocks[id(block)].address
+        whole = max(whole, offset + block.bytes)
         for action in ("alloc",) if is_allocation else ("free_requested", "free_completed"):
             trace.append(_event(action, offset, block.bytes, frames[id(block)], time))
         if not is_allocation:
-            gaps.give(offset, block.bytes)
-    left = sorted((address[id(b)], b) for b in explanation.allocations if id(b) in address)
+            allocator.free(id(block))
+    left = sorted((allocator.blocks[id(b)].address, b) for b in explanation.allocations if id(b) in allocator.blocks)
     blocks, end = [], 0
-    for offset, block in [*left, (gaps.end, None)]:
+    for offset, block in [*left, (whole, None)]:
         if offset > end:
             blocks.append(_block(end, offset - end, "inactive", []))
         if block is not None:
@@ -184,7 +201,7 @@ def snapshot(explanation: StepMemory) -> dict[str, Any]:
     segment = {
         "device": 0,
         "address": START,
-        "total_size": gaps.end,
+        "total_size": whole,
         "allocated_size": used,
         "active_size": used,
         "requested_size": used,
@@ -195,7 +212,7 @@ def snapshot(explanation: StepMemory) -> dict[str, Any]:
         "frames": [],
         "blocks": blocks,
     }
-    trace.insert(0, _event("segment_alloc", 0, gaps.end, [], 0))
+    trace.insert(0, _event("segment_alloc", 0, whole, [], 0))
     return {
         "segments": [segment],
         "device_traces": [trace],
@@ -222,32 +239,3 @@ def _frames(explanation: StepMemory, block: Allocation) -> list[dict[str, Any]]:
     file, _, line = node.source.rpartition(":")
     module = node.module or "the model itself"
     return [{"name": name, "filename": file or module, "line": int(line) if file else 0}]
-
-
-class _Gaps:
-    """Free addresses below ``end``, as [start, size] in rising order."""
-
-    def __init__(self):
-        self.free: list[list[int]] = []
-        self.end = 0
-
-    def take(self, size: int) -> int:
-        for number, gap in enumerate(self.free):
-            if gap[1] >= size:
-                offset = gap[0]
-                self.free[number] = [offset + size, gap[1] - size]
-                if gap[1] == size:
-                    del self.free[number]
-                return offset
-        offset = self.end
-        if self.free and sum(self.free[-1]) == self.end:  # the last gap grows
-            offset = self.free.pop()[0]
-        self.end = offset + size
-        return offset
-
-    def give(self, offset: int, size: int) -> None:
-        number = next((n for n, gap in enumerate(self.free) if gap[0] > offset), len(self.free))
-        self.free.insert(number, [offset, size])
-        for n in (number, number - 1):  # join with the gaps after and before
-            if 0 <= n < len(self.free) - 1 and sum(self.free[n]) == self.free[n + 1][0]:
-                self.free[n][1] += self.free.pop(n + 1)[1]

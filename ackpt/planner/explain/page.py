@@ -12,8 +12,7 @@ from ackpt.core import __version__
 from ackpt.metering.meter import memory_format
 from ackpt.planner.schedule.allocations import LIVE
 
-from .saved import SavedLine, StepMemory
-from .text import by_equal_blocks, cost_text, grouped, live_rows, where_text
+from .saved import SavedLine, StepMemory, by_equal_blocks, cost_text, grouped, live_rows, where_text
 
 _POINTS = 600  # of the timeline
 _WIDTH, _HEIGHT = 720, 260

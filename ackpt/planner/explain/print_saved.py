@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
 import re
 import sys
 import types
@@ -22,7 +21,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ackpt.checkpointing.closures import bound
-from ackpt.checkpointing.reachable import global_names
+from ackpt.checkpointing.reachable import global_names, tensors_in
+from ackpt.checkpointing.recorder import is_users
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.inspection.calls import call_arguments
@@ -30,8 +30,6 @@ from ackpt.planner.capture.places import short_source
 
 _BACKWARD = re.compile(r"Backward\d*$")
 _NUMBER = re.compile(r"(?<=['.])\d+(?=['.])")  # of a module in a list
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE)
 
 
 def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -129,7 +127,7 @@ class _Recorder:
 
     def name_operations(self, outputs) -> None:
         """Ask every node of autograd's graph which of the tensors it saved."""
-        todo = [t.grad_fn for t in _tensors(outputs) if t.grad_fn is not None]
+        todo = [t.grad_fn for t in tensors_in([outputs]).values() if t.grad_fn is not None]
         seen: set[Any] = set()
         while todo:
             node = todo.pop()
@@ -227,26 +225,14 @@ def referred(function, depth: int = 2) -> Iterator[tuple[str, Any]]:
                 yield from referred(value, depth - 1)
 
 
-def _tensors(value, depth: int = 4) -> Iterator[torch.Tensor]:
-    """All tensors in containers and in attributes of objects."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif depth and hasattr(leaf, "__dict__"):
-            for attribute in vars(leaf).values():
-                yield from _tensors(attribute, depth - 1)
-
-
 def _storage(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(storage._cdata for storage in storages_of(tensor))
 
 
 def _source() -> str:
-    """File and line of the innermost frame outside torch and this package, whose models are the user's code as well."""
+    """File and line of the innermost frame of the user's code."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        if frame.f_code.co_filename.startswith(f"{_PACKAGE}models{os.sep}"):
-            break
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith("<"):  # typed at a prompt
         return ""

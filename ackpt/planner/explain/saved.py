@@ -1,4 +1,4 @@
-"""The activations that each module and source line saves, and `StepMemory`, all that an explanation knows of a step."""
+"""`StepMemory`, all that an explanation knows of a step, with the activations that each source line saves; its text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ackpt.planner.capture.joint_graph import Analysis, JointGraph
-from ackpt.planner.capture.places import block_of
+from ackpt.metering.meter import memory_format
+from ackpt.planner.capture.inspection.calls import CHECKPOINTS
+from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.places import block_of, modules_text, pattern, short_source
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.schedule.allocations import Allocation, by_kind, operation_of
+from ackpt.planner.schedule.allocations import RESIDENT, Allocation, by_kind, described, operation_of
 from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.schedule.schedule import everything
+from ackpt.planner.schedule.schedule import everything, live_before_backward, missing_for
 
 from .suggestions import Suggestion
 
@@ -57,8 +59,9 @@ def saved_lines(graph: JointGraph, profile: Profile, plan: Plan) -> tuple[SavedL
         storages_by_line.setdefault((node.module, node.source), []).append(storage)
     lines = []
     for (module, source), storages in storages_by_line.items():
-        nodes, blocked = _recomputation(analysis, storages, saved)
         saved_nodes = [analysis.base_of[storage] for storage in storages]
+        nodes = missing_for(analysis, saved_nodes, live_before_backward(analysis, saved - {*storages}))
+        reasons = (analysis.not_recomputable[node] for node in nodes if node in analysis.not_recomputable)
         names = [graph.nodes[node].name for node in saved_nodes]
         lines.append(
             SavedLine(
@@ -71,28 +74,13 @@ def saved_lines(graph: JointGraph, profile: Profile, plan: Plan) -> tuple[SavedL
                 saved_bytes=sum(analysis.bytes[s] for s in storages if s in saved_by_plan),
                 flops=sum(profile.flops[node] for node in nodes),
                 seconds=None if profile.seconds is None else sum(profile.seconds[node] for node in nodes),
-                reason=blocked,
+                reason=next(reasons, ""),
             )
         )
     return tuple(sorted(lines, key=lambda line: -line.bytes))
 
 
-def _recomputation(analysis: Analysis, storages: list[int], saved: set[int]) -> tuple[set[int], str]:
-    """The nodes that compute `storages` from the other saved ones, and why they cannot be recomputed, or ""."""
-    given = (saved - set(storages)) | analysis.resident
-    nodes: set[int] = set()
-    todo = [analysis.base_of[storage] for storage in storages]
-    while todo:
-        node = todo.pop()
-        if node in nodes or node in analysis.sources or given.intersection(analysis.storages(node, again=True)):
-            continue
-        nodes.add(node)
-        todo += analysis.recompute_reads(node)
-    reasons = (analysis.not_recomputable[node] for node in sorted(nodes) if node in analysis.not_recomputable)
-    return nodes, next(reasons, "")
-
-
-def _totals(lines: Iterable[SavedLine], key: Callable[[SavedLine], str]) -> dict[str, int]:
+def _bytes_by(lines: Iterable[SavedLine], key: Callable[[SavedLine], str]) -> dict[str, int]:
     """Bytes by the `key` of a line, the largest first."""
     sizes: dict[str, int] = {}
     for line in lines:
@@ -131,9 +119,156 @@ class StepMemory:
     @cached_property
     def by_block(self) -> dict[str, int]:
         """Bytes that the baseline saves by block, such as ``transformer.h.11``, the largest first."""
-        return _totals(self.saved, lambda line: block_of(line.module))
+        return _bytes_by(self.saved, lambda line: block_of(line.module))
 
     @cached_property
     def by_type(self) -> dict[str, int]:
         """Bytes that the baseline saves by the class of the module, the largest first."""
-        return _totals(self.saved, lambda line: self.types.get(line.module, ""))
+        return _bytes_by(self.saved, lambda line: self.types.get(line.module, ""))
+
+
+LARGEST = 12  # lines of each list
+_NAMED = (*RESIDENT, "gradients")
+_OWN_CHECKPOINTS = f"""left out          {CHECKPOINTS}, which the model calls; plans leave it out, too
+                  what the step saves with it: ackpt.print_saved(model, batch)
+"""
+_UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
+
+
+def text(explanation: StepMemory) -> str:
+    """The full text: the peak and the live bytes at it, saved activations by line, totals, and suggestions."""
+    plan, lines = explanation.plan, explanation.saved
+    baseline = sum(line.bytes for line in lines)
+    shown = [_OWN_CHECKPOINTS] * (CHECKPOINTS in (explanation.graph.made_for or ()))
+    shown += [f"peak              {memory_format(plan.peak_bytes)}, reached at {plan.peak_node}"]
+    shown += [_row(size, kind) for kind, size in explanation.at_peak.items()]
+    shown += [f"{'note':<17} {explanation.views}"] * bool(explanation.views)
+    shown += ["", "largest there     kind         what"]
+    shown += [
+        f"{memory_format(size):<17} {kind:<12} {description}" for size, kind, description in live_rows(explanation)
+    ]
+    shown += ["", f"saved for backward: {memory_format(baseline)}{_planned(plan)}"]
+    shown += ["bytes             to recompute  where"] if lines else []
+    groups = grouped(lines)
+    shown += [_saved_row(group) for group in groups[:LARGEST]]
+    if rest := groups[LARGEST:]:
+        left = memory_format(sum(line.bytes for group in rest for line in group))
+        places = f"{len(rest)} other place{'' if len(rest) == 1 else 's'}"
+        shown.append(f"{left:<17} {'':<13} {places}: explanation.saved")
+    if lines:
+        shown += ["", "saved by block", *_totals(by_equal_blocks(explanation.by_block))]
+        shown += ["", "saved by module type", *_totals(explanation.by_type.items())]
+    shown += ["", "what would reduce the peak, each simulated on its own"]
+    for suggestion in explanation.suggestions:
+        cost = "" if suggestion.cost is None else f", recomputation {suggestion.cost:.1%} of the step"
+        shown.append(
+            f"{'-' + memory_format(suggestion.saved_bytes):<17} {suggestion.title}: peak "
+            f"{memory_format(suggestion.peak_bytes)}{cost}"
+        )
+        shown.append(f"{'':<17} {suggestion.fix}")
+    if not explanation.suggestions:
+        shown.append(f"{'':<17} none of the changes that were simulated")
+    shown += [f"not computed      {reason}" for reason in explanation.not_computed]
+    return "\n".join(shown)
+
+
+def _planned(plan: Plan) -> str:
+    if not (plan.recompute_flops or plan.host_bytes):
+        return ""
+    return f" by the baseline; this plan ({plan.policy}) saves {memory_format(plan.saved_bytes)}"
+
+
+def _row(size: int, description: str) -> str:
+    return f"  {memory_format(size):<15} {description}"
+
+
+def _totals(sizes: Iterable[tuple[str, int]]) -> list[str]:
+    sizes = list(sizes)
+    rows = [_row(size, name or "the model itself") for name, size in sizes[:LARGEST]]
+    if rest := [size for _, size in sizes[LARGEST:]]:
+        rows.append(_row(sum(rest), f"{len(rest)} other{'' if len(rest) == 1 else 's'}"))
+    return rows
+
+
+def by_equal_blocks(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Blocks in words with their bytes, equal blocks as one: ``"12 x transformer.h.*: 18.0 MiB each"``."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for block, size in sizes.items():
+        groups.setdefault((pattern(block), size), []).append(block)
+    totals = [
+        (modules_text(blocks) + (f": {memory_format(size)} each" if len(blocks) > 1 else ""), size * len(blocks))
+        for (_, size), blocks in groups.items()
+    ]
+    return sorted(totals, key=lambda item: -item[1])
+
+
+def grouped(lines: Iterable[SavedLine]) -> list[list[SavedLine]]:
+    """Lines that are equal in equal modules, those with most bytes first."""
+    groups: dict[tuple, list[SavedLine]] = {}
+    for line in lines:
+        key = (pattern(line.module), line.source, line.operations, line.fates, line.bytes, line.flops)
+        groups.setdefault(key, []).append(line)
+    return sorted(groups.values(), key=lambda group: -sum(line.bytes for line in group))
+
+
+def _saved_row(group: list[SavedLine]) -> str:
+    size = sum(line.bytes for line in group)
+    return f"{memory_format(size):<17} {cost_text(group):<13} {where_text(group)}"
+
+
+def where_text(group: list[SavedLine]) -> str:
+    """Modules, operations, source line, and the fates that are not ``saved``."""
+    first = group[0]
+    names = ", ".join(dict.fromkeys(first.operations))
+    each = f": {memory_format(first.bytes)} each" if len(group) > 1 else ""
+    source = f", {short_source(first.source)}" if first.source else ""
+    fates = [fate for fate in dict.fromkeys(first.fates) if fate != "saved"]
+    return f"{modules_text(line.module for line in group)} ({names}){each}{source}" + "".join(f" [{f}]" for f in fates)
+
+
+def cost_text(group: list[SavedLine]) -> str:
+    """The cost of recomputing all lines of a group: seconds if they are known, else FLOPs."""
+    if group[0].reason:
+        return "cannot"
+    seconds = [line.seconds for line in group if line.seconds is not None]
+    if seconds:
+        return f"{1e3 * sum(seconds):.3g} ms"
+    flops = float(sum(line.flops for line in group))
+    if not flops:
+        return "no FLOPs"  # elementwise; seconds would count memory traffic
+    for unit in _UNITS:
+        if flops < 1000 or unit == _UNITS[-1]:
+            return f"{flops:.3g} {unit}"
+        flops /= 1000
+    raise AssertionError
+
+
+def live_rows(explanation: StepMemory) -> list[tuple[int, str, str]]:
+    """(bytes, kind, description) of what is live at the peak, equal modules as one, the largest first."""
+    graph = explanation.graph
+    groups: dict[tuple, list[Allocation]] = {}
+    for block in explanation.live:
+        if block.kind in _NAMED:
+            key: tuple = (pattern(block_of(_name(explanation, block))),)
+        elif block.node is None:
+            key = (None,)
+        else:
+            node = graph.nodes[block.node]
+            key = (pattern(node.module), operation_of(graph, node.id), node.source)
+        groups.setdefault((block.kind, block.storage is None, *key), []).append(block)
+    rows = []
+    for (kind, *_), blocks in groups.items():
+        description = described(graph, blocks[0])
+        if len(blocks) > 1 and kind in _NAMED:
+            description = modules_text(block_of(_name(explanation, block)) for block in blocks)
+        elif len(blocks) > 1:
+            nodes = [graph.nodes[block.node] for block in blocks if block.node is not None]
+            modules = modules_text(node.module for node in nodes)
+            description = description.replace(nodes[0].module, modules, 1) if nodes and nodes[0].module else description
+        rows.append((sum(block.bytes for block in blocks), kind, description))
+    return sorted(rows, key=lambda row: -row[0])[:LARGEST]
+
+
+def _name(explanation: StepMemory, block: Allocation) -> str:
+    """The name of a parameter, a buffer or an input, or of the parameter that a gradient is of."""
+    return described(explanation.graph, block).removeprefix("gradient of ")

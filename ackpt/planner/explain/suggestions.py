@@ -1,7 +1,7 @@
 """Suggest changes that reduce the peak; each saving is planned or simulated.
 
-Every suggestion is made to the explained plan alone, so savings do not add up; those of checkpointing and the chunked
-loss are simulated together as well.
+Every suggestion is made to the explained plan alone, so savings do not add up; checkpointing and a head in chunks are
+planned together as well.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from ackpt.core.budget import readable
+from ackpt.core.planning_errors import TraceError
 from ackpt.metering.gpus import BLOCK
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
+from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import eight_bit_bytes
-from ackpt.planner.capture.places import block_of, modules_text, pattern, short_source
+from ackpt.planner.capture.places import block_of, modules_text, pattern
 from ackpt.planner.choose import planned
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.request import Request
@@ -26,9 +29,8 @@ from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import simulate
 from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of, peak_bytes, sharded_optimizer, step_windows
 
-CHUNKS = 8  # of the loss, the default of ackpt.chunked_cross_entropy
-_aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+CHUNKS = 8  # of the head
+InChunks = Callable[[int], tuple[JointGraph, Profile]]  # the step with its head in so many chunks
 _WITH_8_BITS = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")  # in bitsandbytes.optim
 
 
@@ -56,7 +58,7 @@ class Suggestion:
 
 
 def suggestions(
-    graph: JointGraph, profile: Profile, plan: Plan, model: torch.nn.Module, optimizer, ranks: int
+    graph: JointGraph, profile: Profile, plan: Plan, model: torch.nn.Module, optimizer, ranks: int, in_chunks: InChunks
 ) -> tuple[tuple[Suggestion, ...], tuple[str, ...]]:
     """The changes that reduce the peak, the one that saves most first; and which were not computed, with the reason."""
     made: list[Suggestion] = []
@@ -72,19 +74,8 @@ def suggestions(
             "a plan of policy full",
         )
     )
-    chunked = _ChunkedLoss.of(graph)
-    if chunked is None:
-        reasons.append("chunk the loss: the step has no cross-entropy of logits that a matrix product computes")
-    else:
-        how = f"simulated with the logits in {CHUNKS} chunks and their gradients computed in the forward"
-        fix = "ackpt.chunked_cross_entropy(hidden.flatten(0, -2), head.weight, targets.flatten()) for head and loss"
-        made.append(_suggestion(plan, chunked.peak(plan.schedule, profile), f"chunk {chunked.where}", None, fix, how))
-        both = planned(chunked.small, Request(policy="full"), profile)
-        peak = chunked.peak(both.schedule, profile)
-        title = f"checkpoint {_recomputed_blocks(both)} and chunk the loss"
-        if peak < min(suggestion.peak_bytes for suggestion in made):
-            fix = 'chunk the loss, then ackpt.apply_budget(model, batch, policy="full")'
-            made.append(_suggestion(plan, peak, title, both.cost, fix, f"{how}; a plan of policy full"))
+    if graph.head_chunks == 1:
+        _chunk_the_head(made, reasons, (graph, profile), in_chunks, plan, optimizer)
     if graph.optimizer_step_bytes:
         peak = simulate(dataclasses.replace(graph, optimizer_step_bytes=0), profile, plan.schedule).timeline.peak_bytes
         title, fix = "an optimizer's step that allocates nothing", "fused=True for the optimizer"
@@ -128,87 +119,29 @@ def _recomputed_blocks(full: Plan) -> str:
     return modules_text(members or blocks or [""])
 
 
-@dataclass(frozen=True)
-class _ChunkedLoss:
-    """A graph without its logits and the tensors of their size that only the loss uses.
-
-    ``live_bytes``: the live bytes that replace them at the end of a chunked loss's forward: the gradients of the hidden
-    states and of the head's weight if it is trained, else the hidden states themselves; ``chunk_bytes``: the logits of
-    one chunk and their exponentials. ``where``: the loss in words.
-    """
-
-    small: JointGraph
-    live_bytes: int
-    chunk_bytes: int
-    where: str
-
-    @classmethod
-    def of(cls, graph: JointGraph) -> _ChunkedLoss | None:
-        """The largest cross-entropy of a graph, chunked; None if no matrix product computes the logits of one."""
-        fx = graph.analysis.fx
-        losses = [node for node in graph.nodes if fx[node.id].target is _aten._log_softmax.default]
-        if not losses:
-            return None
-        loss = max(losses, key=lambda node: fx[node.id].meta["val"].numel())
-        logits = fx[loss.id].meta["val"]
-        nodes = _of_size(graph, loss.id, logits.numel())
-        products = [n for n in nodes if fx[n].target in _PRODUCTS and graph.nodes[n].phase == FORWARD]
-        if not products:
-            return None
-        *_, factor, head = (arg for arg in fx[min(products)].args if isinstance(arg, torch.fx.Node))
-        hidden, weight = factor.meta["val"], head.meta["val"]
-        rows = logits.numel() // logits.shape[-1]
-        chunk = -(-rows // CHUNKS)
-        storages = {s for node in nodes for s in graph.nodes[node].storages}
-        without = tuple(dataclasses.replace(s, bytes=0) if s.id in storages else s for s in graph.storages)
-        small = dataclasses.replace(graph, storages=without)
-        live = hidden.numel() * hidden.element_size()
-        if _is_trained(graph, head):
-            live += weight.numel() * max(4, weight.element_size())
-        else:  # no gradient of the weight reads the hidden states later, but the loss does
-            live *= 2
-        where = f"the loss ({short_source(loss.source) or loss.module or 'in the model itself'})"
-        return cls(small, live, 2 * chunk * logits.shape[-1] * max(4, logits.element_size()), where)
-
-    def peak(self, schedule: Schedule, profile: Profile) -> int:
-        """The peak of a schedule of the graph with this loss."""
-        simulated = simulate(self.small, profile, schedule)
-        timeline = simulated.timeline
-        after_forward = timeline.live[timeline.boundary or 0] + self.live_bytes + self.chunk_bytes
-        return simulated.resident_bytes + max(simulated.peak_bytes, after_forward)
-
-
-def _is_trained(graph: JointGraph, weight: torch.fx.Node) -> bool:
-    """Whether a weight, a view or a cast of it has a gradient, which a frozen parameter does not have."""
-    while weight.op != "placeholder" and len(weight.all_input_nodes) == 1:
-        weight = weight.all_input_nodes[0]
-    name = getattr(weight.meta.get("desc"), "target", None)
-    return name is None or name in graph.gradients
-
-
-def _of_size(graph: JointGraph, loss: int, elements: int) -> set[int]:
-    """The nodes of the loss whose result has as many elements as the logits, from the product that computes them on."""
-    fx = graph.analysis.fx
-    users: dict[int, list[int]] = {}
-    for node in graph.nodes:
-        for source in node.inputs:
-            users.setdefault(source, []).append(node.id)
-
-    def is_large(node: int) -> bool:
-        value = fx[node].meta.get("val")
-        return isinstance(value, torch.Tensor) and value.numel() == elements and node not in graph.analysis.sources
-
-    large: set[int] = set()
-    todo = [loss]
-    while todo:
-        node = todo.pop()
-        if node in large or not is_large(node):
-            continue
-        large.add(node)
-        if fx[node].target not in _PRODUCTS:
-            todo += graph.nodes[node].inputs
-        todo += [user for user in users.get(node, ()) if fx[user].target not in _PRODUCTS]
-    return large
+def _chunk_the_head(
+    made: list[Suggestion],
+    reasons: list[str],
+    whole: tuple[JointGraph, Profile],
+    in_chunks: InChunks,
+    plan: Plan,
+    optimizer,
+) -> None:
+    """Add the head of a language model in chunks, and the same with checkpointed blocks if that has a smaller peak."""
+    try:
+        graph, profile = in_chunks(CHUNKS)
+    except TraceError as error:
+        reasons.append(f"chunk the head: {error}")
+        return
+    with_optimizer = "" if optimizer is None else "optimizer=optimizer, "
+    for policy in ("none", "full"):
+        chunked = planned(graph, Request(policy=policy), profile, whole)
+        title = "chunk the head" if policy == "none" else f"checkpoint {_recomputed_blocks(chunked)} and chunk the head"
+        if policy == "none" or chunked.peak_bytes < min(suggestion.peak_bytes for suggestion in made):
+            budget = f'budget="{readable(chunked.peak_bytes)}"'
+            fix = f"ackpt.apply_budget(model, batch, {budget}, {with_optimizer}chunk_head=True)"
+            how = f"a plan of policy {policy}, with the head and the loss in {CHUNKS} chunks of tokens"
+            made.append(_suggestion(plan, chunked.peak_bytes, title, chunked.cost, fix, how))
 
 
 def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model, optimizer, ranks: int) -> int | str:

@@ -8,7 +8,6 @@ budget raises at once, a backward at its end, when all gradients are complete.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 import traceback
@@ -36,6 +35,7 @@ from ackpt.metering.resident import Resident
 from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor, own_call
+from ackpt.planner.capture.inspection.source_lines import running_modules
 from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
@@ -44,7 +44,6 @@ from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
 from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
-_CALL = nn.Module._call_impl.__code__
 _CUDA_BLOCK = 512
 _REGION = "_RecomputeBackward"  # the autograd node of a region
 _FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
@@ -125,7 +124,7 @@ class PlannedRegions:
             raise AttributeError("this step has not been planned yet")
         return self._last.plan
 
-    def of(self, call: Call) -> _Planned:
+    def serving(self, call: Call) -> _Planned:
         """The plan for `call`; calls that are larger than earlier ones, or differ in other ways, get a new plan."""
         facts = call.facts
         tensors = tuple(leaf if isinstance(leaf, tuple) else type(leaf) for leaf in facts.leaves)
@@ -493,12 +492,10 @@ class _Forward:
     def _running(self) -> str:
         """The innermost module of the model that is running."""
         names = {id(module): name for name, module in self.regions.model.named_modules() if name}
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is _CALL and (name := names.get(id(frame.f_locals["self"]))):
-                return f"module {name!r} ({type(frame.f_locals['self']).__name__})"
-            frame = frame.f_back
-        return "the model's own forward"
+        running = ((names[id(module)], module) for module in running_modules() if id(module) in names)
+        return next(
+            (f"module {name!r} ({type(module).__name__})" for name, module in running), "the model's own forward"
+        )
 
 
 class _Body(threading.local):

@@ -1,9 +1,9 @@
 """Policies: each turns a graph, its profile and a limit in bytes into one schedule.
 
-``ackpt.plan`` runs a policy, simulates its schedule, and refuses a schedule that exceeds the budget. Each policy has a
-file here, which `POLICIES` names; `ilp_program` is part of `ilp`. The files `chen`, `revolve`, `rotor` and `ilp` also
-contain the algorithms on plain numbers that the book uses. ``chains`` has the code that policies for chains of blocks
-share. ``search`` has the Pareto frontier and the searches that extend it. Read `full` first, then `auto`.
+``ackpt.plan`` runs a policy, simulates its schedule, and refuses a schedule that exceeds the budget. `POLICIES` names
+the function of each policy; `ilp_program` is part of `ilp`. The files `chen`, `revolve`, `rotor` and `ilp` also contain
+the algorithms on plain numbers that the book uses. ``chains`` has the code that policies for chains of blocks share.
+``search`` has the Pareto frontier and the searches that extend it. Read `full` first, then `auto`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 from ackpt.core.planning_errors import did_you_mean
 
-#: Policy -> the module in `ackpt.planner.policies` whose `schedule(graph, profile, limit_bytes, **options)` decides
+#: Policy -> the function in `ackpt.planner.policies` that decides: `schedule(graph, profile, limit_bytes, **options)`
 POLICIES = {
-    "none": "none",
-    "full": "full",
-    "manual": "manual",
-    "auto": "auto",
-    "chen-sqrt": "chen",
-    "chen-log": "chen_log",
-    "revolve": "revolve",
-    "rotor": "rotor",
-    "min-cut": "min_cut",
-    "ilp": "ilp",
-    "mu-two": "mu_two",
-    "selective": "selective",
+    "none": "full.none",
+    "full": "full.schedule",
+    "manual": "manual.schedule",
+    "auto": "auto.schedule",
+    "chen-sqrt": "chen.schedule",
+    "chen-log": "chen.halving_schedule",
+    "revolve": "revolve.schedule",
+    "rotor": "rotor.schedule",
+    "min-cut": "min_cut.schedule",
+    "ilp": "ilp.schedule",
+    "mu-two": "mu_two.schedule",
+    "selective": "selective.schedule",
 }
 Policy = str | Callable[..., Any]  # a name in `POLICIES`, or a function that is called as `schedule` is
 _KEYWORDS = ("budget", "policy", "profile", "cache")  # of `ackpt.plan`, which are no options of a policy
@@ -43,7 +43,8 @@ def function_of(policy: Policy) -> Callable[..., Any]:
     """The function of a policy, which chooses the schedule."""
     if not isinstance(policy, str):
         return policy
-    return importlib.import_module(f"ackpt.planner.policies.{POLICIES[policy]}").schedule
+    module, _, name = POLICIES[policy].partition(".")
+    return getattr(importlib.import_module(f"ackpt.planner.policies.{module}"), name)
 
 
 def options_of(policy: Policy) -> dict[str, inspect.Parameter]:

@@ -1,12 +1,18 @@
-"""Policy `chen-sqrt`: save the boundaries of segments and recompute their interiors.
+"""Policies `chen-sqrt` and `chen-log`, of Chen et al. 2016 (arXiv:1604.06174).
 
-From Chen et al. 2016 (arXiv:1604.06174). Without a budget, section 4.1: sqrt(n) segments of equally many blocks, O(sqrt
-n) memory for less than one extra forward. With a budget, algorithm 3: save a single-tensor cut point whenever the bytes
-since the last one exceed a threshold; the cheapest threshold that fits is taken. The last segment is saved. Neither is
-optimal: segments that get shorter towards the end need sqrt(2 n) (`ackpt.checkpointing.sequential.segment_lengths`),
-and `revolve` recomputes least for every number of saved states. The functions of plain numbers, such as `sqrt_counts`,
-count outputs of equal layers, one unit each. A layer's backward reads its input and its output; the chain's input
-belongs to the caller, and gradients are not counted.
+`chen-sqrt` saves the boundaries of segments and recomputes their interiors. Without a budget, section 4.1: sqrt(n)
+segments of equally many blocks, O(sqrt n) memory for less than one extra forward. With a budget, algorithm 3: save a
+single-tensor cut point whenever the bytes since the last one exceed a threshold; the cheapest threshold that fits is
+taken. The last segment is saved. It is not optimal: segments that get shorter towards the end need sqrt(2 n)
+(`ackpt.checkpointing.sequential.segment_lengths`), and `revolve` recomputes least for every number of saved states.
+
+`chen-log`, section 4.2, splits the chain of blocks recursively in half. On a chain of n equal blocks it needs O(log n)
+memory and O(n log n) recomputation (`recursive_peak`, `recursive_extra_forwards`). Without a budget the recursion goes
+down to single blocks. With a budget it stops at the cheapest depth that fits; below that depth, consecutive blocks are
+recomputed together. Halves have the same number of blocks, not the same bytes, so the plan is not optimal.
+
+The functions of plain numbers, such as `sqrt_counts`, count outputs of equal layers, one unit each. A layer's backward
+reads its input and its output; the chain's input belongs to the caller, and gradients are not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from math import isqrt
 from typing import NamedTuple
 
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.policies.chains.blocks import fine_chain
+from ackpt.planner.policies.chains.blocks import BlockChain, Walk, fine_chain
 from ackpt.planner.policies.full import segmentations
 from ackpt.planner.policies.search.frontier import cheapest
 from ackpt.planner.schedule.schedule import Schedule, everything, lower
@@ -86,6 +92,7 @@ def _check(n) -> None:
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
+    """The schedule of policy ``chen-sqrt``."""
     if limit_bytes is None:
         return lower(graph, _equal_segments(graph))
     return cheapest(graph, profile, limit_bytes, candidates)
@@ -114,3 +121,35 @@ def _ends(blocks: int, length: int, longer: int) -> list[int]:
     while ends[-1] + 1 < blocks:
         ends.append(ends[-1] + length + (len(ends) <= longer))
     return ends[1:]
+
+
+def halving_schedule(graph, profile, limit_bytes) -> Schedule:
+    """The schedule of policy ``chen-log``."""
+    if limit_bytes is None:
+        return halvings(graph, profile)[-1]
+    return cheapest(graph, profile, limit_bytes, halvings)
+
+
+def halvings(graph: JointGraph, profile) -> list[Schedule]:
+    """One schedule for every depth, down to single blocks."""
+    chain = fine_chain(graph)
+    return [_halved(graph, chain, depth) for depth in range((len(chain.blocks) - 1).bit_length() + 1)]
+
+
+def _halved(graph: JointGraph, chain: BlockChain, depth: int) -> Schedule:
+    walk = Walk(graph, chain)
+
+    def reverse(first: int, last: int, depth: int) -> None:
+        if depth == 0 or first == last:
+            for block in range(first, last + 1):
+                if walk.in_first_forward:
+                    walk.save_all(block)
+            walk.reverse(first, last)
+            return
+        middle = first + (last - first - 1) // 2
+        walk.save_output(middle)
+        reverse(middle + 1, last, depth - 1)
+        reverse(first, middle, depth - 1)
+
+    reverse(0, len(chain.blocks) - 1, depth)
+    return walk.schedule()

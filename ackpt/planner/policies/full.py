@@ -3,7 +3,8 @@
 This is what ``torch.utils.checkpoint`` around every block does, but the blocks are found rather than given: they are
 the stretches between cut points. The byte thresholds of Chen et al. 2016 (arXiv:1604.06174, algorithm 3) propose sets
 of cut points to save. Every proposal is simulated; the lowest peak wins, then the least recomputation. Activations that
-backward reads first are saved as well, as far as that does not raise the peak.
+backward reads first are saved as well, as far as that does not raise the peak. Policy ``none``, the baseline, saves
+everything that backward reads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from ackpt.planner.schedule.simulator import peak_of
 _THRESHOLD_GROWTH = 1.25  # from one byte threshold to the next (not tuned)
 
 
+def none(graph, profile, limit_bytes) -> Schedule:
+    """The schedule of policy ``none``."""
+    return everything(graph)
+
+
 def schedule(graph, profile, limit_bytes) -> Schedule:
+    """The schedule of policy ``full``."""
+
     def rank(saved):
         candidate = lower(graph, saved)
         peak_bytes = peak_of(graph, candidate, profile.workspace_bytes)

@@ -25,7 +25,7 @@ from ackpt.planner.capture.joint_graph import Analysis, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies import auto, rotor
 from ackpt.planner.policies.ilp_program import Dag, Result, rounded_up, run, solver, unit_of_bytes
-from ackpt.planner.policies.search.frontier import added_cost, costs, step_cost
+from ackpt.planner.policies.search.frontier import added_cost, baseline_cost, costs
 from ackpt.planner.schedule.schedule import COMPUTE, FREE, Schedule, bases_of, everything, recompute_late, scheduled
 from ackpt.planner.schedule.simulator import peak_of
 
@@ -304,7 +304,7 @@ def schedule(
     if limit_bytes is None:
         return everything(graph)
     best = solve_graph(graph, profile, limit_bytes, time_limit)
-    baseline = step_cost(everything(graph), costs(graph, profile)) or 1.0
+    baseline = baseline_cost(graph, profile)
     if best.cost - best.lower_bound > _EXACT * baseline:
         warn(
             f"policy 'ilp' ran out of time after {time_limit} s: the recomputation of its plan costs "

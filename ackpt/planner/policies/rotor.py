@@ -22,7 +22,7 @@ import numpy as np
 
 from ackpt.core.planning_errors import BudgetError
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.policies import chen, chen_log, revolve
+from ackpt.planner.policies import chen, revolve
 from ackpt.planner.policies.chains.block_options import BlockStep
 from ackpt.planner.policies.chains.blocks import BlockChain, Walk, fine_chain
 from ackpt.planner.policies.search.frontier import cheapest, costs
@@ -332,8 +332,8 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
     chains = [chain, replace(chain, forward_overhead=(), backward_overhead=())]
     solutions = dict.fromkeys(s.operations for chain in chains for s in frontier(chain, 2 * _SIZE_UNITS))
     schedules = [_persistent(graph, blocks, operations) for operations in solutions]
-    for policy in (chen, chen_log, revolve):
-        schedules += policy.candidates(graph, profile)
+    for simpler in (chen.candidates, chen.halvings, revolve.candidates):
+        schedules += simpler(graph, profile)
     return schedules
 
 

@@ -24,9 +24,8 @@ from ackpt.planner.schedule.simulator import follow, rng_state_bytes
 
 from . import added_operations
 from .added_operations import run_again, run_and_save
-from .fake_results import fake_results, storages_in
 from .listing import Line, Listing, mapped
-from .proof import RewriteError, live_after
+from .proof import RewriteError, fake_results, live_after, storages_in
 from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, Schedule, Step
 
 _PACK, _UNPACK = torch.ops.ackpt_graph.pack_bits.default, torch.ops.ackpt_graph.unpack_bits.default

@@ -37,10 +37,9 @@ from ackpt.planner.schedule.schedule import (
     scheduled,
 )
 from ackpt.planner.workloads.device_memory import DeviceMemory, rank_memory
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.optimizers import optimizer_kind
 from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
-from ackpt.planner.workloads.step_request import StepRequest, TrainingStep
+from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, training_step
 
 from .sharding import (
     ROOT,
@@ -168,11 +167,11 @@ class Blocks:
             added[self.owners[node]] = cost + self.cost[node], flops + self.profile.flops[node]
         return added
 
-    def plain_flops(self) -> list[int]:
-        """FLOPs of a step without checkpointing, by group."""
+    def by_group(self, values) -> list:
+        """The sums of `values` by node, such as FLOPs, for each group."""
         totals = [0] * len(self.groups)
-        for node, flops in enumerate(self.profile.flops):
-            totals[self.owners[node]] += flops
+        for owner, value in zip(self.owners, values):
+            totals[owner] += value
         return totals
 
     @cached_property
@@ -238,11 +237,7 @@ def stand_in_for(block: int, blocks: int) -> int:
 
 
 def deep(row: list[Window], blocks: int) -> list[Window]:
-    """The windows of a step with `blocks` blocks, from those of a step with `CAPTURED` blocks.
-
-    Raises:
-        ShardingError: if the two blocks in the middle differ, or the root runs between blocks.
-    """
+    """The windows of a step with `blocks` blocks, from those with `CAPTURED` equal ones; else a ShardingError."""
     keys = [(FORWARD, block) for block in range(CAPTURED + 1)] + [(FORWARD, ROOT), (BACKWARD, ROOT)]
     keys += [(BACKWARD, block) for block in range(CAPTURED, ROOT, -1)] + [(BACKWARD, ROOT)]
     if [(window.phase, window.group) for window in row] != keys:
@@ -253,12 +248,12 @@ def deep(row: list[Window], blocks: int) -> list[Window]:
         if by_key[phase, middle].events != by_key[phase, middle + 1].events:
             raise ShardingError("the blocks are not alike")
 
-    def of(phase: str, block: int) -> Window:
+    def window(phase: str, block: int) -> Window:
         return Window(phase, block, by_key[phase, stand_in_for(block, blocks)].events)
 
     start, end, back, last = (window for window in row if window.group == ROOT)
-    forward = [of(FORWARD, block) for block in range(1, blocks + 1)]
-    backward = [of(BACKWARD, block) for block in range(blocks, 0, -1)]
+    forward = [window(FORWARD, block) for block in range(1, blocks + 1)]
+    backward = [window(BACKWARD, block) for block in range(blocks, 0, -1)]
     return [start, *forward, end, back, *backward, last]
 
 
@@ -316,6 +311,10 @@ class ShardedPlan:
         return sum(self.resident.values())
 
     @property
+    def baseline_peak_bytes(self) -> int:
+        return self.resident_bytes + self.baseline_bytes
+
+    @property
     def dynamic_peak_bytes(self) -> int:
         return self.timeline.peak_bytes
 
@@ -350,12 +349,7 @@ class ShardedModel:
                 self.blocks = self._blocks(self.step)
 
     def plan(self, sharding: Sharding, budget=None, policy: str | None = None) -> ShardedPlan:
-        """The plan for one of the ranks.
-
-        Raises:
-            BudgetError: if the budget is infeasible; names the smallest feasible one.
-            ValueError: for a value that is not a budget, a policy that does not plan shards, and unsupported models.
-        """
+        """The plan for one of the ranks; raises a BudgetError, and a ValueError for other policies."""
         policy = policy or ("none" if budget is None else "auto")
         if policy not in POLICIES:
             raise ValueError(
@@ -447,9 +441,9 @@ class _Table:
         return [self.rows[row[group]][position] for position, group in enumerate(self.group)]
 
     def plan(self, row, policy: str, baseline: int) -> ShardedPlan:
-        flops_of = self.blocks.plain_flops()
         again = [self.added[row[block]][self.stands[block]] for block in range(1, self.count + 1)]
-        base = sum(flops_of[self.stands[block]] for block in range(self.count + 1))
+        flops_of, cost_of = map(self.blocks.by_group, (self.blocks.profile.flops, self.blocks.cost))
+        base, base_cost = (sum(of_group[stands] for stands in self.stands) for of_group in (flops_of, cost_of))
         sizes = self.blocks.analysis.bytes
         runs, start = [], 1
         for number, same in itertools.groupby(row[1:]):
@@ -467,16 +461,10 @@ class _Table:
             baseline_bytes=baseline,
             flops=base + sum(flops for _, flops in again),
             recompute_flops=sum(flops for _, flops in again),
-            cost=sum(cost for cost, _ in again) / (self._plain_cost() or 1.0),
+            cost=sum(cost for cost, _ in again) / (base_cost or 1.0),
             runs=tuple(runs),
             communication=self._communication(),
         )
-
-    def _plain_cost(self) -> float:
-        cost = [0.0] * len(self.blocks.groups)
-        for node_id, owner in enumerate(self.blocks.owners):
-            cost[owner] += self.blocks.cost[node_id]
-        return sum(cost[self.stands[block]] for block in range(self.count + 1))
 
     def _communication(self) -> Communication:
         """Every block is gathered twice and the root once; every group with a trained parameter is reduced once."""

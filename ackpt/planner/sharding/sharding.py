@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ackpt.checkpointing.wrapping import repeated_blocks
 from ackpt.metering.resident import rounded
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
@@ -121,33 +122,17 @@ class GroupBytes:
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that are sharded one by one: the members of the outermost lists of modules of one class.
-
-    Raises:
-        ValueError: if there is no such list of at least two.
-    """
-    names: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(_within(name, other) for other in names):
-            continue
-        members = list(module.named_children())
-        kinds = {type(member) for _, member in members}
-        if len(members) > 1 and len(kinds) == 1 and all(list(member.parameters()) for _, member in members):
-            names += [f"{name}.{number}" if name else number for number, _ in members]
-    if not names:
+    """Names of the modules to shard one by one: the model's repeated blocks."""
+    if not (names := tuple(repeated_blocks(model))):
         raise ValueError(
-            f"--fsdp: {type(model).__name__} has no blocks to shard one by one, which are the members of an "
-            "nn.ModuleList or nn.Sequential of modules of one class; leave --fsdp out"
+            f"--fsdp: {type(model).__name__} has no blocks to shard one by one, which are modules of one "
+            "class in an nn.ModuleList or nn.Sequential, with submodules; leave --fsdp out"
         )
-    return tuple(names)
+    return names
 
 
 def groups_of(model: nn.Module) -> tuple[Group, ...]:
-    """The root's group and then one for each block, in the order of the model.
-
-    Raises:
-        ValueError: for a model without blocks, a parameter without dimensions, and one that two groups share.
-    """
+    """The root's group and then one for each block, in order; ValueError for what FSDP cannot shard."""
     blocks = blocks_of(model)
     owner: dict[int, str] = {}
     weights: dict[str, list[Weight]] = {name: [] for name in ("", *blocks)}
@@ -171,21 +156,18 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
 
 
 def sharded_optimizer(kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool) -> tuple[int, int]:
-    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step allocates in addition.
-
-    Equal blocks add the same bytes each, so that two and three of them determine the sum for all.
-    """
+    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step allocates."""
     if kind is None:
         return 0, 0
 
-    def of(some: tuple[Group, ...]) -> tuple[int, int]:
+    def optimizer_of(some: tuple[Group, ...]) -> tuple[int, int]:
         weights = [weight for group in some for weight in group.weights]
         return optimizer_bytes(kind([_shard(weight, sharding) for weight in weights]), on_cpu=on_cpu)
 
     blocks = len(groups) - 1
     if blocks < 4 or len({group.shapes() for group in groups[1:]}) > 1:
-        return of(groups)
-    two, three = of(groups[:3]), of(groups[:4])
+        return optimizer_of(groups)
+    two, three = optimizer_of(groups[:3]), optimizer_of(groups[:4])
     state, step = (fewer + (blocks - 2) * (more - fewer) for fewer, more in zip(two, three))
     return state, step
 
@@ -269,11 +251,7 @@ def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
 def step_windows(
     graph: JointGraph, schedule: Schedule, workspace_bytes, groups: tuple[Group, ...], sharding: Sharding
 ) -> list[Window]:
-    """The windows of one rank's step, in order; the last is the root's, with the reduction and the optimizer's step.
-
-    Raises:
-        ShardingError: if a block runs twice in the forward, or again when its backward is not due.
-    """
+    """The windows of one rank's step, in order; ShardingError if FSDP2 would run it differently."""
     return _Walk(graph, schedule, workspace_bytes, groups, sharding).windows()
 
 

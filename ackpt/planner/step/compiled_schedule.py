@@ -19,7 +19,7 @@ from ackpt.planner.capture.chunked_head import WITHHELD
 from ackpt.planner.capture.dynamic_sizes import DynamicModule
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, Node
 from ackpt.planner.capture.patches.eager_settings import like_eager
-from ackpt.planner.schedule.listing import Line, Listing, mapped
+from ackpt.planner.schedule.listing import Line, Listing, boxed, mapped
 from ackpt.planner.schedule.rewriting import Rewritten, rewrite_dynamic
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 
@@ -34,7 +34,6 @@ from .backward_checks import (
     unchanged_outputs,
     unchanged_until_backward,
 )
-from .generated_code import boxed
 
 Strides = Mapping[int, Sequence[int]]
 

@@ -29,7 +29,7 @@ from ackpt.planner.policies.search.frontier import packing_cost
 from ackpt.planner.schedule.schedule import Schedule, recomputed
 from ackpt.planner.schedule.simulator import peak_of, step_peaks
 
-from .runnable import Runnable
+from .plans import Runnable
 
 Values = tuple[int, ...]  # the sizes of the dynamic dimensions of a capture
 _AT_ONCE = 256  # sizes in one product, which bounds its memory

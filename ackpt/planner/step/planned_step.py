@@ -141,7 +141,7 @@ class PlannedStep(nn.Module):
         """Capture and plan for these arguments without running anything; the plan."""
         check_call(self._ackpt_planned.model, args, kwargs)
         warn_of_evaluation(self._ackpt_planned.model)
-        self._ackpt_planned.of(self._ackpt_planned.call(args, kwargs))
+        self._ackpt_planned.serving(self._ackpt_planned.call(args, kwargs))
         return self.plan
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
@@ -149,7 +149,7 @@ class PlannedStep(nn.Module):
         model = self._ackpt_planned.model
         if _keeps_gradients(model, args, kwargs):
             call = self._ackpt_planned.call(args, kwargs)
-            variant = self._ackpt_planned.of(call)
+            variant = self._ackpt_planned.serving(call)
             return self._ackpt_uncovered.call(lambda: variant.outputs(call), lambda: self.plan)
         outputs = own_call(model)(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -238,33 +238,14 @@ def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs)
     """Call a method of the model of `step`; where it calls the model, the step runs."""
     with _in_use(step):
         result = method(*args, **kwargs)
-    if inspect.isasyncgen(result):
+    if inspect.isgenerator(result) or inspect.iscoroutine(result) or inspect.isasyncgen(result):
+        if not inspect.isasyncgen(result):
+            result.close()
         raise TypeError(
-            f"{method.__name__} is an asynchronous generator, which would call the model without its plan: return a "
-            "list, or call the planned step itself"
+            f"{method.__name__} is a generator or a coroutine, which would call the model without its plan after this "
+            "call has ended: call this method of the model itself, or the planned step in a function that returns"
         )
-    if inspect.iscoroutine(result):
-        return _awaited(step, result)
-    return _resumed(step, result) if inspect.isgenerator(result) else result
-
-
-async def _awaited(step: PlannedStep, coroutine):
-    return await types.coroutine(_resumed)(step, coroutine)
-
-
-def _resumed(step: PlannedStep, body):
-    """Yield and return what the generator or coroutine `body` does; the step runs where it calls the model."""
-    resume = functools.partial(body.send, None)
-    while True:
-        with _in_use(step):
-            try:
-                value = resume()
-            except StopIteration as end:
-                return end.value
-        try:
-            resume = functools.partial(body.send, (yield value))
-        except BaseException as error:  # noqa: BLE001 (it is for the body)
-            resume = functools.partial(body.throw, error)
+    return result
 
 
 @contextlib.contextmanager

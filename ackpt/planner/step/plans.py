@@ -1,4 +1,4 @@
-"""Choose the schedule that runs a captured step at given sizes, and make its plan.
+"""A captured step: its graph at the sizes that it serves, the schedule that runs it there, and its plan.
 
 With policy ``"auto"`` and dynamic dimensions, one search serves all sizes. The Pareto frontier is computed at the
 largest sizes seen so far. At other sizes, the cheapest schedule of this frontier runs whose simulated peak is within
@@ -23,32 +23,119 @@ from ackpt.core.budget import added_share, dynamic_limit, is_share
 from ackpt.core.planning_errors import BudgetError
 from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
-from ackpt.planner.capture.aot import given_places
+from ackpt.planner.capture.aot import Capture, given_places
 from ackpt.planner.capture.call_facts import Call
-from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension
+from ackpt.planner.capture.chunked_head import chunked
+from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension, DynamicModule, expression
 from ackpt.planner.capture.in_place import eager_graph
 from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.optimizer_state import Loop
+from ackpt.planner.capture.tracing import captured_graph, described_graph, prepared
 from ackpt.planner.choose import (
     baseline_of,
     candidates_of_auto,
     check_runs,
     default_profile,
+    eager_schedule,
     plan_of,
     planned,
     planned_in_chunks,
     resolved,
 )
+from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
+from ackpt.planner.costs.workspace import DynamicWorkspace, workspace_bytes
 from ackpt.planner.policies import name_of
-from ackpt.planner.policies.search.frontier import costs, frontier, step_cost, whole_added_cost
+from ackpt.planner.policies.search.frontier import baseline_cost, costs, frontier, whole_added_cost
 from ackpt.planner.request import MEASURED, Request
-from ackpt.planner.schedule.eager_step import eager_schedule
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule, Step, everything
 from ackpt.planner.schedule.simulator import peak_of, saved_bytes
+from ackpt.planner.step.backward_checks import gradient_strides
+from ackpt.planner.step.compiled_schedule import Strides, compiled_schedule
 
-from .runnable import Runnable
+
+class Runnable:
+    """One capture, which serves all sizes for which its guards hold; without dynamic dimensions, its own sizes alone.
+
+    ``module``: of a capture with dynamic dimensions. ``values``: the sizes of these dimensions in the captured call.
+    ``reference``: the graph at these sizes; schedules of it run at all sizes.
+    """
+
+    def __init__(self, captured: Capture, call: Call, model, loop: Loop):
+        self.captured = captured
+        self.module: DynamicModule | None = None
+        self.values: tuple[int, ...] = ()
+        self.dimensions: tuple[Dimension, ...] = ()
+        instance = None
+        if captured.symbols is not None:
+            prepared(captured.joint.graph_module)
+            self.module = DynamicModule(captured.joint.graph_module, captured.symbols)
+            self.module.require_known_sizes()
+            self.dimensions, self.values = captured.symbols.dimensions, captured.symbols.values(call.leaves)
+            instance = self.module.at(self.values)
+        self.reference: JointGraph = captured_graph(captured, model, loop, instance)
+        self._compiled: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
+        self._strides = gradient_strides(self.reference.analysis, None if self.module is None else self.module.fx)
+
+    def sized(self, values: tuple[int, ...]) -> JointGraph:
+        """The reference with the storages' bytes at these sizes, for simulations; its operations are unchanged."""
+        if self.module is None or self.reference.analysis.restrided:
+            return self.graph(values)
+        return self.reference.resized(self.module.storage_bytes(values))
+
+    def graph(self, values: tuple[int, ...]) -> JointGraph:
+        """The graph of a step with these sizes, with all its shapes."""
+        if self.module is None or values == self.values:
+            return self.reference
+        like = self.reference
+        names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "scaled_loss_bytes")
+        fields = {name: getattr(like, name) for name in (*names, "has_data", "as_compiled", "keeps_outputs")}
+        return replace(described_graph(self.module.at(values)), **fields)
+
+    def in_chunks(self, count: int) -> JointGraph:
+        """The reference with its head in `count` chunks."""
+        return self.reference if count == 1 else chunked(self.reference, count)
+
+    def workspace_bytes(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """The workspace of every operation at these sizes; 0 where it is not measured."""
+        if not (self.reference.on_cpu and self.reference.has_data):
+            return (0,) * len(self.reference.nodes)
+        if values == self.values or not self._workspace.is_exact:
+            return workspace_bytes(self.graph(values))
+        return self._workspace.at(values)
+
+    def described(self, values: tuple[int, ...], device: Device | str | None = None) -> tuple[JointGraph, Profile]:
+        """The graph at these sizes and its profile, at the rates of `device` or of the GPU that it runs on."""
+        graph = self.graph(values)
+        return graph, default_profile(graph, device, self.workspace_bytes(values) if self.dimensions else None)
+
+    @property
+    def dynamic(self) -> tuple[tuple[int, int], ...]:
+        """The dynamic dimensions, as a `Plan` names them."""
+        return tuple((self.captured.given.index(each.leaf), each.dim) for each in self.dimensions)
+
+    @cached_property
+    def _workspace(self) -> DynamicWorkspace:
+        assert self.module is not None
+        return DynamicWorkspace(self.module, self.reference)
+
+    def run(self, schedule: Schedule, values: tuple[int, ...], head_chunks: int) -> Callable[[Any], list[Any]]:
+        """A function of the step's inputs, of these sizes, that runs `schedule`, one of ``in_chunks(head_chunks)``."""
+        key = schedule.forward, schedule.backward, head_chunks
+        if key not in self._compiled:
+            graph = self.in_chunks(head_chunks)
+            self._compiled[key] = compiled_schedule(self.captured, graph, schedule, self.module)
+        step, strides = self._compiled[key], self._strides_at(values)
+        return lambda inputs: step(inputs, strides)
+
+    def _strides_at(self, values: tuple[int, ...]) -> Strides:
+        if self.module is None:
+            return self._strides
+        flat = tuple(expression(stride) for strides in self._strides.values() for stride in strides)
+        numbers = iter(self.module.symbols.evaluated(flat, values))
+        return {at: tuple(next(numbers) for _ in strides) for at, strides in self._strides.items()}
 
 
 class Choice(NamedTuple):
@@ -80,7 +167,9 @@ def plans_of(
     def by_function(values: tuple[int, ...]) -> Choice:
         graph = step.graph(values)
         plan = planner(graph)
-        return Choice(plan.schedule if graph is step.reference else _of(plan.schedule, step.reference), lambda: plan)
+        return Choice(
+            plan.schedule if graph is step.reference else _for_graph(plan.schedule, step.reference), lambda: plan
+        )
 
     return by_function
 
@@ -139,21 +228,20 @@ class Plans:
     def _added(self, values: tuple[int, ...]) -> Callable[[Schedule], float]:
         """The cost that a schedule adds at these sizes, as a fraction of the baseline's."""
         graph, profile = self._at(values)
-        cost = costs(graph, profile)
-        whole = step_cost(self._everything, cost) or 1.0
-        return lambda schedule: whole_added_cost(graph, profile, _of(schedule, graph), cost) / whole
+        cost, whole = costs(graph, profile), baseline_cost(graph, profile)
+        return lambda schedule: whole_added_cost(graph, profile, _for_graph(schedule, graph), cost) / whole
 
     def _search(self, values: tuple[int, ...]) -> None:
         """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(values)
-        whole = step_cost(self._everything, costs(graph, profile)) or 1.0
         earlier: Any = self.searched.get(values)
         translation = earlier and Translation.between(earlier.step.reference, graph)
         graph, profile = earlier._at(()) if translation else (graph, profile)
         points = frontier(graph, profile, candidates_of_auto(self.request))
+        whole = baseline_cost(graph, profile)
         if translation:
-            points = [point._replace(schedule=translation.of(point.schedule)) for point in points]
-        added = [(point.cost / whole, _of(point.schedule, self.step.reference)) for point in points]
+            points = [point._replace(schedule=translation.translated(point.schedule)) for point in points]
+        added = [(point.cost / whole, _for_graph(point.schedule, self.step.reference)) for point in points]
         self._candidates = sorted([*self._candidates, *added], key=lambda each: each[0])
 
     def _live_bytes(self, values: tuple[int, ...]) -> int:
@@ -182,7 +270,7 @@ class Plans:
                 graph, profile = self._at(values)
                 baseline = baseline_of(graph, profile, self.request.budget)
                 of_policy = self.request.budget, name_of(self.request.policy)
-                made = plan_of(graph, profile, _of(schedule, graph), baseline, *of_policy)
+                made = plan_of(graph, profile, _for_graph(schedule, graph), baseline, *of_policy)
             return replace(made, dynamic=self.step.dynamic)
 
         return Choice(schedule, make_plan)
@@ -195,14 +283,14 @@ class Plans:
             check_runs(graph, plan)
             return Choice(plan.schedule, lambda: plan, plan.head_chunks)
         plan = replace(check_runs(graph, planned(graph, self.request, profile)), dynamic=self.step.dynamic)
-        return Choice(_of(plan.schedule, self.step.reference), lambda: plan)
+        return Choice(_for_graph(plan.schedule, self.step.reference), lambda: plan)
 
     def _in_chunks(self, count: int) -> tuple[JointGraph, Profile]:
         graph = self.step.in_chunks(count)
         return graph, default_profile(graph, self._device)
 
 
-def _of(schedule: Schedule, graph: JointGraph) -> Schedule:
+def _for_graph(schedule: Schedule, graph: JointGraph) -> Schedule:
     """`schedule` as one of `graph`, which has the same operations at other sizes."""
     return replace(schedule, graph=graph.hash)
 
@@ -237,7 +325,7 @@ class Translation(NamedTuple):
         is_same &= all(each.target == _ALIAS for each in left)
         return Translation(other.hash, nodes, storages) if is_same else None
 
-    def of(self, schedule: Schedule) -> Schedule:
+    def translated(self, schedule: Schedule) -> Schedule:
         """`schedule`, of the graph without symbols, as one of `graph`."""
 
         def steps(some):

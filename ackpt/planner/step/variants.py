@@ -24,8 +24,8 @@ from ackpt.core.history import History
 from ackpt.core.planning_errors import BudgetError, TraceError
 from ackpt.core.progress import shown
 from ackpt.planner.capture.aot import CAPTURING, Capture, capture
-from ackpt.planner.capture.call_facts import Call, Facts, Sizes, call_of, changed_setting
-from ackpt.planner.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout, operations_in
+from ackpt.planner.capture.call_facts import Call, Facts, Sizes, WatchedModel, call_of, changed_setting
+from ackpt.planner.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, is_sized, layout, operations_in
 from ackpt.planner.capture.inspection.calls import (
     another_plan,
     described,
@@ -35,9 +35,8 @@ from ackpt.planner.capture.inspection.calls import (
     sliced,
 )
 from ackpt.planner.capture.inspection.model_checks import is_tensor, warn_of_hooks
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.parts.planned_regions import PlannedRegions
-from ackpt.planner.request import Request
+from ackpt.planner.request import Request, declared, declared_bounds, named_dimensions
 from ackpt.planner.schedule.plan import Plan, PlanError
 from ackpt.planner.schedule.rewriting import RewriteError
 
@@ -49,9 +48,7 @@ from .backward_checks import (
     retained_after_backward,
 )
 from .compiled_schedule import dropped_places, withheld
-from .dynamic_dimensions import declared, declared_bounds, differing, named_dimensions
-from .plans import PlanAt, plans_of, saved_dimensions
-from .runnable import Runnable
+from .plans import PlanAt, Runnable, plans_of, saved_dimensions
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
@@ -213,25 +210,25 @@ class Variants:
                 self._watched = WatchedModel(self.model)
             return call_of(self._watched, args, kwargs)
 
-    def of(self, call: Call) -> Any:
+    def serving(self, call: Call) -> Any:
         """What serves `call`; captures and plans if nothing does yet.
 
         From the first call on that is not one graph, the model is planned in parts.
         """
         if self._regions is not None:
-            return self._regions.of(call)
+            return self._regions.serving(call)
         try:
             with CAPTURING:
-                return self._of(call)
+                return self._variant_for(call)
         except TraceError as error:
             if not (self.request.splits and error.can_split):
                 raise
             regions = PlannedRegions(self.model, self.request, self.history, error, error.reason)
-            planned = regions.of(call)
+            planned = regions.serving(call)
             self._regions = regions
             return planned
 
-    def _of(self, call: Call) -> Variant:
+    def _variant_for(self, call: Call) -> Variant:
         group = self._groups.pop(call.facts, None) or _Group()
         self._groups[call.facts] = group  # now the one that was used last
         variant = self._known(group, call)
@@ -419,7 +416,7 @@ class Variants:
             chosen |= self._dimensions_of_plan(call)
             changing = {dimension for step, _ in group.captures for dimension in step.dimensions}
             for sizes, _ in group.alone:
-                changing |= differing(sizes, call)
+                changing |= _differing(sizes, call)
             are_all = self.request.dynamic is None  # declared otherwise, for tensors
             chosen |= {each for each in changing if are_all or not is_tensor(call.leaves[each.leaf])}
         sizes = {each: layout(call.leaves[each.leaf])[0][each.dim] for each in chosen - group.refused}
@@ -456,6 +453,16 @@ class Variants:
         (*_, latest) = self._groups.values()
         while len(latest) > _MOST_CAPTURES:
             latest.drop_first()
+
+
+def _differing(sizes: Sizes, call: Call) -> set[Dimension]:
+    """The dimensions in which `call` has other sizes than `sizes`, unless one of them is less than 2."""
+    places = [at for at, leaf in enumerate(call.leaves) if is_sized(leaf)]
+    found = set()
+    for at, (was, *_), (now, *_) in zip(places, sizes, call.sizes):
+        pairs = enumerate(zip(was, now))
+        found |= {Dimension(at, dim) for dim, (one, other) in pairs if one != other and min(one, other) >= SMALLEST}
+    return found
 
 
 def _require_equal_captures(step: Runnable, earlier: Mapping[tuple[int, ...], Variant]) -> None:

@@ -77,11 +77,7 @@ def rank_memory(
     on: Gpu,
     context_bytes: int | None = None,
 ) -> DeviceMemory:
-    """As `device_memory`, for a step whose live bytes after every event are known, such as that of one rank.
-
-    An event that frees bytes frees the latest block of that size, if possible one of its category. `shards`: sizes of
-    the blocks of the parameters.
-    """
+    """As `device_memory`, from the live bytes after every event; a free is of the latest block of its size."""
     allocator = CachingAllocator(AllocatorSettings.parsed())
     for name, size in resident.items():
         for number, block in enumerate(_pieces(size, shards) if name == "parameters" else [size] * bool(size)):

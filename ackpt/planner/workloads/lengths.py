@@ -32,12 +32,11 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.gpus import MIB, gpu
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import CAPTURING, capture
-from ackpt.planner.capture.call_facts import Sizes, call_of
+from ackpt.planner.capture.call_facts import Sizes, WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension, is_sized, layout
 from ackpt.planner.capture.inspection.calls import call_arguments
 from ackpt.planner.capture.inspection.model_checks import check_model
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
 from ackpt.planner.capture.shapes import shape_of
 from ackpt.planner.costs.devices import Device, device
@@ -45,12 +44,11 @@ from ackpt.planner.policies import auto, full
 from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.step.many_sizes import ManySizes, Values
-from ackpt.planner.step.runnable import Runnable
+from ackpt.planner.step.plans import Runnable
 
 from .device_memory import device_memory
-from .named_models import BUILT_IN, batches_of, training_step
 from .planned_shapes import PlanConfig, allocated_on, calls_as_on, scaled_loss, split_budget, with_training_loop
-from .step_request import TRANSFORMERS
+from .step_request import BUILT_IN, TRANSFORMERS, batches_of, training_step
 
 BATCH_SIZE, TOKENS, PACKED = "batch_size", "tokens_per_batch", "packed"
 _WORDS = {

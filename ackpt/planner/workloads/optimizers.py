@@ -45,13 +45,7 @@ UNSHARDED = ("adafactor", EIGHT_BIT)  # FSDP does not shard their state like the
 
 @functools.cache
 def optimizer_kind(name: str) -> OptimizerKind | None:
-    """A function that makes the optimizer of given parameters; None for ``"none"``.
-
-    `name`: one of `OPTIMIZERS`, or a class in a module, such as ``torch.optim:NAdam``, with its default options.
-
-    Raises:
-        ValueError: for any other name, a module that cannot be imported, and a class that is not an optimizer.
-    """
+    """The function that makes an optimizer by its name in `OPTIMIZERS` or as ``module:Class``; None for ``"none"``."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         if name not in OPTIMIZERS:

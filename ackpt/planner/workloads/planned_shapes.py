@@ -40,9 +40,8 @@ from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.simulator import simulate
 
 from .device_memory import DeviceMemory, device_memory
-from .named_models import training_step
 from .optimizers import EIGHT_BIT, optimizer_kind
-from .step_request import DTYPES, StepRequest, TrainingStep, autocast
+from .step_request import DTYPES, StepRequest, TrainingStep, autocast, training_step
 
 NEEDS_FATES = "manual"
 FULL = "full"
@@ -131,11 +130,7 @@ class Planned:
         return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
 
     def that_fits(self, chunk_head: bool | str = False) -> Planned:
-        """The plan of policy auto that fits the device; `chunk_head` as in `ackpt.compile`.
-
-        Raises:
-            BudgetError: if there is none; ``least_bytes`` is what the allocator reserves for the smallest peak.
-        """
+        """The plan of policy auto that fits the device, or a BudgetError with the least reserved bytes."""
         assert self.device is not None and self.memory is not None
         room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
         config = dataclasses.replace(self.config, budget=f"{room} reserved", slowdown=None, policy=None, options={})
@@ -165,12 +160,7 @@ def split_budget(budget: float | int | str | None) -> tuple[float | int | str | 
 
 
 def run_plan(config: PlanConfig) -> Planned:
-    """Capture the step and plan it.
-
-    Raises:
-        BudgetError: if the budget is infeasible; names the smallest feasible one.
-        ValueError: for a step that cannot be built or captured, and an invalid budget.
-    """
+    """Capture the step and plan it; BudgetError for an infeasible budget, ValueError for other refusals."""
     with shown(), no_collection():  # of the many objects of a capture, few are garbage
         where = None if config.device is None else device(config.device)
         stage(f"building {config.step.model}")
@@ -184,6 +174,12 @@ def _costs(graph: JointGraph, where: Device | None) -> Profile:
     return profile if where is None else with_gpu_workspace(graph, profile)
 
 
+def in_chunks(graph: JointGraph, where: Device | None, count: int) -> tuple[JointGraph, Profile]:
+    """`graph` with its head in `count` chunks, as `where` would run it, and its costs."""
+    chunks = allocated_on(where, chunked(graph, count))
+    return chunks, _costs(chunks, where)
+
+
 Made = tuple[Plan, JointGraph, Profile]
 
 
@@ -193,14 +189,10 @@ def _planned(
     graph, profile = whole
     policy = config.policy or ("none" if config.budget is None and config.slowdown is None else "auto")
 
-    def in_chunks(count: int) -> tuple[JointGraph, Profile]:
-        one = allocated_on(where, chunked(graph, count))
-        return one, _costs(one, where)
-
     def plan_within(limit: float | str | None) -> Made:
         request = Request(limit, config.slowdown, policy, config.options, chunk_head=config.chunk_head)
         if config.chunk_head:
-            return planned_in_chunks(graph, request, profile, in_chunks)
+            return planned_in_chunks(graph, request, profile, partial(in_chunks, graph, where))
         return planned(graph, request, profile), graph, profile
 
     def memory_of(made: Made) -> DeviceMemory | None:
@@ -322,13 +314,9 @@ def _widened(argument):
 
 @contextlib.contextmanager
 def scaled_loss(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's scalar output is multiplied by a scale that lives in a buffer, like the growth tracker.
+    """Inside, the model's scalar output is multiplied by a scale in a buffer, with the growth tracker, both scalars.
 
-    Both are scalars, of float32 and int32 (``_lazy_init_scale_growth_tracker`` in torch/amp/grad_scaler.py:173, and
-    ``scale`` in line 217).
-
-    Raises:
-        ValueError: for parameters in float16, whose gradients torch does not unscale (torch/amp/grad_scaler.py:275).
+    They are those of ``_lazy_init_scale_growth_tracker`` in torch/amp/grad_scaler.py, which unscales no float16.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:

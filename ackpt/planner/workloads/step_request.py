@@ -1,19 +1,29 @@
-"""`StepRequest`: a model by name, sizes of its batch, dtypes, adapters; and `TrainingStep`, made from it."""
+"""`StepRequest`: a model by name, sizes of its batch, dtypes, adapters; `training_step` makes a `TrainingStep` of it.
+
+The models are those of `ackpt.models` by name, and those of transformers from a configuration.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
+import functools
+import inspect
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ackpt.core.planning_errors import did_you_mean
+from ackpt.models import LanguageModel, Transformer, TransformerConfig
 
 IMAGE_SIZE = 224
 TRANSFORMERS = "hf:"
@@ -23,11 +33,7 @@ _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "fl
 
 
 def dtype_called(name: str, option: str = "") -> str:
-    """The key of `DTYPES` for `name`, which may be short or begin with ``torch.``.
-
-    Raises:
-        ValueError: for any other name, the value of `option`.
-    """
+    """The key of `DTYPES` for `name`, which may be short or begin with ``torch.``; else a ValueError."""
     bare = name.removeprefix("torch.")
     full_name = _SHORT.get(bare, bare)
     if full_name not in DTYPES:
@@ -158,7 +164,7 @@ class Lora:
         for text in texts:
             name, equals, value = text.partition("=")
             if not equals:
-                fields |= _read(Path(text))
+                fields |= _adapters_in(Path(text))
             elif name == "targets":
                 fields["target_modules"] = value.split(",")
             else:
@@ -169,11 +175,7 @@ class Lora:
         return cls(fields)
 
     def added_to(self, model: nn.Module) -> nn.Module:
-        """`model`, frozen, with trainable adapters; peft keeps them in float32 if the model is in half precision.
-
-        Raises:
-            ValueError: if peft is missing, or refuses the fields or the targets.
-        """
+        """`model`, frozen, with trainable adapters, which peft keeps in float32; ValueError for what peft refuses."""
         try:
             import peft
         except ImportError as error:
@@ -194,7 +196,7 @@ class Lora:
             raise ValueError(f"peft refuses --lora: {str(error).splitlines()[0]}") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _adapters_in(path: Path) -> dict[str, Any]:
     """The fields of a file that ``PeftModel.save_pretrained`` wrote, without those that describe its purpose."""
     try:
         data = json.loads((path / "adapter_config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
@@ -206,3 +208,260 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"--lora {path} is not the configuration of a LoRA adapter: its peft_type is not LORA")
     left_out = {"peft_type", "auto_mapping", "base_model_name_or_path", "inference_mode", "revision", "peft_version"}
     return {name: value for name, value in data.items() if name not in left_out and value is not None}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A head with a loss; `mapping` names the table of transformers with the classes that have it."""
+
+    name: str
+    mapping: str
+
+
+SPEECH = Task("speech to text", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
+SEQ2SEQ = Task("sequence to sequence", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+MASKED = Task("masked language model", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+CAUSAL = Task("causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+IMAGES = Task("image classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+SEQUENCES = Task("sequence classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
+# A configuration without architectures gets the first of these heads that it has; encoders have causal ones, too.
+TASKS = (SPEECH, SEQ2SEQ, MASKED, CAUSAL, IMAGES, SEQUENCES)
+
+
+def transformers_step(request: StepRequest) -> TrainingStep:
+    """The model of a configuration, on the meta device, and its inputs; ValueError for what transformers refuses."""
+    transformers = _transformers()
+    config = _config(transformers, request)
+    task, name = _head(config)
+    if limit := positions_of(config, task):
+        require_positions(request.tokens()[1], *limit)
+    inputs = _inputs(config, task, request)
+    model = _made(name, lambda: getattr(transformers, name)(config))
+    model = model if request.lora is None else request.lora.added_to(model)
+    return TrainingStep(model.train(), inputs)
+
+
+def positions_of(config, task: Task) -> tuple[int, str] | None:
+    """The longest sequence that a configuration of transformers allows, and its field; None if any length is."""
+    field = "max_target_positions" if task is SPEECH else "max_position_embeddings"
+    limit = getattr(config, field, None)
+    return (limit, field) if task is not IMAGES and isinstance(limit, int) and limit > 0 else None
+
+
+def batches_of(model: nn.Module) -> tuple[Callable[[int, int], dict[str, Any]], tuple[int, str] | None]:
+    """A function of batch size and length that returns the arguments of a model of transformers; `positions_of` it."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+    kinds = [kind.__name__ for kind in type(base).__mro__ if kind.__module__.startswith("transformers.")]
+    tasks = _tasks_by_class() if kinds else {}
+    name, task = next(((name, tasks[name]) for name in kinds if name in tasks), ("", None))
+    if task in (None, IMAGES):
+        raise TypeError(
+            f"{type(base).__name__} is not a model of transformers that returns a loss for sequences: give batch=, a "
+            "function of the number of sequences and their length that returns the model's arguments, such as "
+            'lambda size, length: {"tokens": torch.zeros(size, length, dtype=torch.long)}'
+        )
+
+    def batch(size: int, length: int) -> dict[str, Any]:
+        inputs = _inputs(base.config, task, StepRequest(f"{TRANSFORMERS}{name}", size, length, dtype=base.dtype))
+        return {key: torch.zeros_like(value) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+
+    return batch, positions_of(base.config, task)
+
+
+def dtype_of_file(model: str) -> str | None:
+    """The dtype that a config.json names, if any; ValueError for a file that is no configuration."""
+    if not model.startswith(TRANSFORMERS) or (path := _file(model.removeprefix(TRANSFORMERS))) is None:
+        return None
+    given = _read(path)
+    return given.get("dtype") or given.get("torch_dtype")
+
+
+def _file(name: str) -> Path | None:
+    """The config.json that `name` is the path of, or its folder's; None for the name of a class."""
+    path = Path(name)
+    if path.suffix != ".json" and not path.exists():
+        return None
+    return path / "config.json" if path.is_dir() else path
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"{TRANSFORMERS} models need the package transformers, which is not installed: pip install 'ackpt[hf]'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def _config(transformers, request: StepRequest):
+    name = request.model.removeprefix(TRANSFORMERS)
+    if (path := _file(name)) is not None:
+        given = _read(path)
+        kind = given.get("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ValueError(f"{name}: transformers {transformers.__version__} knows no model_type {kind!r}")
+        config_class = transformers.CONFIG_MAPPING[kind]
+    else:
+        given, config_class = {}, getattr(transformers, name, None)
+        if not (
+            isinstance(config_class, type)
+            and issubclass(config_class, transformers.PretrainedConfig)
+            and config_class.model_type
+        ):
+            raise no_configuration(f"transformers {transformers.__version__}", name)
+    config = _made(name, lambda: config_class.from_dict(given))
+    settable = {key for key, value in inspect.getmembers(config_class) if isinstance(value, property) and value.fset}
+    known = {*config.to_dict(), *config_class.attribute_map, *settable, "attn_implementation"}
+    require_known(request.fields, {key for key in known if not key.startswith("_")}, name)
+    fields = {config_class.attribute_map.get(field, field): value for field, value in request.fields.items()}
+    if request.image_size is not None and hasattr(config, "image_size"):
+        fields["image_size"] = request.image_size
+    return _made(name, lambda: config_class.from_dict({**given, **fields}))
+
+
+def _read(path: Path) -> dict:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): write hf:GPT2Config, or hf: and the path of a config.json"
+        ) from error
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise ValueError(f"{path} is not a configuration of transformers: it has no model_type")
+    return data
+
+
+def _head(config) -> tuple[Task, str]:
+    """The task and the name of the class: the one in ``architectures``, else that of the first task."""
+    from transformers.models.auto import modeling_auto
+
+    if named := (config.architectures or [None])[0]:
+        task_of = _tasks_by_class()
+        if named in task_of:
+            return task_of[named], named
+        raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {_tasks()}")
+    for task in TASKS:
+        # Its other heads are those of one half of the model.
+        if config.is_encoder_decoder and task not in (SPEECH, SEQ2SEQ):
+            continue
+        if name := getattr(modeling_auto, task.mapping).get(config.model_type):
+            return task, _first(name)
+    raise ValueError(f"no head with a loss is known for model_type {config.model_type!r}: {_tasks()}")
+
+
+def _tasks_by_class() -> dict[str, Task]:
+    from transformers.models.auto import modeling_auto
+
+    return {name: task for task in reversed(TASKS) for name in _names(getattr(modeling_auto, task.mapping))}
+
+
+def _tasks() -> str:
+    return f"ackpt plan knows those for {', '.join(task.name for task in TASKS)}"
+
+
+def _first(name) -> str:
+    return name if isinstance(name, str) else name[0]
+
+
+def _names(mapping) -> list[str]:
+    return [one for name in mapping.values() for one in ([name] if isinstance(name, str) else name)]
+
+
+def _inputs(config, task: Task, request: StepRequest) -> dict:
+    if task is IMAGES:
+        size = getattr(config, "image_size", None)
+        images = request.images(getattr(config, "num_channels", 3), *([size] if size else []))
+        return {"pixel_values": images, "labels": ids(request.batch_size)}
+    shape = request.tokens()
+    if task is SPEECH:
+        frames, bands = (getattr(config, field, None) for field in ("max_source_positions", "num_mel_bins"))
+        if not frames or not bands:
+            raise ValueError(
+                f"of the models from speech to text, ackpt plan knows those that read spectrograms as Whisper does; "
+                f"{type(config).__name__} has no max_source_positions or num_mel_bins"
+            )
+        audio = torch.empty(request.batch_size, bands, 2 * frames, dtype=request.dtype)  # a convolution halves frames
+        inputs = {"input_features": audio, "decoder_input_ids": ids(*shape), "labels": ids(*shape)}
+        return {**inputs, "use_cache": False}
+    if task is SEQUENCES:
+        return {"input_ids": ids(*shape), "labels": ids(request.batch_size)}
+    if task is SEQ2SEQ:
+        return {"input_ids": ids(*shape), "decoder_input_ids": ids(*shape), "labels": ids(*shape), "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": ids(*shape), "labels": ids(*shape)}
+    return {**inputs, "use_cache": False} if task is CAUSAL else inputs
+
+
+def _made(name: str, make):
+    """The result of `make`; ValueError for any error, since transformers raises many kinds for wrong values."""
+    try:
+        return make()
+    except Exception as error:
+        raise ValueError(f"transformers refuses the configuration of {name}: {error}") from error
+
+
+def training_step(request: StepRequest, device="meta") -> TrainingStep:
+    """The model and its inputs, not filled, on `device`; ValueError for an unknown model or field, or a wrong size."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(request.dtype)
+    try:
+        with torch.device(device):
+            if request.model.startswith(TRANSFORMERS):
+                return transformers_step(request)
+            if request.model not in BUILT_IN:
+                raise unknown_model(request.model, BUILT_IN)
+            _, make, inputs = BUILT_IN[request.model]
+            model = make(_changed(_published(request.model), request))
+            return TrainingStep(model, inputs(model, request))
+    finally:
+        torch.set_default_dtype(default)
+
+
+@functools.cache
+def _published(name: str):
+    """The configuration that --set changes, from a model on the meta device."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        return BUILT_IN[name][0]().config
+
+
+def _changed(config, request: StepRequest):
+    require_known(request.fields, {item.name for item in dataclasses.fields(config)}, request.model)
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in request.fields.items()}
+    try:
+        return dataclasses.replace(config, **fields)
+    except TypeError as error:
+        raise ValueError(f"--set: {error}") from error
+
+
+class Autoencoder(Transformer):
+    """The synthetic experiment's step as a call: the mean squared error between output and input."""
+
+    def forward(self, x, cu_seqlens, max_seqlen):
+        return F.mse_loss(super().forward(x, cu_seqlens, max_seqlen).float(), x)
+
+
+def _offsets(batch: int) -> Tensor:
+    return torch.empty(batch + 1, dtype=torch.int32)
+
+
+def _packed_floats(model, request):
+    batch, length = request.tokens()
+    x = torch.empty(batch * length, model.config.dim, dtype=request.dtype)
+    return {"x": x, "cu_seqlens": _offsets(batch), "max_seqlen": length}
+
+
+def _packed_tokens(model, request):
+    batch, length = request.tokens()
+    tokens = {"tokens": ids(batch * length), "cu_seqlens": _offsets(batch), "max_seqlen": length}
+    return {**tokens, "targets": ids(batch * length)}
+
+
+# name -> a model with the configuration that --set changes, the model of a configuration, its inputs; the study adds
+# its own
+BUILT_IN = {
+    "transformer": (lambda: Transformer(TransformerConfig()), Autoencoder, _packed_floats),
+    "lm": (lambda: LanguageModel(TransformerConfig()), LanguageModel, _packed_tokens),
+}

@@ -11,11 +11,10 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.planner.capture.aot import capture
-from ackpt.planner.capture.call_facts import call_of
+from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension, Symbols, expression
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP
-from ackpt.planner.step.runnable import Runnable
+from ackpt.planner.step.plans import Runnable
 
 _SAME_STORAGE = ("aten.alias.default", "aten.slice.Tensor")  # eager's indexing leaves out slices of everything
 
@@ -88,7 +87,7 @@ def symbols_of(function, *sizes):
         (lambda x: x[: x.shape[0] // 2] * 2, [(6,)], [(7,), (4,)], []),
     ],
 )
-def test_guards(function, sizes, valid, invalid):
+def test_guards_decide_which_sizes_a_capture_serves(function, sizes, valid, invalid):
     symbols = symbols_of(function, *sizes)
     assert [values for values in (*valid, *invalid) if symbols.holds(values)] == list(valid)
 

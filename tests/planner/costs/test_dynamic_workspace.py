@@ -9,12 +9,11 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
 from ackpt.planner.capture.aot import capture
-from ackpt.planner.capture.call_facts import call_of
+from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP
 from ackpt.planner.costs.workspace import workspace_bytes
-from ackpt.planner.step.runnable import Runnable
+from ackpt.planner.step.plans import Runnable
 
 
 class Mixed(nn.Module):

@@ -12,7 +12,7 @@ from planned_models import MODELS, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.planner.policies import chen, chen_log, revolve, rotor
+from ackpt.planner.policies import chen, revolve, rotor
 from ackpt.planner.policies.chains.blocks import fine_chain
 from ackpt.planner.policies.search.frontier import added_cost, costs
 from ackpt.planner.schedule.schedule import recomputed
@@ -59,9 +59,9 @@ def test_sqrt_segments_are_those_of_the_theory(n):
 
 
 @pytest.mark.parametrize("n", [6, 14, 30])
-def test_halves_of_halves_are_those_of_the_theory(n):
+def test_recursive_halves_are_those_of_the_theory(n):
     graph, profile, blocks = line_of(n)
-    schedule = chen_log.schedule(graph, profile, None)
+    schedule = chen.halving_schedule(graph, profile, None)
     gradients = 3  # of a layer's input and output, and the layer's output beside what is kept
     assert simulate(graph, profile, schedule).peak_bytes // UNIT <= chen.recursive_peak(blocks) + gradients
     assert chen.recursive_extra_forwards(n) <= runs_again(graph, schedule) <= chen.recursive_extra_forwards(blocks)
@@ -116,7 +116,7 @@ RUNS = [*(("language_model", policy) for policy in POLICIES), ("resnet18", "roto
 
 
 @pytest.mark.parametrize("name, policy", RUNS)
-def test_the_step_takes_what_is_planned_and_gives_the_same_bits(name, policy):
+def test_the_step_has_the_planned_peak_and_the_bits_of_eager(name, policy):
     step_keeps(name, plans(name, policy)[-1])
 
 

@@ -12,8 +12,8 @@ from torch._functorch import config
 
 import ackpt
 from ackpt.graph import simulate
-from ackpt.planner.policies.search.evictions import descent
 from ackpt.planner.policies.search.frontier import costs
+from ackpt.planner.policies.search.refinement import descent
 from ackpt.planner.schedule.schedule import everything, lower
 from ackpt.planner.schedule.simulator import peak_of
 

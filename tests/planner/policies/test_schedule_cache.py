@@ -91,7 +91,7 @@ def test_lengths_of_a_dynamic_capture(tmp_path, searches):
 
 
 @pytest.mark.parametrize("change", ["width", "profile", "torch", "ackpt", "module names", "optimizer"])
-def test_whatever_a_search_depends_on_is_in_the_name(tmp_path, monkeypatch, change):
+def test_the_key_has_every_input_of_a_search(tmp_path, monkeypatch, change):
     def planned(net, **kwargs):
         optimizer = kwargs.pop("optimizer", None)
         ackpt.plan(ackpt.trace(net, X, optimizer=optimizer), 0.75, cache=tmp_path, **kwargs)

@@ -7,8 +7,7 @@ import torch
 
 import ackpt
 from ackpt.planner.capture.joint_graph import BACKWARD
-from ackpt.planner.schedule.orders import frees, unpacked_at_once
-from ackpt.planner.schedule.schedule import live_before_backward, recompute_late
+from ackpt.planner.schedule.schedule import frees, live_before_backward, recompute_late, unpacked_at_once
 
 
 class Net(torch.nn.Module):

@@ -8,8 +8,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ackpt.planner.schedule.listing import Line, Listing
-from ackpt.planner.step.generated_code import boxed
+from ackpt.planner.schedule.listing import Line, Listing, boxed
 
 
 def mixed(x, index):
@@ -26,9 +25,9 @@ def captured() -> tuple[fx.GraphModule, list[torch.Tensor]]:
     return make_fx(mixed, tracing_mode="fake")(*args), args
 
 
-def test_a_listing_becomes_the_graph_it_was_made_of():
+def test_a_listing_is_turned_back_into_its_graph():
     module, args = captured()
-    again = fx.GraphModule(module, Listing.of(module.graph).graph())
+    again = fx.GraphModule(module, Listing.from_graph(module.graph).graph())
     one, other = (
         [(node.op, node.name, str(node.target), str(node.args), str(node.kwargs)) for node in each.graph.nodes]
         for each in (module, again)
@@ -40,7 +39,7 @@ def test_a_listing_becomes_the_graph_it_was_made_of():
 def test_the_code_of_a_listing_gives_the_results_of_the_module():
     module, args = captured()
     given = list(args)
-    results = boxed(module, Listing.of(module.graph))(given)
+    results = boxed(module, Listing.from_graph(module.graph))(given)
     assert given == []
     assert all(map(torch.equal, results, module(*args)))
 

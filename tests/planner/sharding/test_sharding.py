@@ -23,9 +23,8 @@ from ackpt.planner.sharding.sharding import (
     step_windows,
     timeline,
 )
-from ackpt.planner.workloads.named_models import training_step
 from ackpt.planner.workloads.planned_shapes import PlanConfig
-from ackpt.planner.workloads.step_request import StepRequest
+from ackpt.planner.workloads.step_request import StepRequest, training_step
 from experiments.sharded_check import check
 
 DEEP = 5
@@ -47,7 +46,7 @@ def whole():
 
 
 # In bfloat16 the matrix products of some CPUs take scratch memory; shards of float64 are cast as well.
-def test_two_processes_measure_what_is_predicted():
+def test_two_processes_measure_the_predicted_bytes():
     plain, again = check(request(3), Sharding(2, torch.float64, torch.float64, gloo=True))
     for found in (plain, again):
         assert found.measured_bytes == (found.predicted_bytes, found.predicted_bytes), found.method
@@ -78,7 +77,7 @@ def test_sizes_of_a_group_padded_along_the_first_dimension():
     assert GroupBytes(group, Sharding(4, block_bytes=512)).unsharded == 2 * 512
 
 
-def test_blocks_that_are_alike_stand_for_a_deeper_model(short, whole):
+def test_equal_blocks_represent_a_deeper_model(short, whole):
     assert (len(short.blocks.groups) - 1, len(whole.blocks.groups) - 1) == (CAPTURED, DEEP)
     sharding = Sharding(4)
     assert len(short.blocks.choices) == len(whole.blocks.choices) > 4
@@ -89,7 +88,7 @@ def test_blocks_that_are_alike_stand_for_a_deeper_model(short, whole):
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "auto"])
-def test_plans_of_a_model_that_stands_for_a_deeper_one_are_those_of_the_whole(short, whole, policy):
+def test_plans_of_a_shortened_model_are_those_of_the_whole(short, whole, policy):
     sharding = Sharding(4, torch.float32)
     budget = None if policy != "auto" else 0.6
     found, expected = short.plan(sharding, budget, policy), whole.plan(sharding, budget, policy)
@@ -136,7 +135,7 @@ def test_every_block_is_gathered_twice_and_all_is_reduced_once(whole):
     assert found.reduced_bytes == 3 * sum(size.reduce for size in sizes) // 4
 
 
-def test_nothing_but_gradients_outputs_and_shards_is_left(whole):
+def test_after_the_step_only_gradients_outputs_and_shards_remain(whole):
     live = timeline(whole.blocks.windows(whole.blocks.plain, Sharding(4)))
     left = {name: series[-1] for name, series in live.categories.items() if series[-1]}
     sizes = [GroupBytes(group, Sharding(4)) for group in whole.groups]
@@ -162,7 +161,7 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
 
     def forward(self, x):
         for block in [*self.blocks, *self.blocks]:
@@ -189,14 +188,14 @@ def test_recomputing_outside_of_a_blocks_backward_is_refused(whole):
         blocks.windows(scheduled(blocks.graph, None, moved), Sharding(2))
 
 
-def test_what_cannot_be_sharded_is_said():
+def test_models_that_cannot_be_sharded_are_refused():
     with pytest.raises(ValueError, match="Linear has no blocks to shard one by one"):
         blocks_of(nn.Linear(2, 2))
-    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match="parameter 1.weight is shared by 1 and 0, which are sharded apart"):
+    tied = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
+    tied[1][0].weight = tied[0][0].weight
+    with pytest.raises(ValueError, match="parameter 1.0.weight is shared by 1 and 0, which are sharded apart"):
         groups_of(tied)
-    single = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    single = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
     single[0].register_parameter("scale", nn.Parameter(torch.ones(())))
     with pytest.raises(ValueError, match="parameter 0.scale is a single number, which FSDP cannot shard"):
         groups_of(single)
@@ -207,7 +206,7 @@ def test_what_cannot_be_sharded_is_said():
         ShardedModel(PlanConfig(request(2))).plan(Sharding(2), policy="mu-two")
 
 
-def test_blocks_are_the_members_of_the_outermost_lists():
+def test_blocks_are_the_repeated_ones_of_activation_checkpointing():
     resnet = training_step(StepRequest("resnet18", 1)).model
     assert blocks_of(resnet)[:2] == ("layer1.0", "layer1.1")
     assert peak_bytes([]) == 0

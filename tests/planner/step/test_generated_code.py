@@ -11,8 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
-from ackpt.planner.schedule.listing import CALLS, Line, Listing
-from ackpt.planner.step.generated_code import FUNCTIONS, METHODS, SIZES, boxed, direct, simplified
+from ackpt.planner.schedule.listing import CALLS, FUNCTIONS, METHODS, SIZES, Line, Listing, boxed, direct, simplified
 
 _ATEN = torch.ops.aten
 _ROWS, _COLUMN = torch.randn(4, 6), torch.randn(4, 1)
@@ -108,7 +107,7 @@ def test_a_view_that_undoes_others_is_left_out():
 
     x = torch.randn(4, 6)
     module = _captured(function, x)
-    listing = Listing.of(module.graph)
+    listing = Listing.from_graph(module.graph)
     run = boxed(module, listing)
     given = [x]
     results = run(given)
@@ -119,7 +118,7 @@ def test_a_view_that_undoes_others_is_left_out():
 
 def test_an_argument_that_only_left_out_views_read_is_freed_at_once():
     x = torch.ones(4, 6)
-    listing = Listing.of(_captured(lambda x, y: (x.detach(), y.relu())[1], x, x).graph)
+    listing = Listing.from_graph(_captured(lambda x, y: (x.detach(), y.relu())[1], x, x).graph)
     given, freed = [x.clone(), x], []
     held = weakref.ref(given[0])
     listing.lines.insert(-1, Line("call_function", lambda: freed.append(held() is None)))
@@ -134,7 +133,7 @@ def test_a_view_with_other_strides_or_that_is_returned_stays():
 
     x = torch.randn(4, 4)
     module = _captured(function, x)
-    listing = Listing.of(module.graph)
+    listing = Listing.from_graph(module.graph)
     first, second = boxed(module, listing)([x])
     assert first.stride() == function(x)[0].stride() and second.stride() == function(x)[1].stride()
     assert first is not second and torch.equal(first, x.t().relu())
@@ -143,7 +142,7 @@ def test_a_view_with_other_strides_or_that_is_returned_stays():
 
 def test_an_operation_on_a_number_keeps_its_overload():
     module = _captured(lambda x: torch.add(x, 2.5) + x, torch.ones(3))
-    listing = Listing.of(module.graph)
+    listing = Listing.from_graph(module.graph)
     assert torch.equal(boxed(module, listing)([torch.ones(3)]), torch.full((3,), 4.5))
     targets = [direct(line)[0] for line in simplified(listing).lines if line.op in CALLS]
     assert targets == [_ATEN.add.Tensor, torch.add]

@@ -10,9 +10,8 @@ import torch
 from dynamic_steps import Words, gpt2, ids
 
 from ackpt.planner.capture.aot import CAPTURING, capture
-from ackpt.planner.capture.call_facts import call_of
+from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import Loop
 from ackpt.planner.costs.devices import device
 from ackpt.planner.costs.profiles import profile, with_gpu_workspace
@@ -21,7 +20,7 @@ from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.schedule import everything, recomputed
 from ackpt.planner.schedule.simulator import simulate
 from ackpt.planner.step.many_sizes import ManySizes
-from ackpt.planner.step.runnable import Runnable
+from ackpt.planner.step.plans import Runnable
 from ackpt.planner.workloads.planned_shapes import allocated_on, calls_as_on
 
 

@@ -80,18 +80,18 @@ def test_batches_of_one_sequence():
         ("packed", 10, [(1, 8), (1, 10), (1, 4)]),
     ],
 )
-def test_batches(kind, number, expected):
+def test_batches_are_formed_in_the_order_of_the_lengths(kind, number, expected):
     assert shapes((kind, number), [3, 5, 9, 1, 4]) == expected
 
 
-def test_percentiles():
+def test_percentiles_are_peaks_of_batches():
     peaks = Peaks(((1, 1),) * 200, tuple(range(200, 0, -1)), None)
     assert [peaks.percentile(percent) for percent in (1, 50, 99, 100)] == [2, 100, 198, 200]
     assert Peaks(((1, 3), (1, 7), (1, 4)), (5, 9, 7), 1).worst == (1, 7)
 
 
 @pytest.mark.parametrize("kind", ["batch_size", "tokens_per_batch", "packed"])
-def test_the_largest_number_fits_and_the_next_does_not(kind):
+def test_the_largest_batch_fits_and_the_next_does_not(kind):
     model, draw, budget = Words(), random.Random(0), 160 * 1024
     lengths = [draw.randint(5, 30) for _ in range(200)] + [60]
 
@@ -171,7 +171,7 @@ def test_the_optimizer_counts():
         ([3], {"batch_size": 1, "device": "l5"}, "l5"),
     ],
 )
-def test_what_is_refused(lengths, options, message):
+def test_bad_arguments_are_refused(lengths, options, message):
     with pytest.raises(ValueError, match=message):
         ackpt.fits(gpt2(), lengths, **options)
 
@@ -189,14 +189,14 @@ def test_a_model_with_unknown_arguments_is_refused():
         ("[12,\n 7,,]", "line 2: this is not JSON"),
     ],
 )
-def test_files_that_are_refused(tmp_path, text, message):
+def test_bad_files_are_refused(tmp_path, text, message):
     path = tmp_path / "lengths"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         lengths_in(path)
 
 
-def test_files(tmp_path):
+def test_files_of_lengths_are_read(tmp_path):
     path = tmp_path / "lengths"
     path.write_text("12\n\n7\n")
     numbers, name_of = lengths_in(path)

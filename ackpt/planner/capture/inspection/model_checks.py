@@ -19,6 +19,7 @@ from ackpt.core.errors import warn
 from ackpt.core.planning_errors import TraceError, check_misspelt, did_you_mean
 
 from .calls import named_leaves
+from .source_lines import not_repeated
 from .value_walk import is_installed, is_of_model, module_label, said
 
 _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': 'inductor'}), which plans and compiles"
@@ -194,11 +195,9 @@ def require_no_attributes(args, kwargs) -> None:
     """Refuse argument tensors with Python attributes, which the tensors of a capture do not have."""
     for name, leaf in named_leaves(args, kwargs):
         if isinstance(leaf, torch.Tensor) and (attributes := public_attributes(leaf)):
-            raise TraceError(
-                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a plan does not see. "
-                "Pass its value as an argument of its own, or plan with regions=True, which runs the model's own code.",
-                reason=f"argument {name} has a Python attribute {attributes[0]!r}",
-                can_split=True,
+            raise not_repeated(
+                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a captured step would "
+                "not see. Pass its value as an argument of its own"
             )
 
 

@@ -26,8 +26,9 @@ from ackpt.checkpointing.reachable import tensors_in
 from ackpt.core.errors import warn
 from ackpt.core.planning_errors import TraceError
 
-from .attributes import REGIONS, Change, not_repeated, plain
+from .attributes import Change, plain
 from .kept_tensors import Kept, NotConstant
+from .source_lines import not_repeated
 from .value_walk import Closures, Value, Walk, closes_over, is_of_model, said
 
 _CHECKPOINT = torch.utils.checkpoint._CheckpointFrame.__init__.__code__
@@ -124,12 +125,11 @@ class Reads:
                 f"the forward calls torch.{name}{_SEEDING[name]}, which a captured step would not repeat. Draw such "
                 "numbers once and store them in a buffer, or pass them as an argument"
             )
-            raise TraceError(f"{message}.") if name == "seed" else not_repeated(f"{message}, {REGIONS}")
+            raise TraceError(f"{message}.") if name == "seed" else not_repeated(message)
         if drawn:
             raise not_repeated(
                 f"the forward draws random numbers from {drawn[0]} or seeds it, which a captured step would not "
-                "repeat. Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, "
-                f"{REGIONS}"
+                "repeat. Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors"
             )
         if changed and not self._may_settle(changed):
             raise not_repeated(changed[0].refusal)
@@ -141,7 +141,7 @@ class Reads:
         if not all(any(_are_same(known, each) for known in self._generators) for each in drawn):
             raise not_repeated(
                 "the forward draws random numbers from a torch.Generator that it creates, which a captured step would "
-                f"not repeat. Create it before, and store it in an attribute of the model, {REGIONS}"
+                "not repeat. Create it before, and store it in an attribute of the model"
             )
 
     def start(self) -> None:
@@ -283,14 +283,14 @@ def in_own_context(call):
     if left:
         raise not_repeated(
             f"the forward changes torch's default {left} and does not restore it, which a captured step would not do. "
-            f"Set it before the forward, restore it there in a finally block, {REGIONS}"
+            "Set it before the forward, restore it there in a finally block"
         )
     for variable, value in context.items():
         was = before.get(variable)
         if was is not value and (plain(value) not in (None, plain(was)) or tensors_in([value])):
             raise not_repeated(
                 f"the forward sets the context variable {variable.name!r}, which a captured step would not do. Set it "
-                f"before the forward, or store what it contains in a buffer, {REGIONS}"
+                "before the forward, or store what it contains in a buffer"
             )
     return result
 
@@ -323,7 +323,7 @@ def _kept_message(made: str) -> str:
     return (
         f"the model's code stores a tensor that it computes {made}: in a hook, a global or another object, which a "
         "captured step would not do. Return the tensor as an output of the model, remove the hook by its handle's "
-        f"remove(), {REGIONS}"
+        "remove()"
     )
 
 

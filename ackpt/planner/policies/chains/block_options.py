@@ -19,8 +19,15 @@ from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, Analysis, Joint
 from ackpt.planner.policies.chains.blocks import Block, BlockChain
 from ackpt.planner.policies.chains.chain_table import Option, Partial, Stage
 from ackpt.planner.policies.search.frontier import undominated
-from ackpt.planner.schedule.orders import Uses, unpacked_at_once, uses_of
-from ackpt.planner.schedule.schedule import bases_of, missing_for, recompute_late, storages_of
+from ackpt.planner.schedule.schedule import (
+    Uses,
+    bases_of,
+    missing_for,
+    recompute_late,
+    storages_of,
+    unpacked_at_once,
+    uses_of,
+)
 
 # Of the bytes inside all blocks, which partials save (not tuned; time grows with their number).
 _SHARES = (1 / 8, 1 / 4, 1 / 2)

@@ -71,9 +71,11 @@ def whole_added_cost(graph: JointGraph, profile: Profile, schedule: Schedule, co
     return added + waiting(profile, schedule)
 
 
-def step_cost(schedule: Schedule, cost) -> float:
-    """The cost of all nodes that run in a step."""
-    return sum(cost[node] for steps in (schedule.forward_arrays, schedule.backward_arrays) for node in steps.computed)
+def baseline_cost(graph: JointGraph, profile: Profile) -> float:
+    """The cost of all nodes of the baseline's step, of which plans state shares; 1 if they cost nothing."""
+    schedule, cost = everything(graph), costs(graph, profile)
+    steps = schedule.forward_arrays, schedule.backward_arrays
+    return sum(cost[node] for half in steps for node in half.computed) or 1.0
 
 
 T = TypeVar("T")
@@ -104,7 +106,7 @@ def lowest(graph: JointGraph, profile, added_share: float, candidates: Callable)
 
     The frontier has at least one schedule that adds nothing.
     """
-    whole = step_cost(everything(graph), costs(graph, profile)) or 1.0
+    whole = baseline_cost(graph, profile)
     return [point for point in frontier(graph, profile, candidates) if point.cost / whole <= added_share][-1].schedule
 
 
