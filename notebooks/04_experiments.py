@@ -26,7 +26,7 @@ import ackpt
 from ackpt.metering import plots
 from ackpt.models import LanguageModel, Transformer, TransformerConfig
 from ackpt.models.transformer import Block
-from experiments import lm, synthetic
+from experiments import head_chunks, lm, synthetic
 from experiments.data import packed_batches, token_stream
 from experiments.graph_profile import orders_plot
 from experiments.published import Predictions, reference
@@ -191,7 +191,7 @@ print(f"checkpointed, T < T*: 4 x ({A} + 3 x {d} + {f})      = {4 * (A + 3 * d +
 print(f"checkpointed, T > T*: 4 x ({A} + {L + 2} x {d} + {f})     = {4 * (A + (L + 2) * d + f):6}")
 print(f"T* = P_block / d = {T_star:.0f} tokens")
 
-# %% tags=["hide-input"] alt="Peak memory of the checkpointed step over 256 to 2,048 tokens. Three measured points are on the predicted line, which bends upwards at 770 tokens. The dotted continuation of its first part ends clearly lower, at 2,048 tokens."
+# %% tags=["hide-input"] alt="Peak memory of the checkpointed step over 256 to 2,048 tokens. Three measured points are on the predicted line, which bends upwards at 770 tokens. A second dashed line continues its first part and is clearly lower at 2,048 tokens."
 ticks = (256, 512, 770, 1024, 1536, 2048)
 straight = [checkpoint_peak(256) + 4 * (A + 3 * d + f) * (T - 256) for T in ticks]
 figure = line_plot(
@@ -217,7 +217,7 @@ figure
 rows = []
 for T in lengths:
     base, recomputed = (runs[method, T] for method in methods)
-    row = {"T": T, "baseline": round(base.peak_bytes / 2**20, 1), "checkpoint": round(recomputed.peak_bytes / 2**20, 1)}
+    row = {"T": f"{T:,}", "baseline": round(base.peak_bytes / 2**20, 1), "checkpoint": round(recomputed.peak_bytes / 2**20, 1)}
     row |= {"saved": round(100 - 100 * recomputed.peak_bytes / base.peak_bytes)}
     rows.append(row | {"flops": round(recomputed.flops / base.flops, 3)})
 columns = {"T": "tokens", "baseline": "baseline, MiB", "checkpoint": "checkpoint, MiB"}
@@ -285,7 +285,7 @@ for method in methods:
     with FakeTensorMode():
         theirs = reference.reference_synthetic(tokens=16384, method=method)
     profiles[method] = ackpt.predict(theirs.run, resident=theirs.resident, device="h100-80g")
-    print(f"{method:10} {profiles[method].peak_bytes / 2**20:,.4f} MiB")
+    print(f"{method:10} {profiles[method].peak_bytes / 2**20:,.1f} MiB")
 
 # %% tags=["hide-input"] alt="Live memory of a published step at 16,384 tokens, side by side. Baseline: activations rise in a ramp to 14,065 MiB at the loss, just before backward begins, and fall while gradients accumulate. Checkpoint: boundaries rise slowly in the forward, then twelve teeth of about equal height follow in backward, with the peak of 3,727 MiB in the last one. Both end with a short rise in the optimizer."
 below = {method: run.peak_bytes - run.timeline.peak_bytes for method, run in profiles.items()}
@@ -627,6 +627,45 @@ for count in (2, 8, 32):
 # :::
 
 # %% [markdown]
+# ### How many chunks
+#
+# Libraries fix the size of a chunk. [TRL](https://github.com/huggingface/trl/pull/5575) takes 256 tokens and
+# checkpoints each chunk, so one of the head's three products runs twice.
+# [Liger](https://github.com/linkedin/Liger-Kernel) computes the gradient in the forward, as above, and takes as many
+# tokens as make a chunk's logits about as large as all hidden states. Neither looks at the rest of the step.
+# `chunk_head=True` ({doc}`../guides/chunked_head`) takes as few chunks as the budget needs. For the vocabulary and
+# widths of Qwen2-7B, two layers and 4,096 tokens, from shapes alone:
+
+# %% tags=["hide-input"]
+whole, *planned = head_chunks.plans(["60%", "40%"])
+size, width, entries = 4096, head_chunks.QWEN2_7B["hidden_size"], head_chunks.QWEN2_7B["vocab_size"]
+fixed = [(one.name, one.size(size, width, entries), one.products) for one in head_chunks.FIXED]
+rows = [{"who": name, "tokens": tokens, "products": f"{products:.2f}"} for name, tokens, products in fixed]
+rows[0] |= {"share": f"{whole.share:.0%}", "time": "0.0%"}
+for plan in planned:
+    row = {"who": f"plan, budget {plan.budget}", "tokens": -(-size // plan.chunks), "products": "1.00"}
+    rows.append(row | {"share": f"{plan.share:.0%}", "time": f"{plan.cost:.1%}"})
+for row in rows:
+    row |= {"chunks": -(-size // row["tokens"]), "logits": f"{4 * row['tokens'] * entries / 2**20:,.1f}"}
+    row |= {"tokens": f"{row['tokens']:,}", "share": row.get("share", ""), "time": row.get("time", "")}
+columns = {"who": "head", "tokens": "tokens in a chunk", "chunks": "chunks", "logits": "fp32 logits of a chunk, MiB"}
+columns |= {"products": "products, ratio", "share": "live logits at most, of dynamic peak", "time": "added time"}
+caption = "The head in chunks, for 4,096 tokens: fixed chunks of two libraries, and plans within two budgets."
+path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows, columns, caption, "tab-head-chunks"))
+
+# %% [markdown]
+# ```{include} ../../results/tables/04_head_chunks.md
+# ```
+#
+# The rows of the libraries follow from their documented rules; nothing of them runs here. Added time is modeled for an
+# H200.
+#
+# :::{admonition} Takeaway
+# :class: tip
+# A fixed chunk is either smaller than the budget needs, which costs time, or larger, which costs memory.
+# :::
+
+# %% [markdown]
 # ### The whole step
 #
 # The blocks save $L A$ elements per token, or only the boundaries, $L d$. The last norm saves its input and a scale,
@@ -672,7 +711,7 @@ rows = [
     for method, run in lm_runs.items()
 ]
 columns = {"method": "method", "peak": "peak, MiB", "saved": "reduction, %", "flops": "FLOPs, ratio"}
-caption = f"Measured peaks of one training step on the CPU ({T} tokens, vocabulary {V}, {chunks} chunks)."
+caption = f"Measured peaks of one training step on the CPU ({T} tokens, vocabulary {V:,}, {chunks} chunks)."
 path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns, caption, "tab-lm"))
 
 # %% [markdown]

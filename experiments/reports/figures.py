@@ -204,9 +204,11 @@ def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, yla
             line, points = predicted.get(name, {}), measured.get(name, {})
             axes.plot(list(line), list(line.values()), color=color, linestyle=DASHES, linewidth=1.6)
             axes.plot(list(points), list(points.values()), color=color, linestyle="none", marker=marker, markersize=6.5)
-            handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name))
-        handles.append(Line2D([], [], color=plots.TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
-        if measured:
+            width = 1.6 if line else 0
+            handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=width, label=name))
+        if predicted:
+            handles.append(Line2D([], [], color=plots.TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
+        if measured and predicted:
             marks = {"linestyle": "none", "marker": "o", "markersize": 6}
             handles.append(Line2D([], [], color=plots.TEXT, label="measured", **marks))
         if "x" in logs:
