@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan
 from ackpt.planner.sharding.sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Sharding

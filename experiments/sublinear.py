@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ackpt import plan
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.meter import Measurement, measure
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.policies import revolve

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ackpt.core.budget import added_share, dynamic_limit, is_share, least_share, readable, unit_hint
-from ackpt.core.planning_errors import BudgetError, TraceError
+from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format

@@ -46,6 +46,14 @@ def test_unparsable_arguments_print_one_line(arguments, capsys):
     [
         (["plan", "lm", "--budgt", "1"], "ackpt plan: unrecognized arguments: --budgt 1 (did you mean '--budget'?)"),
         (["--verbose", "doctor"], "ackpt: unrecognized arguments: --verbose"),
+        (
+            ["plan", "lm", "--chunk-head", "True"],
+            "ackpt plan: argument --chunk-head: 'True' is not 'auto': write --chunk-head alone",
+        ),
+        (
+            ["plan", "--chunk-head", "lm"],
+            "ackpt plan: argument --chunk-head: 'lm' is not 'auto': write --chunk-head alone, or",
+        ),
         (["explain", "lm"], "ackpt: argument command: unknown command 'explain' (did you mean ackpt plan --explain?)"),
         (["plann", "lm"], "ackpt: argument command: unknown command 'plann' (did you mean 'plan'?): choose from plan"),
         (

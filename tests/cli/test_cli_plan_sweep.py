@@ -91,6 +91,7 @@ def test_values_and_ranges_are_parsed(text, values, step):
         (["--largest", "batch_size", "--budget", "50%"], "--largest needs an amount of memory"),
         (["--largest", "batchsize", "--device-profile", "t4"], "batch_size, seq_len, image_size (did you mean"),
         (["--largest", "seq_len", "--sweep", "seq_len=4"], "--largest is a sweep without an end: leave out --sweep"),
+        (["--slowdown", "-10%"], "slowdown='-10%': give a fraction of the baseline's time from 0 to 1"),
         (["--slowdown", "10"], "slowdown='10': give a fraction of the baseline's time"),
         (["--slowdown", "10%", "--policy", "full"], "slowdown= without a budget is for policy 'auto'"),
         (["--slowdown", "10%", "--fsdp", "2"], "--fsdp plans each block within a budget: leave out --slowdown"),

@@ -98,6 +98,23 @@ def test_compile_and_trace_show_progress(terminal):
     assert "capturing the step" in terminal.getvalue()
 
 
+def test_an_audit_and_planned_regions_show_it(terminal):
+    class Waiting(nn.Sequential):
+        text = ""
+
+        def forward(self, input):
+            progress.sys.stderr.wait_for(self.text)  # pyright: ignore
+            return super().forward(input)
+
+    model = Waiting(nn.Linear(8, 8), nn.Tanh())
+    model.text = "ackpt: audit: running the step"
+    ackpt.audit(model, torch.ones(4, 8), compare_budget=False)
+    assert shown_on(terminal) == ""
+    model.text = "recording the first step"
+    ackpt.compile(model, torch.ones(4, 8), budget="1GiB", regions=True)(torch.ones(4, 8)).sum().backward()
+    assert shown_on(terminal) == ""
+
+
 def test_nothing_is_written_to_a_pipe_or_before_the_delay(terminal, monkeypatch):
     terminal.is_terminal = False
     with progress.shown():

@@ -9,7 +9,7 @@ import json
 import pytest
 
 import ackpt
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.steps.frontier_models import workload
 from experiments.widgets import explorer

@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ackpt.core.budget import is_share
-from ackpt.core.planning_errors import BudgetError, TraceError
+from ackpt.core.errors import BudgetError, TraceError
 from ackpt.planner.capture.inspection.outside_values import warn_of_checkpoints
 from ackpt.planner.capture.outputs import no_gradient, without_gradient
 from ackpt.planner.capture.patches.eager_settings import like_eager

@@ -30,7 +30,7 @@ from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 from ackpt.planner.capture.patches.dynamo_calls import break_graphs_at
 
 from .options import checked

@@ -24,8 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.core.autograd_state import version
-from ackpt.core.errors import warn
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError, warn
 from ackpt.core.progress import stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.without_data.packed_sequences import found_packed
@@ -35,7 +34,15 @@ from .inspection.attributes import arguments_unchanged, every_module
 from .inspection.branches import Branch, Branches
 from .inspection.calls import described
 from .inspection.kept_tensors import OF_SHAPES, Held, places
-from .inspection.model_checks import check_call, has_data, is_tensor, own_call, require_traceable, tensor_facts
+from .inspection.model_checks import (
+    batch_named,
+    check_call,
+    has_data,
+    is_tensor,
+    own_call,
+    require_traceable,
+    tensor_facts,
+)
 from .inspection.outside_values import Reads, in_own_context
 from .inspection.source_lines import Where, explained, not_repeated, saving_hooks_refused
 from .outputs import (
@@ -367,7 +374,8 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         if dynamic:
             stack.enter_context(python_arithmetic())
         try:
-            captured = _settled(stack, call)
+            with batch_named(model, args, kwargs):
+                captured = _settled(stack, call)
         except TraceError as error:  # many models read tensor values unless they are compiled
             if call.has_data:  # nobody could say how the results of that way differ
                 raise

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map
 
 from ackpt.core.autograd_state import version
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 
 _DIFFERENTIATE = ("loss", "all")
 _OUTPUTS = ("drop", "keep")

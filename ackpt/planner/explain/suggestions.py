@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from ackpt.core.budget import readable
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 from ackpt.metering.gpus import BLOCK
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import eight_bit_bytes

@@ -27,9 +27,9 @@ from ackpt.checkpointing.reentrant import checkpoint
 from ackpt.checkpointing.tree import strip_result
 from ackpt.core.autograd_state import phase
 from ackpt.core.budget import dynamic_limit, is_share, readable
-from ackpt.core.errors import CheckpointError, warn
+from ackpt.core.errors import BudgetError, CheckpointError, TraceError, warn
 from ackpt.core.history import History
-from ackpt.core.planning_errors import BudgetError, TraceError
+from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import Resident
 from ackpt.planner.capture.call_facts import Call, Sizes
@@ -321,7 +321,7 @@ class _Forward:
             record.forwards.append(weakref.ref(self))
         self.is_in_mode = self.regions.on_cpu or self.is_first
         cost = live.cost
-        with live.forward():
+        with live.forward(), shown("recording the first step") if self.is_first else contextlib.nullcontext():
             live.gradients(())
             self._count_lasting(record, live.bytes)
             # With accumulation=True, gradients of earlier steps are resident.

@@ -84,8 +84,9 @@ def recomputing(graph: JointGraph, profile) -> list[Schedule]:
         schedules += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, schedules)
     schedules = [point.schedule for point in points]
-    schedules += refined(graph, points, cost, profile.workspace_bytes)
-    return [*schedules, *evictions(graph, points, cost, profile.workspace_bytes)]
+    workspace_bytes = np.array(profile.workspace_bytes)
+    schedules += refined(graph, points, cost, workspace_bytes)
+    return [*schedules, *evictions(graph, points, cost, workspace_bytes)]
 
 
 def through_chain(graph: JointGraph, profile) -> list[Schedule]:

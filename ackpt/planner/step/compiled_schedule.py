@@ -12,7 +12,7 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 from ackpt.core.progress import stage
 from ackpt.planner.capture.aot import Capture
 from ackpt.planner.capture.chunked_head import WITHHELD

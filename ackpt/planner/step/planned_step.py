@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from ackpt.core.errors import TraceError
 from ackpt.core.history import Event
-from ackpt.core.planning_errors import TraceError
 from ackpt.planner.capture.inspection.model_checks import (
     check_call,
     check_model,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ackpt.core.budget import added_share, dynamic_limit, is_share
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import Capture, given_places

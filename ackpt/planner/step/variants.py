@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.history import History
-from ackpt.core.planning_errors import BudgetError, TraceError
 from ackpt.core.progress import shown
 from ackpt.planner.capture.aot import CAPTURING, Capture, capture
 from ackpt.planner.capture.call_facts import Call, Facts, Sizes, WatchedModel, call_of, changed_setting

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ackpt.core.budget import dynamic_limit, is_share, readable
-from ackpt.core.planning_errors import BudgetError, did_you_mean
+from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.core.progress import shown, stage
 from ackpt.metering.autograd_engine import around_backward
 from ackpt.metering.cpu_meter import no_collection

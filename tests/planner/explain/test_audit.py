@@ -3,14 +3,16 @@
 import gc
 import random
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
-from audited_models import WIDTH, Block, Net, batch, by_torch, kinds, plain
+from audited_models import WIDTH, Block, Custom, Net, batch, by_torch, kinds, plain
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import ackpt
+from ackpt.planner.explain.audit import _equality
 
 
 def test_the_audit_restores_model_optimizer_and_random_states():
@@ -127,6 +129,36 @@ def test_another_kind_of_checkpointing_is_noted():
 def test_bad_input_is_refused(error, said, args):
     with pytest.raises(error, match=said):
         ackpt.audit(*args())
+
+
+def test_inputs_by_keyword_are_refused():
+    with pytest.raises(TypeError, match=r"inputs of a model as one batch: audit\(model, {'x': x, 'y': y}\)"):
+        ackpt.audit(Net(plain), x=batch(), y=3)
+
+
+def test_a_step_without_checkpointing_says_so():
+    audit = ackpt.audit(Net(plain), batch(), compare_budget=False)
+    assert audit.ok and audit.regions == ()
+    assert "region          none: nothing in this step runs under checkpointing" in str(audit)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 512])
+def test_an_effect_is_judged_where_regions_are_larger_than_random_states(rows):
+    audit = ackpt.audit(Custom([nn.Sequential(*(Block() for _ in range(6)))]), batch(rows), compare_budget=False)
+    is_judged = rows * WIDTH * 4 * 6 * 9 > 10 * torch.get_rng_state().nbytes
+    assert [finding.kind for finding in audit.findings] == ["no_effect"] * is_judged
+    assert ("effect          not judged" in str(audit)) is not is_judged
+
+
+def test_a_region_that_no_backward_reaches_and_a_single_difference():
+    class Unused(Net):
+        def forward(self, x):
+            self.run(self.blocks[0], x)
+            return self.head(x).square().mean()
+
+    assert "(torch): saves 0 B, is not recomputed" in str(ackpt.audit(Unused(by_torch), batch(), compare_budget=False))
+    text = _equality(SimpleNamespace(differences={"gradient w": 0.5}, arises_in=""))
+    assert text == "no, 1 value differs: gradient w differs by up to 0.5"
 
 
 def test_saved_tensors_hooks_around_the_audit_are_refused():

@@ -13,7 +13,7 @@ from conftest import assert_equal, seed, streams
 from torch import nn
 
 import ackpt
-from ackpt.core.planning_errors import BudgetError, TraceError
+from ackpt.core.errors import BudgetError, TraceError
 from ackpt.planner.parts.blocks import Block
 from ackpt.planner.parts.regions_plan import RegionsPlan
 

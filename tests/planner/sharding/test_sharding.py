@@ -6,7 +6,7 @@ from torch import nn
 
 import ackpt
 from ackpt.core.budget import from_text
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.planner.capture.optimizer_state import optimizer_bytes
 from ackpt.planner.schedule.schedule import scheduled
 from ackpt.planner.sharding.planner import CAPTURED, Choice, ShardedModel, deep

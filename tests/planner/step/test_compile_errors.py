@@ -129,6 +129,14 @@ def test_arguments_that_do_not_fit_are_refused_at_the_call():
     step(X).sum().backward()
 
 
+def test_a_batch_as_one_argument_is_named():
+    for call in (ackpt.trace, ackpt.compile):
+        with raises_cleanly(
+            TypeError, r"Net got its arguments as one dict, and fails: .*ackpt.compile\(model, \*\*batch"
+        ):
+            call(Net(), {"x": X})
+
+
 def test_a_model_without_data_is_planned_and_runs_when_it_has_some():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

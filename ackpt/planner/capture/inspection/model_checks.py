@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -15,8 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ackpt.checkpointing.reachable import HOOKS
-from ackpt.core.errors import warn
-from ackpt.core.planning_errors import TraceError, check_misspelt, did_you_mean
+from ackpt.core.errors import TraceError, check_misspelt, did_you_mean, warn
 
 from .calls import named_leaves
 from .source_lines import not_repeated
@@ -86,6 +86,21 @@ def _signature(model) -> inspect.Signature | None:
         return inspect.signature(model.forward)
     except (AttributeError, TypeError, ValueError):  # it has none, or is no module
         return None
+
+
+@contextlib.contextmanager
+def batch_named(model, args, kwargs) -> Iterator[None]:
+    """Inside, an error of a model whose only argument is a dict of all its arguments says how to pass them."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if not (isinstance(given, Mapping) and given and set(given) <= forward_names(model)):
+            raise
+        name = type(model).__name__
+        raise TypeError(
+            f"{name} got its arguments as one dict, and fails: {error}. Unpack it, as in ackpt.compile(model, **batch)"
+        ) from error
 
 
 def forward_names(model) -> set[str]:

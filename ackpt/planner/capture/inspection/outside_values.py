@@ -23,8 +23,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ackpt.checkpointing.reachable import tensors_in
-from ackpt.core.errors import warn
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError, warn
 
 from .attributes import Change, plain
 from .kept_tensors import Kept, NotConstant

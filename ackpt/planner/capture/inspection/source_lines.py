@@ -28,8 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from ackpt.checkpointing.recorder import code_location, is_users
-from ackpt.core.errors import CheckpointError
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import CheckpointError, TraceError
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
