@@ -521,7 +521,7 @@ for name, half in (("t4", "float16"), ("a100-80g", "bfloat16"), ("h100-80g", "bf
         row |= {"link": f"{bandwidth / 1e9:.0f}", "inputs": f"{per_width / 24:,.0f}"}
         row |= {"length": f"{max(0, per_width / 4 - 6 * 512):,.0f}"}
         width_rows.append(row | {"outputs": f"{per_width / 2:,.0f}", "all": f"{18 * per_width / 24:,.0f}"})
-columns = {"device": "GPU", "dtype": "dtype", "rate": "$\\rho$, TFLOP/s", "link": "$\\lambda$, GB/s"}
+columns = {"device": "device", "dtype": "dtype", "rate": "$\\rho$, TFLOP/s", "link": "$\\lambda$, GB/s"}
 columns |= {"inputs": "inputs of blocks, $d \\ge$", "length": "at $d = 512$, $T \\ge$"}
 columns |= {"outputs": "outputs of layers, $d \\ge$", "all": "all activations, $d \\ge$"}
 caption = (

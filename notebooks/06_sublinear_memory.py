@@ -359,10 +359,10 @@ path = plots.save(figure, "results/figures/06_cost.png")
 figure
 
 # %% [markdown]
-# *Measured peak and recomputation of 64 blocks. Each method is a point; Revolve's snapshots choose a point on its
-# curve.*
+# *Measured peak and recomputation of 64 blocks. Revolve has a point for each number of snapshots, here 3 to 32.*
 #
-# Revolve wastes spare memory: it never saves the inside of a block. *rotor* ({doc}`13_rotor`) decides that for each
+# Revolve never saves the inside of a block, so it wastes spare memory. Decreasing segments and recursive halving save
+# the insides of what is being reversed, and are slightly better here. *rotor* ({doc}`13_rotor`) decides that for each
 # block, and knows the sizes of unequal blocks.
 #
 # How deep a chain fits into $s$ activations? The depth grows with the square of $s$ for decreasing segments, with its
@@ -530,7 +530,7 @@ def train_gelu(k):
     in_segments(gelu, k * [32 // k], x).sum().backward()
 
 
-print(f"sqrt(2 n) = {(2 * 32) ** 0.5:.0f}")
+print(f"sqrt(A n / d) = {(2 * 32) ** 0.5:.0f}")
 for k in (2, 4, 8, 16):
     run = ackpt.measure(partial(train_gelu, k), resident=[gelu, x], warmup=0, repeats=0)
     print(f"{k:2} segments: {run.dynamic_peak_bytes / S:4.1f} S, k - 1 + 2 n / k = {k - 1 + 2 * 32 // k}")

@@ -203,7 +203,8 @@ def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, yla
             color, marker = _series(index)
             line, points = predicted.get(name, {}), measured.get(name, {})
             axes.plot(list(line), list(line.values()), color=color, linestyle=DASHES, linewidth=1.6)
-            axes.plot(list(points), list(points.values()), color=color, linestyle="none", marker=marker, markersize=6.5)
+            looks = {"color": color, "linestyle": "none", "marker": marker, "markersize": 6.5, "clip_on": False}
+            axes.plot(list(points), list(points.values()), **looks)
             width = 1.6 if line else 0
             handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=width, label=name))
         if predicted:
