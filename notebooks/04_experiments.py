@@ -15,6 +15,7 @@
 
 # %%
 import math
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -39,6 +40,7 @@ from experiments.results import environment, load_reference, markdown_table, wri
 from experiments.steps.predicted import predict_experiment
 
 torch.set_num_threads(2)
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
 SOURCE = "notebooks/04_experiments.py"
 
 # %% [markdown]

@@ -312,9 +312,11 @@ for kind, state, *to in revolve.actions(4, 2):
 # In the example, $j = 2$ gives $2 + E(2, 1) + E(2, 2) = 2 + 1 + 1 = 4$; $j = 1$ also gives 4, and $j = 3$ gives 5.
 #
 # The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each step before its reversal, one can
-# reverse $\beta(s, r) = \binom{s + r}{s}$ steps. For the smallest $r$ with $\beta(s, r) \ge n$, $E(n, s) = r \, n -
-# \beta(s + 1, r
-# - 1)$. In the example, $\beta(2, 1) = 3 < 4 \le \beta(2, 2) = 6$, so $r = 2$ and $E(4, 2) = 8 - \beta(3, 1) = 4$.
+# reverse $\beta(s, r) = \binom{s + r}{s}$ steps. With the smallest $r$ for which $\beta(s, r) \ge n$,
+#
+# $$ E(n, s) = r \, n - \beta(s + 1, r - 1) . $$
+#
+# In the example, $\beta(2, 1) = 3 < 4 \le \beta(2, 2) = 6$, so $r = 2$ and $E(4, 2) = 8 - \beta(3, 1) = 4$.
 
 # %% tags=["hide-input"]
 SNAPSHOTS = (1, 2, 4, 10, 40)
