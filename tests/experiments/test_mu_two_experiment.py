@@ -111,6 +111,6 @@ def test_paths_double_what_sets_add():
 
 def test_the_figure_names_its_kinds_and_its_line():
     figure = ratio_plot({"wide": [(0.1, 20.0), (0.2, 30.0)], "narrow": [(0.0, 2.0)]}, 8.0, "What is found")
-    (axes,) = figure.axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["wide", "narrow", "the link, both ways"]
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["wide", "narrow", "the link, both ways"]
     assert axes.get_yscale() == "log" and "GB/s" in axes.get_ylabel()
