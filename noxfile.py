@@ -9,10 +9,8 @@ import hashlib
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import nox
@@ -31,8 +29,7 @@ FIXED = {
     "OMP_WAIT_POLICY": "passive",
     "ACKPT_CALIBRATION": str(ROOT / "results" / "cpu_calibration.json"),
 }
-WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # of pytest-xdist: none in `nox -s all`, whose jobs run in pairs
-PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
+PYTEST = ["-n", "2", "--dist", "loadfile"]  # a worker for each core of the smallest machine that CI has
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
     checkpointing offloading metering
@@ -43,11 +40,6 @@ FAST = """
     planner/schedule/test_schedule.py planner/schedule/test_simulate.py
     core test_api_page.py test_imports.py
 """.split()
-# Folders of `tests/` that are jobs of `nox -s all`. What they leave is one more job; each takes about five minutes.
-PARTS = (
-    "planner/capture planner/schedule planner/costs experiments models",
-    "planner/step planner/policies planner/backend",
-)
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The second brings axe-core: other versions of it have other rules.
 BROWSER = [
@@ -130,7 +122,7 @@ def notebooks(session: nox.Session) -> None:
         startup = Path(folder, "ipython", "profile_default", "startup")
         startup.mkdir(parents=True)
         shutil.copy(ROOT / "tools" / "brief_times.py", startup)
-        options = ["--nbval", "--nbval-current-env", "-n", WORKERS, "--dist", "loadscope", "-p", "no:cacheprovider"]
+        options = ["--nbval", "--nbval-current-env", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider"]
         with session.chdir(folder):
             run(session, "pytest", *options, *session.posargs, env={"IPYTHONDIR": str(startup.parent.parent)})
 
@@ -166,51 +158,9 @@ def book_next(session: nox.Session) -> None:
     session.log(f"the book: open {(target / 'index.html').relative_to(Path.cwd())}")
 
 
-def jobs() -> dict[str, list[str]]:
-    """What `nox -s all` runs, as arguments of `nox -s`, in an order in which both cores end together."""
-    capture, running = ([f"tests/{name}" for name in part.split()] for part in PARTS)
-    rest = ["tests", *(f"--ignore={folder}" for folder in capture + running)]
-    return {
-        "tests 1": ["tests", "--", *rest],
-        "tests 2": ["tests", "--", *capture],
-        "notebooks": ["notebooks"],
-        "tests 3": ["tests", "--", *running],
-        "browser": ["browser"],
-        "lint": ["lint"],
-    }
-
-
-@nox.session(name="all", python=False, requires=["environment"], default=False)
+@nox.session(name="all", python=False, default=False, requires=["lint", "tests", "notebooks", "browser"])
 def everything(session: nox.Session) -> None:
-    """Run lint, tests, notebooks and browser, two jobs at a time; the output of each is printed when it has ended."""
-    folder = Path(session.create_tmp())
-    start, waited = time.monotonic(), 0
-    waiting, running, failed = jobs(), {}, []
-    environment = {**os.environ, "ACKPT_WORKERS": "0"}
-    try:
-        while waiting or running:
-            while waiting and len(running) < 2:
-                name = next(iter(waiting))
-                command = [sys.executable, "-m", "nox", "--forcecolor", "-s", *waiting.pop(name)]
-                with open(folder / f"{name}.log", "wb") as log:
-                    running[name] = subprocess.Popen(
-                        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-                    )
-            name = next((name for name, process in running.items() if process.poll() is not None), None)
-            if name is None:
-                time.sleep(1)
-                waited += 1
-                if waited % 60 == 0:
-                    session.log(f"running for {waited // 60} min: {'; '.join(running)}")
-                continue
-            failed += [name] * bool(running.pop(name).returncode)
-            print(Path(folder, f"{name}.log").read_text(encoding="utf-8", errors="replace"), flush=True)
-            session.log(f"{name}: {'FAILED' if name in failed else 'passed'} after {time.monotonic() - start:.0f} s")
-    finally:
-        for process in running.values():
-            process.terminate()
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
+    """Run lint, tests, notebooks and browser; a session that fails does not stop the others."""
 
 
 @nox.session(reuse_venv=True, default=False, requires=["book"])
@@ -220,7 +170,7 @@ def browser(session: nox.Session) -> None:
     `-- --pictures FOLDER` also keeps a picture of every page.
     """
     session.install(*BROWSER)
-    options = [f"--chromium={chromium(session)}", "-n", WORKERS, *session.posargs]
+    options = [f"--chromium={chromium(session)}", "-n", "2", *session.posargs]
     session.run("pytest", "tests_browser", *options)
 
 

@@ -9,8 +9,7 @@ from ackpt.checkpointing.sequential import checkpoint_sequential
 from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
 from ackpt.core import __version__ as __version__
 from ackpt.core.autograd_state import is_recomputing
-from ackpt.core.errors import CheckpointError, OffloadError
-from ackpt.core.planning_errors import BudgetError, TraceError
+from ackpt.core.errors import BudgetError, CheckpointError, OffloadError, TraceError
 from ackpt.metering.meter import compare_seconds, count_flops, measure
 from ackpt.metering.timeline import MeterError
 from ackpt.offloading.saved_tensors import offload_saved_tensors

@@ -3,7 +3,7 @@
 ``import ackpt`` does not load it; ``ackpt.trace`` and ``ackpt.graph`` do when they are first used.
 """
 
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 from ackpt.planner.capture.joint_graph import JointGraph, Node, Storage
 from ackpt.planner.capture.tracing import trace
 from ackpt.planner.costs.profiles import Profile, ProfileError, profile

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.graph import lower
-from ackpt.planner.capture.model_facts import ModelFacts, WatchedModel
+from ackpt.planner.capture.call_facts import ModelFacts, WatchedModel
 
 
 class Layers(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from ackpt.core.budget import from_text, is_share
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 from ackpt.metering.meter import compare_seconds
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT

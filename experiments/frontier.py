@@ -22,7 +22,7 @@ from tqdm import tqdm
 import ackpt
 from ackpt import plan
 from ackpt.cli.selftest import Workload
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
 from ackpt.planner.choose import default_profile
 from ackpt.planner.policies import POLICIES, auto

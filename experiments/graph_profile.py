@@ -1,4 +1,4 @@
-"""The live bytes of a step's graph by category, and a comparison with measured bytes."""
+"""The operations of a step's graph, its live bytes in several orders, and a comparison with measured bytes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,35 @@ from ackpt import plan
 from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.costs.profiles import profile as profiled
-from ackpt.planner.schedule.plan import RECOMPUTED, Plan
+from ackpt.planner.schedule.plan import RECOMPUTED
 from ackpt.planner.schedule.simulator import simulate
 from experiments.steps.captured_step import CapturedStep
 
 LABEL = 0.21  # width of a label of a peak, relative to the axis
-_BELOW = {"parameters": "parameter", "buffers": "buffer", "inputs": "input", "optimizer": "optimizer state"}
 
 
-def breakdown(graph, planned: Plan) -> Timeline:
-    """All live bytes of a planned step, event by event: the resident ones by category, below the dynamic ones."""
-    sizes = graph.bytes()
-    events = len(planned.timeline.live)
-    categories = {name: (sizes[kind],) * events for name, kind in _BELOW.items() if sizes[kind]}
-    live = tuple(planned.resident_bytes + size for size in planned.timeline.live)
-    return Timeline(live, {**categories, **planned.timeline.categories}, planned.timeline.boundary)
+def operations(graph, first_of_backward: str) -> list[dict[str, Any]]:
+    """The operations of a graph of `make_fx` that allocate a storage, in order, without views, parameters and inputs.
+
+    Each has its ``name``, the ``bytes`` that it allocates, ``reads``: the operations whose storages it reads, and
+    ``is_backward``: whether it is `first_of_backward` or comes after it.
+    """
+    owner: dict[int, str | None] = {}
+    found, is_backward = [], False
+    for node in graph.nodes:
+        tensors = [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if torch.is_tensor(t)]
+        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        fresh = {storage: size for storage, size in sizes.items() if storage not in owner}
+        is_backward |= node.name == first_of_backward
+        if node.op == "placeholder":
+            owner.update(dict.fromkeys(fresh))
+        elif node.op == "call_function" and fresh:
+            owner.update(dict.fromkeys(fresh, node.name))
+            read = [t for source in node.all_input_nodes for t in torch.utils._pytree.tree_leaves(source.meta["val"])]
+            reads = {owner[t.untyped_storage()._cdata] for t in read} - {None}
+            size = sum(fresh.values())
+            found.append({"name": node.name, "bytes": size, "reads": sorted(reads), "is_backward": is_backward})
+    return found
 
 
 def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | dict[str, int]):
@@ -59,6 +73,54 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | di
         axes.tick_params(axis="x", length=0)
         shown = {"backward begins": Line2D([], [], **dashed), **plots.as_stacked(handles)}
         return plots._finished(figure, [*shown.values()], [*shown])
+
+
+def panels_plot(steps: dict[str, Timeline], title: str):
+    """A Figure with a panel per step, all equally wide: its live memory, its peak, and what it saves for backward.
+
+    Example:
+        >>> from ackpt.metering.timeline import Timeline
+        >>> from experiments.graph_profile import panels_plot
+        >>> live = (0, 2**20, 2**21, 0)
+        >>> step = Timeline(live, {"activations": live}, boundary=1)
+        >>> panels_plot({"plan": step}, "").axes[0].get_title()
+        'plan\\nsaved 1.0, peak 2.0'
+    """
+    from matplotlib.lines import Line2D
+
+    from ackpt.metering import plots
+
+    with plots.style.context("default"):
+        figure, only = plots._axes(title, "", "")
+        only.remove()
+        panels = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+        looks = {"color": plots.TEXT, "linestyle": "none", "clip_on": False, "zorder": 5}
+        dashed = {"color": plots.TEXT, "linewidth": 1, "linestyle": (0, (4, 3))}
+        handles = {}
+        for axes, (name, step) in zip(panels, steps.items(), strict=True):
+            plots._style(axes)
+            handles |= plots.stack(axes, 0, step, 0)
+            boundary = step.boundary or 0
+            saved = step.at(boundary)["activations"] / plots.MIB
+            axes.axvline(boundary, **dashed)
+            axes.plot([boundary], [saved], marker="o", markersize=6, **looks)
+            axes.plot([step.peak_index], [step.peak_bytes / plots.MIB], marker="v", markersize=6, **looks)
+            numbers = f"saved {saved:.1f}, peak {step.peak_bytes / plots.MIB:.1f}"
+            axes.set_title(f"{name}\n{numbers}", fontsize=8.5, color=plots.TEXT)
+            axes.set_xlim(0, max(1, len(step.live) - 1))
+            axes.set_xticks([])
+            axes.set_xlabel("allocations and frees", color=plots.TEXT, fontsize=9)
+        panels[0].set_ylim(0, 1.1 * max(step.peak_bytes for step in steps.values()) / plots.MIB)
+        panels[0].set_ylabel("live memory (MiB)", color=plots.TEXT, fontsize=9)
+        shown = {
+            "backward begins": Line2D([], [], **dashed),
+            "peak": Line2D([], [], marker="v", **looks),
+            "saved for backward": Line2D([], [], marker="o", **looks),
+            **plots.as_stacked(handles),
+        }
+        legend = {"frameon": False, "labelcolor": plots.TEXT, "fontsize": 8.5, "ncols": 4}
+        figure.legend([*shown.values()], [*shown], loc="outside lower center", **legend)
+        return plots._finished(figure, [], [])
 
 
 def random_fates(graph, seed: int) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ackpt import plan
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.planner.policies import auto, full, ilp, mu_two, rotor
 from ackpt.planner.policies.chains.blocks import coarse_chain, long_skips
 from ackpt.planner.policies.chains.substitutes import substituted

@@ -16,7 +16,7 @@ from unittest import mock
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
 from ackpt.planner.costs.devices import device
 from ackpt.planner.schedule.simulator import simulate

@@ -275,6 +275,21 @@ def fresh_dynamo():
 
 
 @pytest.fixture
+def no_inductor(monkeypatch):
+    """Run the operations one by one: Inductor would compile for minutes, and Dynamo does the same in front of it."""
+    from steps import run_boxed
+    from torch._dynamo.backends.common import aot_autograd
+
+    def run(gm, example_inputs, custom_partitioner_fn=None, **_):
+        if custom_partitioner_fn is None:
+            return gm.forward
+        compilers = {"fw_compiler": run_boxed, "bw_compiler": run_boxed, "partition_fn": custom_partitioner_fn}
+        return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, example_inputs)
+
+    monkeypatch.setattr("ackpt.planner.backend.dynamo._by_inductor", run)
+
+
+@pytest.fixture
 def fresh_results():
     """No result on tensors without data is known from an earlier capture."""
     kernels._RESULTS.clear()

@@ -9,7 +9,7 @@ from address import colab_address, repository_address
 
 import ackpt
 from ackpt import graph
-from ackpt.core import errors, planning_errors
+from ackpt.core import errors
 from ackpt.metering import flops
 from experiments import data
 
@@ -72,7 +72,7 @@ def is_quoted_from(message: str, source: str) -> bool:
     return True
 
 
-OUR_ERRORS = error_classes(errors, planning_errors, ackpt, graph, flops, data)
+OUR_ERRORS = error_classes(errors, ackpt, graph, flops, data)
 
 
 def test_every_error_class_is_on_the_page():

@@ -20,14 +20,14 @@ SYMBOLS = [
 ]
 
 
-def test_of_public_names_and_their_members_all_that_is_missing_is_named():
+def test_missing_types_of_public_names_and_members_are_named():
     assert incomplete(SYMBOLS, ["p.f", "p.C", "p.g"]) == [
         "a.py:7: p.inner.f: no annotation",
         "a.py:7: p.C.method: no return type",
     ]
 
 
-def test_what_is_not_public_may_say_less():
+def test_private_names_may_lack_types():
     assert incomplete(SYMBOLS, ["p.g"]) == []
 
 

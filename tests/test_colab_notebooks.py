@@ -40,11 +40,11 @@ def translated(text: str, root: Path = ROOT) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_myst_survives_in_a_notebook_for_colab(name):
+def test_no_myst_remains_in_a_notebook_for_colab(name):
     assert survivors(read(ROOT / COLAB_FOLDER / f"{name}.ipynb")) == set()
 
 
-def test_myst_that_survives_is_found():
+def test_remaining_myst_is_reported():
     assert {"directive", "role", "relative address"} <= survivors(read(CHAPTERS[0]))
     for text, names in (
         ("```{include} x.md\n```", {"directive"}),
@@ -151,7 +151,7 @@ def test_tables_and_figures_come_from_the_results_of_the_same_run(tmp_path):
         ("text\n:::", "the fence ':::' has no counterpart"),
     ],
 )
-def test_what_has_no_translation_is_an_error_that_names_chapter_and_cell(myst, complaint):
+def test_a_construct_without_translation_is_an_error_with_chapter_and_cell(myst, complaint):
     with pytest.raises(NotebookError, match=f"^01_one.py, cell 3: .*{complaint}"):
         translated(myst)
 

@@ -25,7 +25,7 @@ def test_a_model_is_captured_planned_and_run_as_recorded(name: str) -> None:
     assert compare(name, then, now, same_cpu=recorded["environment"]["cpu"] == here["cpu"]) == []
 
 
-def test_every_recorded_step_is_bit_equal_and_takes_what_was_simulated() -> None:
+def test_every_recorded_step_is_bit_equal_and_has_the_simulated_peak() -> None:
     entries = [
         (entry["bit_equal"], entry["measured_peak_bytes"] <= entry["peak_bytes"])
         for model in corpus.load()["models"].values()
@@ -58,12 +58,12 @@ def model(entry: dict) -> dict:
         (REFUSAL, {"refused": 81}, "worse"),
     ],
 )
-def test_worse_is_told_from_changed(then: dict, change: dict, verdict: str | None) -> None:
+def test_worse_plans_are_told_from_changed_ones(then: dict, change: dict, verdict: str | None) -> None:
     found = compare("a", model(then), model({**then, **change}))
     assert [each for each, _ in found] == ([] if verdict is None else [verdict])
 
 
-def test_a_plan_for_a_refusal_is_no_loss_but_a_refusal_for_a_plan_is() -> None:
+def test_a_new_refusal_is_a_loss_and_a_new_plan_is_none() -> None:
     assert [verdict for verdict, _ in compare("a", model(REFUSAL), model(PLAN))] == ["changed, not worse"]
     assert [verdict for verdict, _ in compare("a", model(PLAN), model(REFUSAL))] == ["worse"]
     assert [verdict for verdict, _ in compare("a", model(PLAN), {**model(PLAN), "plans": {}})] == ["worse"]

@@ -51,7 +51,7 @@ def run_here(monkeypatch, capsys, one_thread):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_it_runs_as_it_says_and_prints_what_it_measured(script, tmp_path, run_here):
+def test_an_example_runs_and_prints_measured_bytes(script, tmp_path, run_here):
     if script.stem == "inductor" and shutil.which("g++") is None:
         pytest.skip("Inductor needs a C++ compiler")
     assert len(script.read_text().splitlines()) <= 85
@@ -63,7 +63,7 @@ def test_it_runs_as_it_says_and_prints_what_it_measured(script, tmp_path, run_he
 
 
 @pytest.mark.parametrize("start", ["python", "torchrun --standalone --nproc-per-node 2"])
-def test_a_promise_that_is_broken_fails(start, tmp_path):
+def test_a_failed_assertion_of_an_example_is_a_failure(start, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("import os\nassert os.environ.get('RANK') == '0'\n")  # one of two ranks is enough
     with pytest.raises(AssertionError, match="broken.py"):
@@ -84,7 +84,7 @@ def test_the_ranks_have_the_variables_that_torchrun_sets(tmp_path):
     assert sorted(launched) == sorted(run(" ".join(["torchrun", *arguments]), tmp_path)) != []
 
 
-def test_every_script_stands_in_a_guide_and_every_guide_has_one():
+def test_every_script_is_in_a_guide_and_every_guide_has_one():
     shown = {}
     for guide in GUIDES:
         shown[guide.stem] = re.findall(r"^```\{literalinclude\} (\S+)$", guide.read_text(encoding="utf-8"), re.M)

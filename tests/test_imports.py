@@ -33,7 +33,7 @@ def test_the_structure_stays_within_its_limits(figure):
     assert figure.value <= figure.most
 
 
-def test_packages_import_only_what_stands_before_them():
+def test_packages_import_only_earlier_packages():
     against = [
         (source, target)
         for source, targets in IMPORTS.items()
@@ -102,6 +102,6 @@ assert "ackpt.core.progress" in loaded and not any(name.split(".")[0] == "tqdm" 
 """
 
 
-def test_what_only_some_users_need_is_imported_when_it_is_used():
+def test_optional_packages_are_imported_when_they_are_used():
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -31,14 +31,14 @@ def test_every_part_trains_alike_twice(name):
         assert difference(train(spec, plain, 2), train(spec, plain, 2)) is None
 
 
-def test_a_difference_is_a_finding():
+def test_a_difference_is_reported():
     spec = Spec(0, "sequence", ((Node("Linear", 1), Node("Noise", 2)),))
     other = Spec(1, "sequence", ((Node("Linear", 1), Node("Noise", 2)),))
     text = difference(train(spec, plain, 2), train(other, plain, 2))
     assert text is not None and text.startswith("step 0: output 0")
 
 
-def test_a_model_that_cannot_be_measured_unmodified_is_none(monkeypatch):
+def test_a_model_that_fails_in_eager_is_skipped(monkeypatch):
     spec = Spec(0, "sequence", ((Node("Linear", 1),),))
     planned = next(variant for variant in variants(spec) if variant.plans)
     plain_fails = False

@@ -36,7 +36,7 @@ def printed(tmp_path_factory) -> list[str]:
     return printed_by(f"print({BETWEEN!r})\n".join(codes), tmp_path_factory.mktemp("code")).split(BETWEEN + "\n")
 
 
-def test_it_is_short() -> None:
+def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 100
 
 
@@ -52,7 +52,7 @@ def test_the_budget_is_kept_as_the_books_first_page_says(printed: list[str]) -> 
     assert printed[2] == said
 
 
-def test_the_offload_of_the_details_moves_what_layers_save(printed: list[str]) -> None:
+def test_the_offload_example_moves_the_activations_of_layers(printed: list[str]) -> None:
     lines = printed[1].splitlines()
     (moved,) = (int(line) for line in lines if line.isdecimal())
     assert moved >= 7 * 2**24  # what seven of eight layers save

@@ -11,7 +11,7 @@ import ackpt
 PAGE = '<img alt="a" src="_images/a%20b.png"><img src="data:image/png;base64,"><details class="hide"></details>'
 
 
-def test_missing_pictures_and_what_comes_from_elsewhere_are_found(tmp_path):
+def test_missing_pictures_and_external_resources_are_reported(tmp_path):
     page = tmp_path / "index.html"
     page.write_text(PAGE)
     assert problems(tmp_path) == ["no such picture: _images/a%20b.png"]
@@ -30,7 +30,7 @@ def test_formulas_that_are_not_typeset_are_counted():
     assert problems_of_formulas(source, 3 * done + "<mjx-merror>") == ["1 formulas are wrong"]
 
 
-def test_on_paper_what_is_folded_is_open_and_links_stay_within():
+def test_the_printed_page_unfolds_blocks_and_keeps_links_internal():
     assert for_paper(PAGE).endswith('<details open class="hide"></details>')
     assert for_paper(for_paper(PAGE)) == for_paper(PAGE)
     assert for_paper('<a href="index.html#goals">') == '<a href="#goals">'

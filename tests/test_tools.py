@@ -211,5 +211,5 @@ def test_the_address_is_counted_wherever_it_stands(tmp_path: Path) -> None:
     assert check_address.places(tmp_path) == ["page.md:2", "pyproject.toml:2"]
 
 
-def test_the_address_of_this_project_stands_in_one_place() -> None:
+def test_the_address_of_this_project_is_in_one_place() -> None:
     assert [place.split(":")[0] for place in check_address.places()] == ["pyproject.toml"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -15,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ackpt.core import __version__
-from ackpt.core.errors import CheckpointError, OffloadError
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import CheckpointError, OffloadError, did_you_mean
 
 
 class UsageError(ValueError):
@@ -93,6 +93,10 @@ def parser_of(program: str, description: str, commands: Iterable[Callable]) -> a
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-[\d.]")  # -10% and -1GiB are values of options, which refuse them
+
     def parse_known_args(self, args=None, namespace=None):
         """Reports an unknown option as the command's own error, which points to the help of that command."""
         parsed, unknown = super().parse_known_args(args, namespace)

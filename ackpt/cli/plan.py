@@ -6,12 +6,13 @@ import argparse
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ackpt.core.budget import is_share
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 from ackpt.planner.costs.devices import DEVICES, device
 from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
 from ackpt.planner.workloads.step_request import (
@@ -155,7 +156,7 @@ def add_plan(commands) -> None:
         nargs="?",
         const=True,
         default=False,
-        choices=[True, "auto"],
+        type=_chunk_head,
         metavar="auto",
         help="run the head of a language model, from its last matrix product to the loss, in chunks of tokens, in as "
         "many as the budget needs; auto: only if the budget needs it",
@@ -202,6 +203,16 @@ def add_plan(commands) -> None:
     )
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_plan_command)
+
+
+def _chunk_head(value: str) -> str:
+    """The value of ``--chunk-head``, which takes the next word if that is no option."""
+    if value != "auto":
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not 'auto': write --chunk-head alone, or --chunk-head auto, after the model, as in ackpt "
+            "plan hf:GPT2Config --chunk-head"
+        )
+    return value
 
 
 def run_plan_command(arguments, command: str) -> int:
@@ -339,17 +350,45 @@ def _options_of_selective(arguments) -> dict[str, Any]:
 
 def _lengths(arguments):
     """The report of --lengths."""
-    from ackpt.planner.workloads.lengths import batching, check_lengths, fits_of_plan, lengths_in
+    from ackpt.planner.workloads.lengths import batching, fits_of_plan
 
     if arguments.lengths is None:
         raise UsageError("--tokens-per-batch and --packed make batches of the sequences of --lengths: give a file")
     sizes = "seq_len", "image_size", "sweep", "largest"
     plans = "policy", "slowdown", "every_n_layers", "save", "offload_blocks", "fsdp"
     _require_alone("--lengths reports on all batches of a data set", arguments, *_OF_ONE_PLAN, *sizes, *plans)
+    if "," in (arguments.device_profile or ""):
+        raise UsageError(f"--lengths reports on one device: give one of --device-profile {arguments.device_profile}")
     lengths, name_of = lengths_in(Path(arguments.lengths))
-    batches = batching(arguments.batch_size, arguments.tokens_per_batch, arguments.packed)
-    check_lengths(lengths, batches, None, name_of)
+    sizes = arguments.batch_size, arguments.tokens_per_batch, arguments.packed
+    batches = batching(*sizes, said=lambda name: f"--{name.replace('_', '-')}")
     return fits_of_plan(configuration(arguments, batch_size=1, seq_len=1), lengths, batches, name_of)
+
+
+def lengths_in(path: Path) -> tuple[list[int], Callable[[int], str]]:
+    """The lengths in a file, one number a line or a list as JSON, and a function that names the place of each.
+
+    Raises:
+        ValueError: for a file that cannot be read, is empty, or has other content; names the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # editors may write a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--lengths {path} cannot be read: {error}") from error
+    if text.lstrip()[:1] == "[":
+        try:
+            numbers = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--lengths {path}, line {error.lineno}: this is not JSON: {error.msg}") from error
+        return numbers, lambda at: f"entry {at + 1} of {path}"
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    numbers = []
+    for number, line in lines:
+        try:
+            numbers.append(int(line))
+        except ValueError:
+            raise ValueError(f"--lengths {path}, line {number}: {line!r} is not a number of tokens") from None
+    return numbers, lambda at: f"line {lines[at][0]} of {path}"
 
 
 _OF_ONE_PLAN = "output", "explain", "html", "memory_viz"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.core.progress import about, shown, stage
 from ackpt.metering.meter import memory_format
 from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan

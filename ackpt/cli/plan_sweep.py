@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 
-from ackpt.core.planning_errors import BudgetError, did_you_mean
+from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.core.progress import about
 from ackpt.metering.meter import memory_format
 from ackpt.planner.workloads.planned_shapes import PlanConfig, Planned, run_plan

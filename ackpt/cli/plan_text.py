@@ -9,7 +9,7 @@ import torch
 
 import ackpt
 from ackpt.core.budget import readable
-from ackpt.core.planning_errors import BudgetError, TraceError
+from ackpt.core.errors import BudgetError, TraceError
 from ackpt.metering.meter import memory_format
 from ackpt.planner.explain.explanation import Explanation, explained
 from ackpt.planner.workloads.optimizers import optimizer_kind

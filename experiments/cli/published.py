@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 
 
 def add_published(commands) -> None:

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ackpt.checkpointing.region import Autocast
 from ackpt.core.progress import shown
 from ackpt.planner.capture.aot import capture
-from ackpt.planner.capture.call_facts import call_of
-from ackpt.planner.capture.model_facts import WatchedModel
+from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop
 from ackpt.planner.capture.tracing import captured_graph
 from ackpt.planner.schedule.plan import Plan, check_applies

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ackpt.cli.selftest import Workload, transformer
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 
 TRANSFORMER = {

@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from ackpt.cli.selftest import Workload
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.planner.costs.devices import Device, with_all_dtypes
 from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE
 from ackpt.planner.request import MEASURED

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 
 from .named_steps import Method, NotRun, RunStep, Setting, needs_limit
 from .step_shapes import Shapes, does_not_fit

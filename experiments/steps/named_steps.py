@@ -15,7 +15,7 @@ import torch
 
 import ackpt
 from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
-from ackpt.core.planning_errors import BudgetError, did_you_mean
+from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.metering.meter import measure
 from ackpt.models import Block
 from ackpt.planner.policies import POLICIES

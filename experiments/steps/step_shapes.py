@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
 from ackpt.planner.capture.optimizer_state import Loop, with_loop
 from ackpt.planner.costs.devices import device as device_rates

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from ackpt import plan
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.metering.timeline import CATEGORIES, Timeline
 from ackpt.planner.policies import auto
 from ackpt.planner.policies.search.frontier import frontier

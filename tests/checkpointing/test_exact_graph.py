@@ -48,7 +48,7 @@ def test_only_an_output_that_needs_no_gradient_is_used():
     assert x.grad is None
 
 
-def test_the_switches_end_with_the_block_and_belong_to_the_region():
+def test_switches_end_with_their_context_and_apply_to_regions_made_inside():
     parameter = torch.nn.Parameter(torch.ones(2))
     x = torch.ones(2, requires_grad=True)
     y = lean(lambda x: x * parameter * x, x)

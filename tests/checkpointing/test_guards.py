@@ -306,13 +306,13 @@ def test_a_norm_that_is_evaluated_in_the_region_and_trained_before_its_backward(
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_training_with_buffers(make):
+def test_training_with_buffers_is_bit_equal(make):
     seed()
     assert_same_training(nn.Sequential(with_layer(make()), with_layer(make())), (batch(6).detach(),), steps=3)
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_several_forwards_through_buffers_before_the_backwards(make):
+def test_buffers_are_exact_with_several_forwards_before_the_backwards(make):
     """Each recomputation starts from the values of its own forward; afterwards the present values are restored."""
 
     def run(call):
@@ -331,7 +331,7 @@ def test_several_forwards_through_buffers_before_the_backwards(make):
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore::FutureWarning")
 @pytest.mark.parametrize("legacy", [nn.utils.spectral_norm, nn.utils.weight_norm])
-def test_norms_that_live_in_forward_hooks(legacy):
+def test_buffers_of_norms_in_forward_hooks_change_once(legacy):
     def run(wrap):
         seed()
         model = nn.Sequential(with_layer(legacy(nn.Linear(4, 4))), nn.Linear(4, 4))
@@ -361,7 +361,7 @@ def test_a_large_buffer_that_changes_for_the_first_time_is_refused_once():
     assert layer.steps == 2
 
 
-def test_what_another_operation_saved_of_a_buffer_stays_usable():
+def test_a_buffer_saved_by_another_operation_keeps_its_version():
     """Restoring old values does not change the version counter that autograd compares."""
 
     def run(call):
@@ -455,7 +455,7 @@ class _KeepsItsOutput(nn.Module):
 
 @pytest.mark.parametrize("wrapped", [lambda h: h, lambda h: [h], lambda h: (h, 1)], ids=["tensor", "list", "tuple"])
 @pytest.mark.parametrize("made", [False, True])
-def test_an_attribute_with_a_history_is_that_of_the_last_forward(made, wrapped):
+def test_an_attribute_with_a_graph_is_the_one_of_the_last_forward(made, wrapped):
     """Two forwards, then two backwards: the recomputation of the first must not leave its output in the attribute."""
 
     def train(call):
@@ -470,7 +470,7 @@ def test_an_attribute_with_a_history_is_that_of_the_last_forward(made, wrapped):
     assert all(map(torch.equal, train(plain_call), train(ackpt.checkpoint)))
 
 
-def test_an_attribute_with_a_history_that_the_forward_reads_is_assigned_once_per_step():
+def test_an_attribute_with_a_graph_that_the_forward_reads_is_assigned_once_per_step():
     """As torch.func.functional_call leaves tied parameters; the value from before cannot be restored."""
 
     class Decays(nn.Module):
@@ -494,7 +494,7 @@ def test_an_attribute_with_a_history_that_the_forward_reads_is_assigned_once_per
     assert torch.equal(train(plain_call), train(ackpt.checkpoint))
 
 
-def test_an_attribute_with_a_history_keeps_no_graph_alive_after_backward():
+def test_an_attribute_with_a_graph_keeps_no_graph_alive_after_backward():
     model = _KeepsItsOutput(False, lambda h: h)
     for _ in range(2):
         ackpt.checkpoint(model, torch.randn(3, 4)).sum().backward()

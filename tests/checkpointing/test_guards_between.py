@@ -125,7 +125,7 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
-def test_names_that_mean_something_else_by_the_backward(change):
+def test_replaced_names_have_the_values_of_the_forward(change):
     def run(call):
         seed()
         model = with_layer(nn.Dropout(0.5))
@@ -142,7 +142,7 @@ def test_names_that_mean_something_else_by_the_backward(change):
     assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
 
 
-def test_a_change_after_the_last_backward_is_nobodys_business():
+def test_changes_after_the_last_backward_are_allowed():
     model, x, mask, other, loss = model_and_loss()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -169,13 +169,13 @@ def test_a_region_that_changes_its_own_input_or_parameter(function, message, his
         ackpt.checkpoint(lambda x: function(x, w), x * 1 if history else x).sum().backward()
 
 
-def test_an_embedding_that_renormalises_its_weight():
+def test_an_embedding_with_max_norm_is_refused():
     layer = nn.Embedding(5, 4, max_norm=0.1)
     with raises_cleanly(Error, "changes the parameter 'weight'.*max_norm"):
         ackpt.checkpoint(layer, torch.tensor([1, 2]))
 
 
-def test_guarantees_can_be_switched_off_and_come_back():
+def test_guarantees_can_be_switched_off_and_on_again():
     model, x = with_layer(nn.Tanh()), batch(6)
     with ackpt.guarantees(unchanged=False):
         loss = ackpt.checkpoint(model, x).sum()
@@ -222,7 +222,7 @@ READS = {
 
 
 @pytest.mark.parametrize(("function", "reads"), READS.values(), ids=READS)
-def test_what_a_region_reaches_but_does_not_read_may_change(function, reads):
+def test_only_values_that_a_region_reads_must_not_change(function, reads):
     layer, buffer = nn.Linear(4, 4), torch.ones(4)
     loss = ackpt.checkpoint(lambda x: function(layer(x), buffer), torch.ones(1, 4)).sum()
     buffer.add_(1)
@@ -254,7 +254,7 @@ def test_regions_of_a_list_of_blocks_that_each_closure_holds():
     assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
 
 
-def test_a_parameter_that_is_set_to_its_own_value():
+def test_a_parameter_set_to_its_own_value_is_no_change():
     def run(call):
         p = nn.Parameter(torch.eye(2))
 
@@ -283,7 +283,7 @@ def test_a_parameter_that_is_set_to_another_value_is_refused():
         ackpt.checkpoint(function, torch.ones(1, 2))
 
 
-def test_a_weight_that_is_released_between_forward_and_backward():
+def test_a_weight_released_and_gathered_again_keeps_gradients_exact():
     """As ZeRO-3 does: hooks gather the weight before its use, and replace it by an empty tensor afterwards."""
 
     class Gather(torch.autograd.Function):

@@ -76,7 +76,7 @@ def test_gradcheck(reduction, chunks):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("rows", [4, 0])
-def test_no_row_that_counts(reduction, rows):
+def test_all_rows_ignored(reduction, rows):
     """torch's loss is nan for the mean of nothing; its gradients are zero."""
     made = inputs(rows=rows, ignored=range(4))
     expected, found = (
@@ -87,7 +87,7 @@ def test_no_row_that_counts(reduction, rows):
         assert torch.equal(one, other) and other.abs().sum() == 0
 
 
-def test_one_row_and_one_word():
+def test_one_row_and_one_class():
     assert_close(inputs(rows=1), chunks=8)
     assert_close(inputs(vocabulary=1))
 
@@ -100,7 +100,7 @@ def test_large_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
-def test_under_autocast(hidden_dtype):
+def test_equal_to_torch_under_autocast(hidden_dtype):
     """The matrix products run in bf16 as F.linear's would; loss and softmax in fp32."""
     hidden, weight, targets = inputs(dtype=torch.float32, rows=64, dim=32, vocabulary=50)
     hidden = hidden.detach().to(hidden_dtype).requires_grad_()
@@ -118,7 +118,7 @@ def test_under_autocast(hidden_dtype):
         assert error <= 1.5 * torchs + 1e-6
 
 
-def test_in_bf16_without_autocast():
+def test_bfloat16_without_autocast_is_close_to_torch():
     hidden, weight, targets = inputs(dtype=torch.bfloat16, rows=64, dim=32, vocabulary=50)
     found = loss_and_gradients(ackpt.chunked_cross_entropy, hidden, weight, targets)
     expected = loss_and_gradients(full, hidden, weight, targets)
@@ -149,7 +149,7 @@ def test_torch_autograd_grad_and_accumulation():
     torch.testing.assert_close(weight.grad, 2 * expected)
 
 
-def test_a_weight_that_is_the_embedding_too():
+def test_a_weight_tied_to_the_embedding():
     hidden, weight, targets = inputs()
     tokens = torch.arange(11)
 
@@ -162,7 +162,7 @@ def test_a_weight_that_is_the_embedding_too():
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_with_a_checkpointed_model(inside):
+def test_equal_to_torch_with_a_checkpointed_model(inside):
     hidden, weight, targets = inputs()
     expected = loss_and_gradients(lambda h, w, t: full(h.sin(), w, t), hidden, weight, targets)
 
@@ -175,7 +175,7 @@ def test_with_a_checkpointed_model(inside):
         torch.testing.assert_close(one, other)
 
 
-def test_strided_inputs():
+def test_strided_inputs_are_accepted():
     hidden, weight, targets = inputs(rows=12)
     assert_close((hidden.detach().t().contiguous().t().requires_grad_(), weight, targets.flip(0)), chunks=5)
     assert_close((hidden, weight.detach().t().contiguous().t().requires_grad_(), targets), chunks=5)
@@ -236,7 +236,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("change", "options", "error", "message"), ERRORS.values(), ids=ERRORS)
-def test_errors(change, options, error, message):
+def test_invalid_arguments_are_refused(change, options, error, message):
     made = change(*inputs())
     with raises_cleanly(error, message):
         ackpt.chunked_cross_entropy(*made, **options)

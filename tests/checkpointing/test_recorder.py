@@ -198,7 +198,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("make", SAME.values(), ids=SAME)
-def test_what_two_runs_may_do_differently(make):
+def test_allowed_differences_between_two_runs(make):
     """Differences in caches, logging and values that no output depends on are allowed."""
 
     def build():
@@ -209,7 +209,7 @@ def test_what_two_runs_may_do_differently(make):
     del calls[1:]
 
 
-def test_counting_flops_is_no_other_path():
+def test_counting_flops_changes_no_path():
     """Under a dispatch mode the inputs of a recompute are views, which functions such as ``to`` may return."""
 
     def function(x):
@@ -261,7 +261,7 @@ SWAPPED = {
 
 
 @pytest.mark.parametrize("name", SWAPPED)
-def test_arguments_that_change_places_are_another_path(name):
+def test_swapped_arguments_are_another_path(name):
     runs = []
 
     def function(x, y):
@@ -276,7 +276,7 @@ def test_arguments_that_change_places_are_another_path(name):
         ackpt.checkpoint(function, x, y).sum().backward()
 
 
-def test_a_tensor_that_is_given_twice_has_no_place_of_its_own():
+def test_a_tensor_passed_twice_has_its_gradient():
     x, mask = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     for args in [(x, mask, mask), (x, x, x), (x.detach(), x, mask)]:
         x.grad = None
@@ -322,7 +322,7 @@ def test_parameters_that_both_runs_make_are_the_same_path():
 
 
 @pytest.mark.parametrize("offload", [None, "sync"])
-def test_nothing_but_a_parameter_that_the_region_creates_requires_grad(offload):
+def test_a_parameter_created_by_the_region_is_trainable(offload):
     x = torch.ones(2, requires_grad=True)
     y = ackpt.checkpoint(lambda x: x * nn.Parameter(torch.full((2,), 3.0)), x.detach(), offload=offload)
     (x * y).sum().backward()
@@ -344,7 +344,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_functions_in_a_region(name):
+def test_transforms_of_torch_func_inside_a_region(name):
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     gradients = []
     for call in (lambda f, x: f(x), ackpt.checkpoint):
@@ -418,7 +418,7 @@ def test_another_path_after_the_recorded_runs_is_an_error(name, monkeypatch):
     assert_next_step_works()
 
 
-def test_a_number_that_changes_no_bit_of_the_outputs_is_found_in_the_recorded_runs_only():
+def test_a_changed_number_without_effect_on_outputs_is_reported_in_recorded_runs_only():
     zero = nn.Parameter(torch.zeros(4))
 
     def function(x):
@@ -453,7 +453,7 @@ ALWAYS_RECORDED = {
 
 
 @pytest.mark.parametrize("name", ALWAYS_RECORDED)
-def test_what_the_graph_does_not_show_is_recorded_in_all_runs(name, monkeypatch):
+def test_operations_outside_of_the_graph_are_recorded_in_all_runs(name, monkeypatch):
     made, (function, options) = recorders(monkeypatch), ALWAYS_RECORDED[name]
     for _ in range(recorder.RECORDED_RUNS + 2):
         torch.sum(ackpt.checkpoint(function, batch(5), **options)).backward()
@@ -479,7 +479,7 @@ def test_large_tensors_are_recorded_in_all_runs(monkeypatch):
     assert len(made) == 2 * recorder.RECORDED_RUNS + 2
 
 
-def test_what_is_known_of_a_function_goes_with_it():
+def test_records_of_a_function_are_freed_with_it():
     def function(x):
         return x.sin()
 

@@ -58,7 +58,7 @@ MODELS = {
 
 @pytest.mark.parametrize("grad", [True, False], ids=["input needs grad", "input needs none"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_modules(make, grad):
+def test_modules_are_bit_equal(make, grad):
     def build():
         return Case(make(), (batch(grad=grad),))
 
@@ -106,7 +106,7 @@ def nest(depth, function):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 25])  # of 25 each is run again up to 25 times
-def test_nesting(depth):
+def test_nested_regions_are_bit_equal(depth):
     def build():
         model = mlp(nn.Dropout(0.3))
         return Case(nest(depth - 1, model), (batch(),), also=model)
@@ -210,7 +210,7 @@ def test_a_second_backward_without_retain_graph_is_torchs_own_error(wrap, grad):
         y.backward()
 
 
-def test_only_a_part_of_the_outputs_used():
+def test_a_loss_of_some_outputs_is_bit_equal():
     def build():
         model, other = mlp(), mlp()
         return Case(lambda x: (model(x), other(x), model(x.sin())), (batch(),), also=[model, other])
@@ -238,7 +238,7 @@ def _without_grad(model, x):
         return model(x)
 
 
-def test_grad_mode_is_the_forwards_inside_of_a_recompute():
+def test_grad_mode_in_a_recomputation_is_that_of_the_forward():
     seen = []
 
     def function(x):
@@ -301,7 +301,7 @@ def test_forward_in_one_thread_backward_in_another():
     assert_same_step(build, call=in_thread)
 
 
-def test_torchs_own_checkpoint_agrees():
+def test_equal_to_torchs_checkpoint():
     def gradients(call):
         seed()
         model, x = mlp(nn.Dropout(0.5)), batch()

@@ -73,7 +73,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("kind", ["leaf", "history", "no grad", "parameter"])
-def test_closed_over_tensors(way, kind):
+def test_closed_over_tensors_get_their_gradients(way, kind):
     def build():
         root = batch()
         weight = {
@@ -88,7 +88,7 @@ def test_closed_over_tensors(way, kind):
     assert sum(grad is not None for grad in step.grads) >= (1 if kind == "no grad" else 2)
 
 
-def test_no_argument_at_all():
+def test_a_region_without_arguments():
     def build():
         (h,) = history(batch())
         weight = nn.Parameter(torch.ones(4))
@@ -195,7 +195,7 @@ def _helper(x):
     return _layer(x) * _scale
 
 
-def test_helpers_that_use_globals():
+def test_globals_of_helpers_get_their_gradients():
     def build():
         _layer.zero_grad()
         return Case(lambda x: _helper(x).sin() + _layers[0](x), (batch(),))
@@ -251,7 +251,7 @@ def test_a_backward_of_its_own_inside_of_the_region():
     assert_same_step(build)
 
 
-def test_a_loss_left_in_an_attribute_is_refused_where_the_input_is_closed_over_too():
+def test_a_loss_kept_in_an_attribute_is_refused_if_the_input_is_closed_over():
     """Its gradient went on through the graph of the first forward, which was kept, and was added at another place."""
     found = {}
 
@@ -266,7 +266,7 @@ def test_a_loss_left_in_an_attribute_is_refused_where_the_input_is_closed_over_t
         (y.sum() + found["side"]).backward()
 
 
-def test_what_is_left_in_an_attribute_may_be_looked_at():
+def test_a_tensor_kept_in_an_attribute_can_be_read():
     found = {}
 
     def function():
@@ -291,7 +291,7 @@ class _Keeps(torch.nn.Module):
 
 
 @pytest.mark.parametrize("choice", [["1.block"], ["1", "1.block"]], ids=["alone", "nested"])
-def test_what_a_hook_keeps_is_refused_in_the_loss_inside_of_another_region_too(choice):
+def test_a_tensor_kept_by_a_hook_is_refused_in_the_loss_inside_another_region(choice):
     """An earlier version dropped its gradient: a recomputation asks only for the gradients of its own inputs."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), _Keeps())
     ackpt.apply_activation_checkpointing(model, choice)

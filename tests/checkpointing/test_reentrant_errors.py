@@ -35,7 +35,7 @@ CREATE_GRAPH = {
 
 @pytest.mark.parametrize("differentiate", CREATE_GRAPH.values(), ids=CREATE_GRAPH)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_create_graph(differentiate):
+def test_create_graph_is_refused(differentiate):
     loss, x = region()
     with raises_cleanly(Error, "create_graph=True .* Call the function without checkpoint"):
         differentiate(loss, x)
@@ -43,7 +43,7 @@ def test_create_graph(differentiate):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_torchs_reentrant_checkpoint_is_silently_wrong_there():
+def test_torchs_reentrant_checkpoint_is_silently_wrong_with_create_graph():
     def gradient_penalty(call):
         x = torch.full((2,), 0.5, requires_grad=True)
         call(torch.sin, x).sum().backward(create_graph=True)
@@ -70,7 +70,7 @@ PARTIAL = {
 
 @pytest.mark.parametrize("differentiate", PARTIAL.values(), ids=PARTIAL)
 @pytest.mark.parametrize("nested", [False, True])
-def test_gradients_of_chosen_inputs(differentiate, nested):
+def test_gradients_of_chosen_inputs_are_refused(differentiate, nested):
     model = layers()
     loss, x = region(lambda x: ackpt.checkpoint(model, x).sin() if nested else model(x))
     with raises_cleanly(Error, r"torch.autograd.grad\(\) or backward\(inputs=...\) .* Call loss.backward\(\)"):
@@ -79,7 +79,7 @@ def test_gradients_of_chosen_inputs(differentiate, nested):
     assert x.grad is not None
 
 
-def test_transforms_of_torch_func():
+def test_transforms_of_torch_func_are_refused():
     model = layers()
 
     def loss(x):
@@ -93,7 +93,7 @@ def test_transforms_of_torch_func():
         torch.func.jvp(loss, (x,), (x,))
 
 
-def test_forward_mode_gradients():
+def test_forward_mode_gradients_are_refused():
     x = batch()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
@@ -102,7 +102,7 @@ def test_forward_mode_gradients():
 
 
 @pytest.mark.parametrize("offload", ["x", "host", True, 0])
-def test_unknown_offload(offload):
+def test_an_unknown_offload_is_refused(offload):
     with raises_cleanly(ValueError, "offload=.* is unknown: choose None, 'sync', 'async', or pass"):
         ackpt.checkpoint(torch.sin, batch(), offload=offload)
 
@@ -147,7 +147,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize(("function", "make"), CONTAINERS.values(), ids=CONTAINERS)
-def test_a_container_argument_that_the_region_changes(function, make):
+def test_a_container_argument_changed_by_the_region_is_refused(function, make):
     with raises_cleanly(Error, "adds, removes or replaces tensors in a list, dict or dataclass .* Return the tensors"):
         ackpt.checkpoint(function, make(batch()))
 
@@ -172,12 +172,12 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize(("function", "make"), OBJECTS.values(), ids=OBJECTS)
-def test_an_argument_object_that_the_region_changes_each_time(function, make):
+def test_an_argument_object_changed_in_every_run_is_refused(function, make):
     with raises_cleanly(Error, "changes an object that it got as an argument .*use_cache=False"):
         ackpt.checkpoint(function, batch(), make())
 
 
-def test_an_argument_object_that_the_region_completes_once_is_fine():
+def test_an_argument_object_completed_once_is_allowed():
     class Mask:
         value = None
 
@@ -205,7 +205,7 @@ class Namespace:
 
 
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS)
-def test_a_tensor_that_leaves_the_region_otherwise_cannot_take_part_in_the_loss(leak):
+def test_a_tensor_that_is_not_returned_cannot_take_part_in_the_loss(leak):
     keep, x = Namespace(), batch()
     out = ackpt.checkpoint(leak(keep), x)
     if not isinstance(out, torch.Tensor):
@@ -216,7 +216,7 @@ def test_a_tensor_that_leaves_the_region_otherwise_cannot_take_part_in_the_loss(
         loss.backward()
 
 
-def test_a_tensor_that_leaves_the_region_may_be_looked_at():
+def test_a_tensor_that_leaves_the_region_can_be_read():
     keep, x = Namespace(), batch()
     y = ackpt.checkpoint(LEAKS["attribute"](keep), x)
     assert torch.equal(keep.value, x.cos())
@@ -224,7 +224,7 @@ def test_a_tensor_that_leaves_the_region_may_be_looked_at():
     assert torch.equal(x.grad, x.cos())
 
 
-def test_in_place_changes_of_outputs_that_share_memory():
+def test_in_place_changes_of_outputs_that_share_memory_are_refused():
     y, view = ackpt.checkpoint(lambda x: (lambda y: (y, y[0]))(x.sin()), batch())
     for output in (y, view):
         with raises_cleanly(RuntimeError, "view and is being modified inplace"):
@@ -264,7 +264,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("first", "second", "message"), DIFFERENT.values(), ids=DIFFERENT)
-def test_a_recompute_with_other_outputs(first, second, message):
+def test_a_recomputation_with_other_outputs_is_refused(first, second, message):
     x = batch()
     out = ackpt.checkpoint(counted(first, second), x)
     loss = out[0].sum() if isinstance(out, tuple) else out.sum()
@@ -283,7 +283,7 @@ def test_options_of_torchs_checkpoint_are_named(option):
     assert ackpt.checkpoint(lambda x, use_reentrant: x, x, use_reentrant=False) is not None
 
 
-def test_a_result_is_no_function():
+def test_a_result_passed_as_function_is_refused():
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     with raises_cleanly(TypeError, r"got Tensor: write checkpoint\(layer, x\), not"):
         ackpt.checkpoint(layer(x), x)

@@ -36,7 +36,7 @@ def raises_on_call(number):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_in_the_forward(nested, autocast):
+def test_an_exception_in_the_forward_leaves_nothing_behind(nested, autocast):
     function = raises_on_call(1)
     seed()
     with torch.autocast("cpu", enabled=autocast), pytest.raises(OwnError, match="^mine$") as raised:
@@ -47,7 +47,7 @@ def test_in_the_forward(nested, autocast):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_in_the_recompute(nested, autocast):
+def test_an_exception_in_the_recomputation_leaves_nothing_behind(nested, autocast):
     function = raises_on_call(3 if nested else 2)
     x = batch()
     with torch.autocast("cpu", enabled=autocast):
@@ -57,7 +57,7 @@ def test_in_the_recompute(nested, autocast):
     assert x.grad is None and all(p.grad is None for p in function.layers.parameters())
 
 
-def test_random_numbers_stand_where_they_stood_before_a_failing_recompute():
+def test_random_states_are_restored_after_a_failing_recomputation():
     loss = ackpt.checkpoint(raises_on_call(2), batch()).sum()
     before = streams()
     with pytest.raises(OwnError):
@@ -76,7 +76,7 @@ def test_buffers_change_once_although_the_recompute_fails():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StopIteration, SystemExit, AssertionError, MemoryError])
-def test_any_exception(error):
+def test_every_kind_of_exception_is_passed_on(error):
     def function(x):
         if ackpt.is_recomputing():
             raise error("in recompute")
@@ -97,7 +97,7 @@ def test_a_failed_backward_can_be_repeated():
     assert x.grad is not None
 
 
-def test_errors_of_a_thread_do_not_hold_the_others_up():
+def test_an_error_in_one_thread_does_not_block_others():
     import threading
 
     def fails():
@@ -114,7 +114,7 @@ def test_errors_of_a_thread_do_not_hold_the_others_up():
     assert_next_step_works()
 
 
-def test_not_callable_and_wrong_arguments():
+def test_an_object_that_is_not_callable_and_wrong_arguments_are_refused():
     before = surroundings()
     with pytest.raises(TypeError, match="takes a function and its arguments, got int"):
         ackpt.checkpoint(3, batch())
@@ -125,7 +125,7 @@ def test_not_callable_and_wrong_arguments():
     assert surroundings() == before
 
 
-def test_an_error_in_the_recompute_says_where_it_was_raised():
+def test_an_error_in_the_recomputation_names_its_origin():
     blocks = [nn.Linear(4, 4)]
     loss = ackpt.checkpoint(lambda x: blocks[0](x), batch()).sum()
     blocks.clear()

@@ -156,7 +156,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_hooks(scenario):
+def test_tensor_and_module_hooks_fire_as_without_regions(scenario):
     assert_same_heard(scenario)
 
 
@@ -172,7 +172,7 @@ def test_hooks_on_parameters_of_nested_regions_fire_once(nested):
     assert len(assert_same_heard(scenario)) == 4
 
 
-def test_forward_hooks_of_a_wrapped_module_fire_once_those_inside_say_when_they_are_repeated():
+def test_forward_hooks_of_a_wrapped_module_fire_once_and_inner_ones_see_is_recomputing():
     model = nn.Sequential(layers(), layers())
     ackpt.apply_activation_checkpointing(model)
     heard = []
@@ -185,7 +185,7 @@ def test_forward_hooks_of_a_wrapped_module_fire_once_those_inside_say_when_they_
     assert heard == [*once, ("before", "0.1", True), ("after", "0.1", True)]
 
 
-def test_full_backward_hook_of_a_wrapped_module():
+def test_a_full_backward_hook_of_a_wrapped_module_fires_once():
     def scenario(wrap):
         seed()
         model, x, heard = nn.Sequential(layers(), layers()), batch(), []
@@ -198,7 +198,7 @@ def test_full_backward_hook_of_a_wrapped_module():
     assert_equal(scenario(False), scenario(True), "gradient")
 
 
-def test_an_optimizer_step_inside_of_a_hook():
+def test_an_optimizer_step_inside_a_hook():
     """Each parameter is updated as soon as its gradient is there; no region that still runs may have read it."""
 
     def scenario(call, heard):

@@ -116,7 +116,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("arrange", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments(arrange):
+def test_arguments_of_every_kind_are_bit_equal(arrange):
     def build():
         a, b = two()
         a.retain_grad()
@@ -174,7 +174,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("function", OUTPUTS.values(), ids=OUTPUTS)
 @pytest.mark.parametrize("history", [False, True], ids=["leaf", "history"])
-def test_outputs(function, history):
+def test_outputs_of_every_kind_are_bit_equal(function, history):
     def build():
         x = leaf()
         return Case(function, (x * 1.5 if history else x,), also=x)
@@ -186,7 +186,7 @@ def test_outputs(function, history):
     assert len(plain.outputs) == len(tensors_in(result))
 
 
-def test_containers_keep_what_is_not_a_tensor():
+def test_containers_keep_their_other_objects():
     x = leaf()
     output = ackpt.checkpoint(lambda x: Names(a=x.sin(), n=[1]), x)
     assert output.label == "a dict with an attribute" and output["n"] == [1]
@@ -197,7 +197,7 @@ def test_containers_keep_what_is_not_a_tensor():
     assert ackpt.checkpoint(lambda box: (box.note, box.made), Box(x)) == ("kept", [])
 
 
-def test_a_tensor_of_the_input_is_handed_through_as_itself():
+def test_a_returned_input_tensor_is_the_same_object():
     x, weight, index = leaf(), nn.Parameter(torch.ones(2, 3)), torch.arange(3)
     h = x * 2
     out = ackpt.checkpoint(lambda h, i: (h * weight, h, i, weight, {"x": x}), h, index)
@@ -206,7 +206,7 @@ def test_a_tensor_of_the_input_is_handed_through_as_itself():
     assert same[0] is same[1]
 
 
-def test_handed_through_tensors_get_their_gradient_once():
+def test_returned_inputs_get_their_gradient_once():
     def build():
         x, weight = leaf(), nn.Parameter(torch.full((2, 3), 1.25))
         h = x * 2
@@ -230,7 +230,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_kinds_of_tensors(kind):
+def test_tensors_of_every_kind_are_bit_equal(kind):
     def build():
         x = kind()
         return Case(lambda x: (x * x, x * 2, (x.detach().real > 0)), (x,), also=x if x.is_leaf else x._base)
@@ -264,7 +264,7 @@ def test_nested_jagged_tensors():
     assert all(torch.equal(one, other) for one, other in zip(*grads))
 
 
-def test_functions_that_return_no_tensor_of_their_own_make_no_region():
+def test_a_function_that_computes_no_tensor_makes_no_region():
     x = leaf()
     assert ackpt.checkpoint(lambda x: x.shape, x) == (2, 3)
     assert ackpt.checkpoint(lambda: 5) == 5

@@ -49,7 +49,7 @@ def test_a_region_is_recomputed_exactly_once_per_backward():
     assert len(function.runs) == len(other.runs) == 3
 
 
-def test_a_region_is_never_recomputed_without_need():
+def test_a_region_whose_gradient_is_not_needed_is_not_recomputed():
     function, x = spy(), vector()
     y = ackpt.checkpoint(function, x)
     (y.detach().sum() + x.sum()).backward()
@@ -180,7 +180,7 @@ def test_a_region_does_not_keep_a_leaf_that_it_made_itself(no_gc):
     y.sum().backward()
 
 
-def test_plain_models_need_no_collector_either(no_gc):
+def test_models_without_regions_need_no_garbage_collector(no_gc):
     """A control: the same weak references of a plain model die without the garbage collector too."""
     x = vector()
     reference = weakref.ref(plain_call(torch.sin, x))

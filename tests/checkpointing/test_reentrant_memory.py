@@ -110,7 +110,7 @@ def test_nested_regions_hold_their_boundaries_only_in_forward_and_recompute():
 
 
 @pytest.mark.parametrize("segments", [2, 4, 5, None])
-def test_the_peak_of_checkpoint_sequential_is_the_one_its_lengths_promise(segments):
+def test_the_peak_of_checkpoint_sequential_follows_from_its_lengths(segments):
     x = vector()
     layers = [torch.sin] * 20
 

@@ -195,7 +195,7 @@ def test_lossy_hooks_around_a_region_change_its_input_only():
 
 
 @pytest.mark.parametrize("backward_inside", [True, False])
-def test_save_on_cpu_around_a_region(backward_inside):
+def test_save_on_cpu_around_a_region_is_bit_equal(backward_inside):
     def run(call):
         seed()
         layers, x = model(), batch()
@@ -213,7 +213,7 @@ def test_save_on_cpu_around_a_region(backward_inside):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
-def test_anomaly_mode():
+def test_anomaly_mode_is_bit_equal():
     with torch.autograd.detect_anomaly():
         assert_same_step(region)
         x = torch.zeros(3, requires_grad=True)
@@ -222,7 +222,7 @@ def test_anomaly_mode():
 
 
 @pytest.mark.parametrize("switch", [torch.use_deterministic_algorithms, torch.set_flush_denormal])
-def test_switches_of_torch(switch):
+def test_switches_of_torch_apply_to_both_runs(switch):
     switch(True)
     try:
         assert_same_step(region)
@@ -276,7 +276,7 @@ def test_a_compiled_model_that_is_wrapped_and_a_compiled_function_in_a_region(fr
     assert_equal(expected, [x.grad, *(p.grad for p in layers.parameters())], "compiled inside")
 
 
-def test_a_full_graph_is_refused_with_a_name(fresh_dynamo):
+def test_fullgraph_is_refused_by_name(fresh_dynamo):
     function = torch.compile(lambda x: ackpt.checkpoint(torch.sin, x), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_run"):
         function(batch())

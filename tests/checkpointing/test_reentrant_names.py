@@ -55,7 +55,7 @@ LATE = [late, late_in_a_helper, late_in_a_partial, rebound_tensor, closes_over_w
 
 
 @pytest.mark.parametrize("loop", LATE, ids=lambda loop: loop.__name__)
-def test_names_that_move_on_after_the_forward(loop):
+def test_names_rebound_after_the_forward_have_their_earlier_values(loop):
     def gradient(call):
         seed()
         x = batch()
@@ -80,7 +80,7 @@ after = (i, weight is weights[-1])
 """
 
 
-def test_a_loop_at_the_top_of_a_script():
+def test_a_loop_at_module_level_is_bit_equal():
     spaces = []
     for call in (plain_call, ackpt.checkpoint):
         spaces.append({"torch": torch, "call": call, "__name__": "script"})
@@ -91,7 +91,7 @@ def test_a_loop_at_the_top_of_a_script():
     assert checkpointed["after"] == plain["after"] and checkpointed["i"] == 2
 
 
-def test_a_nonlocal_counter_stays_the_callers():
+def test_a_nonlocal_counter_counts_both_runs():
     count = 0
 
     def function(x):
@@ -182,7 +182,7 @@ STATES = [state_in_a_dict, state_in_a_list, state_in_an_object, state_in_a_name,
 
 
 @pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
-def test_tensors_that_a_function_replaces_each_time(make):
+def test_tensors_replaced_in_every_run_are_bit_equal(make):
     """A recurrent state: each recompute starts from the one its forward saw, the last one stays."""
 
     def run(call):
@@ -220,7 +220,7 @@ class ReadsGlobals(torch.nn.Module):
 
 
 @pytest.mark.parametrize("way", ["generator", "helper", "tensor"])
-def test_globals_of_a_modules_forward_are_what_the_forward_saw(way):
+def test_a_recomputation_reads_the_globals_of_the_forward(way):
     def run(checkpointed):
         global scale
         scale = torch.ones(4)
@@ -299,7 +299,7 @@ ATTRIBUTES = {
 
 
 @pytest.mark.parametrize("name", [*ATTRIBUTES, "attribute of the class"])
-def test_attributes_that_change_between_two_forwards(name):
+def test_attributes_changed_between_two_forwards_are_used_by_each(name):
     def run(call):
         seed()
         value, key, change = ATTRIBUTES.get(name, ("a", lambda m: m.v, _assign("b")))
@@ -336,7 +336,7 @@ class _Engine:
         return float(block[0] + 2)
 
 
-def test_engines_that_a_function_uses_go_on_in_the_recomputation():
+def test_objects_used_by_a_function_keep_working_in_the_recomputation():
     engine, counts = _Engine(), []
 
     def scaled(x):
@@ -350,7 +350,7 @@ def test_engines_that_a_function_uses_go_on_in_the_recomputation():
 
 
 @pytest.mark.parametrize("given", ["closure", "default", "partial", "method", "argument", "both"])
-def test_a_configuration_that_changes_between_two_forwards(given):
+def test_a_configuration_changed_between_two_forwards_is_used_by_each(given):
     class Settings:
         scale = 1.0
 

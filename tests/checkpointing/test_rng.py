@@ -51,7 +51,7 @@ def forked(x):
 
 @pytest.mark.parametrize("function", GLOBAL.values(), ids=GLOBAL)
 @pytest.mark.parametrize("drawn_before", [0, 1], ids=["fresh", "after a draw"])
-def test_global_streams(function, drawn_before):
+def test_global_streams_are_replayed(function, drawn_before):
     def build():
         return Case(function, (batch(),))
 
@@ -64,7 +64,7 @@ def test_global_streams(function, drawn_before):
 
 
 @pytest.mark.parametrize("function", GLOBAL.values(), ids=GLOBAL)
-def test_global_streams_in_nested_regions_and_chains(function):
+def test_global_streams_are_replayed_in_nested_regions_and_chains(function):
     def run(call):
         seed()
         x = batch()
@@ -164,7 +164,7 @@ def with_default(made):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_generator_objects(way):
+def test_generator_objects_are_replayed(way):
     def run(call):
         seed()
         made, x = fresh(), batch()
@@ -183,7 +183,7 @@ def test_generator_objects(way):
 _GENERATOR = torch.Generator()
 
 
-def test_a_generator_that_is_a_global():
+def test_a_global_generator_is_replayed():
     gradients = []
     for call in (plain_call, ackpt.checkpoint):
         _GENERATOR.manual_seed(0)
@@ -202,7 +202,7 @@ def test_without_preserving_the_mask_may_differ_and_nothing_is_restored():
     assert not torch.equal(y.detach(), x.grad) and streams() != before
 
 
-def test_switching_other_streams_off_leaves_torchs_own():
+def test_without_other_streams_torchs_own_are_replayed():
     x = torch.ones(1000, requires_grad=True)
     with ackpt.guarantees(other_rng=False, unchanged=False):  # the other number would be another path
         y = ackpt.checkpoint(lambda x: nn.functional.dropout(x) * random.random(), x)
@@ -226,7 +226,7 @@ def test_only_streams_that_were_drawn_from_are_kept():
     assert drawn(sources[3].random) == ["PythonStream"]
 
 
-def test_sources_of_true_randomness_are_no_streams():
+def test_sources_of_true_randomness_are_not_replayed():
     assert rng.stream_of(random.SystemRandom()) is None
     assert rng.stream_of(object()) is None
 
@@ -244,7 +244,7 @@ def test_numpys_global_generator_may_be_replaced():
         np.random.set_bit_generator(before)
 
 
-def test_reseeding_between_forward_and_backward_does_not_matter():
+def test_reseeding_between_forward_and_backward_changes_no_gradient():
     x = torch.ones(1000, requires_grad=True)
     y = ackpt.checkpoint(lambda x: nn.functional.dropout(x) * random.random() * float(np.random.rand()), x)
     seed(9)
@@ -273,7 +273,7 @@ UNREPEATABLE = {
 
 
 @pytest.mark.parametrize(("name", "seeds"), UNREPEATABLE.values(), ids=UNREPEATABLE)
-def test_a_seed_that_is_another_one_each_time_is_refused(name, seeds):
+def test_a_seed_that_differs_between_runs_is_refused(name, seeds):
     seed()
     x = torch.ones(4, requires_grad=True)
     y = ackpt.checkpoint(seeded(seeds), x)
@@ -283,14 +283,14 @@ def test_a_seed_that_is_another_one_each_time_is_refused(name, seeds):
     assert x.grad is None and streams() == before
 
 
-def test_a_generator_that_the_region_seeds_anew_is_refused():
+def test_a_generator_reseeded_by_the_region_is_refused():
     for source in fresh()[0], fresh()[3]:
         y = ackpt.checkpoint(lambda x, source: (source.seed(), draw(x, [source]))[1], batch(), source)
         with pytest.raises(ackpt.CheckpointError, match="drew other random numbers"):
             total(y).backward()
 
 
-def test_draws_of_the_forward_alone_are_allowed():
+def test_random_numbers_drawn_by_the_forward_alone_are_allowed():
     x = torch.ones(4, requires_grad=True)
     ackpt.checkpoint(lambda x: (ackpt.is_recomputing() or random.random(), x.sin())[1], x).sum().backward()
     assert torch.equal(x.grad, torch.ones(4).cos())

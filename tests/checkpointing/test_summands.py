@@ -72,7 +72,7 @@ def test_a_shared_weight_inside_and_outside(seed):
         assert torch.equal(expected, found)
 
 
-def test_a_nested_region():
+def test_gradients_are_summed_in_eager_order_in_a_nested_region():
     torch.manual_seed(0)
     model, args = Model(), (torch.randn(8, 16), torch.randn(8, 16))
     regions = copy.deepcopy(model)
@@ -101,7 +101,7 @@ def test_outputs_that_the_loss_does_not_use():
     assert torch.equal(found, x.grad)
 
 
-def test_more_uses_than_are_kept_apart():
+def test_gradients_of_more_uses_than_are_kept_apart():
     def region(x):
         return sum((x * number).sin() for number in range(1, MOST_USES + 3))
 
@@ -124,7 +124,7 @@ class Remembers(nn.Module):
         return x + self.last.sin()
 
 
-def test_a_remembered_graph_keeps_no_gradients():
+def test_a_tensor_remembered_by_a_module_keeps_no_gradients():
     model, x = nn.Sequential(Remembers(), Remembers(), Remembers()), torch.randn(4096)
     ackpt.apply_activation_checkpointing(model, Remembers)
 

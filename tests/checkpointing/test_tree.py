@@ -79,7 +79,7 @@ def test_fill_is_the_inverse_of_strip(tree):
 
 
 @given(st.lists(TREES, max_size=3))
-def test_arguments(trees):
+def test_arguments_are_taken_apart_and_filled_again(trees):
     tensors = Tensors()
     stripped, nested = strip_arguments(trees, tensors)
     assert same(fill(stripped, tensors), tuple(trees))
@@ -88,7 +88,7 @@ def test_arguments(trees):
 
 
 @given(TREES)
-def test_results(tree):
+def test_results_are_taken_apart_and_filled_again(tree):
     tensors, stripped = strip_result(tree)
     assert same(fill(stripped, [tensor * 2 for tensor in tensors]), doubled(tree))
 
@@ -105,7 +105,7 @@ def doubled(tree):
     return tree * 2 if isinstance(tree, torch.Tensor) else tree
 
 
-def test_a_container_without_tensors_is_the_callers_own():
+def test_a_container_without_tensors_is_returned_itself():
     numbers, tensors = [1, [2], {"a": 3}], Tensors()
     assert strip(numbers, tensors) is numbers and fill(numbers, tensors) is numbers
     mixed = [numbers, ONE]
@@ -129,5 +129,5 @@ def test_types_of_torch():
 
 
 @pytest.mark.parametrize("size", [torch.Size([2, 3]), torch.device("cpu"), range(3), b"bytes", {1, 2}, frozenset()])
-def test_other_things_are_leaves(size):
+def test_unknown_objects_are_leaves(size):
     assert strip(size, Tensors()) is size

@@ -83,7 +83,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("check_fn", "names"), CHOICES.values(), ids=CHOICES)
-def test_choosing_and_training(check_fn, names):
+def test_chosen_modules_are_checkpointed_and_training_is_bit_equal(check_fn, names):
     seed()
     model = Model()
     chosen = apply(copy.deepcopy(model), check_fn)
@@ -106,14 +106,14 @@ def test_applying_is_idempotent_and_can_be_undone(check_fn):
     assert modules_run_as_regions(model, batch()) == []
 
 
-def test_a_choice_adds_to_an_earlier_one():
+def test_a_second_choice_adds_to_the_first():
     model = Model()
     assert apply(model, "blocks.0") == ["blocks.0"]
     assert apply(model, "blocks.1") == ["blocks.1"]
     assert remove(model) == ["blocks.0", "blocks.1"]
 
 
-def test_what_others_see_of_a_module_stays_the_same():
+def test_names_types_and_state_of_a_module_stay_the_same():
     model, plain = Model(), Model()
     apply(model, Block)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -173,7 +173,7 @@ def test_a_state_dict_can_be_saved_with_weights_only():
     assert all("checkpoint" not in key for key in model.state_dict())
 
 
-def test_moving_casting_and_modes():
+def test_a_checkpointed_model_can_be_moved_cast_and_switched():
     model = Model()
     apply(model, Block)
     assert model.double().blocks[0].layers[0].weight.dtype == torch.float64
@@ -213,7 +213,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("make", "check_fn", "error", "message"), ERRORS.values(), ids=ERRORS)
-def test_errors_change_nothing(make, check_fn, error, message):
+def test_an_error_leaves_the_model_unchanged(make, check_fn, error, message):
     model = make()
     with pytest.raises(error, match=message):
         apply(model, check_fn)
@@ -341,7 +341,7 @@ def test_the_choice_that_the_error_suggests_works():
     total(model(batch())).backward()
 
 
-def test_a_chosen_module_that_a_forward_skips_is_no_error():
+def test_a_chosen_module_may_be_skipped_by_a_forward():
     model = CallsInside(skips=(1,))
     assert len(apply(model)) == 3
     total(model(batch())).backward()

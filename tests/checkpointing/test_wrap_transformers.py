@@ -86,7 +86,7 @@ def test_a_whole_model_as_one_region_returns_its_model_output(make):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_key_value_cache_is_refused_and_the_message_says_how_to_go_on(masked):
+def test_a_key_value_cache_is_refused_with_the_fix(masked):
     model = gpt2(use_cache=True).train()
     with pytest.warns(UserWarning, match="use_cache"):
         ackpt.apply_activation_checkpointing(model)

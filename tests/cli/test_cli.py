@@ -34,7 +34,7 @@ def test_a_command_that_moved_says_where_it_is(command, capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["plan", "lm", "--batch-size", "many"]])
-def test_unparsable_arguments_are_one_line(arguments, capsys):
+def test_unparsable_arguments_print_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     err = capsys.readouterr().err
@@ -46,6 +46,14 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
     [
         (["plan", "lm", "--budgt", "1"], "ackpt plan: unrecognized arguments: --budgt 1 (did you mean '--budget'?)"),
         (["--verbose", "doctor"], "ackpt: unrecognized arguments: --verbose"),
+        (
+            ["plan", "lm", "--chunk-head", "True"],
+            "ackpt plan: argument --chunk-head: 'True' is not 'auto': write --chunk-head alone",
+        ),
+        (
+            ["plan", "--chunk-head", "lm"],
+            "ackpt plan: argument --chunk-head: 'lm' is not 'auto': write --chunk-head alone, or",
+        ),
         (["explain", "lm"], "ackpt: argument command: unknown command 'explain' (did you mean ackpt plan --explain?)"),
         (["plann", "lm"], "ackpt: argument command: unknown command 'plann' (did you mean 'plan'?): choose from plan"),
         (
@@ -54,7 +62,7 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
         ),
     ],
 )
-def test_a_misspelt_option_is_said_by_its_command(arguments, words, capsys):
+def test_a_misspelt_option_is_named_by_its_command(arguments, words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     err = capsys.readouterr().err

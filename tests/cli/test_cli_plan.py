@@ -84,7 +84,7 @@ def test_the_peak_is_that_of_the_eager_step_on_tensors_without_data(name, where,
     assert found.plan.dynamic_peak_bytes == eager.dynamic_peak_bytes + sums
 
 
-def test_the_lines_say_what_is_planned_and_the_categories_add_up_to_the_peak(capsys):
+def test_the_printed_categories_add_up_to_the_peak(capsys):
     parameters = sum(parameter.numel() for parameter in bert().parameters())
     assert main(["plan", *BERT]) == 0
     out, err = capsys.readouterr()
@@ -101,7 +101,7 @@ def test_the_lines_say_what_is_planned_and_the_categories_add_up_to_the_peak(cap
     assert found["device"] is None and found["policy"] == "none"
 
 
-def test_optimizers_count_their_state(capsys):
+def test_optimizer_state_counts(capsys):
     names = ("adamw", "adafactor", "sgd-momentum", "sgd", "none")
     adamw, adafactor, momentum, sgd, none = (planned(capsys, *BERT, "--optimizer", name) for name in names)
     assert none["at_peak"]["optimizer"] == sgd["at_peak"]["optimizer"] == 0
@@ -112,7 +112,7 @@ def test_optimizers_count_their_state(capsys):
     assert adamw["at_peak"]["optimizer"] >= 2 * none["at_peak"]["parameters"]
 
 
-def test_the_written_plan_is_the_model_s_own(tmp_path, capsys):
+def test_the_written_plan_is_that_of_the_model_with_data(tmp_path, capsys):
     """What is planned from shapes runs: the graph is that of the real model called with the same arguments."""
     path = tmp_path / "new" / "plan.json"
     found = planned(capsys, *BERT, "--policy", "full", "--output", str(path))
@@ -130,7 +130,7 @@ def test_the_written_plan_is_the_model_s_own(tmp_path, capsys):
         ackpt.compile(model.eval(), input_ids=x, labels=y, plan=plan)
 
 
-def test_a_plan_as_on_a_device_says_that_it_is_none_of_this_machine(tmp_path, capsys):
+def test_a_plan_for_a_device_says_that_it_is_not_for_this_machine(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert main(["plan", *BERT, "--device-profile", "t4", "--output", str(path)]) == 0
     assert "the plan of a step on t4" in capsys.readouterr().out.splitlines()[-1]
@@ -167,7 +167,7 @@ def test_a_budget_is_kept_by_the_policy_auto_or_by_the_one_that_is_named(capsys)
     assert "The smallest feasible budget of this policy is" in capsys.readouterr().err
 
 
-def test_a_device_that_is_too_small_and_one_that_is_not():
+def test_a_step_that_exceeds_the_device_is_reported():
     step = request("transformer", batch_size=1, seq_len=2_000_000, dim=64, ff_dim=256, layers=2, head_dim=16)
     small = run_plan(PlanConfig(step, optimizer="none", device="t4"))
     assert small.device is not None and small.device.memory_bytes == device("t4").memory_bytes < small.plan.peak_bytes
@@ -199,7 +199,7 @@ def test_a_device_that_is_too_small_and_one_that_is_not():
     assert re.fullmatch(r"on h200: \S+ GiB allocated, \S+ GiB reserved, 612.0 MiB context, \S+ GiB margin", sizes)
 
 
-def test_where_no_plan_fits_the_minimum_the_room_and_what_would_help_are_said():
+def test_an_infeasible_budget_prints_the_minimum_the_memory_and_the_remedies():
     """Nothing is suggested that was not planned or simulated."""
     fields = {"dim": 64, "ff_dim": 256, "layers": 2, "head_dim": 16, "vocab_size": 100_000}
     step = request("lm", batch_size=1, seq_len=20_000, **fields)
@@ -388,13 +388,13 @@ def test_the_dtype_of_a_configuration_file_is_that_of_the_parameters_unless_anot
     assert "'float8_e4m3fn' is not a dtype" in capsys.readouterr().err
 
 
-def test_fields_go_by_either_of_their_names(capsys):
+def test_configuration_fields_can_be_set_by_either_name(capsys):
     pytest.importorskip("transformers")
     found = planned(capsys, *GPT2, "num_hidden_layers=2", "n_positions=20")
     assert found["parameters"] == (100 + 20 + 2) * 32 + 2 * (12 * 32 * 32 + 13 * 32)
 
 
-def test_what_fits_nowhere_is_planned_here(capsys):
+def test_a_model_larger_than_any_device_is_planned(capsys):
     """Weights of 4 PB: nothing of them can have been allocated."""
     found = planned(capsys, "transformer", "--seq-len", "64", "--set", "layers=1", "dim=8388608", "ff_dim=33554432")
     assert found["at_peak"]["parameters"] > 2**51
@@ -449,7 +449,7 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         (["sdxl-unet", "--image-size", "1000"], "sdxl-unet reads images whose size is a multiple of"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
+def test_bad_input_prints_one_line_and_exits_with_status_2(arguments, words, capsys, tmp_path, monkeypatch):
     if arguments[0].startswith("hf:"):
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
@@ -467,7 +467,7 @@ def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, 
         ('{"model_type": "gpt5"}', "'gpt5'"),
     ],
 )
-def test_a_file_that_is_no_configuration(text, words, tmp_path, capsys):
+def test_a_file_that_is_no_configuration_is_refused(text, words, tmp_path, capsys):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(text)
@@ -482,7 +482,7 @@ def test_without_transformers_the_error_says_what_to_install(capsys, monkeypatch
     assert "pip install 'ackpt[hf]'" in capsys.readouterr().err
 
 
-def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path, capsys):
+def test_an_output_that_cannot_be_written_is_reported_before_planning(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["plan", *BERT, "--output", str(tmp_path / "file" / "plan.json")]) == 2
     assert "--output: cannot write" in capsys.readouterr().err
@@ -517,7 +517,7 @@ def test_the_explanation_as_json_adds_up(capsys):
 
 
 @pytest.mark.parametrize("option", [["--explain"], ["--html", "page.html"], ["--memory-viz", "step.pickle"]])
-def test_shards_have_no_explanation(option, capsys):
+def test_explain_is_refused_for_sharded_plans(option, capsys):
     assert main(["plan", *BERT, "--fsdp", "2", *option]) == 2
     refusal = capsys.readouterr().err
     assert f"not one of the whole step: leave out {option[0]}; --json prints all plans as data" in refusal

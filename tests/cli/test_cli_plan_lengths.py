@@ -29,7 +29,7 @@ def test_the_report_agrees_with_the_plan_of_one_batch(capsys, file):
     assert (method["sorted"]["batches"], method["sorted"]["exceeding"], method["largest"]) == (3, 0, len(LENGTHS))
 
 
-def test_the_table(capsys, file):
+def test_the_table_has_a_row_per_method(capsys, file):
     assert main(["plan", *MODEL, "--lengths", file, "--tokens-per-batch", "32"]) == 0
     first, head, *rows = capsys.readouterr().out.splitlines()
     assert first == "5 sequences of 3 to 16 tokens; batches of at most 32 tokens, padding included"
@@ -46,21 +46,23 @@ def test_the_table(capsys, file):
         ("16\n\n99999", ["--batch-size", "2"], "line 3 of {} is 99999, longer than the 1024 positions of the model"),
         ('["16"]', ["--batch-size", "2"], "entry 1 of {} is '16': a length is a positive integer"),
         ("", ["--batch-size", "2"], "there are no lengths"),
-        ("16", [], "no way to make batches: give one of batch_size, tokens_per_batch and packed (--batch-size,"),
-        ("16", ["--batch-size", "2", "--packed", "64"], "batch_size and packed to make batches: give one of"),
+        ("16", [], "no way to make batches: give one of --batch-size, --tokens-per-batch and --packed"),
+        ("16", ["--batch-size", "2", "--packed", "64"], "--batch-size and --packed to make batches: give one of"),
+        ("16", ["--batch-size", "0"], "--batch-size must be an integer of at least 1, got 0"),
+        ("16", ["--batch-size", "2", "--device-profile", "t4,l4"], "--lengths reports on one device: give one of"),
         ("16", ["--batch-size", "2", "--seq-len", "9"], "reports on all batches of a data set: leave out --seq-len"),
         ("16", ["--batch-size", "2", "--policy", "full"], "reports on all batches of a data set: leave out --policy"),
         ("16", ["--batch-size", "2", "--budget", "50%"], "is a fraction, which bounds every batch by its own baseline"),
     ],
 )
-def test_what_is_refused(capsys, tmp_path, text, options, message):
+def test_unusable_options_are_refused(capsys, tmp_path, text, options, message):
     path = tmp_path / "lengths"
     path.write_text(text)
     assert main(["plan", *MODEL, "--lengths", str(path), *options]) == 2
     assert message.format(path) in capsys.readouterr().err
 
 
-def test_options_that_need_a_file(capsys, tmp_path):
+def test_options_that_need_a_file_are_refused_without_one(capsys, tmp_path):
     assert main(["plan", *MODEL, "--packed", "64"]) == 2
     assert "--tokens-per-batch and --packed make batches of the sequences of --lengths" in capsys.readouterr().err
     assert main(["plan", *MODEL, "--lengths", str(tmp_path / "missing"), "--batch-size", "1"]) == 2
@@ -72,14 +74,14 @@ def test_packed_rows_are_for_models_of_transformers(capsys, file):
     assert "--packed makes rows for models of transformers (hf:...), not lm" in capsys.readouterr().err
 
 
-def test_a_built_in_model(capsys, file):
+def test_lengths_of_a_built_in_model(capsys, file):
     fields = ["--set", "dim=64", "ff_dim=128", "layers=1", "head_dim=16", "vocab_size=100"]
     report = planned(capsys, "lm", *fields, "--lengths", file, "--batch-size", "2")
     alone = planned(capsys, "lm", *fields, "--seq-len", "16", "--batch-size", "2")
     assert report["methods"]["none"]["random"]["bytes"]["worst"] == alone["peak_bytes"]
 
 
-def test_json_is_plain(capsys, file):
+def test_json_has_only_plain_types(capsys, file):
     assert main(["plan", *MODEL, "--lengths", file, "--packed", "32", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["batches"] == "of one row of at most 32 tokens, packed"

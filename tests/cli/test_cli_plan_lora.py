@@ -29,7 +29,7 @@ def test_adapters_of_a_model_in_half_precision_are_in_float32(capsys):
     assert own["at_peak"]["parameters"] - half["at_peak"]["parameters"] == 4 * ADAPTERS
 
 
-def test_the_file_of_an_adapter(tmp_path):
+def test_an_adapter_configuration_file_is_read(tmp_path):
     path = tmp_path / "adapter_config.json"
     fields = {"r": 8, "target_modules": ["o_proj"]}
     path.write_text(json.dumps({**fields, "peft_type": "LORA", "base_model_name_or_path": "x", "revision": None}))
@@ -45,7 +45,7 @@ def test_the_file_of_an_adapter(tmp_path):
         (["lm", "--seq-len", "16"], ["r=4"], "--lora adds adapters to models of transformers: give hf:..., not lm"),
     ],
 )
-def test_wrong_adapters_are_refused_in_one_line(capsys, model, lora, message):
+def test_invalid_adapters_are_refused_in_one_line(capsys, model, lora, message):
     assert main(["plan", *model, "--lora", *lora]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(message, error)

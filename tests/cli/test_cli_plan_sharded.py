@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("captured_once")
 LM = ["lm", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=2", "head_dim=16", "vocab_size=100"]
 
 
-def test_a_rank_of_many_has_its_share(capsys):
+def test_a_rank_has_its_share_of_the_shards(capsys):
     options = ["--fsdp", "2", "8", "--dtype", "bfloat16", "--shard-dtype", "float32", "--json"]
     assert main(["plan", *LM, *options]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -31,7 +31,7 @@ def test_a_rank_of_many_has_its_share(capsys):
         assert shards["blocks"][0]["count"] == 2 and own["device"] is None
 
 
-def test_what_a_sharded_plan_says(capsys):
+def test_a_sharded_plan_prints_its_parts(capsys):
     assert main(["plan", *LM, "--fsdp", "2", "8", "--budget", "1GiB", "--device-profile", "h100-80g"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "blocks            2: blocks.0 to blocks.1"
@@ -50,7 +50,7 @@ def test_what_a_sharded_plan_says(capsys):
         (["--fsdp", "2", "--output", "plan.json"], "not one of the whole step: leave out --output; --json prints"),
     ],
 )
-def test_what_cannot_be_planned_sharded(capsys, arguments, message):
+def test_options_that_exclude_sharding_are_refused(capsys, arguments, message):
     assert main(["plan", *LM, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err

@@ -31,8 +31,8 @@ def test_a_range_doubles_and_then_finds_the_largest_multiple_that_fits(capsys):
 
 
 def test_the_largest_batch_within_a_slowdown(capsys):
-    small = ["hf:GPT2Config", "--set", "n_layer=1", "n_embd=64", "n_head=2", "vocab_size=100", "n_positions=128"]
-    small += ["--optimizer", "none", "--seq-len", "128", "--budget", "10MiB"]
+    small = ["hf:GPT2Config", "--set", "n_layer=1", "n_embd=64", "n_head=2", "vocab_size=100", "n_positions=64"]
+    small += ["--optimizer", "none", "--seq-len", "64", "--budget", "1.6MiB"]
     swept = planned(capsys, *small, "--largest", "batch_size", "--slowdown", "10%")
     by_size, largest = {plan["batch_size"]: plan for plan in swept["plans"]}, swept["largest"]
     assert 0 < by_size[largest]["cost"] <= 0.1
@@ -47,13 +47,13 @@ def test_the_largest_length_is_that_of_the_models_positions(capsys):
     assert capsys.readouterr().out.endswith("largest that fits: seq len 256, and the model takes no larger one\n")
 
 
-def test_a_row_of_a_sweep_is_a_plan_of_its_own(capsys):
+def test_a_row_of_a_sweep_equals_its_own_plan(capsys):
     alone = planned(capsys, *GPT2)
     (row,) = planned(capsys, *SMALL, "--sweep", "seq_len=16")["plans"]
     assert row == {"seq_len": 16, **alone}
 
 
-def test_the_table(capsys):
+def test_the_table_has_one_row_per_value(capsys):
     assert main(["plan", *GPT2, "--sweep", "device_profile=t4,h200"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["device", "profile", "peak", "reserved", "added", "time", "fits"]
@@ -70,7 +70,7 @@ def test_the_table(capsys):
         ("device_profile=t4,l4", ("t4", "l4"), 0),
     ],
 )
-def test_values(text, values, step):
+def test_values_and_ranges_are_parsed(text, values, step):
     assert Sweep.parsed(text) in (Sweep(text.partition("=")[0].replace("-", "_"), values, step),)
 
 
@@ -91,6 +91,7 @@ def test_values(text, values, step):
         (["--largest", "batch_size", "--budget", "50%"], "--largest needs an amount of memory"),
         (["--largest", "batchsize", "--device-profile", "t4"], "batch_size, seq_len, image_size (did you mean"),
         (["--largest", "seq_len", "--sweep", "seq_len=4"], "--largest is a sweep without an end: leave out --sweep"),
+        (["--slowdown", "-10%"], "slowdown='-10%': give a fraction of the baseline's time from 0 to 1"),
         (["--slowdown", "10"], "slowdown='10': give a fraction of the baseline's time"),
         (["--slowdown", "10%", "--policy", "full"], "slowdown= without a budget is for policy 'auto'"),
         (["--slowdown", "10%", "--fsdp", "2"], "--fsdp plans each block within a budget: leave out --slowdown"),
@@ -98,13 +99,13 @@ def test_values(text, values, step):
         (["--fsdp", "2", "--accumulation"], "--fsdp plans allocated bytes of a step without earlier gradients"),
     ],
 )
-def test_what_is_refused(capsys, options, message):
+def test_unusable_options_are_refused(capsys, options, message):
     assert main(["plan", *GPT2, *options]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sweep", ["seq_len=512:16384", "seq_len=512,2000"])
-def test_all_values_are_checked_before_the_first_is_planned(capsys, monkeypatch, sweep):
+def test_all_values_are_validated_before_planning(capsys, monkeypatch, sweep):
     monkeypatch.setattr(plan_sweep, "run_plan", None)
     assert main(["plan", *SMALL, "--sweep", sweep]) == 2
     assert "longer than the 1024 positions of this configuration" in capsys.readouterr().err
@@ -146,7 +147,7 @@ def test_accumulated_gradients_count(device):
         assert more.memory.allocated - one.memory.allocated == gradients
 
 
-def test_phases():
+def test_phases_have_their_own_peaks():
     for optimizer in ("none", "adamw"):
         done = run_plan(config(device="t4", optimizer=optimizer))
         phases = done.by_phase()
@@ -155,12 +156,12 @@ def test_phases():
     assert phases["forward"] < phases["backward"]
 
 
-def test_json_is_plain(capsys):
+def test_json_has_only_plain_types(capsys):
     assert json.dumps(planned(capsys, *SMALL, "--sweep", "batch_size=1,2", "--seq-len", "16"))
 
 
 @pytest.mark.parametrize("device", [None, "t4"])
-def test_kinds_of_adamw(device):
+def test_variants_of_adamw_have_their_bytes(device):
     kinds = {name: run_plan(config(device=device, optimizer=name)).graph for name in ("adamw", *KINDS)}
     state = {name: graph.optimizer_bytes for name, graph in kinds.items()}
     step = {name: graph.optimizer_step_bytes for name, graph in kinds.items()}

@@ -31,18 +31,18 @@ from ackpt.core.budget import dynamic_limit, from_text, least_share, readable
         ("4.35MB", 4_350_000),
     ],
 )
-def test_sizes_are_read(text, size):
+def test_sizes_are_parsed(text, size):
     assert from_text(text) == size
 
 
 @pytest.mark.parametrize("text", ["6 parsecs", "", "GiB", "-1GiB", "1e3B", "6 GiB GiB", "0x10B", "nanB"])
-def test_what_is_no_size_is_refused_with_the_units(text):
+def test_invalid_sizes_are_refused_with_the_units(text):
     with pytest.raises(ValueError, match=r"is not a budget: write bytes with a unit, as in '6GiB' \(B, kB"):
         from_text(text)
 
 
 @pytest.mark.parametrize("text", ["0B", "0.0GiB", "0.4B"])
-def test_a_size_of_nothing_is_refused(text):
+def test_a_size_of_zero_is_refused(text):
     with pytest.raises(ValueError, match="must be positive"):
         from_text(text)
 
@@ -68,7 +68,7 @@ def test_a_size_of_nothing_is_refused(text):
         (Fraction(1, 2), 500),
     ],
 )
-def test_what_a_budget_leaves_for_dynamic_bytes(budget, limit):
+def test_dynamic_bytes_are_the_budget_minus_resident_bytes(budget, limit):
     assert dynamic_limit(budget, 1001, 300) == limit
 
 
@@ -109,7 +109,7 @@ NO_BUDGETS = [
 
 
 @pytest.mark.parametrize(("budget", "error", "message"), NO_BUDGETS)
-def test_what_is_no_budget_is_refused_by_plan_and_compile(budget, error, message):
+def test_invalid_budgets_are_refused_by_plan_and_compile(budget, error, message):
     with pytest.raises(error, match=message):
         dynamic_limit(budget, 1000, 300)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
@@ -120,14 +120,14 @@ def test_what_is_no_budget_is_refused_by_plan_and_compile(budget, error, message
 @given(size=st.integers(1, 2**52))
 @example(size=1292076)
 @example(size=2**20 - 1)
-def test_a_size_for_people_is_no_less_when_it_is_read(size):
+def test_a_printed_size_is_at_least_the_bytes_when_read_back(size):
     read = from_text(readable(size))
     assert size <= read <= size + max(0, size // 10)
 
 
 @given(peak=st.integers(1, 2**44), more=st.integers(0, 2**44))
 @example(peak=5747, more=4253)  # 0.5747 * 10000 is 5746.999...
-def test_the_least_share_leaves_the_peak(peak, more):
+def test_the_smallest_fraction_gives_the_peak(peak, more):
     share = least_share(peak, peak + more)
     assert 0 < share <= 1 and dynamic_limit(share, peak + more, 0) >= peak
     assert from_text(str(share)) == share
@@ -135,7 +135,7 @@ def test_the_least_share_leaves_the_peak(peak, more):
     assert less <= 0 or dynamic_limit(less, peak + more, 0) < peak
 
 
-def test_no_share_leaves_more_than_the_whole():
+def test_no_fraction_gives_more_than_the_whole():
     assert least_share(1001, 1000) is None
 
 
@@ -150,7 +150,7 @@ def layers():
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("budget", [1, "1B", 0.01])
-def test_a_budget_that_cannot_be_kept_names_those_that_can(traced, policy, budget):
+def test_an_infeasible_budget_names_the_smallest_feasible_ones(traced, policy, budget):
     (model, x), (graph, profile) = layers(), traced
     with pytest.raises(ackpt.BudgetError, match=f"policy '{policy}' cannot keep the budget") as raised:
         ackpt.compile(model, x, budget=budget, policy=policy)
@@ -179,7 +179,7 @@ POLICIES = ["auto", "full", "chen-sqrt", "chen-log", "revolve", "rotor", "min-cu
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_named_is_kept_when_it_is_typed_back(traced, policy):
+def test_a_named_budget_is_feasible_when_typed_back(traced, policy):
     graph, profile = traced
     with pytest.raises(ackpt.BudgetError) as raised:
         ackpt.plan(graph, "1B", policy, profile=profile)
@@ -201,7 +201,7 @@ def test_what_is_named_is_kept_when_it_is_typed_back(traced, policy):
         (1e-6, None),
     ],
 )
-def test_bytes_without_a_unit_that_may_have_meant_another_are_hinted_at(budget, hint):
+def test_small_numbers_without_a_unit_get_a_hint(budget, hint):
     model, x = layers()
     with pytest.raises(ackpt.BudgetError) as raised:
         ackpt.compile(model, x, budget=budget, policy="full")
@@ -225,7 +225,7 @@ def test_a_peak_in_the_optimizers_step_says_that_recomputing_does_not_help():
     assert together > one > fused
 
 
-def test_a_later_batch_that_is_too_small_for_the_fraction_says_so():
+def test_a_later_batch_too_small_for_the_fraction_is_named():
     model, x = layers()
     least = float(re.search(r"or ([0-9.]+) of", refusal(model, x))[1])
     assert float(re.search(r"or ([0-9.]+) of", refusal(model, x[:1]))[1]) > least

@@ -72,7 +72,7 @@ def test_the_line_names_the_stage_and_disappears(terminal):
     assert not [thread for thread in threading.enumerate() if thread.name == "ackpt-progress"]
 
 
-def test_it_ends_with_an_interrupt(terminal):
+def test_the_line_disappears_with_an_interrupt(terminal):
     with pytest.raises(KeyboardInterrupt), progress.shown():
         terminal.wait_for("planning")
         raise KeyboardInterrupt
@@ -90,12 +90,29 @@ class Slow(nn.Sequential):
         return super().forward(input)
 
 
-def test_compile_and_trace_show_it(terminal):
+def test_compile_and_trace_show_progress(terminal):
     ackpt.compile(Slow(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8))
     assert shown_on(terminal) == ""
     terminal.truncate(0)
     ackpt.trace(Slow(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8))
     assert "capturing the step" in terminal.getvalue()
+
+
+def test_an_audit_and_planned_regions_show_it(terminal):
+    class Waiting(nn.Sequential):
+        text = ""
+
+        def forward(self, input):
+            progress.sys.stderr.wait_for(self.text)  # pyright: ignore
+            return super().forward(input)
+
+    model = Waiting(nn.Linear(8, 8), nn.Tanh())
+    model.text = "ackpt: audit: running the step"
+    ackpt.audit(model, torch.ones(4, 8), compare_budget=False)
+    assert shown_on(terminal) == ""
+    model.text = "recording the first step"
+    ackpt.compile(model, torch.ones(4, 8), budget="1GiB", regions=True)(torch.ones(4, 8)).sum().backward()
+    assert shown_on(terminal) == ""
 
 
 def test_nothing_is_written_to_a_pipe_or_before_the_delay(terminal, monkeypatch):
@@ -111,7 +128,7 @@ def test_nothing_is_written_to_a_pipe_or_before_the_delay(terminal, monkeypatch)
     assert terminal.getvalue() == ""
 
 
-def test_a_measurement_shows_one_line_for_itself_and_what_the_step_does(terminal):
+def test_a_measurement_shows_one_line_of_progress(terminal):
     x = torch.ones(4, 8)
     terminal.is_terminal = False
     step = ackpt.compile(nn.Linear(8, 8), x)
@@ -133,7 +150,7 @@ def waits_for(terminal, text):
     return wait
 
 
-def test_predict_explain_and_profile_show_it(terminal, monkeypatch):
+def test_predict_explain_and_profile_show_progress(terminal, monkeypatch):
     layer, x = nn.Linear(8, 8, device="meta"), torch.ones(4, 8, device="meta")
     wait = waits_for(terminal, "ackpt: predicting the step")
     ackpt.predict(lambda: (wait(), layer(x).sum().backward()), resident=[layer, x])
@@ -151,19 +168,19 @@ def test_predict_explain_and_profile_show_it(terminal, monkeypatch):
     assert shown_on(terminal) == ""
 
 
-def test_a_plan_that_is_described_later_shows_it(terminal):
+def test_describing_a_plan_shows_progress(terminal):
     step = ackpt.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8), dynamic=True, budget=1.0)
     terminal.truncate(terminal.seek(0))
-    original, plans.plan_of = plans.plan_of, lambda *args: (terminal.wait_for("ackpt: "), original(*args))[1]
+    original, plans.checked_plan = plans.checked_plan, lambda *args: (terminal.wait_for("ackpt: "), original(*args))[1]
     try:
         assert step.plan.policy == "auto"
     finally:
-        plans.plan_of = original
+        plans.checked_plan = original
     assert shown_on(terminal) == ""
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no pseudo terminals")
-def test_the_first_call_of_apply_budget_on_a_pseudo_terminal(monkeypatch):
+def test_apply_budget_shows_progress_on_a_pseudo_terminal(monkeypatch):
     reading, writing = os.openpty()
     with os.fdopen(writing, "w") as stream:
         monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
@@ -183,7 +200,7 @@ def test_the_first_call_of_apply_budget_on_a_pseudo_terminal(monkeypatch):
     assert b"\n" not in seen
 
 
-def test_stages_of_larger_work_say_what_it_is(terminal):
+def test_stages_name_the_work_that_they_are_part_of(terminal):
     with progress.about("seq len 16"):
         progress.stage("capturing the step")
         terminal.wait_for("ackpt: seq len 16: capturing the step [00:0")

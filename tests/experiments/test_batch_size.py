@@ -63,7 +63,7 @@ def test_plans_keep_their_share_of_the_plain_step(records):
         assert plain["flops"] < planned["flops"] < found[batch, "per-block"]["flops"]
 
 
-def test_the_limit_is_what_the_plain_step_takes_at_the_middle_batch(records):
+def test_the_limit_is_the_baseline_peak_at_the_middle_batch(records):
     (limit,) = {r.config["limit_bytes"] for r in records}
     assert limit == steps(records)[8, "plain"]["peak_bytes"]
     found = largest(records)
@@ -73,13 +73,13 @@ def test_the_limit_is_what_the_plain_step_takes_at_the_middle_batch(records):
     assert all(metrics["peak_bytes"] <= limit for metrics in found.values())
 
 
-def test_one_more_does_not_fit(records):
+def test_the_next_batch_size_does_not_fit(records):
     batch = largest(records)["plain"]["largest_batch"] + 1
     peak = RunStep(TINY.setting(batch)).measure(Method("plain"))["peak_bytes"]
     assert peak > records[0].config["limit_bytes"]
 
 
-def test_tables_say_what_was_measured_and_stand_beside_the_published_figures(records):
+def test_tables_mark_measurements_and_show_published_figures(records):
     rows = report.rows(records, load_reference("mu-two-resnet"))
     assert [row["how"] for row in rows] == ["measured"] * 6
     assert rows[0]["vs_plain"] is None and rows[2]["vs_plain"] < 0 < rows[2]["flops"]
@@ -98,7 +98,7 @@ def test_a_measured_figure_is_never_compared_with_a_predicted_one(records):
     assert report.rows([plain, other])[1]["vs_plain"] is None
 
 
-def test_what_does_not_fit_the_machine_is_predicted_and_says_so(records, monkeypatch):
+def test_sizes_beyond_the_machine_are_predicted_and_marked(records, monkeypatch):
     monkeypatch.setattr("experiments.steps.step_shapes.free_bytes", lambda device: 1000)
     config = replace(TINY, batches=(4,), methods=("plain", "auto@0.7"))
     (group, _) = run_batch_size(config)
@@ -110,7 +110,7 @@ def test_what_does_not_fit_the_machine_is_predicted_and_says_so(records, monkeyp
         assert abs(beyond) < SCRATCH  # the plan that runs knows of the scratch, and may be another
 
 
-def test_predictions_are_of_batches_alone(records):
+def test_predictions_depend_on_the_batch_alone(records):
     found = predicted(replace(TINY, methods=("plain", "auto")))
     assert [(r.experiment, r.config["batch_size"]) for r in found] == [("batch-size-predicted", b) for b in (4, 8)]
     wanted = steps(records)[8, "plain"]["predicted_peak_bytes"]
@@ -147,12 +147,12 @@ def test_the_search_finds_the_largest_from_any_guess(wanted, guess, at_most):
     assert len(asked) == len(set(asked)) and all(1 <= n <= at_most for n in asked)
 
 
-def test_a_good_guess_costs_two_questions():
+def test_a_good_guess_needs_two_measurements():
     asked = []
     assert search(lambda n: asked.append(n) or n <= 1000, 1000) == 1000 and asked == [1000, 1001]
 
 
-def test_where_measured_peaks_are_over_the_limit_few_batches_are_run(monkeypatch):
+def test_few_batches_run_where_measured_peaks_exceed_the_limit(monkeypatch):
     run = []
 
     def measured(setting, method):
@@ -175,12 +175,12 @@ def test_a_line_through_two_peaks():
 
 
 @pytest.mark.parametrize("name", ["magic", "auto@", "auto@2.0", "auto@six", "manual"])
-def test_bad_methods(name):
+def test_unknown_methods_are_refused(name):
     with pytest.raises(ValueError, match="unknown method|budget|size in bytes"):
         method(name)
 
 
-def test_methods_take_the_limit_where_they_need_a_budget():
+def test_methods_with_a_budget_get_the_limit():
     assert method("auto", 7) == Method("auto", "auto", 7) and method("full", 7) == Method("full", "full", None)
     assert method("auto@6GiB", 7).budget == "6GiB" and method("auto@0.5").budget == "0.5"
 
@@ -207,7 +207,7 @@ def test_the_command_predicts_without_running(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_a_limit_that_not_even_one_fits_says_what_one_takes():
+def test_a_limit_below_batch_size_one_names_its_peak():
     sizes = {"batches": (1,), "methods": ("plain",), "seq_len": 8, "fields": FIELDS}
     config = configuration(model="transformer", limit="20KiB", **sizes)
     records = list(itertools.chain(*run_batch_size(config, predict_only=True)))
@@ -235,7 +235,7 @@ def test_a_limit_that_not_even_one_fits_says_what_one_takes():
         (["--set", "width=2"], "no such field"),
     ],
 )
-def test_bad_options_are_one_line(capsys, monkeypatch, options, words):
+def test_bad_options_print_one_line(capsys, monkeypatch, options, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     try:
         status = main([*COMMAND, "--predict" if "--set" in options else "--json", *options])

@@ -92,7 +92,7 @@ def test_published_defaults():
     assert BertConfig() == BertConfig(768, 3072, 12, 12, 30522, 512, 2, 1e-12, 0.1)
 
 
-def test_initial_scales():
+def test_initial_weights_have_the_published_scales():
     torch.manual_seed(0)
     model = BertForMaskedLM(dataclasses.replace(TINY, dim=256, ff_dim=512, heads=8, vocab_size=1000, positions=100))
     for name, parameter in model.named_parameters():
@@ -134,7 +134,7 @@ def test_values_and_gradients_are_those_of_transformers(mask, types):
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["unpadded", "padded"])
-def test_dropout_falls_where_it_falls_in_transformers(mask):
+def test_dropout_is_applied_where_transformers_applies_it(mask):
     reference, model = pair(TINY)
     losses = []
     for call in (lambda: model(IDS, mask, labels=LABELS), lambda: reference(IDS, mask, labels=LABELS).loss):
@@ -155,7 +155,7 @@ def test_padding_does_not_reach_the_tokens(training):
     assert not model(IDS, torch.zeros_like(MASK)).isnan().any()
 
 
-def test_it_learns_a_batch_by_heart():
+def test_training_on_one_batch_lowers_the_loss():
     torch.manual_seed(0)
     model = BertForMaskedLM(TINY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

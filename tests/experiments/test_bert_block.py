@@ -20,7 +20,7 @@ def graph():
     return ackpt.trace(model, input_ids=ids, labels=ids)
 
 
-def test_every_block_keeps_what_was_counted_by_hand(graph):
+def test_every_block_saves_the_bytes_counted_by_hand(graph):
     blocks = of_blocks(ackpt.plan(graph, policy="none"))
     numbers = 10 * D + 2 * F + 3 * H * T + 4
     assert {block: sum(a.bytes for a in kept) for block, kept in blocks.items()} == dict.fromkeys(

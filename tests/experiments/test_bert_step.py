@@ -77,7 +77,7 @@ def test_the_table_has_the_parts_of_the_peak_and_the_published_figures(records):
     assert bert_report.text_table([]) == "no records"
 
 
-def test_the_published_figures_stand_beside_the_prediction_and_what_a_gpu_measured(records):
+def test_published_predicted_and_measured_figures_are_in_one_table(records):
     def moved(record, experiment):
         config = {**record.config, "device": "cuda"}
         return Record(experiment, config, record.metrics, record.environment)
@@ -98,7 +98,7 @@ def test_the_published_figures_stand_beside_the_prediction_and_what_a_gpu_measur
     assert bert_report.published_rows(predicted, other)[0]["measured"] is None
 
 
-def test_the_small_tier_can_keep_all_its_budgets():
+def test_the_budgets_of_the_small_tier_are_feasible():
     shapes = Shapes(CPU.setting())
     least = shapes.least_bytes(Method("auto", "auto"))
     plain = shapes.predicted(Method("none", "none"))
@@ -118,7 +118,7 @@ def test_fields_are_put_over_those_of_the_tier():
         (["--methods", "auto@7.0"], "at most 1, as in"),
     ],
 )
-def test_bad_options_of_bert_are_one_line(capsys, options, words):
+def test_bad_options_of_bert_print_one_line(capsys, options, words):
     assert main(["bert", *options]) == 2
     out, err = capsys.readouterr()
     assert words in err and err.count("\n") == 1 and out == ""

@@ -18,7 +18,7 @@ def block(has_fused_norms):
     ("dtype", "has_fused_norms", "widths"),
     [(torch.bfloat16, True, 20), (torch.bfloat16, False, 44), (torch.float32, True, 28), (torch.float32, False, 48)],
 )
-def test_what_a_published_block_saves_per_token(dtype, has_fused_norms, widths):
+def test_bytes_per_token_of_published_blocks(dtype, has_fused_norms, widths):
     saved = saved_per_token(lambda: block(has_fused_norms), WIDTH, dtype)
     assert saved == widths * WIDTH + 4 * FF + 12 * HEADS + 8
 

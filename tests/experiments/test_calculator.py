@@ -101,7 +101,7 @@ def test_formulas_equal_plans_of_the_whole_model(tiny, monkeypatch, changes):
     assert difference(tiny, {"setting": vars(setting), "planned": plan}) < 0.001
 
 
-def test_the_grid_has_the_models_and_gpus_that_it_promises():
+def test_the_grid_has_its_models_and_gpus():
     data = committed("grid")
     counts = [entry["modes"]["half"]["count"] for entry in data["presets"]]
     assert len(counts) >= 29 and min(counts) < 0.2e9 and max(counts) > 70e9

@@ -60,6 +60,6 @@ def test_bad_arguments_are_refused(arguments, overrides, words):
         run_demo(*arguments, **overrides)
 
 
-def test_the_package_says_where_it_is():
+def test_the_package_prints_its_path():
     with pytest.raises(AttributeError, match="ackpt.colab is now experiments.colab"):
         _ = ackpt.colab

@@ -104,7 +104,7 @@ def test_a_local_copy_is_read(tmp_path, no_hub, name, given):
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_what_datasets_saved_to_disk_is_read(tmp_path, no_hub, splits):
+def test_a_corpus_saved_by_datasets_is_read(tmp_path, no_hub, splits):
     saved = datasets.Dataset.from_dict({"text": ROWS})
     if splits:
         saved = datasets.DatasetDict({"train": saved, "test": datasets.Dataset.from_dict({"text": ["no"]})})
@@ -157,7 +157,7 @@ def test_a_truncated_file_is_named(tmp_path, no_hub, suffix):
         data.wikitext_corpus(path=tmp_path)
 
 
-def test_foreign_files_are_named(tmp_path, no_hub):
+def test_files_of_another_kind_are_named(tmp_path, no_hub):
     with pytest.raises(DataError, match="not a copy of wikitext, it has no column 'text'"):
         data.wikitext_corpus(path=write(tmp_path / "a" / "train.parquet", column="words").parent)
     with pytest.raises(DataError, match="column 'text' holds int, not text"):
@@ -175,7 +175,7 @@ def test_foreign_files_are_named(tmp_path, no_hub):
 
 
 @pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
-def test_offline_both_ways_out_are_named_without_retries(tmp_path, environment):
+def test_offline_the_error_names_both_alternatives_without_retries(tmp_path, environment):
     environment = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "NO_PROXY": "*", **environment}
     done = python("from experiments import data; data.token_stream('wikitext')", **environment)
     error = done.stderr.splitlines()[-1]
@@ -187,7 +187,7 @@ def test_offline_both_ways_out_are_named_without_retries(tmp_path, environment):
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])
-def test_any_answer_of_the_hub_is_a_connection(monkeypatch, status):
+def test_any_response_of_the_hub_counts_as_a_connection(monkeypatch, status):
     methods = []
 
     class Hub(http.server.BaseHTTPRequestHandler):

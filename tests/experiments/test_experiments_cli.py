@@ -84,7 +84,7 @@ def test_offload_on_a_gpu_that_is_not_there_is_predicted_in_the_published_dtype(
     assert "predicted from shapes" in out and "float16" in out and "ms/iter" not in out.splitlines()[0]
 
 
-def test_a_broken_promise_is_one_line_and_status_1(capsys, monkeypatch):
+def test_a_failed_check_prints_one_line_and_exits_with_status_1(capsys, monkeypatch):
     def fails(*args):
         raise OSError("the disk is gone")
 
@@ -154,7 +154,7 @@ def test_profile_folder_without_tensorboard_names_the_line_that_installs_it(tmp_
         (["lm", "--dataset", "wikitext", "--dataset-path", "no-such-folder", *LM], "no-such-folder"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
+def test_bad_input_prints_one_line_and_exits_with_status_2(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     out, err = capsys.readouterr()
@@ -162,14 +162,14 @@ def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, 
     assert err.startswith(f"python -m experiments {arguments[0]}: ")
 
 
-def test_unwritable_folder_is_found_before_the_work(tmp_path, capsys):
+def test_an_unwritable_folder_is_reported_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["lm", *LM, "--out", str(tmp_path / "file" / "below")]) == 2
     assert "--out: cannot write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["lm", "--tier", "tpu"], ["lm", "--steps", "many"]])
-def test_unparsable_arguments_are_one_line(arguments, capsys):
+def test_unparsable_arguments_print_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     err = capsys.readouterr().err
@@ -190,7 +190,7 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
         (["--verbose", "lm"], "python -m experiments: unrecognized arguments: --verbose"),
     ],
 )
-def test_a_misspelt_option_is_said_by_its_command(arguments, words, capsys):
+def test_a_misspelt_option_is_named_by_its_command(arguments, words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     err = capsys.readouterr().err

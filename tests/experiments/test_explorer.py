@@ -9,7 +9,7 @@ import json
 import pytest
 
 import ackpt
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.steps.frontier_models import workload
 from experiments.widgets import explorer
@@ -48,7 +48,7 @@ def test_every_budget_has_the_plan_that_is_made_for_it_or_is_refused(step):
     assert {row["plan"] is None for row in data["budgets"]} == {True, False}
 
 
-def test_the_live_bytes_have_the_peak_and_no_more(step):
+def test_the_largest_live_bytes_are_the_peak(step):
     _, _, _, data = step
     for shown in data["plans"]:
         live = [sum(bucket) for bucket in zip(*shown["live"].values(), strict=True)]
@@ -56,7 +56,7 @@ def test_the_live_bytes_have_the_peak_and_no_more(step):
         assert 0 < shown["boundary"] < len(live)
 
 
-def test_the_least_is_where_refusals_begin(step):
+def test_the_smallest_feasible_budget_is_where_refusals_begin(step):
     _, _, _, data = step
     plain, least = data["plain"]["peak_bytes"], data["least_bytes"]
     for row in data["budgets"]:
@@ -64,7 +64,7 @@ def test_the_least_is_where_refusals_begin(step):
     assert least == min(point["peak_bytes"] for point in data["front"])
 
 
-def test_what_only_other_plans_keep_has_no_fate_in_this_one(step):
+def test_an_activation_of_other_plans_has_no_fate(step):
     graph, profile, _, _ = step
     plan = ackpt.plan(graph, 0.8, profile=profile)
     names = [activation.name for activation in plan.activations]
@@ -91,7 +91,7 @@ def test_a_record_of_another_step_is_refused(step):
         explorer.explorer(graph, profile, changed)
 
 
-def test_what_is_saved_is_read_back(step, tmp_path):
+def test_saved_records_are_read_back(step, tmp_path):
     data = step[-1]
     path = explorer.save(data, tmp_path / "new" / "data.json")
     assert json.loads(path.read_text()) == data

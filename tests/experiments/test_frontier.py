@@ -33,14 +33,14 @@ def points(record, policy):
     return [point for point in record.metrics["points"] if point["policy"] == policy]
 
 
-def test_every_budget_has_a_point_and_what_cannot_run_says_why(record):
+def test_every_budget_has_a_point_or_a_reason(record):
     for policy in ("full", "auto"):
         assert [point["budget"] for point in points(record, policy)] == [0.8, 0.1, None]
     assert points(record, "ilp") == [] and "160 nodes" in record.metrics["not_run"]["ilp"]
 
 
 @pytest.mark.parametrize("policy", ["full", "auto"])
-def test_a_refused_budget_names_what_the_policy_then_needs(record, policy):
+def test_a_refused_budget_has_the_smallest_peak_of_the_policy(record, policy):
     kept, refused, least = points(record, policy)
     resident = record.metrics["baseline"]["resident_bytes"]
     assert refused == {"policy": policy, "budget": 0.1, "least_bytes": resident + least["measured_peak_bytes"]}
@@ -48,7 +48,7 @@ def test_a_refused_budget_names_what_the_policy_then_needs(record, policy):
     assert kept["limit_bytes"] == int(0.8 * record.metrics["baseline"]["measured_peak_bytes"])
 
 
-def test_plans_are_kept_to_the_byte_the_flop_and_the_bit(record):
+def test_plans_have_exact_bytes_flops_and_results(record):
     assert report.broken_promises(record) == []
     for point in report.measured(record):
         assert point["measured_peak_bytes"] == point["predicted_peak_bytes"]
@@ -59,7 +59,7 @@ def test_plans_are_kept_to_the_byte_the_flop_and_the_bit(record):
     assert eager["measured_peak_bytes"] == baseline["measured_peak_bytes"] == baseline["predicted_peak_bytes"]
 
 
-def test_nothing_goes_below_the_bounds(record):
+def test_no_point_is_below_the_lower_bounds(record):
     bounds = {row["limit_bytes"]: row["recompute_flops"] for row in record.metrics["bounds"]}
     for point in report.measured(record):
         assert point["recompute_flops"] >= bounds[point["limit_bytes"]]
@@ -122,7 +122,7 @@ def test_bert_with_dropout_is_bit_equal():
     assert report.broken_promises(record) == [] and report.comparison(record)["wrong"] == []
 
 
-def test_what_runs_far_more_again_is_named_at_the_edge(record):
+def test_points_beyond_the_axis_are_named_at_the_edge(record):
     changed = copy.deepcopy(record)
     base = record.metrics["baseline"]["measured_peak_bytes"]
     for point in points(changed, "full"):
@@ -138,7 +138,7 @@ def test_what_runs_far_more_again_is_named_at_the_edge(record):
     assert len(report.frontier_plot(record).axes[0].texts) == 0
 
 
-def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkeypatch, tmp_path, capsys):
+def test_the_command_prints_json_and_exits_with_status_1_for_a_failed_check(record, monkeypatch, tmp_path, capsys):
     changed = copy.deepcopy(record)
     changed.metrics["points"][0]["measured_peak_bytes"] += 1
     found = {}
@@ -174,7 +174,7 @@ def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkey
         (["--times", "-1"], "--times must be at least 0, got -1"),
     ],
 )
-def test_bad_input_is_one_line_before_any_work(arguments, message, capsys):
+def test_bad_input_prints_one_line_before_any_work(arguments, message, capsys):
     assert main(["frontier", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("python -m experiments frontier: ") and message in err and err.count("\n") == 1

@@ -10,7 +10,6 @@ from steps import run_boxed
 from torch._dynamo.backends.common import aot_autograd
 
 from ackpt.metering.plots import png
-from ackpt.planner.backend import dynamo
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
 from experiments.reports import frontier_times as times
@@ -122,22 +121,11 @@ def test_the_choices_have_the_ranges_over_all_records(made_up):
     assert rows["cannot be captured, and is slightly too large"] == rows["does not fit with any of these"] == ("–", "–")
 
 
-@pytest.fixture
-def no_inductor(monkeypatch):
-    """Run the operations one by one: Inductor would compile for minutes, and Dynamo does the same in front of it."""
-
-    def run(gm, example_inputs, custom_partitioner_fn, **_):
-        compilers = {"fw_compiler": run_boxed, "bw_compiler": run_boxed, "partition_fn": custom_partitioner_fn}
-        return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, example_inputs)
-
-    monkeypatch.setattr(dynamo, "_by_inductor", run)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, at the import of Inductor
+def test_every_step_is_compiled(tmp_path, no_inductor, monkeypatch):
     monkeypatch.setattr(
         "torch._inductor.compile_fx.compile_fx", lambda gm, inputs: aot_autograd(fw_compiler=run_boxed)(gm, inputs)
     )
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, at the import of Inductor
-def test_every_step_is_compiled(tmp_path, no_inductor):
     config = FrontierConfig(
         "transformer", TOKENS, ("auto", "full"), (0.9, 0.05), ("checkpoint",), costs=("rates",), compiler="inductor"
     )

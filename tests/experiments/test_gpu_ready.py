@@ -17,7 +17,7 @@ from experiments.synthetic import SyntheticConfig
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
 
 
-def test_a_copy_without_git_has_the_commit_that_it_is_told(monkeypatch):
+def test_a_copy_without_git_has_the_given_commit(monkeypatch):
     told = "1" * 40
     monkeypatch.setenv("ACKPT_COMMIT", told)
     assert provenance.environment()["commit"] != told  # git knows better
@@ -28,7 +28,7 @@ def test_a_copy_without_git_has_the_commit_that_it_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("commit, message", [(None, "give --commit SHA"), ("1" * 40 + "-dirty", "commit them")])
-def test_a_record_of_a_gpu_must_be_able_to_name_its_commit(commit, message, tmp_path, monkeypatch, capsys):
+def test_a_gpu_record_without_a_commit_is_refused(commit, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("experiments.results.environment", lambda: {"commit": commit})
     assert main(["gpu-suite", "--out", str(tmp_path)]) == 2
@@ -52,7 +52,7 @@ def test_a_plan_is_predicted_within_the_peak_of_checkpoint():
     assert planned.metrics["flops"] < checkpoint.metrics["flops"]
 
 
-def test_gradients_that_are_rounding_alone_are_no_difference_on_a_gpu():
+def test_rounding_differences_of_gradients_are_allowed_on_a_gpu():
     wanted = {"weight": torch.tensor([1.0, -2.0]), "bias": torch.tensor([1e-6, 0.0])}
     found = {"weight": torch.tensor([1.0, -2.0]), "bias": torch.tensor([-1e-6, 1e-6])}
     assert require_equal("auto", found, wanted, exact=False) == pytest.approx(2e-6 / 0.02)
@@ -81,7 +81,7 @@ def no_gpu(monkeypatch):
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")]
 )
-def test_a_batch_that_memory_does_not_hold_does_not_fit_whoever_says_so(no_gpu, monkeypatch, error):
+def test_every_kind_of_out_of_memory_error_means_that_a_batch_does_not_fit(no_gpu, monkeypatch, error):
     def refuse(setting):
         if setting.batch_size > 5:
             raise error

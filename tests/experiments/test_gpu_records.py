@@ -56,7 +56,7 @@ def test_rows_are_those_that_were_asked_for_and_none_was_measured_is_none(tmp_pa
         gpu_rows("lm", ("plain",), tmp_path, seq_len=8)
 
 
-def test_a_record_of_a_cpu_is_no_record_of_a_gpu(tmp_path):
+def test_a_record_of_a_cpu_does_not_count_for_a_gpu(tmp_path):
     saved(tmp_path, a_record(device="cpu"))
     with pytest.raises(RecordError, match="made on a GPU"):
         gpu_records("lm", tmp_path)

@@ -64,7 +64,7 @@ def test_records_are_written_at_once_with_their_prediction_and_a_second_run_skip
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in names} == before
 
 
-def test_another_configuration_another_commit_and_a_record_that_is_gone_run_again(tmp_path, monkeypatch):
+def test_changed_configurations_commits_and_missing_records_rerun(tmp_path, monkeypatch):
     run_suite([job()], tmp_path)
     other = replace(job(), config=Config(2))
     assert run_suite([other], tmp_path).ran == ["one"] and run_suite([other], tmp_path).skipped == ["one"]
@@ -97,7 +97,7 @@ def test_a_failed_job_leaves_its_error_and_no_figures_and_the_others_run(tmp_pat
     assert order == ["new", "bad"]
 
 
-def test_a_prediction_that_fails_is_a_failure_of_its_own_and_the_records_are_there(tmp_path):
+def test_a_failed_prediction_is_recorded_and_keeps_the_records(tmp_path):
     found = run_suite([job(predict=lambda config: 1 / 0)], tmp_path)
     assert found.failed == {"one": {gpu_suite.PREDICTION: "ZeroDivisionError: division by zero"}}
     assert len(load_records(tmp_path)) == 2
@@ -114,7 +114,7 @@ def test_predictions_are_kept_in_the_folder(tmp_path):
     assert len(asked) == 3
 
 
-def test_nothing_begins_that_should_take_longer_than_what_is_left(tmp_path):
+def test_no_job_starts_that_exceeds_the_remaining_time(tmp_path):
     said = []
     found = run_suite([job("long", run=None, minutes=5), job("short")], tmp_path, minutes=1, say=said.append)
     assert found.left == ["long"] and found.ran == ["short"]
@@ -122,7 +122,7 @@ def test_nothing_begins_that_should_take_longer_than_what_is_left(tmp_path):
     assert "not run for lack of time" in "\n".join(text_outcome(found))
 
 
-def test_estimates_follow_what_was_measured_for_the_job_and_for_its_experiment(tmp_path):
+def test_estimates_use_measured_times_of_the_job_and_its_experiment(tmp_path):
     first, second = job("first", minutes=2.0), job("second", minutes=4.0)
     assert expected_minutes(first, tmp_path) == 2.0
     run_suite([first], tmp_path)
@@ -166,7 +166,7 @@ run_suite([job("whole"), job("killed", dies)], {folder!r})
 """
 
 
-def test_after_a_kill_all_files_are_whole_and_only_the_killed_job_runs_again(tmp_path, monkeypatch):
+def test_after_a_kill_all_files_are_complete_and_only_the_killed_job_reruns(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "_commit", lambda: COMMIT)  # other tests that run now may change the checkout
     code = KILLED.format(tests=os.path.dirname(__file__), folder=str(tmp_path), commit=COMMIT)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, env=os.environ)
@@ -197,7 +197,7 @@ def test_deterministic_algorithms_are_on_for_their_jobs_only(tmp_path, monkeypat
     assert not torch.are_deterministic_algorithms_enabled() and WORKSPACE not in os.environ
 
 
-def test_a_process_that_lost_its_gpu_stops(tmp_path, monkeypatch):
+def test_a_process_without_its_gpu_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_suite, "_free_all", lambda: "the GPU no longer responds")
     found = run_suite([job("one"), job("two", run=None)], tmp_path)
     assert found.ran == ["one"] and found.left == ["two"] and "no longer responds" in "\n".join(text_outcome(found))

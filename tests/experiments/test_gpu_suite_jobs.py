@@ -33,7 +33,7 @@ def test_every_job_leaves_records_with_their_command_and_no_failure(suite):
         assert all("gpu-suite" in record.environment["command"] for record in records[job.name])
 
 
-def test_peaks_are_predicted_and_what_saves_memory_does(suite):
+def test_peaks_are_predicted_within_one_percent_and_methods_save_memory(suite):
     _, records = suite
     table = {(row["job"], row["method"]): row for job, found in records.items() for row in rows(job, found)}
     off = [row["off"] for row in table.values() if row["off"] is not None]
@@ -47,7 +47,7 @@ def test_peaks_are_predicted_and_what_saves_memory_does(suite):
     assert times.pop("baseline") is None and None not in times.values()
 
 
-def test_a_second_run_finds_everything_there(suite, capsys):
+def test_a_second_run_runs_nothing(suite, capsys):
     folder, records = suite
     assert main(["gpu-suite", "--tier", "cpu", "--out", str(folder), "--only", "lm,bert"]) == 0
     out = capsys.readouterr()
@@ -103,13 +103,13 @@ def test_a_job_of_one_method_that_fails_keeps_the_others(monkeypatch):
         ([], "give a folder for the records: --out FOLDER"),
     ],
 )
-def test_what_does_not_fit_is_one_line_and_status_2(options, message, capsys):
+def test_a_step_that_does_not_fit_prints_one_line_and_exits_with_status_2(options, message, capsys):
     assert main(["gpu-suite", "--tier", "cpu", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("python -m experiments gpu-suite: ") and message in error and error.count("\n") == 1
 
 
-def test_a_file_as_folder_and_a_gpu_that_is_not_there_are_refused(tmp_path, capsys, monkeypatch):
+def test_a_file_as_folder_and_a_missing_gpu_are_refused(tmp_path, capsys, monkeypatch):
     path = tmp_path / "file"
     path.touch()
     assert main(["gpu-suite", "--tier", "cpu", "--out", str(path)]) == 2

@@ -71,7 +71,7 @@ def test_gradients_are_equal_to_the_last_bit_for_peers_too(metrics):
     assert {values.get("gradients_difference", 0.0) for values in metrics.values()} == {0.0}
 
 
-def test_measured_times_stand_in_fields_named_seconds(metrics):
+def test_measured_times_are_in_fields_named_seconds(metrics):
     times = {"seconds_step", "seconds_ratio", "seconds_hidden_share"}
     assert {name for name in metrics["baseline"] if name.startswith("seconds")} == times
     assert metrics["baseline"]["seconds_hidden_share"] is None

@@ -21,7 +21,7 @@ def traced(model, *args):
     return graph, ackpt.profile(graph, workspace="measured")
 
 
-def test_bound_optimum_and_policies_are_in_order():
+def test_lower_bound_optimum_and_policies_are_in_order():
     pytest.importorskip("scipy")
     chain = sublinear.Chain(*(sublinear.Block(4) for _ in range(4)))
     rows = optimum.distances(*traced(chain, torch.randn(256, 4)), (0.9, 0.8, 0.1), ("auto", "full"), exact=True)
@@ -42,7 +42,7 @@ def test_the_models_train(model, x, loss):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_parts_of_auto_end_in_its_front_and_none_makes_it_worse():
+def test_the_generators_of_auto_end_in_its_frontier_and_none_makes_it_worse():
     sizes = {"layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}
     work = workload("transformer", checked_sizes("transformer", sizes), 0)
     graph, profile = traced(work.model, *work.args)

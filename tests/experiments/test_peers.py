@@ -32,7 +32,7 @@ def run(runs, name, setting=None):
         return runs.of(call, compiles=name == MEMORY_BUDGET)
 
 
-def test_checkpoint_runs_every_block_again_but_for_its_last_product(runs):
+def test_checkpoint_recomputes_every_block_except_its_last_product(runs):
     found = run(runs, CHECKPOINT)
     x = torch.randn(2, 24, 16)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_checkpoint_runs_every_block_again_but_for_its_last_product(runs):
     assert found["gradients_difference"] == found["buffers_difference"] == 0.0
 
 
-def test_selective_runs_no_product_again_and_keeps_more(runs):
+def test_selective_recomputes_no_product_and_saves_more(runs):
     kept = [parameter.detach().clone() for parameter in runs.work.model.parameters()]
     assert 0 < runs.rounding()["gradients_difference"] < 1e-4
     assert all(map(torch.equal, kept, runs.work.model.parameters()))
@@ -52,7 +52,7 @@ def test_selective_runs_no_product_again_and_keeps_more(runs):
     assert found["gradients_difference"] == 0.0
 
 
-def test_a_smaller_memory_budget_runs_more_again(runs):
+def test_a_smaller_memory_budget_recomputes_more(runs):
     most, half = (run(runs, MEMORY_BUDGET, setting) for setting in (1.0, 0.5))
     assert 0 == most["recompute_flops"] < half["recompute_flops"]
     assert half["measured_peak_bytes"] < most["measured_peak_bytes"]
@@ -94,7 +94,7 @@ def test_buffers_that_checkpoint_updates_twice_are_wrong():
     assert found["gradients_difference"] == 0.0 and found["buffers_difference"] == 1.0  # of num_batches_tracked
 
 
-def test_differences_are_relative_and_what_is_not_finite_is_never_equal():
+def test_differences_are_relative_and_values_that_are_not_finite_never_equal():
     one, two = torch.tensor([1.0, -4.0]), torch.tensor([2.0, -4.0])
     assert difference([one, one], [one, two]) == 0.25
     assert difference([one], [one]) == 0.0 < 1 < difference([torch.tensor([1.0, float("nan")])], [one])

@@ -18,7 +18,7 @@ RAISES = {
 NOT_DETECTED = {"constant tensor from a changed value"}
 
 
-def test_checkpoints():
+def test_pitfalls_are_errors_with_ackpt_and_silent_with_torch():
     reentrant = partial(torch_checkpoint, use_reentrant=True)
     rows = verdicts({"plain": plain, "ackpt": ackpt.checkpoint, "reentrant": reentrant})
     assert [row["pitfall"] for row in rows] == list(STEPS)
@@ -28,7 +28,7 @@ def test_checkpoints():
     assert sum(row["reentrant"] == "wrong" for row in rows) > 8
 
 
-def test_copies():
+def test_copies_with_the_bug_give_wrong_bytes_and_with_the_fix_correct_ones():
     *races, pinned = copies.outcomes()
     assert [(row["with the bug"], row["with the fix"]) for row in races] == [("wrong bytes", "correct")] * 4
     assert (pinned["with the bug"], pinned["with the fix"]) == ("48 allocations", "8 allocations")

@@ -97,12 +97,12 @@ class TestStoredPredictions:
         assert counting.calls == 2
 
     @pytest.mark.parametrize("change", [{"gpu": "l4"}, {"sizes": {"rows": 9, "vocabulary": 2}}, {"step": "softmax"}])
-    def test_what_determines_a_prediction_changes_its_key(self, change):
+    def test_every_input_of_a_prediction_changes_its_key(self, change):
         stored = Predictions()
         assert stored.key({**ROW, **change}) != stored.key(ROW)
         assert stored.key({**ROW, "metric": "reserved", "bytes": 1}) == stored.key(ROW)
 
-    def test_new_code_predicts_anew_and_old_predictions_are_dropped(self, tmp_path, monkeypatch):
+    def test_changed_code_is_predicted_again_and_old_predictions_are_dropped(self, tmp_path, monkeypatch):
         counting, file = Counting(), tmp_path / "file.json"
         before = Predictions(file, counting)
         before.of(ROW)
@@ -122,7 +122,7 @@ class TestStoredPredictions:
         all_predicted(("linear-layers",), True, tmp_path / "file.json", lines.append)
         assert len(lines) == 4
 
-    def test_comments_and_docstrings_are_no_code(self, tmp_path):
+    def test_comments_and_docstrings_do_not_change_the_key(self, tmp_path):
         texts = ("x = 1\n", '"""Says."""\n\n# why\nx = 1\n', "x = 2\n")
         files = [tmp_path / f"{number}.py" for number in range(3)]
         for file, text in zip(files, texts, strict=True):
@@ -130,7 +130,7 @@ class TestStoredPredictions:
         first, second, third = (predictions._code(file) for file in files)
         assert first == second != third
 
-    def test_the_code_of_a_step_is_all_that_predicts_it(self):
+    def test_predictions_depend_on_the_code_of_their_step_alone(self):
         versions = {step: predictions.code_version(step) for step in STEPS}
         assert versions["softmax"] == versions["rope"] != versions["cross-entropy"]
         assert versions["resnet50-sum"] != versions["vgg16-sum"]  # the first one uses experiments.models

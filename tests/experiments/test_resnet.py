@@ -68,7 +68,7 @@ def test_the_stride_of_a_bottleneck_is_in_its_3x3_convolution():
     assert [(c.kernel_size[0], c.stride[0]) for c in convolutions] == [(1, 1), (3, 2), (1, 1), (1, 2)]
 
 
-def test_a_class_count_of_ones_own():
+def test_the_number_of_classes_can_be_chosen():
     with torch.device("meta"):
         heads = [make(num_classes=7).fc.weight.shape for make in (resnet18, resnet50, resnet152)]
     assert heads == [(7, 512), (7, 2048), (7, 2048)]

@@ -142,7 +142,7 @@ def test_a_region_is_one_node_that_saves_its_input():
     assert inner["saved"] == [None, "inputs", *["recomputed"] * rest]
 
 
-def test_blocks_are_gathered_when_they_run_and_one_block_early_in_backward(gathers):
+def test_blocks_are_gathered_before_they_run_and_prefetched_in_backward(gathers):
     numbers = [*range(1, BLOCKS + 1)]
     order = [*numbers, *reversed(numbers)]
     *blocks, root = gathers["gathered"]
@@ -161,12 +161,17 @@ def test_blocks_are_gathered_when_they_run_and_one_block_early_in_backward(gathe
     assert all(allocated < begin and freed == begin + 1 for (_, begin, _), (_, allocated, freed) in pairs[BLOCKS:])
     early = {group: allocated for group, allocated, _ in buffers[BLOCKS:]}
     assert all(runs["r", group + 1][0] < early[group] < runs["r", group][0] for group in numbers[:-1])
+    reductions = gathers["reductions"]
+    assert [group for group, *_ in reductions] == [*reversed(numbers), 0]
+    freed = {group: end for group, _, end in blocks[BLOCKS:]}
+    assert all(freed[group] <= begin for group, begin, _ in reductions[:BLOCKS])
+    assert [end <= begin for (*_, end), (_, begin, _) in zip(reductions, reductions[1:])] == [True] * BLOCKS
     assert [what for what, *_ in gathers["runs"]].count("r") == BLOCKS
     assert gathers["runs"][-1][-1] == gathers["events"]
 
 
 @pytest.mark.parametrize("make", ["chain", "stack", "lanes", "autograd", "gathers"])
-def test_a_still_is_the_same_each_time(make, chain, lanes, gathers):
+def test_a_still_is_reproducible(make, chain, lanes, gathers):
     made = {"chain": chain, "lanes": lanes, "gathers": gathers}
     data = made[make] if make in made else {"stack": block_stack, "autograd": autograd_graphs}[make]()
     draw = getattr(schematics, f"{make}_figure")

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 
 
 @pytest.mark.parametrize(("policy", "live", "again"), [("chen-sqrt", 9, 9), ("chen-log", 7, 17)])
-def test_a_planned_chain_takes_what_theory_says(policy, live, again):
+def test_a_planned_chain_has_the_peak_of_the_theory(policy, live, again):
     found = run(16, policy)
     assert (found.live, found.recomputed_blocks) == (live, again)
     assert found.rest_bytes in (0, 8)  # the loss and its gradient
 
 
 @pytest.mark.parametrize("snapshots", [2, 16])
-def test_snapshots_run_again_what_revolve_says(snapshots):
+def test_snapshots_recompute_as_revolve_counts(snapshots):
     found = run(16, "revolve", snapshots)
     assert found.recomputed_blocks == revolve.advances(16, snapshots) - 15
     assert snapshots <= found.live <= snapshots + 6
@@ -40,7 +40,7 @@ def test_a_pyramid_halves_its_activations_and_keeps_its_flops():
     assert flops == 4 * [8192] + [16384] + 4 * [8192]
 
 
-def test_policies_within_budgets():
+def test_policies_keep_their_budgets():
     model, x, graph, profile = narrowing()
     rows = within(graph, profile, (1.0, 0.8, 0.01), ("chen-sqrt", "rotor"))
     assert [(row["policy"], row["budget"]) for row in rows][2:4] == [("chen-sqrt", 0.01), ("rotor", 1.0)]

@@ -42,7 +42,7 @@ def test_flops_count_one_more_forward_of_the_blocks_and_none_of_the_chunked_head
     assert flops["checkpoint+chunked-loss"] == flops["checkpoint"]
 
 
-def test_peaks_fall_and_times_stand_in_seconds_fields(lm_records):
+def test_peaks_fall_and_times_are_in_seconds_fields(lm_records):
     peaks = {method: record.metrics["peak_bytes"] for method, record in lm_records.items()}
     assert peaks["checkpoint+chunked-loss"] <= peaks["checkpoint"] < peaks["baseline"]
     assert peaks["chunked-loss"] < peaks["baseline"]
@@ -120,7 +120,7 @@ def test_a_method_that_fails_leaves_the_others_records(monkeypatch):
         list(run_synthetic(config, timed_rounds=0))
 
 
-def test_wrong_gradients_would_be_noticed(monkeypatch):
+def test_wrong_gradients_are_reported(monkeypatch):
     """The check is not empty: a checkpoint that scales a gradient ends the experiment."""
     from ackpt.checkpointing import reentrant
 

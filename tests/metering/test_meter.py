@@ -82,7 +82,7 @@ class Undefined(torch.autograd.Function):
         return gradient * 2, None
 
 
-def test_a_leaf_whose_gradient_is_undefined():
+def test_a_leaf_with_an_undefined_gradient_is_allowed():
     x, unused = torch.ones(8, requires_grad=True), torch.ones(4, requires_grad=True)
 
     def step():
@@ -121,7 +121,7 @@ def test_agrees_with_the_allocators_own_counter(mlp):
     assert len(seen) > 50 and all(seen)
 
 
-def test_gradients_that_stay(mlp):
+def test_gradients_that_remain_count_as_gradients(mlp):
     model, x = mlp
     measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=0)
     gradients = 4 * (WEIGHT + BIAS)
@@ -144,7 +144,7 @@ def test_gradients_dropped_in_the_step_are_recognised(mlp):
     assert max(measured.timeline.categories["gradients"]) == 4 * (WEIGHT + BIAS)
 
 
-def test_gradients_from_before_are_seen_to_die(mlp):
+def test_frees_of_earlier_gradients_are_measured(mlp):
     """They were allocated before the profile, so the allocator does not report their free; Python must."""
     model, x = mlp
     model(x).sum().backward()
@@ -185,7 +185,7 @@ def test_checkpointing_lowers_activations_only(mlp):
     assert kept.resident_bytes == plain.resident_bytes and consistent(kept) and consistent(plain)
 
 
-def test_resident_storages_count_once():
+def test_a_resident_storage_counts_once():
     layer = torch.nn.Linear(D, D, bias=False)
     layer.register_buffer("mask", torch.ones(D))
     tied = torch.nn.ModuleList([layer, torch.nn.Linear(D, D, bias=False)])
@@ -228,7 +228,7 @@ def test_a_failing_step_leaves_nothing_behind(mlp):
     assert measure(lambda: model(x), resident=(model, x), repeats=0).dynamic_peak_bytes > 0
 
 
-def test_seconds_and_flops(mlp):
+def test_seconds_and_flops_are_measured(mlp):
     model, x = mlp
     measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=3)
     seconds = measured.seconds
@@ -249,7 +249,7 @@ def test_a_measurement_is_printed_without_its_timeline(mlp):
     assert repr(plain) == f"<Measurement on cpu: peak {sizes[0]}, of it {sizes[1]} resident>"
 
 
-def test_says_nothing():
+def test_measuring_prints_nothing():
     """Prints neither the profiler's log nor the allocator's warning about blocks from before the profile."""
     program = (
         "import torch, ackpt\n"
@@ -313,7 +313,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
-def test_errors(call, error, message, monkeypatch):
+def test_invalid_arguments_are_refused(call, error, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(error, match=message):
         call()
@@ -324,7 +324,7 @@ def test_errors(call, error, message, monkeypatch):
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (333447168, "318.0 MiB"), (-(2**31), "-2.0 GiB")]
     + [(5 * 2**50, "5120.0 TiB")],
 )
-def test_memory_format(size, text):
+def test_bytes_are_printed_with_units(size, text):
     assert memory_format(size) == text
 
 

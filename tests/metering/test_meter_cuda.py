@@ -21,7 +21,7 @@ HISTORY = [
 ]
 
 
-def test_actions():
+def test_allocator_actions_are_read():
     marks = [(3, ("backward",)), (4, ("mark", 8192, "gradients"))]
     assert list(meter_cuda.actions(HISTORY, marks)) == [
         ("alloc", 4096, 1024),
@@ -35,7 +35,7 @@ def test_actions():
     assert list(meter_cuda.actions([], [(0, ("backward",))])) == [("backward",)]
 
 
-def test_timeline():
+def test_the_timeline_follows_the_allocator_history():
     marks = [(3, ("backward",)), (4, ("mark", 8192, "gradients"))]
     timeline = build_timeline(meter_cuda.actions(HISTORY, marks), before={64: ("gradients", 512)})
     assert timeline.live == (512, 1536, 2048, 1536, 2048, 1536)
@@ -105,7 +105,7 @@ class Event:
         return 1500.0  # milliseconds
 
 
-def test_measure_with_an_allocator_that_stands_in(monkeypatch):
+def test_measure_reads_a_simulated_allocator(monkeypatch):
     allocator = Allocator(monkeypatch)
     x = torch.ones(2, requires_grad=True)
 
@@ -131,7 +131,7 @@ def test_measure_with_an_allocator_that_stands_in(monkeypatch):
     assert torch.autograd._engine_run_backward is engine and not allocator.recording
 
 
-def test_history_in_use(monkeypatch):
+def test_a_history_that_is_being_recorded_is_refused(monkeypatch):
     Allocator(monkeypatch).recording = True
     with pytest.raises(meter.MeterError, match="memory history is being recorded"):
         meter.measure(lambda: None, "cuda")

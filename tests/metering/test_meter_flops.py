@@ -34,7 +34,7 @@ def test_recompute_is_one_more_forward(mlp):
     assert count_flops(lambda: ackpt.checkpoint(model, x).sum().backward()) == 4 * forward
 
 
-def test_cpu_flash_attention():
+def test_flash_attention_of_the_cpu_counts():
     batch, heads, length, dim = 2, 3, 16, 8
     q, k, v = (torch.randn(batch, heads, length, dim, requires_grad=True) for _ in range(3))
     products = 2 * batch * heads * length * length * dim
@@ -43,7 +43,7 @@ def test_cpu_flash_attention():
     assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward()) == 7 * products
 
 
-def test_heads_of_queries_that_share_keys():
+def test_grouped_query_attention_counts():
     heads, length, dim = 6, 16, 8
     q = torch.randn(2, heads, length, dim, requires_grad=True)
     k, v = (torch.randn(2, 2, length, dim, requires_grad=True) for _ in range(2))
@@ -62,7 +62,7 @@ def test_checkpointed_parameters_without_input_gradient():
     assert count_flops(lambda: ackpt.checkpoint(layer, x).sum().backward()) == 3 * 2 * N * D * D
 
 
-def test_prints_nothing(mlp):
+def test_counting_prints_nothing(mlp):
     model, x = mlp
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -116,7 +116,7 @@ class TestCompiled:
         call(x)
         assert seen == ["compiles", "runs", "runs", "runs"]
 
-    def test_what_plans_a_new_shape_is_not_counted(self, mlp):
+    def test_planning_a_new_shape_is_not_counted(self, mlp):
         model, x = mlp
         step = ackpt.compile(model, x[:2], policy="none", differentiate="all")
         expected = count_flops(lambda: model(x).sum().backward())

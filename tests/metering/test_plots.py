@@ -80,7 +80,7 @@ def test_stacks_have_one_order_everywhere():
     assert [*plots.as_stacked(stacked)] == order
 
 
-def test_timeline_marks():
+def test_a_timeline_marks_its_peak():
     assert texts(FIGURES["timeline"]()) == ["peak 43.0 MiB", "backward begins"]
     figure = FIGURES["with resident"]()
     assert texts(figure)[0] == "peak 143 MiB"
@@ -102,5 +102,5 @@ def test_lines_share_colours_by_name():
     assert list(axes.get_xticks()) == [1, 2, 3]
 
 
-def test_numbers():
+def test_numbers_have_units():
     assert [plots._number(x, x) for x in (0.1234, 1.234, 12.34, 1234.5)] == ["0.123", "1.23", "12.3", "1,234"]

@@ -115,7 +115,7 @@ def test_equal_to_the_byte_at_every_event_of_an_mlp():
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
-def test_with_adamw(options):
+def test_a_step_with_adamw_is_equal_to_the_byte(options):
     measured, predicted = both(mlp, lambda parameters: torch.optim.AdamW(parameters, **options))
     assert predicted.resident_bytes == measured.resident_bytes
     # A Python number that meets a tensor is wrapped into a tensor of 8 or 4 bytes below what a mode can see.
@@ -128,7 +128,7 @@ def test_transformer_with_adamw_and_autocast():
     assert abs(predicted.peak_bytes / measured.peak_bytes - 1) < 0.01
 
 
-def test_meta_tensors():
+def test_meta_tensors_have_the_bytes_of_real_ones():
     measured, _ = both(mlp)
     model, _, loss_of = mlp()
     model, x = model.to("meta"), torch.empty(32, 64, device="meta")
@@ -142,7 +142,7 @@ def test_meta_tensors():
     assert predicted.categories == measured.categories and predicted.seconds is None
 
 
-def test_in_a_measured_step():
+def test_predict_inside_a_measured_step():
     model, x = torch.nn.Linear(4, 4, device="meta"), torch.empty(2, 4, device="meta")
     peaks = []
 
@@ -154,7 +154,7 @@ def test_in_a_measured_step():
     assert peaks[1] == peaks[0] > 0
 
 
-def test_rounding():
+def test_bytes_are_rounded_as_the_allocator_rounds_them():
     _, exact = both(mlp)
     _, rounded = both(mlp, round_to=512)
     assert exact.peak_bytes < rounded.peak_bytes
@@ -194,7 +194,7 @@ def test_nothing_is_left_behind_after_an_error():
     assert torch.ones(2).sum().item() == 2  # no mode stays
 
 
-def test_resized_storage():
+def test_a_resized_storage_counts():
     with FakeTensorMode():
         x = torch.empty(100)
 
@@ -230,13 +230,13 @@ ON_META = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
-def test_errors_for_arguments(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(MeterError, match=message):
         predict(lambda: None, **arguments())
 
 
 @pytest.mark.parametrize(("forward", "message"), ON_META.values(), ids=ON_META)
-def test_errors_on_meta_tensors(forward, message):
+def test_unsupported_operations_on_meta_tensors_are_named(forward, message):
     x = torch.empty(1, 1, 4, 4, device="meta", requires_grad=True)
     with pytest.raises(MeterError, match=message):
         predict(lambda: forward(x).sum().backward(), resident=(x,))

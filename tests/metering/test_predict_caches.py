@@ -52,6 +52,10 @@ def cached(length):
     return mask(length)
 
 
+def in_cache(model, length):
+    return cached(length)
+
+
 def in_dict(model, length):
     if length not in GLOBAL:
         GLOBAL[length] = mask(2 * length)[:length, :length]
@@ -134,8 +138,8 @@ def logs_activations(model, length):
 
 
 PLACES = [
-    *(in_dict, in_tuple, in_nested_dict, in_list, in_global, in_class, in_new_attribute_of_the_class, in_object),
-    *(in_dict_of_the_class, in_default, in_function, in_closure, logs_activations),
+    *(in_cache, in_dict, in_tuple, in_nested_dict, in_list, in_global, in_class, in_new_attribute_of_the_class),
+    *(in_object, in_dict_of_the_class, in_default, in_function, in_closure, logs_activations),
 ]
 
 
@@ -151,9 +155,11 @@ def predicted(model, x, context=contextlib.nullcontext):
     return [ackpt.predict(step, resident=(model, x, *kept)) for kept in ((), (optimizer,))]
 
 
-@pytest.mark.parametrize("mask_of", [lambda model, length: cached(length), *PLACES])
-@pytest.mark.parametrize("kind", ["fake", "meta"])
-def test_a_step_on_data_finds_nothing_of_a_prediction(mask_of, kind):
+@pytest.mark.parametrize(
+    ("kind", "mask_of"),
+    [*(("fake", place) for place in PLACES), *(("meta", place) for place in (in_cache, in_nested_dict, in_closure))],
+)
+def test_a_prediction_leaves_no_cached_tensors(kind, mask_of):
     mask_of = in_closure() if mask_of is in_closure else mask_of
     context = FakeTensorMode() if kind == "fake" else torch.device("meta")
     with context:
@@ -173,7 +179,7 @@ def test_a_step_on_data_finds_nothing_of_a_prediction(mask_of, kind):
             delattr(owner, name)
 
 
-def test_after_an_error_too():
+def test_a_failed_prediction_leaves_no_cached_tensors():
     with FakeTensorMode():
         model, x = Attends(in_dict), torch.empty(2, 6, 8)
     with pytest.raises(ackpt.MeterError, match="needs the values of a tensor"):
@@ -181,7 +187,7 @@ def test_after_an_error_too():
     assert not GLOBAL
 
 
-def test_what_was_there_and_what_belongs_to_the_step_stays():
+def test_earlier_caches_and_state_of_the_step_are_kept():
     four = cached(4)
     GLOBAL[4] = four
     with FakeTensorMode():

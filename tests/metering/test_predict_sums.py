@@ -154,14 +154,14 @@ def is_within(predicted, measured):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_level(name):
+def test_gradient_sums_are_equal_at_every_event(name):
     measured, predicted = both(LOSSES[name])
     assert is_within(levels(predicted), levels(measured))
     assert predicted.flops == measured.flops
 
 
 @pytest.mark.parametrize("run", [twice, second_order, to_several])
-def test_every_level_of_other_runs_of_backward(run):
+def test_gradient_sums_of_autograd_grad_and_repeated_backwards_are_equal_at_every_event(run):
     measured, predicted = both(three_uses, run)
     assert is_within(levels(predicted), levels(measured))
 
@@ -172,12 +172,12 @@ def matrices(h):
     return (wide.sin() + wide @ wide + wide.t()).sum()
 
 
-def test_the_peak_where_it_is_a_sum():
+def test_a_peak_at_a_gradient_sum_is_exact():
     measured, predicted = both(matrices)
     assert predicted.peak_bytes == measured.peak_bytes
 
 
-def test_a_mode_of_the_step_itself():
+def test_a_dispatch_mode_of_the_step_sees_its_operations():
     """Torch then passes tensors through that mode first, and no sum must be mistaken for an in-place one."""
     from torch.utils.flop_counter import FlopCounterMode
 

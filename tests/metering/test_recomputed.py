@@ -29,7 +29,7 @@ def step(model, x):
     return run
 
 
-def test_what_outlives_a_recomputation_is_recomputed():
+def test_tensors_that_outlive_a_recomputation_count_as_recomputed():
     actions = [("alloc", 1, 10), ("backward",), ("alloc", 2, 20), ("recompute",), ("alloc", 3, 30), ("free", 3)]
     actions += [("alloc", 4, 40), ("free", 2), ("recomputed",), ("alloc", 5, 50), ("free", 4), ("recomputed",)]
     timeline = build_timeline(actions)

@@ -35,17 +35,17 @@ def test_a_free_that_was_not_reported():
     assert timeline.live == (0, 8, 3) and timeline.boundary is None
 
 
-def test_a_mark_belongs_to_the_block_alive_then():
+def test_a_mark_belongs_to_the_block_alive_at_its_time():
     actions = [("alloc", 1, 8), ("free", 1), ("mark", 1, "gradients"), ("alloc", 1, 3)]
     assert build_timeline(actions).categories == {"temporaries": (0, 8, 0, 3)}
 
 
-def test_nothing_happened():
+def test_an_empty_timeline_has_a_peak_of_zero():
     timeline = build_timeline([])
     assert (timeline.live, timeline.peak_bytes, timeline.peak_index) == ((0,), 0, 0)
 
 
-def test_thinned_keeps_what_matters():
+def test_a_thinned_timeline_keeps_peak_and_ends():
     live = [(index * 37) % 101 for index in range(1000)]
     live[613] = 1000
     timeline = Timeline(tuple(live), {"temporaries": tuple(live)}, 421)

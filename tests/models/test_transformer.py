@@ -100,7 +100,7 @@ def test_max_seqlen_may_be_an_upper_bound():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [(256, 256), (100, 412)])
-def test_attention_twice_gives_the_same_bits(lengths, dtype):
+def test_attention_is_deterministic(lengths, dtype):
     q, k, v = qkv(512, dtype=dtype)
     runs = []
     for _ in range(3):
@@ -300,7 +300,7 @@ def test_weights_depend_on_the_seed_only(kind):
     assert not torch.equal(first["blocks.0.qkv.weight"], other["blocks.0.qkv.weight"])
 
 
-def test_initial_scales():
+def test_initial_weights_have_their_scales():
     model = LanguageModel(dataclasses.replace(TINY, dim=256, ff_dim=512, layers=8, vocab_size=1000))
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -351,7 +351,7 @@ def test_a_block_recomputed_under_grad_gives_the_same_bits(autocast, lengths):
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
 
 
-def test_a_model_survives_copying():
+def test_a_copied_model_computes_the_same():
     model = LanguageModel(TINY)
     twin = copy.deepcopy(model)
     ids = torch.arange(6)

@@ -39,7 +39,7 @@ def gate(monkeypatch):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("keep_last", [0, 1, 2])
-def test_a_change_in_place_is_refused_or_does_no_harm(mode, change, kept, keep_last):
+def test_a_change_in_place_is_refused_or_gradients_are_right(mode, change, kept, keep_last):
     x = matrix().requires_grad_()
     with offload(mode, keep_last=keep_last):
         h = x * 2
@@ -56,7 +56,7 @@ def test_a_change_in_place_is_refused_or_does_no_harm(mode, change, kept, keep_l
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("release", [0, 2])
-def test_a_change_in_place_while_the_copy_runs_is_refused_or_does_no_harm(gate, change, release):
+def test_a_change_in_place_during_the_copy_is_refused_or_gradients_are_right(gate, change, release):
     x = matrix().requires_grad_()
     with offload("async", lookahead_bytes=1 << 20):
         h = x * 2
@@ -90,7 +90,7 @@ def x_gradient(x):
 
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_an_input_of_a_region_that_is_changed_in_place_is_refused_or_does_no_harm(mode, guarded):
+def test_an_input_of_a_region_changed_in_place_is_refused_or_gradients_are_right(mode, guarded):
     x = matrix().requires_grad_()
     with ackpt.guarantees(unchanged=guarded):
         h = x * 2
@@ -114,7 +114,7 @@ def test_a_tensor_that_stays_and_is_changed_in_place_is_refused():
         z.backward()
 
 
-def test_changes_that_the_plain_step_allows_are_allowed():
+def test_changes_allowed_without_offload_are_allowed():
     """Changes of running statistics, and of buffers and tensors that are not saved."""
     model = nn.Sequential(nn.BatchNorm1d(SIDE), nn.Linear(SIDE, SIDE), nn.BatchNorm1d(SIDE))
     x, found = matrix(), []

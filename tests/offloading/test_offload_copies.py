@@ -166,7 +166,7 @@ def test_buffers_are_known_in_a_recompute_too(checkpointed, inside):
     assert_empty(engine)
 
 
-def test_a_leaf_that_requires_grad_stays_though_it_is_a_view():
+def test_a_leaf_that_requires_grad_is_not_offloaded_even_as_a_view():
     x = torch.zeros(SIDE * SIDE).view(SIDE, SIDE).requires_grad_()
     chosen = offload("sync")
     chosen.engine.reset_stats()

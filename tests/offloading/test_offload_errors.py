@@ -27,7 +27,7 @@ SIZES = ["min_bytes", "keep_last", "lookahead_bytes", "max_pinned_bytes"]
 
 @pytest.mark.parametrize("value", BAD_VALUES)
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes_are_whole_numbers(name, value):
+def test_sizes_must_be_whole_numbers(name, value):
     if value is None and name in ("lookahead_bytes", "max_pinned_bytes"):
         assert ackpt.offload_saved_tensors(**{name: None}).engine is ackpt.offload_saved_tensors().engine
         return
@@ -48,7 +48,7 @@ BAD_CHOICES = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_CHOICES)
-def test_choices_are_named(options, message):
+def test_unknown_modes_and_stores_name_the_choices(options, message):
     with pytest.raises(ValueError, match=message):
         ackpt.offload_saved_tensors(**options)
 
@@ -68,14 +68,14 @@ def test_an_unknown_offload_is_refused_everywhere(offload):
             call()
 
 
-def test_a_refused_offload_leaves_the_model_as_it_was():
+def test_a_refused_offload_leaves_the_model_unchanged():
     model = blocks(2)
     with pytest.raises(ValueError, match="is unknown"):
         ackpt.apply_activation_checkpointing(model, offload="later")
     assert ackpt.remove_activation_checkpointing(model) == []
 
 
-def test_folders_that_hold_nothing(tmp_path):
+def test_unusable_folders_are_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for folder, reason in ((tmp_path / "missing", "No such file"), (tmp_path / "file", "Not a directory")):
         with pytest.raises(ackpt.OffloadError, match=f"store='disk' cannot hold .*{folder.name}.*{reason}"):
@@ -180,7 +180,7 @@ def test_a_folder_that_vanishes_fails_the_step(tmp_path):
     assert_equal(expected, step_with_offload(model, x, chosen, "regions"), "gradient")
 
 
-def test_the_way_of_writing_a_folder_does_not_matter(tmp_path):
+def test_equal_folders_share_an_engine(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     ways = [tmp_path, str(tmp_path), f"{tmp_path}/", os.path.relpath(tmp_path), tmp_path / "link"]
     engines = {id(ackpt.offload_saved_tensors(store="disk", folder=way).engine) for way in ways}
@@ -219,7 +219,7 @@ def test_a_limit_of_the_system_fails_the_step_and_training_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["killed", "exit in mid-step", "error in mid-step"])
-def test_no_file_stays_when_a_process_ends_in_mid_step(how, tmp_path):
+def test_no_file_remains_when_a_process_ends_during_a_step(how, tmp_path):
     code = """
         import os, sys
         import torch, ackpt
@@ -259,7 +259,7 @@ def test_a_context_that_was_not_entered_cannot_be_left():
         ackpt.offload_saved_tensors().__exit__(None, None, None)
 
 
-def test_folders_that_are_gone_are_forgotten(tmp_path):
+def test_deleted_folders_are_forgotten(tmp_path):
     def used(name):
         folder = tmp_path / name
         folder.mkdir()
@@ -285,7 +285,7 @@ def test_a_disk_store_takes_few_files(tmp_path):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_noise_that_is_written_after_it_was_saved_is_refused(in_place):
+def test_a_dropout_mask_written_after_it_was_saved_is_refused(in_place):
     x = torch.randn(8, 8, requires_grad=True)
     with ackpt.offload_saved_tensors("sync", min_bytes=0, keep_last=0):
         loss = torch.nn.functional.rrelu(x * 2, training=True, inplace=in_place).sin().sum()

@@ -131,7 +131,7 @@ def test_a_copy_that_cannot_be_submitted_leaves_the_counts_right(monkeypatch):
     assert (stats["store_bytes"], stats["stored"]) == (0, 0)
 
 
-def test_a_reload_that_cannot_be_submitted_is_no_reload(monkeypatch):
+def test_a_reload_that_cannot_be_submitted_is_not_counted(monkeypatch):
     offload = own_engine("sync", keep_last=0)
     x = torch.randn(64, 64, requires_grad=True)
     with offload:

@@ -100,11 +100,11 @@ BACKWARD_IN_A_CHILD = """
 """
 
 
-def test_a_child_runs_backward_over_what_its_parent_has_in_host_memory(run_in_process):
+def test_a_child_runs_backward_over_host_memory_of_its_parent(run_in_process):
     lines = run_in_process(BACKWARD_IN_A_CHILD, "host")
     assert lines[-1] in ("0", "2") and (lines[-1] == "0" or "forked" in lines[0])
 
 
-def test_a_child_is_told_that_it_cannot_run_backward_over_its_parents_files(run_in_process):
+def test_backward_over_the_files_of_the_parent_is_refused_in_a_child(run_in_process):
     message, code = run_in_process(BACKWARD_IN_A_CHILD, "disk")
     assert code == "2" and message.startswith("OffloadError") and "fork" in message

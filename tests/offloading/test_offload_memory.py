@@ -118,7 +118,7 @@ def test_the_peak_falls_by_all_boundaries_but_the_first_and_the_tail(kind, lengt
 
 @pytest.mark.parametrize("how", ["classic", "sync", "async", "saved sync", "saved async"])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_the_forward_leaves_no_ramp(kind, how):
+def test_device_memory_does_not_grow_during_the_forward(kind, how):
     short, long = (left_by_forward(measured(kind, length, how)) for length in (3, 6))
     if how == "classic":
         assert long - short == 3 * BOUNDARY
@@ -128,14 +128,14 @@ def test_the_forward_leaves_no_ramp(kind, how):
         assert boundaries(long - short) == 0
 
 
-def test_sync_has_the_tail_on_the_device_and_async_one_copy_besides():
+def test_sync_keeps_the_tail_on_the_device_and_async_one_more_copy():
     found = {how: left_by_forward(measured(Chain, 6, how)) for how in ("classic", "sync", "async")}
     result = boundaries(found["classic"]) - 5  # what the loss saves
     assert {how: boundaries(size) - result for how, size in found.items()} == {"classic": 5, "sync": 1, "async": 2}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_forward_is_higher_because_it_is_longer(mode):
+def test_the_peak_of_the_forward_does_not_grow_with_depth(mode):
     short, long = (measured(Chain, length, mode).timeline for length in (6, 9))
     heights = [max(each.live[: each.boundary]) - each.categories["gradients"][0] for each in (short, long)]
     assert heights[0] == heights[1]
@@ -169,7 +169,7 @@ def test_nothing_is_allocated_for_the_store_after_the_first_step(kind, how, stor
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
-def test_what_is_ahead_is_bounded_in_both_directions(lookahead):
+def test_copies_in_flight_are_bounded_in_both_directions(lookahead):
     """Bounds the bytes of submitted copies that compute has not waited for yet."""
     chosen = offload("async", lookahead_bytes=lookahead * BOUNDARY, keep_last=1)
     x, on_the_way, most = torch.ones(TOKENS, SIDE, requires_grad=True), {}, {"out": 0, "in": 0}
@@ -201,7 +201,7 @@ def test_what_is_ahead_is_bounded_in_both_directions(lookahead):
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 4])
-def test_the_device_holds_no_more_than_the_lookahead_besides(lookahead):
+def test_the_device_holds_at_most_the_lookahead_in_addition(lookahead):
     sync = measured(Chain, 6, "saved sync")
     ahead = measured(Chain, 6, "saved async", lookahead_bytes=lookahead * BOUNDARY)
     assert left_by_forward(ahead) - left_by_forward(sync) == lookahead * BOUNDARY
@@ -228,7 +228,7 @@ def test_predicted_bytes_are_the_measured_ones(kind, how, without_data):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_the_store_holds_what_the_device_does_not(kind, mode):
+def test_store_and_device_bytes_add_up(kind, mode):
     stored = [measured(kind, 6, how).store_peak_bytes for how in ("classic", mode)]
     assert stored == [0, 5 * BOUNDARY]  # the batch is saved too, the newest input stays
 

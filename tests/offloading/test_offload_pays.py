@@ -23,11 +23,11 @@ MS = 1e-3
         ({1: 2.0, 2: 8.0, 5: 50.0}, (0, 0, 2)),
     ],
 )
-def test_the_law_behind_exact_times_is_found(measured, parts):
+def test_the_fit_recovers_exact_times(measured, parts):
     assert _fit(measured) == pytest.approx(parts, abs=1e-9)
 
 
-def test_no_part_is_negative():
+def test_no_time_is_negative():
     fixed, linear, quadratic = _fit({1: 4.0, 2: 1.0, 3: 1.0})
     assert min(fixed, linear, quadratic) >= 0
     assert max(fixed, linear, quadratic) > 0
@@ -48,7 +48,7 @@ def test_no_part_is_negative():
         ((0, 6, 1), 5, 1),
     ],
 )
-def test_from_where_on_a_window_covers_a_copy(window, copy, start):
+def test_the_length_from_which_compute_covers_a_copy(window, copy, start):
     assert _covers_from(window, copy) == start
 
 
@@ -67,7 +67,7 @@ def test_a_region_at_one_length():
     )
 
 
-def test_what_is_not_hidden():
+def test_the_share_of_overlapped_copy_time_is_reported():
     # A copy of 8 ms, a forward of 2 ms, half of a backward of 8 ms: 1/4 of the copy out, 1/2 of the copy in.
     pays = offload_pays(8000, {1000: 2 * MS}, backward_seconds={1000: 8 * MS}, bandwidth=1e9)
     assert not pays.hidden
@@ -78,7 +78,7 @@ def test_what_is_not_hidden():
     assert pays.hidden_share == pytest.approx((1 / 4 + 1) / 2)
 
 
-def test_from_which_length_on():
+def test_the_length_from_which_offload_pays():
     # Forward T^2 ns, copy 500 T ns: hidden from 500 on. At 100 tokens a fifth.
     seconds = {n: n**2 * 1e-9 for n in (100, 1000)}
     pays = offload_pays(500, seconds, bandwidth=1e9, tokens=100)
@@ -91,7 +91,7 @@ def test_from_which_length_on():
     assert slow.hidden_from == 1000
 
 
-def test_in_words():
+def test_the_answer_is_printed_in_words():
     seconds = {n: n**2 * 1e-9 for n in (100, 1000)}
     assert str(offload_pays(500, seconds, bandwidth=1e9, tokens=100)) == (
         "At 100 tokens, 20 % of the copies' time overlaps with compute: a copy takes 0.05 ms at 1 GB/s, and a block "
@@ -114,7 +114,7 @@ def test_a_bandwidth_is_measured(monkeypatch):
     assert set(sizes) == {5000} and len(sizes) == 12
 
 
-def test_a_bandwidth_of_real_copies():
+def test_bandwidth_is_measured_by_default():
     pays = offload_pays(4096, {1024: 1.0})
     assert pays.bandwidth > 0 and pays.copy_seconds == pytest.approx(4096 * 1024 / pays.bandwidth)
 
@@ -138,12 +138,12 @@ def test_a_bandwidth_of_real_copies():
         ({"tokens": 1.5}, "tokens must be a whole number"),
     ],
 )
-def test_bad_input(arguments, message):
+def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         offload_pays(**{"bytes_per_token": 4, "seconds": {8: 1.0}, "bandwidth": 1e9, **arguments})
 
 
-def test_devices_without_streams():
+def test_devices_without_streams_are_refused():
     with pytest.raises(OffloadError, match="no copy streams"):
         offload_pays(4, {8: 1.0}, device="meta")
     if not torch.cuda.is_available():
@@ -151,7 +151,7 @@ def test_devices_without_streams():
             offload_pays(4, {8: 1.0}, device="cuda")
 
 
-def test_is_public():
+def test_offload_pays_is_public():
     assert ackpt.offload_pays is offload_pays
 
 

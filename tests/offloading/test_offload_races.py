@@ -59,7 +59,7 @@ def made_late():
 @KINDS
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("keep_last", [0, 1, 3])
-def test_copies_as_late_as_they_may_be_give_the_same_bits(right, made_late, kind, mode, keep_last):
+def test_copies_delayed_to_the_latest_moment_give_the_same_bits(right, made_late, kind, mode, keep_last):
     late_copies = made_late()
     offload = late_offload(late_copies, mode, keep_last=keep_last)
     assert differing(train(kind, offload, late_copies.arena), right) == 0
@@ -94,7 +94,7 @@ def test_the_check_finds_wrong_bits_where_a_transport_is_broken(right, made_late
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_one_wrong_copy_is_enough_to_be_found(right, made_late, mode):
+def test_one_wrong_copy_is_reported(right, made_late, mode):
     class OnceEarly(LateTransport):
         """Broken once: one source is freed without waiting."""
 
@@ -108,7 +108,7 @@ def test_one_wrong_copy_is_enough_to_be_found(right, made_late, mode):
 
 
 @KINDS
-def test_computing_goes_on_only_when_the_copy_is_complete(right, made_late, kind):
+def test_computation_waits_for_the_copy_it_reads(right, made_late, kind):
     late_copies = made_late()
     log = []
 
@@ -157,7 +157,7 @@ def test_no_buffer_is_written_while_an_earlier_copy_uses_it(made_late):
             assert later.began >= earlier.ended > 0
 
 
-def test_every_copy_is_told_what_used_its_buffer_before(made_late):
+def test_every_copy_waits_for_earlier_uses_of_its_buffer(made_late):
     late_copies = made_late()
     train(saved, late_offload(late_copies, keep_last=0, lookahead_bytes=2 * BYTES), late_copies.arena)
     users, reused = {}, 0
@@ -198,7 +198,7 @@ def test_the_check_finds_a_buffer_used_without_its_events(made_late):
     assert reuse_of_a_buffer(made_late(late.IgnoresEarlierCopies)) == {2}
 
 
-def test_an_arena_hands_a_freed_block_on_at_once():
+def test_an_arena_reuses_a_freed_block_at_once():
     arena = Arena()
     first = arena.storage(64)
     address = first.data_ptr()
@@ -211,7 +211,7 @@ def test_an_arena_hands_a_freed_block_on_at_once():
 @KINDS
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("layers_before_it_is_dropped", [1, 2, 3])
-def test_a_graph_dropped_in_the_middle_of_a_copy(right, made_late, kind, mode, layers_before_it_is_dropped):
+def test_a_graph_dropped_during_a_copy_frees_its_buffers(right, made_late, kind, mode, layers_before_it_is_dropped):
     late_copies = made_late()
     offload = late_offload(late_copies, mode, keep_last=0)
     training = Training(late_copies.arena)
@@ -247,7 +247,7 @@ def dropped_forward(training, kind, offload, layers):
 
 @KINDS
 @pytest.mark.parametrize("fails_at", range(LAYERS))
-def test_a_backward_that_breaks_off_while_copies_arrive(right, made_late, kind, fails_at):
+def test_a_backward_that_fails_during_copies_leaves_the_engine_usable(right, made_late, kind, fails_at):
     late_copies = made_late()
     offload = late_offload(late_copies, keep_last=0, lookahead_bytes=2 * BYTES)
     training = Training(late_copies.arena)
@@ -302,7 +302,7 @@ def test_two_live_forwards_share_the_streams_and_the_pool(made_late, kind):
 
 
 @KINDS
-def test_retained_graphs_are_reloaded_right_every_time(made_late, kind):
+def test_retained_graphs_are_reloaded_for_every_backward(made_late, kind):
     late_copies = made_late()
     offload = late_offload(late_copies, keep_last=0)
     plain_training, training = Training(Arena()), Training(late_copies.arena)
@@ -317,7 +317,7 @@ def test_retained_graphs_are_reloaded_right_every_time(made_late, kind):
     assert late_copies.faults == []
 
 
-def test_hold_tells_how_long_it_has_waited(monkeypatch):
+def test_hold_returns_how_long_it_waited(monkeypatch):
     now = [100.0]
 
     class Running:

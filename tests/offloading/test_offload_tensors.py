@@ -73,7 +73,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("store", ["host", "disk"])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_kind_of_tensor_comes_back_as_it_was(mode, store, kind, folder):
+def test_every_kind_of_tensor_is_reloaded_unchanged(mode, store, kind, folder):
     chosen = offload(mode, store, **({"folder": folder} if store == "disk" else {}))
     chosen.engine.reset_stats()
     x, found = torch.zeros(1, requires_grad=True), []
@@ -97,7 +97,7 @@ def test_every_kind_of_tensor_comes_back_as_it_was(mode, store, kind, folder):
 
 @pytest.mark.parametrize("kind", ["plain", "expanded", "conjugated", "zero size", "no dimension", "bool"])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_kind_of_input_of_a_region_comes_back_as_it_was(mode, kind):
+def test_every_kind_of_region_input_is_reloaded_unchanged(mode, kind):
     seen = []
 
     def function(x, other):
@@ -148,7 +148,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_tensors_of_transforms_stay_on_the_device(name, mode):
+def test_tensors_of_torch_func_transforms_stay_on_the_device(name, mode):
     model, x, results = Tangents(TRANSFORMS[name]), torch.randn(64, 16), []
     for saving in (contextlib.nullcontext(), ackpt.offload_saved_tensors(mode, min_bytes=0)):
         model.zero_grad()

@@ -56,13 +56,13 @@ def test_small_sizes_are_rounded_up_to_pages():
     assert [size_class(size) for size in (1, PAGE, PAGE + 1, 7 * PAGE - 1)] == [PAGE, PAGE, 2 * PAGE, 7 * PAGE]
 
 
-def test_size_classes_are_few_and_each_is_its_own():
+def test_size_classes_are_few_and_idempotent():
     classes = sorted({size_class(size) for size in range(PAGE, 1 << 20, 512)})
     assert all(size_class(size) == size and size % PAGE == 0 for size in classes)
     assert len([size for size in classes if 1 << 19 < size <= 1 << 20]) == 8
 
 
-def test_a_buffer_given_back_is_taken_again_by_whatever_fits_its_class():
+def test_a_returned_buffer_serves_every_size_of_its_class():
     pool = Pool(made := Made())
     first = pool.take(100 * KIB)
     assert pool.take(100 * KIB) is not first
@@ -78,7 +78,7 @@ def test_a_buffer_of_another_class_is_not_taken():
     assert (pool.hits, pool.misses) == (0, 2)
 
 
-def test_the_buffer_that_came_back_first_goes_first():
+def test_the_buffer_returned_first_is_taken_first():
     pool = Pool(no_memory)
     buffers = [pool.take(PAGE) for _ in range(3)]
     for buffer in (buffers[1], buffers[2], buffers[0]):
@@ -86,7 +86,7 @@ def test_the_buffer_that_came_back_first_goes_first():
     assert [pool.take(PAGE) for _ in range(3)] == [buffers[1], buffers[2], buffers[0]]
 
 
-def test_no_misses_once_the_pool_has_what_a_step_needs():
+def test_the_second_step_allocates_nothing():
     pool, rng = Pool(Made()), random.Random(1)
     sizes = [rng.randrange(PAGE, 1 << 20) for _ in range(20)]
     for step in range(4):
@@ -97,7 +97,7 @@ def test_no_misses_once_the_pool_has_what_a_step_needs():
         assert (pool.hits, pool.misses) == ((0, 20) if step == 0 else (20, 0))
 
 
-def test_bytes_are_those_in_use_and_idle():
+def test_bytes_are_the_sum_of_used_and_idle():
     pool = Pool(no_memory)
     first, second = pool.take(2 * PAGE), pool.take(3 * PAGE)
     assert (pool.bytes, pool.idle_bytes, pool.fallback_bytes) == (5 * PAGE, 0, 0)
@@ -108,7 +108,7 @@ def test_bytes_are_those_in_use_and_idle():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_idle_bytes_never_exceed_the_most_that_was_used(seed):
+def test_idle_bytes_never_exceed_the_peak_in_use(seed):
     pool, rng = Pool(no_memory), random.Random(seed)
     used, most = [], 0
     for _ in range(2000):
@@ -123,7 +123,7 @@ def test_idle_bytes_never_exceed_the_most_that_was_used(seed):
         assert pool.idle_bytes == sum(buffer.size for idle in pool._idle.values() for buffer in idle)
 
 
-def test_what_was_used_longest_ago_is_released_first():
+def test_the_least_recently_used_buffer_is_released_first():
     pool = Pool(no_memory)
     old, new = pool.take(4 * PAGE), None
     pool.give(old)
@@ -133,7 +133,7 @@ def test_what_was_used_longest_ago_is_released_first():
     assert pool.take(9 * PAGE) is new
 
 
-def test_clear_releases_what_is_idle_and_nothing_else():
+def test_clear_releases_idle_buffers_alone():
     pool = Pool(no_memory)
     idle, used = pool.take(2 * PAGE), pool.take(PAGE)
     pool.give(idle)
@@ -144,7 +144,7 @@ def test_clear_releases_what_is_idle_and_nothing_else():
     assert pool.take(PAGE) is used
 
 
-def test_events_of_a_buffer_given_back_are_handed_on():
+def test_events_of_a_returned_buffer_pass_to_its_next_user():
     pool, events = Pool(no_memory), [Ended(), Ended()]
     buffer = pool.take(PAGE)
     assert buffer.after == ()
@@ -174,7 +174,7 @@ def test_a_failed_copy_does_not_keep_its_buffer_from_being_released():
     assert (pool.bytes, pool.idle_bytes) == (0, 0)
 
 
-def test_at_the_limit_the_fallback_is_taken_with_one_warning_that_says_so():
+def test_at_the_limit_the_fallback_is_used_with_one_warning():
     pinned, pageable = Made(), Made()
     pool = Pool(pinned, pageable, limit=3 * PAGE)
     first = [pool.take(PAGE), pool.take(2 * PAGE)]
@@ -208,7 +208,7 @@ def test_a_larger_idle_buffer_serves_for_half_its_size_and_more():
     assert (pool.hits, pool.misses) == (2, 3)
 
 
-def test_a_limit_of_nothing_pins_nothing():
+def test_a_limit_of_zero_pins_nothing():
     pinned = Made()
     pool = Pool(pinned, Made(), limit=0)
     with pytest.warns(UserWarning, match="max_pinned_bytes=0 is reached"):
@@ -238,7 +238,7 @@ def test_where_memory_is_refused_the_fallback_is_taken_with_one_warning_that_say
     assert all(buffer.is_fallback for buffer in buffers) and pool.fallback_bytes == pool.bytes == 4 * PAGE
 
 
-def test_the_two_causes_share_one_warning():
+def test_the_limit_and_the_refusal_share_one_warning():
     pool = Pool(refused, Made(), limit=PAGE)
     with pytest.warns(UserWarning) as warned:
         pool.take(PAGE), pool.take(2 * PAGE)
@@ -252,7 +252,7 @@ def test_without_a_fallback_the_error_is_raised_and_nothing_is_counted():
     assert (pool.bytes, pool.fallback_bytes, pool.misses, pool.idle_bytes) == (0, 0, 0, 0)
 
 
-def test_where_no_memory_is_left_at_all_an_offload_error_says_so():
+def test_an_offload_error_is_raised_when_no_memory_is_left():
     pool = Pool(host_memory, host_memory)
     with pytest.raises(OffloadError, match="memory"):
         pool.take(1 << 60)
@@ -375,7 +375,7 @@ def test_a_missing_folder_is_named(tmp_path):
     assert not missing.exists()
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_is_refused_as_a_folder(tmp_path):
     (tmp_path / "file").write_text("kept")
     with pytest.raises(OffloadError, match="Not a directory"):
         Folder(tmp_path / "file")
@@ -396,7 +396,7 @@ def denied(**_):
     raise PermissionError(13, "Permission denied")
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
     folder = Folder(tmp_path)
     pool = Pool(folder.allocate)
 

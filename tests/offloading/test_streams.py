@@ -46,13 +46,13 @@ def test_work_runs_in_the_order_of_its_submission_on_one_thread_that_is_not_the_
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
-def test_the_threads_name_tells_the_stream():
+def test_the_thread_is_named_after_its_stream():
     names = []
     Stream("copies").submit(lambda: names.append(threading.current_thread().name)).wait()
     assert names == ["ackpt-copies_0"]
 
 
-def test_two_streams_run_beside_each_other(gate):
+def test_two_streams_run_concurrently(gate):
     first, second = Stream("first"), Stream("second")
     waiting = first.submit(passes, gate)
     second.submit(gate.set).wait()  # in one stream this would never run
@@ -78,7 +78,7 @@ def test_events_may_be_given_by_an_iterator():
     assert found == [0, 1, 2, 3]
 
 
-def test_an_event_of_the_same_stream_is_no_deadlock():
+def test_waiting_for_an_event_of_the_same_stream_does_not_deadlock():
     stream, found = Stream("test"), []
     first = stream.submit(found.append, 1)
     stream.submit(found.append, 2, after=[first]).wait()
@@ -96,7 +96,7 @@ def test_wait_raises_what_the_work_raised_and_error_returns_it():
     assert event.error() is raised.value and event.done()
 
 
-def test_work_after_a_failed_one_runs_and_knows_nothing_of_it():
+def test_work_after_failed_work_runs():
     stream, other, found = Stream("test"), Stream("other"), []
     failed = stream.submit(fails)
     same = stream.submit(found.append, "same stream")
@@ -106,7 +106,7 @@ def test_work_after_a_failed_one_runs_and_knows_nothing_of_it():
     assert isinstance(failed.error(), OSError)
 
 
-def test_seconds_are_those_of_the_work_without_the_waiting_before_it(gate):
+def test_seconds_exclude_the_waiting_before_the_work(gate):
     first, second = Stream("first"), Stream("second")
     blocking = first.submit(passes, gate)
     event = second.submit(lambda: None, after=[blocking])
@@ -116,12 +116,12 @@ def test_seconds_are_those_of_the_work_without_the_waiting_before_it(gate):
     assert event.seconds() == event.ended - event.began >= 0
 
 
-def test_failed_work_has_its_time_too():
+def test_failed_work_has_a_duration():
     event = Stream("test").submit(fails)
     assert event.error() is not None and event.ended >= event.began > 0
 
 
-def test_a_stream_that_nobody_has_any_more_ends():
+def test_a_stream_without_references_ends():
     stream = Stream("test")
     stream.submit(lambda: None).wait()
     reference, threads = weakref.ref(stream), list(stream._executor._threads)

@@ -162,7 +162,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_nothing_races_where(step):
+def test_correct_transports_have_no_races(step):
     assert step(SimulatedTransport) == []
 
 
@@ -194,7 +194,7 @@ def test_a_race_is_found_where_the_transport_is_broken(broken, step):
 # The orders themselves.
 
 
-def test_a_copy_starts_after_what_the_current_stream_was_given_and_not_after_other_streams():
+def test_a_copy_waits_for_the_current_stream_and_no_other():
     s = Setting()
     other, mine = s.machine.Stream(DEVICE), s.machine.Stream(DEVICE)
     with s.machine.stream(other):
@@ -205,7 +205,7 @@ def test_a_copy_starts_after_what_the_current_stream_was_given_and_not_after_oth
     assert event.owner is mine and other not in event.ended.clock
 
 
-def test_copies_run_on_a_stream_for_each_way_and_leave_the_current_one_as_it_was():
+def test_copies_run_on_a_stream_per_direction_and_keep_the_current_one():
     s = Setting()
     out, back = s.transport.streams["out"], s.transport.streams["in"]
     assert len({out, back, s.machine.default}) == 3
@@ -220,7 +220,7 @@ def test_copies_run_on_a_stream_for_each_way_and_leave_the_current_one_as_it_was
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
-def test_the_event_is_on_the_copys_stream_behind_the_copy_and_the_first_before_it(way):
+def test_events_are_recorded_on_the_copy_stream_before_and_after_the_copy(way):
     s = Setting()
     buffer, source = s.pool.take(SIZE), s.filled()
     event = s.out(source, buffer)
@@ -249,7 +249,7 @@ def test_hold_on_another_stream_makes_that_and_the_owner_wait():
     assert after(s.machine.default, event) and after(other, event) and not after(third, event)
 
 
-def test_a_copy_comes_behind_the_events_it_is_given():
+def test_a_copy_waits_for_its_events():
     s = Setting()
     buffer, source = s.pool.take(SIZE), s.filled()
     left = s.out(source, buffer)
@@ -273,7 +273,7 @@ def test_the_host_waits_for_nothing_but_buffers_that_are_released():
     assert s.machine.host_waits == 2 and left.done() and loaded.done()
 
 
-def test_memory_that_another_stream_uses_is_recorded_there_and_only_then():
+def test_memory_used_by_another_stream_is_recorded_on_it_and_only_then():
     s = Setting()
     buffer, source = s.pool.take(SIZE), s.filled()
     left = s.out(source, buffer)
@@ -289,7 +289,7 @@ def test_memory_that_another_stream_uses_is_recorded_there_and_only_then():
     assert s.machine.recorded == [(s.machine.block(target), other)]
 
 
-def test_how_long_computing_stood_still_is_taken_on_the_current_stream_around_the_wait():
+def test_the_wait_is_timed_on_the_current_stream():
     s = Setting()
     event = s.out(s.filled(), s.take())
     waited = s.transport.wait_event(event)

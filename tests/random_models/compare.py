@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 import ackpt
-from ackpt.core.errors import CheckpointError, OffloadError
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError, CheckpointError, OffloadError
 from ackpt.planner.parts.regions_plan import RegionsPlan
 
 from .model import Spec

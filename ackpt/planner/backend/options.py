@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ackpt.core.planning_errors import check_misspelt
+from ackpt.core.errors import check_misspelt
 from ackpt.planner.request import Request
 
 _NOT_OF_INDUCTOR = ("outputs", "optimizer", "accumulation", "scaler", "cache")

@@ -24,8 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.core.autograd_state import version
-from ackpt.core.errors import warn
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError, warn
 from ackpt.core.progress import stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.without_data.packed_sequences import found_packed
@@ -35,9 +34,17 @@ from .inspection.attributes import arguments_unchanged, every_module
 from .inspection.branches import Branch, Branches
 from .inspection.calls import described
 from .inspection.kept_tensors import OF_SHAPES, Held, places
-from .inspection.model_checks import check_call, has_data, is_tensor, own_call, require_traceable, tensor_facts
+from .inspection.model_checks import (
+    batch_named,
+    check_call,
+    has_data,
+    is_tensor,
+    own_call,
+    require_traceable,
+    tensor_facts,
+)
 from .inspection.outside_values import Reads, in_own_context
-from .inspection.source_lines import Where, explained, saving_hooks_refused
+from .inspection.source_lines import Where, explained, not_repeated, saving_hooks_refused
 from .outputs import (
     Withheld,
     check_differentiate,
@@ -137,7 +144,7 @@ class Capture:
 
     def outputs(self, tensors, withheld: Mapping[int, tuple[Any, torch.dtype]]) -> Any:
         """What the model returns, from what the captured step returns; `withheld`: by place, outputs without values."""
-        left = iter([Withheld.of(*withheld[at]) if at in withheld else each for at, each in enumerate(tensors)])
+        left = iter([Withheld.like(*withheld[at]) if at in withheld else each for at, each in enumerate(tensors)])
         leaves = [
             self.constants[index] if index in self.constants else next(left) for index in range(self.spec.num_leaves)
         ]
@@ -203,11 +210,10 @@ class _Forward:
         """Raise a TraceError if the model's code, in its forward or a backward, has set an attribute of a parameter."""
         for tensor, name, before in self._attributes:
             if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
-                message = (
+                raise not_repeated(
                     f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would "
-                    "not repeat: set an attribute of the module, or register a buffer."
+                    "not repeat. Set an attribute of the module, register a buffer"
                 )
-                raise TraceError(message, reason=message, can_split=True)
         self._attributes.clear()
 
     def __call__(self, tensors):
@@ -328,8 +334,9 @@ def given_places(leaves) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
-    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
+    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled inside of the context or later.
 
+    Inside, the state of torch for captures stays active, and so does the arithmetic of symbols: make its graph there.
     `dynamic`: the dimensions whose sizes become symbols. The caller holds `CAPTURING`.
     """
     check_differentiate(differentiate)
@@ -368,14 +375,15 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         if dynamic:
             stack.enter_context(python_arithmetic())
         try:
-            captured = _settled(stack, call)
+            with batch_named(model, args, kwargs):
+                captured = _stable(stack, call)
         except TraceError as error:  # many models read tensor values unless they are compiled
             if call.has_data:  # nobody could say how the results of that way differ
                 raise
             reason = error.reason or f"the capture of the model as it is fails ({error})"
             try:
                 with _compiling():
-                    captured = _settled(stack, replace(call, reason=reason))
+                    captured = _stable(stack, replace(call, reason=reason))
             except TraceError as again:
                 if str(again) == str(error):
                     raise
@@ -404,17 +412,20 @@ def _drop_weak_references(graph_module) -> None:
         describer.lookup_storage.clear()
 
 
-def _settled(stack, call: _Call) -> Capture:
-    """A capture of the model; the second one if its first call changes a value or fills a cache that its code reads."""
+def _stable(stack, call: _Call) -> Capture:
+    """A capture that also holds for later calls: a second one if the first call changes values that the code reads.
+
+    The first call may, for example, fill a cache or set an attribute.
+    """
     reads = call.reads
     try:
         with contextlib.ExitStack() as first:
             captured = _captured(first, call)
-            if reads.settles():
+            if reads.is_stable():
                 stack.enter_context(first.pop_all())
                 return captured
             computed = _computed(captured, reads.kept.alive())
-        with reads.settle(contextlib.nullcontext() if call.has_data else call.fake_mode) as refused:
+        with reads.after_first_call(contextlib.nullcontext() if call.has_data else call.fake_mode) as refused:
             captured = _captured(stack, call)
             inputs = captured.inputs(every_module(call.model), call.leaves)
             if _computed(captured, reads.kept.given) != computed or _writes(captured, inputs, reads.kept.given):

@@ -1,23 +1,43 @@
-"""The key by which captures are looked up: everything about a call that a capture depends on."""
+"""The key by which captures are looked up: everything about a call and its model that a capture depends on.
+
+Reading the properties of a model takes long. `WatchedModel` compares instead, in flat lists, the objects that the facts
+were read from with what these were: by identity where a value cannot change in place. In most steps not even that: as
+the guards of torch.compile do, it compares the versions of dicts, which count their changes, and the tensors in one
+call in C++.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import is_, itemgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards, dict_version
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ackpt.planner.capture.aot import given_places
-from ackpt.planner.capture.dynamic_sizes import Layout, is_sized, layout
-from ackpt.planner.capture.inspection.attributes import plain
-from ackpt.planner.capture.inspection.model_checks import is_tensor, public_attributes, require_no_arrays
+from ackpt.checkpointing.reachable import HOOKS
+from ackpt.core.errors import warn
 
-from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages
+from .aot import given_places
+from .dynamic_sizes import Layout, is_sized, layout
+from .inspection.attributes import (
+    OF_EVERY_MODULE,
+    attributes,
+    changed_attribute,
+    comparable,
+    every_module,
+    is_constant,
+    plain,
+)
+from .inspection.model_checks import is_tensor, public_attributes, require_no_arrays, tensor_facts
+from .inspection.value_walk import module_label
 
 Sizes = tuple[Layout, ...]
 
@@ -42,8 +62,8 @@ class Call(NamedTuple):
 class Facts(NamedTuple):
     """The facts of a call, in a form that compares and hashes.
 
-    ``shared``: as of `ackpt.planner.capture.model_facts`, of the model's tensors followed by the call's, if one of the
-    latter shares its storage. ``settings``: the values of `_SETTINGS`.
+    ``shared``: see `shared`, of the model's tensors followed by the call's, if one of the latter shares its storage.
+    ``settings``: the values of `_SETTINGS`.
     """
 
     model: ModelFacts
@@ -151,3 +171,258 @@ def changed_setting(was: Facts, now: Facts) -> str:
     """The first setting of torch that differs between two calls, in words; empty if none does."""
     pairs = zip(_SETTINGS, was.settings, now.settings)
     return next((f"{name} changed" for name, before, after in pairs if before != after), "")
+
+
+_DICTS = "_parameters", "_buffers", "_modules", *HOOKS
+_PLAIN = torch.Tensor, nn.Parameter
+_CONTAINERS = list, tuple, dict, set, deque, SimpleNamespace
+
+Shared = tuple[tuple[int, int, int], ...]
+Names = tuple[tuple[str, bool], ...]
+Structure = tuple[tuple[type, Names, Names, tuple[tuple[str, int | None], ...]], ...]
+
+
+class ModelFacts:
+    """The facts of a model, in a form that compares and hashes.
+
+    ``structure``: of every module its type, the names of its parameters and of its buffers, each with whether it is
+    None, and the names of its submodules with their indices in `modules`. ``tensors``: type, shape, strides, dtype,
+    device and ``requires_grad`` of every parameter and buffer; ``shared``: see `shared`. ``training``: of every module;
+    ``attributes``: from `ackpt.planner.capture.inspection.attributes`.
+    """
+
+    def __init__(self, modules: Collection[nn.Module]):
+        own = _tensors(_named(modules))
+        self.structure = _structure(modules)
+        self.tensors = _facts(own)
+        self.shared = shared(own)
+        self.training = [module.training for module in modules]
+        self.attributes = attributes(modules)
+        self._facts = self.structure, tuple(self.tensors), self.shared, tuple(self.training), self.attributes
+        self._hash = hash(self._facts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other) -> bool:
+        return self is other or (self._hash == other._hash and self._facts == other._facts)
+
+    def change_since(self, before: ModelFacts, modules: Mapping[str, nn.Module]) -> tuple[str, str] | None:
+        """The first module or attribute that differs from the facts `before`; `modules` are the model's by their paths.
+
+        Returns:
+            What changed, in words, and its name; None if no module and no attribute did.
+        """
+        change = _changed_module(before.structure, self.structure)
+        return change or changed_attribute(modules, before.attributes, self.attributes)
+
+
+class WatchedModel:
+    """A model and its facts, which are read again when something has changed.
+
+    ``modules``: the model's by their paths. ``storages``: of its parameters and buffers, see `storages`.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._read()
+
+    def facts(self) -> ModelFacts:
+        """The facts of the model now; `modules` and `storages` are then current, too."""
+        if not self._is_current():
+            self._read()
+        return self._facts
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        """The model's parameters and buffers, tied ones several times."""
+        return _tensors(self._named)
+
+    def _read(self) -> None:
+        self.modules = every_module(self.model)
+        modules = self.modules.values()
+        for path, module in self.modules.items():
+            if path and hasattr(module._compiled_call_impl, "methods"):
+                warn(
+                    f"{module_label(path)} ({type(module).__name__}) has a budget of its own, which has no effect in "
+                    "the calls of the model around it: these run as that model was planned. Call ackpt.remove_budget "
+                    "on one of the two."
+                )
+        self._facts, self._named = ModelFacts(modules), _named(modules)
+        self.storages, self._guards = storages(self.own_tensors()), _guards(self.own_tensors())
+        self._sources = _Sources(modules) if all(map(_has_dicts, modules)) else None
+
+    def _is_current(self) -> bool:
+        modules, facts, sources = self.modules.values(), self._facts, self._sources
+        if sources is None or not sources.are_same(modules):
+            return False
+        own = self.own_tensors()
+        if sources.are_touched:
+            if [module.training for module in modules] != facts.training or _facts(own) != facts.tensors:
+                return False
+            self._guards, sources.are_touched = _guards(own), False
+        if not (self._guards.check(*own) if self._guards else _facts(own) == facts.tensors):
+            return False
+        return storages(own) == self.storages and (not facts.shared or shared(own) == facts.shared)
+
+
+def _named(modules: Iterable[nn.Module]) -> list[Mapping[str, torch.Tensor | None]]:
+    """The dicts of the modules' parameters and buffers."""
+    return [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+
+
+def _tensors(named: Iterable[Mapping[str, torch.Tensor | None]]) -> list[torch.Tensor]:
+    return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
+
+
+def _structure(modules: Collection[nn.Module]) -> Structure:
+    indices: dict[int, int] = {id(module): index for index, module in enumerate(modules)}
+    return tuple(
+        (
+            type(module),
+            _names(module._parameters),
+            _names(module._buffers),
+            tuple((name, indices.get(id(child))) for name, child in module._modules.items()),
+        )
+        for module in modules
+    )
+
+
+def _names(tensors: Mapping[str, torch.Tensor | None]) -> Names:
+    return tuple((name, tensor is None) for name, tensor in tensors.items())
+
+
+def _changed_module(was: Structure, now: Structure) -> tuple[str, str] | None:
+    """What differs first between two structures, in words, and its name."""
+    if was == now:
+        return None
+    before, after = _by_path(was), _by_path(now)
+    for path in {**after, **before}:
+        label = module_label(path)
+        if path not in before or path not in after:
+            return f"{label} was {'removed' if path in before else 'added'}", label
+        (old, *old_names), (new, *new_names) = before[path], after[path]
+        if old is not new:
+            if old.__name__ == new.__name__:
+                return f"the class of {label} changed", f"the class of {label}"
+            return f"{label} changed from {old.__name__} to {new.__name__}", label
+        if old_names != new_names:
+            return f"the names of the parameters or buffers of {label} changed", f"the names of {label}"
+    return "the order or the sharing of submodules changed", "the order or the sharing of submodules"
+
+
+def _by_path(structure: Structure) -> dict[str, tuple[type, Names, Names]]:
+    """The type and the names of every module by its path; a shared one has several, its submodules have one."""
+    paths, found = {0: ""}, {"": structure[0][:3]}
+    for index, (*_, children) in enumerate(structure):
+        for name, child in children:
+            if child is not None:
+                path = f"{paths[index]}.{name}".lstrip(".")
+                paths.setdefault(child, path)
+                found[path] = structure[child][:3]
+    return found
+
+
+class _Sources:
+    """The objects from which the facts of modules were read, except for what their tensors are like.
+
+    ``are_touched``: whether a dict has changed since the last comparison that found them the same, perhaps to and fro.
+    """
+
+    def __init__(self, modules: Collection[nn.Module]):
+        self._types = list(map(type, modules))
+        self._namespaces = [vars(module) for module in modules]
+        self._names = list(map(tuple, self._namespaces))
+        self._getters: list[Callable[[dict], tuple]] = []  # of the values that cannot change in place
+        self._compared: list[tuple[dict[str, Any], str, Any]] = []  # containers, tensors and callables
+        self._ignored: list[tuple[dict[str, Any], str, type]] = []  # objects, of which the type matters alone
+        for namespace in self._namespaces:
+            constant: list[str] = list(_DICTS)
+            for name, value in namespace.items():
+                if name in OF_EVERY_MODULE:
+                    continue
+                if is_constant(value):
+                    constant.append(name)
+                elif (was := comparable(value)) is not None or isinstance(value, _CONTAINERS):
+                    self._compared.append((namespace, name, was))
+                else:
+                    self._ignored.append((namespace, name, type(value)))
+            self._getters.append(itemgetter(*constant))
+        self._constants = list(chain.from_iterable(self._values()))
+        dicts = [namespace[name] for namespace in self._namespaces for name in _DICTS]
+        self._empty = [each for each in dicts if not each]
+        self._filled = [each for each in dicts if each]
+        self._keys = list(map(tuple, self._filled))
+        self._absent = [(each, name) for each in self._filled for name, value in each.items() if value is None]
+        self._parents = [namespace["_modules"] for namespace in self._namespaces if namespace["_modules"]]
+        self._children = list(chain.from_iterable([each.values() for each in self._parents]))
+        self._dicts = [*self._namespaces, *self._filled]
+        self._versions = list(map(dict_version, self._dicts))
+        self.are_touched = False
+
+    def are_same(self, modules: Collection[nn.Module]) -> bool:
+        versions = list(map(dict_version, self._dicts))
+        if versions != self._versions:
+            self._versions, self.are_touched = versions, True
+        return (
+            all(map(is_, map(type, modules), self._types))
+            and all(map(is_, map(vars, modules), self._namespaces))
+            and not any(self._empty)
+            and (not self.are_touched or self._are_equal())
+            and all(type(namespace[name]) is kind for namespace, name, kind in self._ignored)
+            and all(comparable(namespace[name]) == was for namespace, name, was in self._compared)
+        )
+
+    def _are_equal(self) -> bool:
+        """Whether the dicts have the same keys in the same order, and the same values apart from tensors."""
+        return (
+            list(map(tuple, self._namespaces)) == self._names
+            and list(map(tuple, self._filled)) == self._keys
+            and all(map(is_, chain.from_iterable(self._values()), self._constants))
+            and all(map(is_, chain.from_iterable([each.values() for each in self._parents]), self._children))
+            and all(each[name] is None for each, name in self._absent)
+        )
+
+    def _values(self) -> list[tuple]:
+        return [get(namespace) for get, namespace in zip(self._getters, self._namespaces)]
+
+
+def _facts(tensors: Iterable[torch.Tensor]) -> list[tuple]:
+    return list(map(tensor_facts, tensors))
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> Any:
+    """Torch's check of plain tensors for at least what `tensor_facts` reads; None for tensors of other kinds."""
+    if any(type(each) not in _PLAIN or each.layout is not torch.strided for each in tensors):
+        return None
+    sizes: Any = [list(each.shape) for each in tensors]  # a dimension with None may have any size
+    strides: Any = [list(each.stride()) for each in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def _has_dicts(module: nn.Module) -> bool:
+    return all(isinstance(vars(module).get(name), dict) for name in _DICTS)  # not so in scripted modules
+
+
+def storages(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """An identifier of the storage of every tensor; None if it has none.
+
+    Raises:
+        RuntimeError: for tensors of ``torch.func`` and ``torch.vmap``.
+    """
+    strided = torch.strided
+    try:
+        return [tensor.untyped_storage()._cdata if tensor.layout is strided else None for tensor in tensors]
+    except NotImplementedError as error:
+        raise RuntimeError(
+            f"a planned step takes plain tensors; in torch.func and torch.vmap call the model itself ({error})"
+        ) from None
+
+
+def shared(tensors: Sequence[torch.Tensor]) -> Shared:
+    """The tensors that share the storage of an earlier one: (index, index of that one, elements between them)."""
+    first: dict[int, int] = {}
+    found = []
+    for index, storage in enumerate(storages(tensors)):
+        if storage is not None and (earlier := first.setdefault(storage, index)) != index:
+            found.append((index, earlier, tensors[index].storage_offset() - tensors[earlier].storage_offset()))
+    return tuple(found)

@@ -18,7 +18,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import flop_registry
 
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 from ackpt.metering.flops import formula
 
 from .joint_graph import JointGraph, once_per_graph
@@ -174,14 +174,16 @@ class Head:
         if self.fx[last.id].target not in (aten.mm.default, aten.addmm.default):
             self._refuse(last, "the last matrix product before the loss is no linear layer")
         if self.value(last.id).dtype == torch.float16:
-            self._refuse(last, "in float16, gradients without the scale of the loss may overflow; use bfloat16")
+            self._refuse(
+                last, "in float16, the gradients of a chunk may overflow before the loss is scaled", "Use bfloat16"
+            )
         return last
 
-    def _refuse(self, node: Node, why: str):
+    def _refuse(self, node: Node, why: str, fix: str = "Compute the loss by F.cross_entropy"):
         where = ", ".join(part for part in (node.module, node.source) if part)
         raise TraceError(
             f"chunk_head cannot split the head of this model: {why}. The operation is {node.name} ({node.target})"
-            f"{where and f' of {where}'}. Compute the loss by F.cross_entropy, or leave chunk_head out."
+            f"{where and f' of {where}'}. {fix}, or leave chunk_head out."
         )
 
     def _part(self, source: int, rows: Rows, reader: Node) -> Rows:
@@ -220,10 +222,9 @@ class Head:
 
     def _begin(self, gradient: int, count: int | None, reader: Node) -> None:
         if self.gradient not in (None, (gradient, count)):
-            self._refuse(reader, "the loss is a sum of several terms, each with a gradient of its own")
+            why = "the loss is a sum of several terms, each with a gradient of its own, as with label_smoothing"
+            self._refuse(reader, why, "Leave label_smoothing and other terms of the loss out")
         self.gradient = gradient, count
-
-    # Rules
 
     def _classify(self, node: Node) -> None:
         if node.id in self.rows or node.id in self.exits:
@@ -494,8 +495,6 @@ class _Writer:
         operation: Any = node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
         return operation(*args, **kwargs)
-
-    # Chunks
 
     def _write_chunks(self) -> None:
         head, phase, self.phase = self.head, self.phase, FORWARD

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, Stat
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 
 from .inspection.model_checks import is_tensor
 from .operations import identity, storage_keys, tensors_of

@@ -1,8 +1,10 @@
-"""Find what eager mode does in place: for the strides in a capture, and to simulate the peak of the eager step.
+"""Find what eager mode does in place, to simulate the peak of the eager step.
 
 AOTAutograd turns ``x.add_(y)`` into ``add(x, y)``, whose result has its own memory. The same is true of the sums of
 gradients that autograd's engine makes in place. Fractional budgets are relative to the peak of the model's own step,
 where ``x`` and the result share one storage. `eager_graph` merges such storages, so that simulating it gives that peak.
+`in_place_as_eager` marks such operations during a capture, and gives their results the strides of the first argument;
+for strides of all other results see `patches.kernels`.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from ackpt.metering.autograd_engine import INTO_ZEROS, ZEROS, is_dense, sums_own_gradients
 
+from .inspection.source_lines import line, not_repeated
 from .joint_graph import RESIDENT, JointGraph
 from .operations import BACKWARD, with_accesses
 
 _KEY = "ackpt_in_place"
 _RUNS_IN = "ackpt_autograd_node"  # on nodes of the backward: the autograd node that runs while they are captured
-RECORDS = "ackpt_records"  # on layers of oneDNN: whether autograd records them
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 _SUM, _SUMS_OWN = "ackpt_gradient_sum", "ackpt_sums_own_gradients"
 # The result of functionalizing a write to a slice of a tensor that is then read in full: operation(whole, part, ...).
@@ -42,14 +44,18 @@ _FILLED = "ackpt_graph::filled"
 def in_place_as_eager():
     """Inside, a capture restores the strides of tensors that are changed in place, and marks what eager does in place.
 
-    Marked are writes to a first argument, sums of gradients, and recurrent layers under no_grad.
+    Marked are writes to a first argument and sums of gradients. Recurrent layers under no_grad are refused.
     """
     dispatch = FunctionalTensorMode.__torch_dispatch__
 
     def noted(self, func, types, args=(), kwargs=None):
+        if func is _RECURRENT and not torch.is_grad_enabled():
+            raise not_repeated(
+                f"a recurrent layer runs under torch.no_grad(){line()}, which a captured step cannot do: oneDNN has "
+                "another kernel there. Freeze the layer by requires_grad_(False) instead"
+            )
         writes, autograd_node = _changes_its_first_argument(func), torch._C._current_autograd_node()
-        is_recurrent = func is _RECURRENT
-        capture = get_proxy_mode() if writes or is_recurrent or autograd_node is not None else None
+        capture = get_proxy_mode() if writes or autograd_node is not None else None
         if capture is None:
             return _with_eager_strides(dispatch, self, func, types, args, kwargs)
         nodes = capture.tracer.graph.nodes
@@ -59,8 +65,6 @@ def in_place_as_eager():
         for node in itertools.takewhile(lambda node: node is not last, reversed(nodes)):
             if writes and _name(node).removesuffix("_functional") in (func._schema.name.removesuffix("_"), _FILLED):
                 node.meta[_KEY] = True
-            if is_recurrent and node.target is _RECURRENT:
-                node.meta[RECORDS] = torch.is_grad_enabled()
             if autograd_node is not None:
                 node.meta[_RUNS_IN] = autograd_node._sequence_nr()
                 node.meta[_SUM] = from_engine

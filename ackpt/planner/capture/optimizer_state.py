@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.planning_errors import TraceError, did_you_mean
+from ackpt.core.errors import TraceError, did_you_mean
 from ackpt.metering.prediction import LATE, predict
 from ackpt.metering.resident import rounded
 

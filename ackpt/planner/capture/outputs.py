@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map
 
 from ackpt.core.autograd_state import version
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 
 _DIFFERENTIATE = ("loss", "all")
 _OUTPUTS = ("drop", "keep")
@@ -119,7 +119,7 @@ class Withheld(torch.Tensor):
     _FACTS = ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
 
     @classmethod
-    def of(cls, shape, dtype: torch.dtype) -> Withheld:
+    def like(cls, shape, dtype: torch.dtype) -> Withheld:
         return torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
 
     @classmethod

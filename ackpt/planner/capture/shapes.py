@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 
 T = TypeVar("T")
 

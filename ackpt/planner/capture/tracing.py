@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops.effects import with_effects
 
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 from ackpt.core.progress import shown
 
 from .aot import CAPTURING, Capture, capture

@@ -17,20 +17,31 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
+from ackpt.core.progress import about, stage
 from ackpt.metering.flops import UncountedFlops, count_flops
 from ackpt.metering.meter import Measurement, measure, memory_format
 from ackpt.metering.resident import Item, storages_of
 from ackpt.planner.capture.inspection.calls import call_arguments
 from ackpt.planner.capture.outputs import without_gradient
-from ackpt.planner.capture.places import modules_text, pattern, short_source
+from ackpt.planner.capture.short_names import modules_text, pattern, short_source
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.choose import default_profile, planned
+from ackpt.planner.choose import default_profile, plan_by_policy
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import PlannedStep, in_place_of, without_budget
 
-from .audit_findings import Finding, Seen, arises_in, findings, not_covered, outside_of_regions, saved_bytes, text_of
+from .audit_findings import (
+    Finding,
+    Seen,
+    arises_in,
+    findings,
+    is_too_small,
+    not_covered,
+    outside_of_regions,
+    saved_bytes,
+    text_of,
+)
 from .audit_runs import AuditedRegion, SavedOutside, Undo, Watch, intercepted, named_modules, same
 from .print_saved import referred
 
@@ -94,6 +105,7 @@ def audit(
     *,
     resident: Iterable[Item] = (),
     compare_budget: bool = True,
+    **inputs: Any,
 ) -> Audit:
     """Run a training step with and without its checkpointing and offload, and report what is wrong with them.
 
@@ -104,6 +116,7 @@ def audit(
         resident: for a function, the modules and optimizers that it trains, as in `ackpt.measure`; those that its code
             refers to are found.
         compare_budget: for a model, whether to plan the step with the measured peak as its budget.
+        inputs: refused, with the way to write them as a batch.
 
     Raises:
         TypeError, ValueError: for invalid arguments, for a step without backward, and for a model that
@@ -128,9 +141,12 @@ def audit(
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError("audit() was called inside hooks on saved tensors: enter them inside the step instead")
+    if inputs:
+        written = ", ".join(f"{name!r}: {name}" for name in inputs)
+        raise TypeError(f"audit() takes the inputs of a model as one batch: audit(model, {{{written}}})")
     model, modules, given = _checked(step, batch, resident)
     call = None if model is None else (model, *call_arguments(batch))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), about("audit"):
         warnings.simplefilter("ignore")
         return _audited(step if call is None else lambda: _train(*call), modules, given, call, compare_budget)
 
@@ -148,7 +164,7 @@ def _checked(step, batch, resident) -> tuple[nn.Module | None, dict[str, nn.Modu
         raise TypeError("a step takes no batch: audit(step, resident=[model, optimizer]), or audit(model, batch)")
     items = [*resident, *(leaf for leaf in tree_leaves(None if model is None else call_arguments(batch)))]
     held = [*items, *((value for _, value in referred(step)) if model is None else (model,))]
-    roots = [o._ackpt_planned.model if isinstance(o, PlannedStep) else o for o in held if isinstance(o, nn.Module)]
+    roots = [o._ackpt_variants.model if isinstance(o, PlannedStep) else o for o in held if isinstance(o, nn.Module)]
     inner = {id(module) for root in roots for module in [*root.modules()][1:]}
     roots = [*{id(root): root for root in roots if id(root) not in inner}.values()]
     if not roots:
@@ -182,6 +198,7 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
     resident = parts if is_sharded else [*modules.values(), *(o for o, *_ in undo.optimizers), *dict(given).values()]
 
     def observed(neutral: bool) -> tuple[Watch, dict[str, Any], Exception | None]:
+        stage("running the step without its checkpointing" if neutral else "running the step")
         watch, error = Watch(names, neutral, own), None
         try:
             with watch.watching():
@@ -197,6 +214,7 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
             gc.collect()  # what is freed during the step must be the step's
             measured, flops = measure(step, resident=resident, warmup=0, repeats=0), None
             undo.restore()
+            stage("counting FLOPs")
             with contextlib.suppress(UncountedFlops):
                 flops = count_flops(step)
         undo.restore()
@@ -268,11 +286,11 @@ def _differences(values: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
 def _planned(call, peak_bytes: int) -> tuple[Plan | None, str]:
     """The plan for the same peak, or the reason why it could not be made."""
     model, args, kwargs = call
-    model = model._ackpt_planned.model if isinstance(model, PlannedStep) else model
+    model = model._ackpt_variants.model if isinstance(model, PlannedStep) else model
     try:
         with intercepted(Watch({}, True, quiet=True)), without_budget(model):
             graph = trace(model, *args, **kwargs)
-        return planned(graph, Request(peak_bytes), default_profile(graph)), ""
+        return plan_by_policy(graph, Request(peak_bytes), default_profile(graph)), ""
     except BudgetError as error:
         least = "unknown" if error.least_bytes is None else memory_format(error.least_bytes)
         return None, f"the smallest feasible budget is {least}"
@@ -301,8 +319,13 @@ def _rows(audit: Audit) -> list[tuple[str, str]]:
         sizes = each.saved_bytes, each.dropped_bytes, each.recomputations
         groups.setdefault((pattern(text_of(each)), each.kind, *sizes), []).append(text_of(each))
     for (_, kind, saved, dropped, times), names in [*groups.items()][:_LARGEST]:
-        sizes = f"saves {memory_format(saved)}, recomputes {memory_format(dropped)}{f' {times} times' * (times != 1)}"
-        rows += [("region", f"{modules_text(names)} ({kind}): {sizes}{' each' * (len(names) > 1)}")]
+        again = {0: "is not recomputed", 1: f"recomputes {memory_format(dropped)}"}
+        again = again.get(times, f"{again[1]} {times} times")
+        sizes = f"saves {memory_format(saved)}, {again}{' each' * (len(names) > 1)}"
+        rows += [("region", f"{modules_text(names)} ({kind}): {sizes}")]
+    rows += [] if audit.regions else [("region", "none: nothing in this step runs under checkpointing")]
+    if is_too_small(audit.regions):
+        rows += [("effect", "not judged: the regions save little more than their copies of the random number state")]
     rows += [("no region", modules_text(audit.not_regions))] * bool(audit.not_regions)
     for each in audit.saved_outside[:_LARGEST] if audit.regions else ():
         source = f", {short_source(each.source)}" if each.source else ""
@@ -325,4 +348,5 @@ def _equality(audit: Audit) -> str:
     label = max(sizes, key=sizes.__getitem__)
     by = {0.0: "is missing", -1.0: "differs"}.get(sizes[label], f"differs by up to {sizes[label]:.3g}")
     where = f", first in {audit.arises_in}" if audit.arises_in else ""
-    return f"no, {len(audit.differences)} values differ: {label} {by}{where}"
+    many = len(audit.differences) > 1
+    return f"no, {len(audit.differences)} value{'s' * many} differ{'s' * (not many)}: {label} {by}{where}"

@@ -11,12 +11,13 @@ from torch import nn
 
 from ackpt.checkpointing.wrapping import _Checkpointed, repeated_blocks
 from ackpt.metering.meter import Measurement, memory_format
-from ackpt.planner.capture.places import modules_text, pattern
+from ackpt.planner.capture.short_names import modules_text, pattern
 
 from .audit_runs import ACKPT, REENTRANT, WRAPPED, AuditedRegion, SavedOutside, Watch, named_modules
 
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing", "use_checkpoint")
 _LEAST_BYTES = 1 << 20  # that the head saves: in a tiny model, it always saves the most
+_STATE_BYTES = torch.get_rng_state().nbytes
 _APPLY = "ackpt.apply_activation_checkpointing(model)"
 
 
@@ -225,19 +226,24 @@ def _children(seen: Seen) -> Iterator[Finding]:
 def _effect(seen: Seen) -> Iterator[Finding]:
     regions, measured, baseline = seen.watch.regions, seen.measured, seen.baseline
     dropped = sum(_union(region.dropped for region in seen.regions).values())
-    if not dropped or measured is None or seen.watch.contexts or any(_children(seen)):
+    if not dropped or measured is None or seen.watch.contexts or is_too_small(seen.regions) or any(_children(seen)):
         return
     before, after = saved_bytes(baseline), saved_bytes(measured)
     largest = max(region.dropped_bytes for region in regions)
     where = modules_text(module for region in regions for module in region.modules)
-    states = torch.get_rng_state().nbytes * len(seen.regions)  # more than what a tiny region saves
-    if before - after + states < 0.1 * dropped:
+    if before - after < 0.1 * dropped:
         text = f"{where}: the step saves {memory_format(after)}, and {memory_format(before)} without these regions"
         yield Finding("no_effect", text, f"use larger regions: {_APPLY}", text_of(regions[0]))
-    elif baseline.peak_bytes - measured.peak_bytes + states < 0.1 * dropped and largest > 0.7 * dropped:
+    elif baseline.peak_bytes - measured.peak_bytes < 0.1 * dropped and largest > 0.7 * dropped:
         peaks = f"{memory_format(measured.peak_bytes)}, and {memory_format(baseline.peak_bytes)}"
         text = f"{where}: the recomputation needs as much at once: the peak is {peaks} without these regions"
         yield Finding("no_effect", text, f"use smaller regions: {_APPLY}", text_of(regions[0]))
+
+
+def is_too_small(regions: Iterable[AuditedRegion]) -> bool:
+    """Whether what the regions do not save is less than ten times the random number states that they may save."""
+    regions = [*regions]
+    return bool(regions) and sum(each.dropped_bytes for each in regions) < 10 * len(regions) * _STATE_BYTES
 
 
 def not_covered(seen: Seen) -> list[list[str]]:

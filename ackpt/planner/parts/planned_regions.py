@@ -8,7 +8,6 @@ budget raises at once, a backward at its end, when all gradients are complete.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 import traceback
@@ -28,23 +27,23 @@ from ackpt.checkpointing.reentrant import checkpoint
 from ackpt.checkpointing.tree import strip_result
 from ackpt.core.autograd_state import phase
 from ackpt.core.budget import dynamic_limit, is_share, readable
-from ackpt.core.errors import CheckpointError, warn
+from ackpt.core.errors import BudgetError, CheckpointError, TraceError, warn
 from ackpt.core.history import History
-from ackpt.core.planning_errors import BudgetError, TraceError
+from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import Resident
 from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor, own_call
+from ackpt.planner.capture.inspection.source_lines import running_modules
 from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
-from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
+from .module_blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
 from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
-_CALL = nn.Module._call_impl.__code__
 _CUDA_BLOCK = 512
 _REGION = "_RecomputeBackward"  # the autograd node of a region
 _FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
@@ -322,7 +321,7 @@ class _Forward:
             record.forwards.append(weakref.ref(self))
         self.is_in_mode = self.regions.on_cpu or self.is_first
         cost = live.cost
-        with live.forward():
+        with live.forward(), shown("recording the first step") if self.is_first else contextlib.nullcontext():
             live.gradients(())
             self._count_lasting(record, live.bytes)
             # With accumulation=True, gradients of earlier steps are resident.
@@ -493,12 +492,10 @@ class _Forward:
     def _running(self) -> str:
         """The innermost module of the model that is running."""
         names = {id(module): name for name, module in self.regions.model.named_modules() if name}
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is _CALL and (name := names.get(id(frame.f_locals["self"]))):
-                return f"module {name!r} ({type(frame.f_locals['self']).__name__})"
-            frame = frame.f_back
-        return "the model's own forward"
+        running = ((names[id(module)], module) for module in running_modules() if id(module) in names)
+        return next(
+            (f"module {name!r} ({type(module).__name__})" for name, module in running), "the model's own forward"
+        )
 
 
 class _Body(threading.local):

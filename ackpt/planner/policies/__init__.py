@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 
 #: Policy -> the function in `ackpt.planner.policies` that decides: `schedule(graph, profile, limit_bytes, **options)`
 POLICIES = {

@@ -84,8 +84,9 @@ def recomputing(graph: JointGraph, profile) -> list[Schedule]:
         schedules += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, schedules)
     schedules = [point.schedule for point in points]
-    schedules += refined(graph, points, cost, profile.workspace_bytes)
-    return [*schedules, *evictions(graph, points, cost, profile.workspace_bytes)]
+    workspace_bytes = np.array(profile.workspace_bytes)
+    schedules += refined(graph, points, cost, workspace_bytes)
+    return [*schedules, *evictions(graph, points, cost, workspace_bytes)]
 
 
 def through_chain(graph: JointGraph, profile) -> list[Schedule]:
@@ -159,8 +160,8 @@ def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], sea
         if search is None:
             variants += _with_shares(graph, point.schedule, (1,), drawn)
     if drawn and search is not None:
-        tiny, costs = _tiny(graph, profile, drawn)
-        for point in evenly_spaced(pareto(tiny, costs, search(tiny, costs)), tries):
+        tiny, its_profile = _tiny(graph, profile, drawn)
+        for point in evenly_spaced(pareto(tiny, its_profile, search(tiny, its_profile)), tries):
             variants += _with_shares(graph, point.schedule, _PACKED_SHARES, drawn)
     return variants
 

@@ -19,8 +19,7 @@ from itertools import accumulate, takewhile
 from math import inf
 from numbers import Real
 
-from ackpt.core.errors import warn
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError, warn
 from ackpt.planner.capture.joint_graph import Analysis, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies import auto, rotor

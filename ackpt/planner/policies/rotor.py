@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.policies import chen, revolve
 from ackpt.planner.policies.chains.block_options import BlockStep

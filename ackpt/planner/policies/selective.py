@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 from ackpt.metering.kernel_memory import MATMULS
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph, once_per_graph
 from ackpt.planner.costs.profiles import Profile

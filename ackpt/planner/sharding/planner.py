@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ackpt.core.budget import dynamic_limit, readable
-from ackpt.core.planning_errors import BudgetError, did_you_mean
+from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.metering.gpus import BLOCK, MIB, gpu
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline

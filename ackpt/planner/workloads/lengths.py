@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,19 +23,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.budget import dynamic_limit, is_share
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.budget import dynamic_limit, is_share, readable
+from ackpt.core.errors import TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.gpus import MIB, gpu
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import CAPTURING, capture
-from ackpt.planner.capture.call_facts import Sizes, call_of
+from ackpt.planner.capture.call_facts import Sizes, WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension, is_sized, layout
 from ackpt.planner.capture.inspection.calls import call_arguments
 from ackpt.planner.capture.inspection.model_checks import check_model
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
 from ackpt.planner.capture.shapes import shape_of
 from ackpt.planner.costs.devices import Device, device
@@ -45,7 +42,7 @@ from ackpt.planner.policies import auto, full
 from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.step.many_sizes import ManySizes, Values
-from ackpt.planner.step.plans import Runnable
+from ackpt.planner.step.plans import CapturedStep
 
 from .device_memory import device_memory
 from .planned_shapes import PlanConfig, allocated_on, calls_as_on, scaled_loss, split_budget, with_training_loop
@@ -152,6 +149,13 @@ class Fits:
     budget: int | None
     methods: dict[str, Method]
 
+    @property
+    def smallest_budget(self) -> int | None:
+        """The smallest budget that plans keep for all batches, if `budget` is infeasible for some; otherwise None."""
+        auto = self.methods.get(AUTO)
+        least = 0 if auto is None else max(*auto.random.bytes, *auto.sorted.bytes)
+        return least if self.budget is not None and least > self.budget else None
+
     def __str__(self) -> str:
         limit = self.device or (None if self.budget is None else memory_format(self.budget))
         lines = [
@@ -172,17 +176,25 @@ class Fits:
             if name != NONE:
                 parts.append(f"recomputes {method.recompute_flops / max(1, method.flops):.1%} of the epoch's FLOPs")
                 parts += [] if method.added_time is None else [f"adds {method.added_time:.1%} to its modeled time"]
+            if name == AUTO and self.smallest_budget is not None and self.budget is not None:
+                over = sum(peak > self.budget for peak in method.random.bytes)
+                parts.append(
+                    f"the budget is infeasible for {over:,} of the random batches, which count with their lowest peak; "
+                    f"the smallest feasible budget for all batches is {readable(self.smallest_budget)} "
+                    f"({self.smallest_budget} bytes)"
+                )
             notes += [f"{_TITLES[name]}: {', '.join(parts)}"] if parts else []
         return "\n".join([*lines, *notes])
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain data; sizes in bytes."""
-        return {**vars(self), "methods": {name: method.to_json() for name, method in self.methods.items()}}
+        methods = {name: method.to_json() for name, method in self.methods.items()}
+        return {**vars(self), "smallest_budget": self.smallest_budget, "methods": methods}
 
 
 def fits(
     model: nn.Module,
-    lengths: Sequence[int],
+    lengths: Iterable[int] | torch.Tensor,
     *,
     batch_size: int | None = None,
     tokens_per_batch: int | None = None,
@@ -201,7 +213,7 @@ def fits(
     Args:
         model: an ``nn.Module`` on the CPU or the meta device, or from `ackpt.from_shapes`. With `device`, its data are
             not read.
-        lengths: the length of every sequence of the data set.
+        lengths: the length of every sequence of the data set: a list, an array, a tensor, or any other iterable.
         batch_size: so many sequences make a batch, padded to its longest.
         tokens_per_batch: sequences make a batch as long as it has at most so many tokens, padding included.
         packed: sequences are concatenated to rows of at most so many tokens; a row is a batch of one sequence.
@@ -217,8 +229,8 @@ def fits(
         seed: of the shuffled order.
 
     Raises:
-        ValueError: for lengths that are no positive integers or exceed the model's positions, and for none or several
-            of `batch_size`, `tokens_per_batch` and `packed`.
+        ValueError: for lengths that are no positive integers or exceed the model's positions, for none or several of
+            `batch_size`, `tokens_per_batch` and `packed`, and for a `batch` that does not use both of its arguments.
         TypeError: for a model whose arguments are not known, without `batch`.
         TraceError: if the model cannot be captured, or needs a capture for almost every size.
 
@@ -252,7 +264,10 @@ def fits(
         capturing=partial(calls_as_on, where, dtype.removeprefix("torch.")),
         finish=lambda graph: with_loop(graph, model, Loop(optimizer, accumulation)),
     )
-    return report(steps, lengths, batching(batch_size, tokens_per_batch, packed), positions, seed=seed)
+    numbers = lengths.tolist() if isinstance(lengths, (torch.Tensor, np.ndarray)) else lengths
+    if not isinstance(numbers, Iterable):
+        raise TypeError(f"lengths must be the lengths of all sequences, such as [512, 83, 240], got {numbers!r}")
+    return report(steps, [*numbers], batching(batch_size, tokens_per_batch, packed), positions, seed=seed)
 
 
 def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, name_of: Callable[[int], str]) -> Fits:
@@ -292,6 +307,7 @@ def report(
 ) -> Fits:
     """The report on one epoch; `name_of`: the length at an index, in words."""
     check_lengths(lengths, kind, positions, name_of)
+    steps.check_arguments(kind, max(lengths))
     orders = random.Random(seed).sample(list(lengths), len(lengths)), sorted(lengths)
     most = positions[0] if positions is not None and kind[0] == PACKED else sum(lengths)
     policies = NONE, FULL, *([] if steps.budget is None else [AUTO])
@@ -337,8 +353,17 @@ class _Steps:
             of_nodes, more = capture.costs(values), capture.recompute_cost(self.peaks[policy, shape][1], values)
             flops, recomputed = flops + count * int(of_nodes[0].sum()), recomputed + count * more[0]
             seconds, added = seconds + count * float(of_nodes[1].sum()), added + count * more[1]
-        time = added / seconds if seconds else None
-        return Method(epochs[0], epochs[1], largest[0], largest[1], flops, recomputed, time)
+        return Method(epochs[0], epochs[1], *largest, flops, recomputed, added / seconds if seconds else None)  # pyright: ignore
+
+    def check_arguments(self, kind: Batching, longest: int) -> None:
+        """ValueError if the arguments have the same sizes for every number of sequences, or for every length."""
+        own, others = (1, longest), {"length": [(1, 1), (1, longest + 1024)]}  # it may be padded
+        for name, shapes in (others if kind[0] == PACKED else others | {"number of sequences": [(2, longest)]}).items():
+            if all(self._sizes(*shape) == self._sizes(*own) for shape in shapes):
+                raise ValueError(
+                    f"batch= returns arguments of the same sizes for every {name}, such as batch{own} and "
+                    f"batch{shapes[-1]}: use both of its arguments"
+                )
 
     def _exceeding(self, policy: str, batches: Sequence[Shape], enough: float = float("inf")) -> int:
         """How many batches of these shapes do not fit; stops at more than `enough`."""
@@ -362,7 +387,7 @@ class _Steps:
 
         def is_enough(number: int) -> bool:
             for order in orders if percent == 100 else orders[:1]:
-                batches = shapes((kind[0], number), order)
+                batches = [self._searched(policy, shape) for shape in shapes((kind[0], number), order)]
                 allowed = (100 - percent) * len(batches) // 100
                 if self._exceeding(policy, batches, allowed) > allowed:
                     return False
@@ -379,6 +404,13 @@ class _Steps:
             middle = (low + high) // 2
             low, high = (middle, high) if is_enough(middle) else (low, middle)
         return low if low >= least else 0
+
+    def _searched(self, policy: str, shape: Shape) -> Shape:
+        """`shape`, or two sequences in place of one if they fit, since one sequence needs a capture of its own."""
+        two = SMALLEST, shape[1]
+        return (
+            two if self._served(shape) is None and shape[0] < SMALLEST and not self._exceeding(policy, [two]) else shape
+        )
 
     def _is_within(self, policy: str, shape: Shape) -> bool | None:
         """Whether a batch fits: the budget, if there is one for this method, and the device; None if a replay says."""
@@ -414,12 +446,17 @@ class _Steps:
 
     def place(self, shape: Shape) -> tuple[_Capture, Values]:
         """The capture that serves a shape, and the sizes of its dynamic dimensions there."""
+        if self._served(shape) is None:
+            self.places[shape] = self._captured(shape)
+        return self.places[shape]
+
+    def _served(self, shape: Shape) -> tuple[_Capture, Values] | None:
+        """As `place`, but None without a capture that serves the shape."""
         if shape not in self.places:
             sizes = self._sizes(*shape)
             served = ((capture, capture.values(sizes)) for capture in self.captures)
-            found = next(((capture, values) for capture, values in served if values is not None), None)
-            self.places[shape] = self._captured(shape) if found is None else found
-        return self.places[shape]
+            self.places |= next(({shape: (each, values)} for each, values in served if values is not None), {})
+        return self.places.get(shape)
 
     def _sizes(self, size: int, length: int) -> Sizes:
         with torch.device("meta"):
@@ -448,18 +485,18 @@ class _Steps:
                 if one != two and one >= SMALLEST
             }
             with capture(self.model, args, kwargs, "loss", "drop", sorted(dims)) as captured:
-                step = Runnable(captured, call, self.model, NO_LOOP)
+                step = CapturedStep(captured, call, self.model, NO_LOOP)
         if step.reference.analysis.restrided:
             raise TraceError("the model returns a tensor whose strides leave gaps: return the loss, or a copy of it")
         graph = allocated_on(self.where, step.reference)
         self.captures.append(_Capture(step, self.finish(graph), self.where, call.sizes))
-        return self.captures[-1], step.values
+        return self.captures[-1], step.sizes
 
 
 class _Capture(ManySizes):
     """One capture with the schedules of each method; ``own``: the layouts of the captured call."""
 
-    def __init__(self, step: Runnable, graph: JointGraph, where: Device | None, own: Sizes):
+    def __init__(self, step: CapturedStep, graph: JointGraph, where: Device | None, own: Sizes):
         super().__init__(step, graph, where)
         self.own = own
 
@@ -496,18 +533,18 @@ class _Capture(ManySizes):
 Batching = tuple[str, int]  # one of the keywords of `fits` that make batches, and its number
 
 
-def batching(batch_size: int | None, tokens_per_batch: int | None, packed: int | None) -> Batching:
-    """The one option that is given; ValueError for none or several, and for a number below 1."""
+def batching(batch_size, tokens_per_batch, packed, said: Callable[[str], str] = str) -> Batching:
+    """The one option that is given; ValueError for none or several, and for a number below 1; `said`: their names."""
     options = {BATCH_SIZE: batch_size, TOKENS: tokens_per_batch, PACKED: packed}
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
         raise ValueError(
-            f"{' and '.join(given) or 'no way'} to make batches: give one of batch_size, tokens_per_batch and packed "
-            "(--batch-size, --tokens-per-batch, --packed)"
+            f"{' and '.join(map(said, given)) or 'no way'} to make batches: give one of {said(BATCH_SIZE)}, "
+            f"{said(TOKENS)} and {said(PACKED)}"
         )
     ((kind, number),) = given.items()
     if type(number) is not int or number < 1:
-        raise ValueError(f"{kind} must be an integer of at least 1, got {number!r}")
+        raise ValueError(f"{said(kind)} must be an integer of at least 1, got {number!r}")
     return kind, number
 
 
@@ -541,45 +578,18 @@ def check_lengths(lengths, kind: Batching, positions: tuple[int, str] | None, na
         raise ValueError(f"packed={kind[1]} exceeds the {positions[0]} positions of the model ({positions[1]})")
 
 
-def lengths_in(path: Path) -> tuple[list[int], Callable[[int], str]]:
-    """The lengths in a file, one number a line or a list as JSON, and a function that names the place of each.
-
-    Raises:
-        ValueError: for a file that cannot be read, is empty, or has other content; names the line.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--lengths {path} cannot be read: {error}") from error
-    if text.lstrip()[:1] == "[":
-        try:
-            numbers = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--lengths {path}, line {error.lineno}: this is not JSON: {error.msg}") from error
-        return numbers, lambda at: f"entry {at + 1} of {path}"
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    numbers = []
-    for number, line in lines:
-        try:
-            numbers.append(int(line))
-        except ValueError:
-            raise ValueError(f"--lengths {path}, line {number}: {line!r} is not a number of tokens") from None
-    return numbers, lambda at: f"line {lines[at][0]} of {path}"
-
-
 def _bytes(budget: float | str | None) -> int | None:
     bound, is_reserved = split_budget(budget)
     if is_reserved:
         raise ValueError(
             f"the budget {budget!r} bounds reserved bytes: give allocated ones, as in {str(bound).strip()!r}"
         )
-    found = dynamic_limit(budget, 0, 0)
     if budget is not None and is_share(budget):
         raise ValueError(
             f"the budget {budget!r} is a fraction, which bounds every batch by its own baseline: give bytes, such as "
             "'20GiB'"
         )
-    return found
+    return dynamic_limit(budget, 0, 0)
 
 
 def rates_of(name: str) -> Device:

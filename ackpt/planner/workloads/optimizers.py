@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 
 EIGHT_BIT = "adamw-8bit"
 OptimizerKind = Callable[[Any], torch.optim.Optimizer]

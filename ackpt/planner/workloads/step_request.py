@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ackpt.core.planning_errors import did_you_mean
+from ackpt.core.errors import did_you_mean
 from ackpt.models import LanguageModel, Transformer, TransformerConfig
 
 IMAGE_SIZE = 224

@@ -154,7 +154,7 @@ def test_only_the_loss_has_a_gradient_unless_asked_for():
     assert model.first.weight.grad.abs().sum() > 0
 
 
-def test_backward_twice_and_no_graph_of_it():
+def test_a_retained_graph_runs_backward_twice_and_create_graph_is_refused():
     eager, planned = pair()
     x = torch.randn(4, 8)
     call = compiled(planned, policy="full")
@@ -187,7 +187,7 @@ instantiates = pytest.mark.filterwarnings("ignore:.*should not be instantiated:D
 @instantiates
 @pytest.mark.filterwarnings("ignore:The model calls torch.utils.checkpoint itself")
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_gradient_of_a_function_that_returns_what_it_changed(checkpointed):
+def test_a_function_may_return_the_argument_that_it_changed(checkpointed):
     """Dynamo of torch 2.11 loses it without a word."""
     x = torch.ones(4, requires_grad=True)
 

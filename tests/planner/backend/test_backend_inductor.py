@@ -30,7 +30,7 @@ def saved_bytes(loss, model, x) -> int:
     return sum(storage.nbytes() for key, storage in kept.items() if key not in own)
 
 
-def test_inductor_keeps_what_is_planned():
+def test_inductor_saves_the_planned_activations():
     model, x, sizes, fates = net(), torch.randn(4, 8), [], {}
     model(x).square().mean().backward()
     for _ in range(2):

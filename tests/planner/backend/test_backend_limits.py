@@ -7,31 +7,15 @@ import threading
 
 import pytest
 import torch
-from steps import run_boxed
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
-from ackpt.planner.backend import dynamo
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_inductor")
 LIMIT = 3
 limited = torch._dynamo.config.patch(recompile_limit=LIMIT)
-
-
-@pytest.fixture(autouse=True)
-def _no_inductor(monkeypatch):
-    """Run the operations one by one: Inductor would compile for minutes, and Dynamo does the same in front of it."""
-
-    def run(gm, example_inputs, custom_partitioner_fn=None, **_):
-        if custom_partitioner_fn is None:
-            return gm.forward
-        compilers = {"fw_compiler": run_boxed, "bw_compiler": run_boxed, "partition_fn": custom_partitioner_fn}
-        return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, example_inputs)
-
-    monkeypatch.setattr(dynamo, "_by_inductor", run)
 
 
 class Net(nn.Module):
@@ -94,7 +78,7 @@ def test_evaluation_does_not_raise_at_the_limit(compiled):
 
 
 @both_ways
-def test_a_higher_limit_also_after_the_error(compiled):
+def test_a_higher_limit_works_after_the_error(compiled):
     plans = []
     call = compiled(Net(), policy="full", on_plan=plans.append)
     with limited:
@@ -236,7 +220,7 @@ def test_a_copy_of_a_compiled_model_and_another_thread():
             call(torch.ones(4, 8))
 
 
-def test_the_function_itself_as_backend():
+def test_the_backend_function_can_be_passed_itself():
     from ackpt.planner.backend.dynamo import backend
 
     options = {"compiler": "inductor"}
@@ -251,7 +235,7 @@ def test_a_frozen_model_needs_no_plan():
     as_function(model, policy="full")(torch.ones(4, 8))
 
 
-def test_the_switch_of_torch_compile_stays():
+def test_disable_true_runs_the_model_whatever_the_options():
     model = Net()
     torch.compile(model, backend="ackpt", disable=True, options={"compiler": "inductor"})(torch.ones(4, 8)).backward()
 

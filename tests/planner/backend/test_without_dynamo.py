@@ -150,7 +150,7 @@ class SomeMode(TorchDispatchMode):
 
 
 @every_way
-def test_what_dynamo_skips_is_planned(compiled):
+def test_frames_skipped_by_dynamo_are_planned(compiled):
     x = torch.randn(4, 8)
     sequence = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Net())
     for model, context in ((Breaks(), torch.enable_grad()), (sequence, torch.enable_grad()), (Net(), SomeMode())):
@@ -251,7 +251,7 @@ def test_inside_another_compiled_function(model):
     assert len(plans) == 1
 
 
-def test_outputs_that_the_caller_keeps():
+def test_outputs_kept_by_the_caller_count():
     class Returns(nn.Linear):
         def forward(self, x):
             hidden = super().forward(x).tanh()
@@ -265,7 +265,7 @@ def test_outputs_that_the_caller_keeps():
     assert peaks["keep"] == peaks["drop"] + 64 * 64 * 4
 
 
-def test_switched_off(model):
+def test_disabled_compilation_runs_the_model(model):
     call = torch.compile(model, backend="ackpt", options={"budget": "1KiB"}, disable=True)
     call(torch.ones(4, 8)).backward()
 

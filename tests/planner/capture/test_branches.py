@@ -108,12 +108,12 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_other_reads_are_refused(name):
+def test_reads_of_other_values_are_refused(name):
     with pytest.raises(ackpt.TraceError, match="looks at the values of a tensor at .*test_branches.py"):
         ackpt.trace(Masked(UNKNOWN[name]), *batch())
 
 
-def test_floats_and_parameters_decide_nothing():
+def test_branches_on_floats_and_parameters_are_refused():
     model = Masked()
     model.decides = lambda mask: (model.layer.weight.sum() > 0) & mask.all()
     with pytest.raises(ackpt.TraceError, match="looks at the values of a tensor"):
@@ -136,7 +136,7 @@ def test_an_error_that_the_values_cause_is_the_models():
     check(step, model, ids, mask)
 
 
-def test_the_warning_of_many_captures_says_what_helps():
+def test_the_warning_of_many_captures_names_the_fix():
     model = Masked(lambda mask: sum(bool(row.all()) for row in mask) > 1)
     step = ackpt.compile(model, *batch(), policy="full")
     with pytest.warns(UserWarning, match="because the values of its arguments changed.*Prepare batches that take few"):
@@ -155,7 +155,7 @@ HF = {
 
 
 @pytest.mark.parametrize("name", HF)
-def test_masks_of_transformers(name):
+def test_masks_of_transformers_are_captured_per_branch(name):
     model = HF[name]().eval()
     batches = [
         {"input_ids": ids, "attention_mask": mask, "labels": ids} for ids, mask in (batch(8), batch(8, [(1, -1)]))

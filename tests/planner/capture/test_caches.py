@@ -44,7 +44,7 @@ def keys_and_values(cache):
 
 @pytest.mark.parametrize("build", [gpt2, llama, t5])
 @pytest.mark.parametrize("policy", ["none", "full"])
-def test_the_cache_comes_back_and_takes_what_was_planned(build, policy, one_thread):
+def test_the_cache_is_returned_and_has_its_planned_bytes(build, policy, one_thread):
     torch.manual_seed(0)
     model = build()
     plain = copy.deepcopy(model)

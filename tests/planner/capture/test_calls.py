@@ -44,7 +44,7 @@ def layers():
     return nn.Sequential(*(Block(8, 8) for _ in range(4)))
 
 
-def test_a_call_in_words():
+def test_a_call_is_described():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout())
     model[0].bias.requires_grad_(False)
     model[1].eval()
@@ -83,7 +83,7 @@ def test_a_call_in_words():
     ],
     ids=["dimensions", "dtype", "mode", "layers", "same graph"],
 )
-def test_a_plan_for_another_graph_says_what_differs(change, said):
+def test_a_plan_for_another_graph_names_the_difference(change, said):
     plan = ackpt.compile(layers(), X, policy="full").plan
     model, x, options = change(layers())
     x = x.to(next(model.parameters()).dtype)
@@ -94,7 +94,7 @@ def test_a_plan_for_another_graph_says_what_differs(change, said):
         ackpt.compile(model, x, plan=plan, **options)
 
 
-def test_a_model_that_computes_something_else_with_the_same_call_is_said_to():
+def test_a_model_that_computes_something_else_with_the_same_call_is_named():
     plan = ackpt.compile(nn.Sequential(Block(8, 8)), X, policy="full").plan
     model = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(PlanError, match="the call is the same, so the model's code or configuration differs"):
@@ -133,7 +133,7 @@ def test_a_plan_and_a_later_call_with_other_arguments():
     step(X).sum().backward()
 
 
-def test_evaluation_with_gradients_is_not_blamed_on_the_batch():
+def test_evaluation_with_gradients_is_not_explained_by_the_batch():
     step = ackpt.compile(nn.Sequential(*(Drops(8, 8) for _ in range(4))), X, budget=0.86)
     step.eval()
     said = "mode changed from training to evaluation.*under torch.no_grad"
@@ -142,7 +142,7 @@ def test_evaluation_with_gradients_is_not_blamed_on_the_batch():
     assert "A fraction is relative" not in str(raised.value) and raised.value.least_bytes < step.plan.peak_bytes
 
 
-def test_a_larger_batch_within_bytes_is_not_blamed_on_a_fraction():
+def test_a_larger_batch_with_a_budget_in_bytes_is_not_explained_by_a_fraction():
     step = ackpt.compile(layers(), X, budget=32_000, policy="full")
     with pytest.raises(ackpt.BudgetError, match=r"to float32 \[65, 8\]. Give the budget that the largest") as raised:
         step(torch.ones(65, 8))
@@ -161,17 +161,17 @@ def test_a_misspelt_keyword_of_trace_is_not_handed_to_the_model():
         ackpt.trace(Keywords(), X, optimiser=None)
 
 
-def test_an_option_of_the_policy_among_the_keywords_is_said_so():
+def test_an_option_of_the_policy_among_the_keywords_is_named():
     with pytest.raises(TypeError, match="'time_limit' is an option of policy 'ilp': give it as options=.'time_limit'"):
         ackpt.compile(Keywords(), X, budget=0.5, policy="ilp", time_limit=1)
 
 
-def test_keywords_that_are_the_model_s_stay_its_own():
+def test_keywords_of_the_model_reach_the_model():
     step = ackpt.compile(Keywords(), X, plans=1, position_ids=3, labels=None, captions=2, time_limit=1)
     assert step.plan.made_for["argument captions"] == "2"
 
 
-def test_a_misspelt_option_of_a_plan_is_said_so():
+def test_a_misspelt_option_of_a_plan_is_named():
     graph = ackpt.trace(layers(), X)
     for name, meant in [("budgt", "budget"), ("profil", "profile")]:
         with pytest.raises(TypeError, match=f"not an option of a plan; .*did you mean '{meant}'"):

@@ -39,7 +39,7 @@ def same(model, x):
     assert not torch.compiler.is_compiling()
 
 
-def test_a_model_that_asks_is_captured_as_it_runs_plainly():
+def test_a_model_that_asks_is_compiling_is_captured_as_in_eager():
     torch.manual_seed(0)
     same(Asks(4, 4), torch.randn(3, 4))
 
@@ -50,7 +50,7 @@ LOOKS = "looks at the values of a tensor at .*test_capture_compiling.py"
 @pytest.mark.parametrize(
     "how", [{"policy": "full"}, {"budget": "1MiB", "regions": False}, {"budget": 1.0, "regions": False}]
 )
-def test_with_data_a_model_that_looks_at_values_unless_it_is_compiled_is_not_captured_so(how):
+def test_with_data_a_model_that_reads_values_in_eager_is_refused(how):
     with pytest.raises(ackpt.TraceError, match=LOOKS):
         ackpt.compile(Looks(4, 4), torch.randn(3, 4), **how)
     with pytest.raises(ackpt.TraceError, match=LOOKS):
@@ -58,7 +58,7 @@ def test_with_data_a_model_that_looks_at_values_unless_it_is_compiled_is_not_cap
     assert not torch.compiler.is_compiling()
 
 
-def test_without_data_it_is_captured_so_and_the_plan_says_it_once(tmp_path):
+def test_without_data_it_is_captured_as_compiled_with_one_note(tmp_path):
     model, x = Looks(4, 4).to("meta"), torch.empty(3, 4, device="meta")
     said = "captured as torch.compile runs it, because the model itself looks at .*own step may differ"
     with pytest.warns(UserWarning, match=said) as warned:
@@ -81,7 +81,7 @@ class Fails(nn.Linear):
         return super().forward(x).sum() if x.sum() > 0 else super().forward(x).mean()
 
 
-def test_what_fails_as_compiled_is_refused_with_both_reasons():
+def test_a_model_refused_in_both_ways_names_both_reasons():
     model, x = Fails(4, 4), torch.ones(3, 4)
     with pytest.raises(ackpt.TraceError, match=LOOKS) as error:
         ackpt.trace(model, x)
@@ -96,7 +96,7 @@ NYSTROMFORMER |= {"num_landmarks": 4, "conv_kernel_size": 5}
 IDS = torch.arange(32).reshape(2, 16)
 
 
-def test_a_nystromformer_that_fails_as_compiled_names_both_reasons():
+def test_a_nystromformer_refused_in_both_ways_names_both_reasons():
     def build():
         model = transformers.NystromformerForMaskedLM(transformers.NystromformerConfig(**NYSTROMFORMER))
         return model, {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}

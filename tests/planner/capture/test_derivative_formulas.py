@@ -63,13 +63,13 @@ def _gradients(function, policy, dtype=torch.float32):
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_formulas(name, policy):
+def test_formulas_are_bit_equal(name, policy):
     own, planned = _gradients(FORMULAS[name], policy)
     assert all(map(torch.equal, own, planned))
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_formulas_in_mixed_precision(name):
+def test_formulas_are_bit_equal_in_mixed_precision(name):
     own, planned = _gradients(MIXED[name], "full", torch.bfloat16)
     assert all(map(torch.equal, own, planned))
 
@@ -80,7 +80,7 @@ class _Mode(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", [*FORMULAS, *MIXED])
-def test_formulas_while_measuring(name):
+def test_formulas_are_bit_equal_while_measuring(name):
     """A dispatch mode excludes autograd from the operations that run below it."""
     dtype = torch.bfloat16 if name in MIXED else torch.float32
     model, x = Model({**FORMULAS, **MIXED}[name]).to(dtype), torch.randn(8, 6, 4, dtype=dtype)
@@ -105,7 +105,7 @@ def test_formulas_while_measuring(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
-def test_the_operation_below_modes(dtype):
+def test_the_gradient_operation_runs_below_dispatch_modes(dtype):
     x, gradient = torch.randn(3, 4, dtype=dtype), torch.randn(3, dtype=dtype)
     leaf = x.clone().requires_grad_()
     leaf.prod(1).backward(gradient)

@@ -112,7 +112,7 @@ class WithCustom(nn.Module):
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("function", [masked, InPlace.apply])
-def test_custom_operations_that_do_not_say_that_they_draw(function, policy):
+def test_custom_operations_with_undeclared_draws_are_bit_equal(function, policy):
     results, x = [], torch.randn(64, 16)
     for planned in (False, True):
         torch.manual_seed(0)

@@ -11,11 +11,10 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.planner.capture.aot import capture
-from ackpt.planner.capture.call_facts import call_of
+from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension, Symbols, expression
-from ackpt.planner.capture.model_facts import WatchedModel
 from ackpt.planner.capture.optimizer_state import NO_LOOP
-from ackpt.planner.step.plans import Runnable
+from ackpt.planner.step.plans import CapturedStep
 
 _SAME_STORAGE = ("aten.alias.default", "aten.slice.Tensor")  # eager's indexing leaves out slices of everything
 
@@ -45,7 +44,7 @@ def operations(graph):
 def test_an_instance_is_the_capture_of_its_sizes():
     model, ids = Slices(), torch.randint(0, 20, (3, 10))
     with capture(model, (ids,), {}, outputs="drop", dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
-        step = Runnable(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
+        step = CapturedStep(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
     for sizes in ((3, 10), (2, 7), (5, 33), (4, 64)):
         alone = ackpt.trace(model, torch.randint(0, 20, sizes))
         graph = step.graph(sizes)
@@ -88,7 +87,7 @@ def symbols_of(function, *sizes):
         (lambda x: x[: x.shape[0] // 2] * 2, [(6,)], [(7,), (4,)], []),
     ],
 )
-def test_guards(function, sizes, valid, invalid):
+def test_guards_decide_which_sizes_a_capture_serves(function, sizes, valid, invalid):
     symbols = symbols_of(function, *sizes)
     assert [values for values in (*valid, *invalid) if symbols.holds(values)] == list(valid)
 

@@ -27,7 +27,7 @@ def results() -> int:
     return sum(map(len, kernels._RESULTS.values()))
 
 
-def test_an_equal_capture_computes_no_result_again():
+def test_an_equal_capture_reuses_all_results():
     graphs, found = [], []
     for rows in (4, 4, 5):
         before = FakeTensorMode.cache_misses

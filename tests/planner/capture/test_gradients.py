@@ -63,7 +63,7 @@ def backward(step, leaves, x):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_autograd_copies_is_in_the_graph_and_in_the_peak(name):
+def test_copies_made_by_autograd_are_in_the_graph_and_in_the_peak(name):
     forward, expected = CASES[name]
     model, x = Model(forward), torch.randn(3, 4, requires_grad=True)
     graphs = []

@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fractions_are_of_what_the_model_itself_takes(name):
+def test_fractions_are_relative_to_the_step_of_the_model(name):
     model, x = CASES[name](), torch.randn(64, 32)
 
     def peak_bytes(call):
@@ -105,7 +105,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["compile", "backend"])
-def test_a_model_that_checkpoints_itself_is_told_what_a_fraction_is_of(way):
+def test_a_model_that_checkpoints_itself_is_warned_what_a_fraction_is_relative_to(way):
     model, x = Checkpointed(), torch.randn(64, 32)
     with pytest.warns(UserWarning, match="peak without torch's checkpointing"):
         if way == "compile":

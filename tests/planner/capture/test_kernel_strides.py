@@ -228,7 +228,7 @@ def test_strides_are_those_of_the_kernel(name):
 
 
 @pytest.mark.parametrize("number", [torch.add, torch.sub, torch.mul, torch.div])
-def test_one_image_and_a_number(number):
+def test_one_image_and_a_scalar(number):
     x = torch.rand(1, 64, 32).transpose(1, 2).view(1, 32, 8, 8)  # strides of channels last, except for the batch
     mode = FakeTensorMode()
     with true_results(mode), mode:

@@ -165,7 +165,7 @@ ORDERS = "nchw nhwc nchw", "nhwc nchw nhwc", "nhwc nhwc nchw", "nchw turned nhwc
 
 @pytest.mark.parametrize("orders", ORDERS)
 @pytest.mark.parametrize("name", WRITES)
-def test_what_losses_and_activations_write_has_the_strides_of_the_kernels(name, orders):
+def test_results_of_losses_and_activations_have_the_strides_of_the_kernels(name, orders):
     def made(order):
         if order == "one":
             return torch.rand(1).expand(3, 8, 4, 4)

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.utils import parametrize
 
 import ackpt
-from ackpt.planner.capture.model_facts import ModelFacts, WatchedModel
+from ackpt.planner.capture.call_facts import ModelFacts, WatchedModel
 
 
 class Holder(nn.Module):
@@ -258,7 +258,7 @@ def test_a_replaced_method_of_the_class_gives_another_capture(method, monkeypatc
 
 
 @pytest.mark.parametrize("change", [_set("object", object()), lambda model: model.offset.add_(1), Holder.zero_grad])
-def test_what_no_capture_depends_on_is_not_read_again(change):
+def test_changes_that_no_capture_depends_on_cause_no_reading(change):
     model = _tied()
     model(torch.ones(2, 4)).sum().backward()
     watched = WatchedModel(model)
@@ -308,7 +308,7 @@ def test_sparse_tensors_which_torchs_guards_do_not_check_are_compared():
     assert watched.facts() == before
 
 
-def test_a_dict_that_changes_to_and_fro_leaves_the_facts():
+def test_a_dict_that_changes_back_has_the_same_facts():
     model = _tied()
     watched = WatchedModel(model)
     before = watched.facts()

@@ -78,7 +78,7 @@ KINDS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) a
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"weight_decay": 0.1}], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_step_allocates_to_the_byte_what_was_promised(kind, options):
+def test_an_optimizer_step_allocates_the_planned_bytes(kind, options):
     if not set(options) <= set(inspect.signature(kind).parameters):
         return
     low = [nn.Parameter(torch.zeros(6, 6, dtype=torch.bfloat16)), nn.Parameter(torch.ones(()))]
@@ -126,7 +126,7 @@ def test_a_simulated_step_leaves_nothing_allocated(kind):
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize(("kind", "options"), [case[:2] for case in CASES])
-def test_it_is_the_same_after_a_step(kind, options, on_cpu):
+def test_bytes_are_the_same_after_a_step(kind, options, on_cpu):
     leaves = parameters()
     optimizer = kind(leaves, lr=0.1, **options)
     expected = optimizer_bytes(optimizer, on_cpu)
@@ -160,12 +160,12 @@ ON_GPU = [
 
 
 @pytest.mark.parametrize(("kind", "options", "state", "step"), ON_GPU)
-def test_on_a_gpu_blocks_count(kind, options, state, step):
+def test_on_a_gpu_sizes_are_rounded_to_blocks(kind, options, state, step):
     found = optimizer_bytes(kind(parameters(), lr=0.1, **options), on_cpu=False)
     assert found == (512 * state, 512 * step)
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_objects_that_are_no_optimizer_are_refused():
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     for call in (ackpt.trace, ackpt.compile):
         with pytest.raises(

@@ -69,7 +69,7 @@ def test_a_decoder_is_captured_as_it_runs(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
-def test_it_takes_the_bytes_of_eager(name):
+def test_a_packed_step_has_the_bytes_of_eager(name):
     model, kwargs = decoder(name), batch(64)
 
     def step():
@@ -130,12 +130,12 @@ def test_position_ids_of_the_caller_keep_their_mask():
     assert list(attends(decoder(), **kwargs)) == [True]
 
 
-def test_other_versions_of_transformers(monkeypatch):
+def test_a_version_of_transformers_without_these_masks_is_left_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", types.ModuleType("masking_utils"))
     assert planned(nn.Linear(2, 2), torch.ones(1, 2)).shape == (1, 2)
 
 
-def test_transformers_is_left_as_it_was():
+def test_transformers_is_left_unchanged():
     from transformers import masking_utils
 
     was = masking_utils.find_packed_sequence_indices

@@ -62,7 +62,7 @@ def test_arguments_of_a_subclass_are_refused_by_name(kind):
 
 
 @pytest.mark.parametrize("kind", [Sub, Tagged])
-def test_what_the_model_holds_of_a_subclass_is_refused_by_name(kind):
+def test_tensor_subclasses_held_by_the_model_are_refused_by_name(kind):
     value = torch.ones(4).as_subclass(kind)
     refused("buffer 'held'.*as_subclass", Holds(nn.Module.register_buffer, value), X)
     refused("parameter 'held'.*as_subclass", Holds(nn.Module.register_parameter, nn.Parameter(value)), X)

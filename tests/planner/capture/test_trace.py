@@ -112,7 +112,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_order_accesses_and_identity(case):
+def test_node_ids_follow_execution_and_accesses_are_complete(case):
     model, args, kwargs = CASES[case]()
     graph = trace(model, *args, **kwargs)
     check(graph)
@@ -122,7 +122,7 @@ def test_order_accesses_and_identity(case):
     assert sizes["activation"] > 0
 
 
-def test_what_is_said_of_a_small_model():
+def test_the_text_of_a_small_model():
     graph = trace(Small(), torch.randn(3, 4), differentiate="all")
     forward = [node for node in graph.nodes if node.inputs and node.phase == "forward"]
     assert [node.module for node in forward if node.target == "aten.addmm.default"] == ["first"]
@@ -176,7 +176,7 @@ def test_a_model_on_meta_has_the_same_graph(case):
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_the_hash_tells_graphs_apart():
+def test_different_graphs_have_different_hashes():
     def graph(width=4, rows=3, activation=nn.ReLU):
         return trace(nn.Sequential(nn.Linear(4, width), activation()), torch.randn(rows, 4)).hash
 
@@ -226,7 +226,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("model", "args", "error", "message"), BAD)
-def test_bad_input_is_named_once(model, args, error, message, caplog):
+def test_bad_input_is_refused_in_one_error(model, args, error, message, caplog):
     with pytest.raises(error, match=message):
         trace(model, *args)
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]

@@ -56,7 +56,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("case", CASES)
-def test_as_eager_to_the_last_bit(case, policy, dtype, one_thread):
+def test_bit_equal_to_eager(case, policy, dtype, one_thread):
     layer, shape, function = CASES[case]
     if dtype == torch.bfloat16 and ("margin" in case or "antialiased" in case):
         pytest.skip("torch's CPU has no such kernel in bfloat16")

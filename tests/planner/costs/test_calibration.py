@@ -38,7 +38,7 @@ def test_the_first_call_measures_and_the_second_process_reads(cache, monkeypatch
     assert this_cpu() == first
 
 
-def test_another_number_of_threads_is_another_machine(cache):
+def test_another_number_of_threads_is_measured_again(cache):
     this_cpu()
     threads = torch.get_num_threads()
     try:
@@ -50,7 +50,7 @@ def test_another_number_of_threads_is_another_machine(cache):
 
 
 @pytest.mark.parametrize("damage", ["machine", "truncated", "version", "rate"])
-def test_a_file_of_another_machine_or_version_is_measured_again_and_said_so(cache, caplog, damage):
+def test_a_file_of_another_machine_or_version_is_measured_again_with_a_note(cache, caplog, damage):
     first = this_cpu()
     path = stored(cache)
     data = json.loads(path.read_text())
@@ -71,7 +71,7 @@ def test_a_file_of_another_machine_or_version_is_measured_again_and_said_so(cach
     assert not caplog.text
 
 
-def test_a_cache_that_cannot_be_written_is_said_so(cache, caplog):
+def test_a_cache_that_cannot_be_written_is_a_warning(cache, caplog):
     cache.parent.mkdir(exist_ok=True)
     cache.write_text("a file, no folder")
     with caplog.at_level(logging.WARNING, "ackpt"):
@@ -79,7 +79,7 @@ def test_a_cache_that_cannot_be_written_is_said_so(cache, caplog):
     assert "cannot be stored" in caplog.text
 
 
-def test_a_given_file_holds_on_every_machine(cache, tmp_path, monkeypatch):
+def test_a_given_file_is_used_on_every_machine(cache, tmp_path, monkeypatch):
     path = tmp_path / "cpu.json"
     written = ackpt.calibrate(path)
     data = json.loads(path.read_text())

@@ -67,7 +67,7 @@ def test_the_backend_takes_the_same_option(clock):
     assert [plan.device for plan in plans] == ["cpu, measured"]
 
 
-def test_it_refuses_what_it_cannot_measure():
+def test_steps_that_cannot_be_measured_are_refused():
     with pytest.raises(ValueError, match="costs must be 'rates' or 'measured', got 'seconds'"):
         ackpt.compile(layers(), torch.ones(4, 8), costs="seconds")
     with pytest.raises(ValueError, match="leave device_profile out"):

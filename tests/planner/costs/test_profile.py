@@ -62,7 +62,7 @@ def test_flops_are_those_of_an_eager_step(graph):
     assert sum(profile(graph).flops) == ackpt.count_flops(lambda: model(TOKENS).backward()) > 0
 
 
-def test_hand_counted(linear):
+def test_costs_counted_by_hand(linear):
     """Float32: addmm reads bias, x and weight; views nothing; the weight's gradient reads the output's and x."""
     found = by_target(linear, profile(linear))
     assert found["aten.addmm.default"] == (2 * 4 * 8 * 2, 4 * (2 + 32 + 16), 4 * 8)
@@ -94,7 +94,7 @@ def test_bytes_are_those_that_are_touched():
     assert profile(graph).bytes_in[multiplied.id] == 4 * 12 + 4 * 4  # what is expanded lies there once
 
 
-def test_seconds_are_the_longer_of_computing_and_moving(linear):
+def test_seconds_are_the_maximum_of_compute_and_memory_time(linear):
     slow = devices.Device("slow", 1, {"float32": 1.0}, 1e9, 4.0, "made up")
     narrow = devices.Device("narrow", 1, {"float32": 1e9}, 1.0, 4.0, "made up")
     bare = profile(linear)
@@ -107,7 +107,7 @@ def test_seconds_are_the_longer_of_computing_and_moving(linear):
     assert profile(linear, slow).device == "slow"
 
 
-def test_views_cost_nothing_also_those_that_are_not_called_so():
+def test_views_cost_nothing_whatever_their_name():
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     graph = ackpt.trace(layer, torch.ones(2, 8, 16))
     views = [node.id for node in graph.nodes if "_unsafe_view" in node.target]
@@ -172,7 +172,7 @@ def test_a_step_on_a_gpu_is_planned_at_its_rates(linear, monkeypatch):
     assert profile(linear, rates).seconds == profile(linear, "t4").seconds
 
 
-def test_what_is_asked_for_wrongly(linear):
+def test_invalid_arguments_are_refused(linear):
     with pytest.raises(ValueError, match="no rates are known for device 'tpu', only for h100-80g, h100-pcie"):
         profile(linear, "tpu")
     for name, close in [("h100", "h100-80g"), ("H200", "h200")]:
@@ -219,7 +219,7 @@ def test_every_figure_says_where_it_is_from(graph):
     assert origins["measured"] == {"flops": "analytic", **measured}
 
 
-def test_json_holds_everything(graph, tmp_path):
+def test_json_round_trips(graph, tmp_path):
     for found in every_kind(graph).values():
         assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
         assert Profile.load(found.save(tmp_path / "profile.json")) == found
@@ -278,7 +278,7 @@ def test_a_truncated_file_is_refused(linear, tmp_path):
         Profile.load(path)
 
 
-def test_a_profile_can_be_changed_by_hand(linear):
+def test_an_edited_profile_is_used(linear):
     """A figure that somebody gives is one that is given."""
     found = profile(linear)
     guessed = dataclasses.replace(found, workspace_bytes=(7,) * len(linear.nodes))

@@ -85,7 +85,7 @@ def test_measured_bytes_are_those_of_the_shapes_and_of_each_operation_alone(ever
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_nothing_of_the_caller_changes(everything, real):
+def test_state_of_the_caller_is_unchanged(everything, real):
     model, graph = everything
     assert graph.analysis.mutated
     held = [*model.parameters(), *model.buffers(), *ARGS, *KWARGS.values()]
@@ -124,7 +124,7 @@ class Picky(nn.Module):
         return picky(self.weight * x)
 
 
-def test_real_inputs_are_what_operations_see():
+def test_operations_see_the_real_inputs():
     model, x = Picky(), torch.ones(1)
     graph = trace(model, x)
     profile(graph, mode="measured", inputs=(model, x))
@@ -231,7 +231,7 @@ class Waiting(run.Swapping):
         return found
 
 
-def test_values_that_wait_on_the_host_come_back_as_they_were(everything):
+def test_values_moved_to_the_host_come_back_unchanged(everything):
     model, graph = everything
     values = {}
     for runner in (run.Runner(graph, CPU), Waiting(graph, CPU)):
@@ -248,7 +248,7 @@ def test_values_that_wait_on_the_host_come_back_as_they_were(everything):
         assert (one is None and other is None) or (torch.equal(one, other) and one.stride() == other.stride())
 
 
-def test_what_is_written_is_seen_by_its_other_views_on_the_host():
+def test_writes_are_seen_by_other_views_on_the_host():
     graph = fx.Graph()
     x = graph.placeholder("x")
     flat = graph.call_function(torch.ops.aten._unsafe_view.default, (x, [6]))  # shares memory, and does not say so

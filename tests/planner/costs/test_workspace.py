@@ -73,7 +73,7 @@ def measured_workspace(graph, place):
 @pytest.mark.parametrize(
     ("name", "target"), [("convolutions", "aten.convolution_backward"), ("words", "aten.native_layer_norm_backward")]
 )
-def test_operations_take_what_the_meter_measures(name, target):
+def test_workspace_equals_the_measured_bytes(name, target):
     graph = traced(name)
     found = workspace_bytes(graph)
     kinds = {node.target: node.id for node in graph.nodes if found[node.id]}
@@ -84,7 +84,7 @@ def test_operations_take_what_the_meter_measures(name, target):
         assert found[place] == measured_workspace(graph, place), graph.nodes[place]
 
 
-def test_inputs_views_and_parts_of_results_take_nothing():
+def test_inputs_views_and_parts_of_results_have_no_workspace():
     graph = traced("convolutions")
     found = workspace_bytes(graph)
     for node in graph.nodes:
@@ -150,7 +150,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_what_surrounds_the_caller_changes_nothing_and_hears_nothing(around):
+def test_modes_and_hooks_of_the_caller_see_nothing(around):
     graph = traced("words")
     expected = workspace_bytes(traced("words"))
     with AROUND[around]() as entered:
@@ -159,7 +159,7 @@ def test_what_surrounds_the_caller_changes_nothing_and_hears_nothing(around):
         assert entered.get_total_flops() == 0
 
 
-def test_random_numbers_of_the_caller_stay():
+def test_random_states_of_the_caller_are_unchanged():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     graph = trace(model, torch.ones(2, 4))
     assert any(node.is_random for node in graph.nodes)
@@ -197,7 +197,7 @@ class Images(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
-def test_a_mask_is_made_so_that_it_selects_no_more_than_there_is(policy):
+def test_a_made_up_mask_selects_at_most_the_available_elements(policy):
     model, args = Images(), (torch.tensor([[1, 7, 7, 2, 3]]), torch.randn(2, 16))
     model(*args).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
@@ -308,7 +308,7 @@ class Unlike(nn.Module):
 
 
 @pytest.mark.parametrize(("how", "real_bytes"), [("wide", 24), ("part of more", 40)])
-def test_storages_that_take_other_bytes_than_in_the_graph_are_found(how, real_bytes):
+def test_storages_with_other_sizes_than_in_the_graph_are_reported(how, real_bytes):
     graph = trace(Unlike(how), torch.ones(3))
     first, *later = disagreements(graph)
     (storage,) = next(node.storages for node in graph.nodes if node.target == "workspace_test.unlike.default")
@@ -319,14 +319,14 @@ def test_storages_that_take_other_bytes_than_in_the_graph_are_found(how, real_by
     assert wider == ([("aten.exp.default", 8, 16)] if how == "wide" else [])
 
 
-def test_what_the_first_call_keeps_is_not_of_the_operation():
+def test_memory_kept_by_the_first_call_is_no_workspace():
     HOARD.clear()
     graph = trace(Unlike("hoards once"), torch.ones(3))
     assert disagreements(graph) == ()
     assert HOARD and not any(workspace_bytes(graph))
 
 
-def test_bytes_left_behind_beside_the_results_are_found():
+def test_bytes_left_besides_the_results_are_reported():
     graph = trace(Unlike("hoards"), torch.ones(3))
     (found,) = disagreements(graph)
     assert (found.target, found.storage) == ("workspace_test.unlike.default", None)
@@ -334,11 +334,11 @@ def test_bytes_left_behind_beside_the_results_are_found():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_graphs_of_ordinary_models_take_what_they_say(name):
+def test_storages_of_ordinary_models_have_the_sizes_of_the_graph(name):
     assert disagreements(traced(name)) == ()
 
 
-def test_measured_once_for_a_graph(monkeypatch):
+def test_a_graph_is_measured_once(monkeypatch):
     graph = traced("words")
     expected = workspace_bytes(graph)
     monkeypatch.setattr(run_alone, "count_allocations", None)

@@ -145,7 +145,7 @@ def test_one_of_several_results_has_the_name_of_its_operation():
     assert " 0 (native_layer_norm)\n" in str(explanation) and "getitem" not in str(explanation)
 
 
-def test_what_cannot_be_recomputed_says_so():
+def test_activations_that_cannot_be_recomputed_are_marked():
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -197,7 +197,7 @@ def test_a_head_in_chunks_keeps_the_budget_that_is_suggested(trained, words):
     assert measured.peak_bytes <= plan.limit_bytes + plan.resident_bytes
 
 
-def test_a_model_whose_loss_is_no_cross_entropy_has_no_head_to_chunk():
+def test_without_a_cross_entropy_no_chunks_are_suggested():
     explanation = ackpt.explain(Model(), X)
     assert not [s for s in explanation.suggestions if "chunk" in s.title]
     assert any(reason.startswith("chunk the head: ") for reason in explanation.not_computed)
@@ -250,7 +250,7 @@ def test_sharding_counts_the_optimizer_s_own_options(momentum):
     assert peaks[0] - peaks[1] == graph.optimizer_bytes // 2  # both ranks have half of all parameters
 
 
-def test_an_optimizer_that_cannot_be_made_for_shards_says_so():
+def test_an_optimizer_without_a_sharded_version_is_noted():
     class Own(torch.optim.SGD):
         def __init__(self, params, speed):
             super().__init__(params, lr=speed)
@@ -261,7 +261,7 @@ def test_an_optimizer_that_cannot_be_made_for_shards_says_so():
     assert "an optimizer like the Own cannot be made for the shards: " in reason and "'speed'" in reason
 
 
-def test_what_is_not_computed_says_why():
+def test_missing_suggestions_have_a_reason():
     linear = ackpt.explain(nn.Linear(8, 8), X)
     assert linear.saved == () and "saved for backward: 0 B" in str(linear)
     (reason,) = (reason for reason in linear.not_computed if reason.startswith("shard over 8 ranks: Linear has no"))
@@ -277,7 +277,7 @@ def test_suggestions_are_sorted_and_are_about_the_plan(explained):
     assert not ackpt.explain(Model(), X, policy="full").suggestions
 
 
-def test_a_line_without_flops_says_so():
+def test_a_line_without_flops_is_marked():
     line = SavedLine("", "", ("mul",), ("mul",), ("saved",), 4, 4, 0, None)
     assert cost_text([line]) == "no FLOPs"
     flops = SavedLine("", "", ("mm",), ("mm",), ("saved",), 4, 4, 2_500_000, None)
@@ -317,7 +317,7 @@ def test_an_optimizer_by_its_name_is_the_optimizer():
     assert str(named) == str(given) and "optimizer" in str(named)
 
 
-def test_a_model_that_checkpoints_itself_is_explained_without_that_and_the_text_says_so():
+def test_a_model_that_checkpoints_itself_is_explained_without_it_and_with_a_note():
     class Checkpointed(torch.nn.Linear):
         def forward(self, x):
             inner = super().forward

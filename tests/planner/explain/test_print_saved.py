@@ -120,7 +120,7 @@ def test_buffers_are_not_counted_as_saved(capsys):
     )
 
 
-def test_own_functions_and_regions_save_what_they_save(capsys):
+def test_tensors_saved_by_custom_functions_and_regions_are_listed(capsys):
     class Double2(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -173,7 +173,7 @@ def test_meta_tensors_and_methods(capsys):
     assert "Tanh.result of '1'" in lines[0] and lines[-1].startswith("saved: 64 B in 1 tensor,")
 
 
-def test_the_call_leaves_no_hooks(capsys):
+def test_no_hooks_remain_after_the_call(capsys):
     model = nn.Linear(8, 8)
     with pytest.raises(RuntimeError):
         ackpt.print_saved(model, torch.ones(2, 9))

@@ -61,7 +61,7 @@ def test_the_page_knows_every_opcode(written, tmp_path):
     assert operations[0][1] == 4  # the newest protocol that it knows
 
 
-def test_torch_reads_it(written):
+def test_torch_reads_the_snapshot(written):
     explanation, data = written
     allocated = explanation.plan.resident_bytes + explanation.plan.timeline.live[-1]
     assert f"total_allocated: {_memory_viz.Bytes(allocated)}" in _memory_viz.segsum(data)

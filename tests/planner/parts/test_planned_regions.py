@@ -13,8 +13,8 @@ from conftest import assert_equal, seed, streams
 from torch import nn
 
 import ackpt
-from ackpt.core.planning_errors import BudgetError, TraceError
-from ackpt.planner.parts.blocks import Block
+from ackpt.core.errors import BudgetError, TraceError
+from ackpt.planner.parts.module_blocks import Block
 from ackpt.planner.parts.regions_plan import RegionsPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
@@ -75,7 +75,7 @@ def test_steps_stay_within_the_budget(name, share, fresh_dynamo):
             results(model, smaller, batch)
 
 
-def test_a_fraction_is_one_of_the_first_step_s_baseline():
+def test_a_fraction_is_relative_to_the_baseline_of_the_first_step():
     model, batch = built("early exit")
     step = ackpt.compile(model, budget=0.7, **batch)
     results(model, step, batch)
@@ -157,7 +157,7 @@ def test_invalid_options_are_refused(options, message):
         ackpt.compile(nn.Linear(2, 2), torch.ones(1, 2), **options)
 
 
-def test_errors_of_the_model_itself():
+def test_errors_of_the_model_are_raised_unchanged():
     model, batch = built("early exit")
     step = ackpt.compile(model, budget=0.7, **batch)
     with pytest.raises(RuntimeError, match="same reduction dim"):
@@ -179,7 +179,7 @@ class InADataclass(Adds):
         return types.SimpleNamespace(loss=super().forward(x))
 
 
-def test_outputs_in_an_object():
+def test_outputs_in_an_object_are_followed():
     seed(0)
     model, x = InADataclass(), torch.randn(160, 16)
     step = ackpt.compile(model, x, budget="1GiB", regions=True)
@@ -204,7 +204,7 @@ def test_random_decisions_stay_within_the_budget():
     assert raised <= 2
 
 
-def test_in_place_and_removed():
+def test_a_budget_applied_in_place_can_be_removed():
     model, batch = built("early exit")
     expected = results(model, model, batch)
     step = ackpt.apply_budget(model, batch, budget=0.7)
@@ -251,7 +251,7 @@ def values(largest: int) -> torch.Tensor:
     return torch.rand(64, 16).clamp(max=0.9).index_fill(0, torch.tensor([0]), largest)
 
 
-def test_a_step_with_less_room_checkpoints_more_blocks():
+def test_a_smaller_budget_checkpoints_more_blocks():
     torch.manual_seed(0)
     model, x = Grows(), values(5)
     step = ackpt.compile(model, x=values(4), budget="100%")
@@ -385,7 +385,7 @@ def test_gradients_of_earlier_steps_count():
     assert len(accumulates.history) == 1
 
 
-def test_a_loop_may_hold_the_last_loss():
+def test_a_loss_held_by_the_loop_is_allowed():
     torch.manual_seed(0)
     model, x = Adds(), torch.randn(64, 16)
     probe = ackpt.compile(model, x, budget="1GiB")
@@ -405,7 +405,7 @@ class Holds(Adds):
         return super().forward(x), features.repeat(1, 64)
 
 
-def test_outputs_that_the_loop_holds_count():
+def test_outputs_held_by_the_loop_count():
     torch.manual_seed(0)
     model, x = Holds(), torch.randn(64, 16)
     step = ackpt.compile(model, x, budget=0.75)
@@ -433,7 +433,7 @@ class Remembers(nn.Sequential):
         return x
 
 
-def test_what_blocks_keep_for_the_next_step_counts():
+def test_tensors_kept_for_the_next_step_count():
     def model():
         torch.manual_seed(0)
         return Adds(lambda: Remembers(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)))
@@ -472,7 +472,7 @@ class Skips(nn.Module):
         return x if self.skips else self.layer(x)
 
 
-def test_a_block_that_returns_its_argument_is_not_the_block_that_made_it():
+def test_a_returned_argument_belongs_to_the_block_that_computed_it():
     torch.manual_seed(0)
     skips = iter([False, True, True])
     model, batch = Adds(lambda: Skips(next(skips)), is_residual=False), {"x": torch.randn(64, 16)}

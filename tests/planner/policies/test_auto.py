@@ -50,7 +50,7 @@ def test_a_lower_budget_means_no_higher_peak_and_no_lower_cost(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_last_plan_that_is_kept_runs_as_planned(name):
+def test_the_plan_of_the_smallest_feasible_budget_runs_as_planned(name):
     step_keeps(name, plans(name, "auto")[-1])
 
 
@@ -62,7 +62,7 @@ def test_no_policy_on_blocks_is_cheaper(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_full_keeps_auto_keeps_at_no_more_cost(name):
+def test_auto_keeps_every_budget_of_full_at_no_higher_cost(name):
     graph, profile = traced(name)
     full = ackpt.plan(graph, policy="full", profile=profile)
     assert ackpt.plan(graph, full.peak_bytes, profile=profile).cost <= full.cost
@@ -81,13 +81,13 @@ def flat(built):
     return (model, *args)
 
 
-def test_a_budget_above_the_plain_peak_changes_nothing():
+def test_a_budget_above_the_baseline_recomputes_nothing():
     graph, profile = traced("line")
     plan = ackpt.plan(graph, 10 * ackpt.plan(graph, profile=profile).peak_bytes, profile=profile)
     assert plan.schedule == everything(graph) and plan.cost == 0 and not plan.decisions
 
 
-def test_measured_times_are_what_counts_where_the_profile_has_them():
+def test_measured_times_decide_where_the_profile_has_them():
     graph = ackpt.trace(*flat(line(pairs=8)))
     profile, analysis = ackpt.profile(graph), graph.analysis
     dear = {place for place in analysis.allocated if graph.nodes[place].target.startswith("aten.gelu.")}
@@ -118,7 +118,7 @@ def test_a_short_chain_of_single_operations_is_cut_everywhere():
     assert len(coarse_chain(graph).blocks) > 60
 
 
-def test_a_long_chain_of_single_operations_is_cut_into_so_many_blocks():
+def test_a_long_chain_of_operations_is_cut_into_a_limited_number_of_blocks():
     layers = [layer for _ in range(80) for layer in (nn.Linear(2, 2), nn.Tanh())]
     graph = ackpt.trace(nn.Sequential(*layers), torch.ones(1, 2), differentiate="all")
     assert 64 < len(coarse_chain(graph).blocks) <= 130

@@ -94,7 +94,7 @@ def test_without_scipy_the_plan_is_the_same_and_says_that_it_has_no_bound(monkey
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_decision_says_what_keeping_the_value_means(name):
+def test_decisions_are_sorted_by_cost_and_have_their_bytes(name):
     graph, profile = traced(name)
     plan = plans(name, "auto")[-1]
     assert plan.decisions and len(plan.decisions) <= 10
@@ -130,6 +130,6 @@ def test_keeping_one_of_two_values_by_hand():
             assert decision.peak_if_kept_bytes == simulate(graph, profile, lower(graph, saved)).peak_bytes
 
 
-def test_a_model_without_anything_to_recompute_has_a_bound_of_nothing():
+def test_a_model_without_recomputable_values_has_a_bound_of_zero():
     plan = ackpt.plan(ackpt.trace(nn.Linear(8, 8), torch.randn(4, 8)), 1.0)
     assert plan.cost == 0 and plan.lower_bound == 0

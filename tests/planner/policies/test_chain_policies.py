@@ -59,7 +59,7 @@ def test_sqrt_segments_are_those_of_the_theory(n):
 
 
 @pytest.mark.parametrize("n", [6, 14, 30])
-def test_halves_of_halves_are_those_of_the_theory(n):
+def test_recursive_halves_are_those_of_the_theory(n):
     graph, profile, blocks = line_of(n)
     schedule = chen.halving_schedule(graph, profile, None)
     gradients = 3  # of a layer's input and output, and the layer's output beside what is kept
@@ -116,7 +116,7 @@ RUNS = [*(("language_model", policy) for policy in POLICIES), ("resnet18", "roto
 
 
 @pytest.mark.parametrize("name, policy", RUNS)
-def test_the_step_takes_what_is_planned_and_gives_the_same_bits(name, policy):
+def test_the_step_has_the_planned_peak_and_the_bits_of_eager(name, policy):
     step_keeps(name, plans(name, policy)[-1])
 
 

@@ -71,7 +71,7 @@ def replay(stages, operations) -> float:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(stages())
-def test_the_operations_of_every_slot_cost_what_the_table_says(chain):
+def test_the_operations_of_every_slot_have_the_cost_of_the_table(chain):
     most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.partials[0].options) for stage in chain) + 40
     table = ChainTable(chain, most, slots=most)  # a slot is a byte: nothing is rounded
     costs = table.costs()
@@ -82,7 +82,7 @@ def test_the_operations_of_every_slot_cost_what_the_table_says(chain):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(stages(most=4))
-def test_more_ways_cost_no_more(chain):
+def test_more_options_cost_no_more(chain):
     most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.partials[0].options) for stage in chain) + 40
     one = [Stage(s.partials[:1], s.output_bytes, s.incoming_bytes, s.gradient_bytes) for s in chain]
     assert (ChainTable(chain, most, slots=most).costs() <= ChainTable(one, most, slots=most).costs()).all()
@@ -90,7 +90,7 @@ def test_more_ways_cost_no_more(chain):
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(stages(most=2))
-def test_a_block_that_comes_again_and_again_is_solved_as_often_as_it_looks(chain):
+def test_equal_blocks_share_their_solutions(chain):
     """Blocks that agree in all numbers share their solutions; with all of them told apart the table is the same."""
     repeated = chain * 3
     most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.partials[0].options) for stage in repeated) + 40

@@ -54,7 +54,7 @@ def test_counts_are_those_of_a_replay(n):
 
 
 @pytest.mark.parametrize("n", [16, 25, 30])
-def test_whole_segments_run_again_when_checkpointed(n):
+def test_checkpointed_segments_are_recomputed_whole(n):
     runs = [0] * n
 
     def layer(number):
@@ -109,7 +109,7 @@ class Recursion:
 
 
 @pytest.mark.parametrize("n", [*range(1, 70), 127, 500])
-def test_the_recursion_replayed(n):
+def test_the_recursion_has_its_counts_when_replayed(n):
     found = Recursion(n)
     assert found.peak == chen.recursive_peak(n)
     assert found.runs - n == chen.recursive_extra_forwards(n)
@@ -122,6 +122,6 @@ def test_extra_forwards_of_the_recursion_grow_like_n_log_n():
 
 @pytest.mark.parametrize("n", [0, -4, 2.0, True])
 @pytest.mark.parametrize("count", [chen.sqrt_counts, chen.recursive_peak, chen.recursive_extra_forwards])
-def test_no_chain(count, n):
+def test_invalid_chains_are_refused(count, n):
     with pytest.raises(ValueError, match="whole number of layers, at least 1"):
         count(n)

@@ -59,7 +59,7 @@ def test_other_lengths_and_saved_plans_keep_the_device(tmp_path):
     assert ackpt.Plan.load(tmp_path / "plan.json").device == "t4"
 
 
-def test_on_the_cpu_its_calibrated_rates_count():
+def test_on_the_cpu_calibrated_rates_decide():
     plan = ackpt.compile(model(), X, budget=0.75).plan
     assert plan.device == "cpu" and "of the step, in times of cpu" in plan.table()
     assert plan.schedule == of_graph(model(), "cpu").schedule

@@ -232,7 +232,7 @@ def test_another_order_between_two_first_computations_may_need_less():
     assert (cost_of(dag, 5), exhaustive(dag, 5, any_order=True)) == (inf, 7)
 
 
-def test_out_of_time_the_best_schedule_comes_with_an_honest_bound():
+def test_after_the_time_limit_the_best_schedule_has_a_valid_bound():
     dag, least = layers(16), 64
     for time_limit in (1e-6, 0.1):
         found = checked(dag, 6, time_limit=time_limit)
@@ -240,7 +240,7 @@ def test_out_of_time_the_best_schedule_comes_with_an_honest_bound():
     assert not checked(dag, 6, time_limit=1e-6).optimal
 
 
-def test_nothing_is_found_in_time(monkeypatch):
+def test_a_search_without_time_names_the_time_limit(monkeypatch):
     monkeypatch.setattr(ilp, "greedy", lambda dag, budget: None)
     with pytest.raises(
         BudgetError, match="and no proof that none exists: raise the time limit.*; 17 bytes are feasible"
@@ -265,7 +265,7 @@ def test_bounds_of_whole_costs_are_whole():
     assert ilp_program.rounded_up(ilp.Dag([6.5, 4], [1, 1], []), 10.1) == 10.1
 
 
-def test_without_scipy(monkeypatch):
+def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r'needs scipy .*: pip install "ackpt\[plan\]"'):
         ilp.solve(layers(4), 4)
@@ -282,7 +282,7 @@ def test_without_scipy(monkeypatch):
         (([1, 1], [1, 1], [(0, 2)]), "does not lead from a node to a later one"),
     ],
 )
-def test_no_graph(arguments, what):
+def test_invalid_graphs_are_refused(arguments, what):
     with pytest.raises(ValueError, match=what):
         ilp.Dag(*arguments)
 
@@ -290,6 +290,6 @@ def test_no_graph(arguments, what):
 @pytest.mark.parametrize(
     "budget, options, what", [(0, {}, "budget"), (-1, {}, "budget"), (3, {"time_limit": 0}, "time_limit")]
 )
-def test_bad_input(budget, options, what):
+def test_bad_input_is_refused(budget, options, what):
     with pytest.raises(ValueError, match=what):
         ilp.solve(layers(4), budget, **options)

@@ -104,7 +104,7 @@ def pooled():
     return nn.Sequential(*layers[:3], nn.MaxPool2d(2), *layers[3:], nn.MaxPool2d(2), Sum()), torch.randn(4, 1, 12, 12)
 
 
-def test_results_of_one_operation_may_die_apart():
+def test_results_of_one_operation_are_freed_separately():
     graph, profile = graph_of(*pooled())
     dag = ilp.contracted(graph, profile).dag
     assert dag.siblings
@@ -124,7 +124,7 @@ def short_line():
 
 
 @pytest.mark.parametrize("build, budget", [(pooled, 0.95), (short_line, 0.6)])
-def test_the_step_takes_what_is_planned_and_gives_the_same_bits(build, budget):
+def test_the_step_has_the_planned_peak_and_the_bits_of_eager(build, budget):
     def run(**options):
         model, x = build()
         step = ackpt.compile(model, x, **options)
@@ -173,7 +173,7 @@ def test_a_refusal_names_a_budget_that_works():
     assert exhaustive(ilp.contracted(graph, profile).dag, least.peak_bytes - 1) == inf
 
 
-def test_out_of_time_the_best_plan_comes_with_its_gap():
+def test_after_the_time_limit_the_best_plan_has_its_gap():
     model, (x,) = line(6)
     graph, profile = graph_of(model, x)
     limit = int(0.5 * plain_peak(graph, profile))
@@ -187,7 +187,7 @@ def test_out_of_time_the_best_plan_comes_with_its_gap():
         assert added(graph, profile, ackpt.plan(graph, 0.9, "ilp", profile=profile)) <= found.cost
 
 
-def test_bad_options():
+def test_bad_options_are_refused():
     graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
     with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
         ackpt.plan(graph, 0.5, "ilp", profile=profile, time_limit=0)
@@ -195,7 +195,7 @@ def test_bad_options():
         ackpt.plan(graph, 0.5, "ilp", profile=profile, time_limit="a minute")
 
 
-def test_without_scipy(monkeypatch):
+def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r'policy .ilp. .*pip install "ackpt\[plan\]"'):

@@ -61,7 +61,7 @@ def test_auto_packs_the_masks_of_a_bert(graph, profile):
     assert measured.peak_bytes == step.plan.peak_bytes
 
 
-def test_packing_is_never_a_loss_and_mostly_a_gain(graph, profile):
+def test_packing_never_raises_the_cost_and_mostly_lowers_it(graph, profile):
     points = frontier(graph, profile, auto.candidates)
     gains = 0
     without = pareto(graph, profile, auto.recomputing(graph, profile))

@@ -23,7 +23,7 @@ def is_heavy(graph, place):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_settings_go_from_what_is_free_to_nothing(name):
+def test_settings_range_from_cheap_recomputation_to_saving_nothing(name):
     graph, _ = traced(name)
     before = graph.to_json(), [list(node.meta) for node in graph.module.graph.nodes]
     most, least = min_cut.partition(graph, 1.0), min_cut.partition(graph, 0.0)
@@ -47,7 +47,7 @@ def test_budgets_are_kept_and_a_refusal_names_one_that_works(name, order):
     assert peaks[-1] < found[-1].baseline_peak_bytes
 
 
-def test_without_a_budget_it_is_the_setting_that_counts():
+def test_without_a_budget_the_setting_decides():
     graph, profile = traced("line")
     default = ackpt.plan(graph, policy="min-cut", profile=profile)
     half = ackpt.plan(graph, policy="min-cut", profile=profile, activation_memory_budget=0.5)
@@ -64,7 +64,7 @@ def test_a_smaller_setting_may_have_a_higher_peak():
     assert peaks[0] < peaks[1]
 
 
-def test_torchs_order_needs_more_on_a_resnet():
+def test_torchs_order_has_a_higher_peak_on_a_resnet():
     graph, profile = traced("resnet18")
     late, torchs = (
         simulate(graph, profile, min_cut.schedule(graph, profile, None, order=order, activation_memory_budget=0.1))
@@ -75,7 +75,7 @@ def test_torchs_order_needs_more_on_a_resnet():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_step_takes_what_is_planned_and_gives_the_same_bits(order):
+def test_the_step_has_the_planned_peak_and_the_bits_of_eager(order):
     step_keeps("language_model", plans("language_model", "min-cut", order=order)[-1])
 
 
@@ -104,7 +104,7 @@ def test_dropout_is_replayed():
         ({"activation_memory_budget": "half"}, "activation_memory_budget is a number"),
     ],
 )
-def test_bad_options(options, what):
+def test_bad_options_are_refused(options, what):
     graph, profile = traced("line")
     with pytest.raises(ValueError, match=what):
         ackpt.plan(graph, policy="min-cut", profile=profile, **options)

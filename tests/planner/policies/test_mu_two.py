@@ -60,7 +60,7 @@ def test_attributes_counted_by_hand(chain):
     assert second.recompute_ratio == 2 * 4 * 4 / 2
 
 
-def test_choices_change_others(chain):
+def test_a_choice_changes_the_cost_of_others(chain):
     first, second = kept = list(known_of(chain).values())
     recomps: list[Intermediate] = []
     drop(second, recomps, kept)
@@ -119,7 +119,7 @@ def test_updated_attributes_are_those_of_the_definition(name):
             assert not {i.rank for i in kept} & nodes  # nothing that is kept would be made a second time
 
 
-def test_what_a_link_hides(chain):
+def test_copies_that_overlap_with_compute_are_free(chain):
     first, second = known_of(chain, [3.0] * len(chain.storages)).values()
     link = Link(unit_times(chain), chain.boundary)
     # Behind the first are four operations of the forward, before its use six of backward; the second has two and two.
@@ -156,7 +156,7 @@ def case(request):
 
 
 @pytest.mark.parametrize("device", [None, "h200"])
-def test_plans_keep_their_budget_and_cost_more_the_less_it_is(case, device):
+def test_plans_keep_their_budget_and_cost_more_for_smaller_ones(case, device):
     model, _, budgets, _, graph = case
     costs = profile(graph, device)
     plans = [ackpt.plan(graph, budget, "mu-two", profile=costs) for budget in budgets]
@@ -202,14 +202,14 @@ def test_on_the_cpu_it_recomputes_and_the_measured_peak_keeps_the_budget(case):
         assert torch.equal(expected.grad, found.grad)
 
 
-def test_two_ways_of_running_a_chain_again(chain):
+def test_two_ways_to_recompute_a_chain(chain):
     once, anew = (simulate(chain, profile(chain), made) for made in (lower(chain, ()), once_for_each_reader(chain)))
     # The second Tanh's result needs the first one's, which runs again for itself: two products more than once.
     product = 2 * 2 * 4 * 4
     assert (once.recompute_flops, anew.recompute_flops) == (2 * product, 3 * product)
 
 
-def test_choices_that_are_many_are_simulated_now_and_then(monkeypatch):
+def test_with_many_choices_only_some_are_simulated(monkeypatch):
     monkeypatch.setattr(sys.modules["ackpt.planner.policies.mu_two"], "_MOST_STATES", 4)
     layers = [layer for _ in range(10) for layer in (nn.Linear(4, 4), nn.Tanh())]
     graph = ackpt.trace(nn.Sequential(*layers), torch.ones(64, 4))

@@ -37,7 +37,7 @@ def frontier_of(graph, costs):
     return frontier(graph, costs, auto.candidates)
 
 
-def test_the_frontier_counts_what_is_waited_for(graph, linked):
+def test_the_frontier_counts_waiting_for_copies(graph, linked):
     points = frontier_of(graph, linked)
     assert any(copies(point.schedule) for point in points)
     for point in points:
@@ -48,7 +48,7 @@ def test_the_frontier_counts_what_is_waited_for(graph, linked):
         assert lower.peak_bytes < higher.peak_bytes and lower.cost > higher.cost
 
 
-def test_a_link_is_never_a_loss_and_mostly_a_gain(graph, linked, alone):
+def test_a_link_never_raises_the_cost_and_mostly_lowers_it(graph, linked, alone):
     gains = 0
     for without in frontier_of(graph, alone):
         best = min(point.cost for point in frontier_of(graph, linked) if point.peak_bytes <= without.peak_bytes)
@@ -58,7 +58,7 @@ def test_a_link_is_never_a_loss_and_mostly_a_gain(graph, linked, alone):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_plans_that_do_both_keep_their_budget_and_are_proved(graph, linked, budget):
+def test_plans_with_recomputation_and_offload_keep_their_budget_and_are_proved(graph, linked, budget):
     plan = ackpt.plan(graph, budget, profile=linked)
     assert plan.dynamic_peak_bytes <= budget * plan.baseline_dynamic_peak_bytes
     assert plan.host_bytes > 0 and plan.lower_bound is None
@@ -66,7 +66,7 @@ def test_plans_that_do_both_keep_their_budget_and_are_proved(graph, linked, budg
     rewrite(graph, plan.schedule)  # captured again, it takes what was simulated, or this is an error
 
 
-def test_only_the_lowest_plan_may_wait_for_a_slow_link(graph, alone):
+def test_only_the_plan_with_the_lowest_peak_waits_for_a_slow_link(graph, alone):
     slow = replace(alone, swap_seconds=tuple(1e3 * sum(alone.seconds) for _ in graph.storages))
     schedules = [point.schedule for point in frontier_of(graph, alone)]
     (one,) = offloads(graph, slow, schedules)
@@ -74,7 +74,7 @@ def test_only_the_lowest_plan_may_wait_for_a_slow_link(graph, alone):
     assert not any(copies(point.schedule) for point in frontier_of(graph, slow)[:-1])
 
 
-def test_without_a_link_or_behind_inductor_nothing_is_offloaded(graph, linked, alone):
+def test_without_a_link_or_with_inductor_nothing_is_offloaded(graph, linked, alone):
     schedules = [point.schedule for point in frontier_of(graph, alone)]
     assert offloads(graph, alone, schedules) == []
     assert offloads(graph, replace(linked, seconds=None), schedules) == []

@@ -90,7 +90,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_a_policy_is_refused(name):
+def test_objects_that_cannot_be_a_policy_are_refused(name):
     policy, error, message = REFUSED[name]
     with raises_cleanly(error, message):
         ackpt.plan(ackpt.trace(layers(), X), policy=policy)
@@ -103,7 +103,7 @@ def test_an_option_that_a_function_lacks_is_refused():
         ackpt.plan(ackpt.trace(layers(), X), policy=save_first, counts=2)
 
 
-def test_what_a_function_decides_is_not_cached(tmp_path):
+def test_decisions_of_a_function_are_not_cached(tmp_path):
     for call in (ackpt.compile, ackpt.apply_budget):
         with raises_cleanly(ValueError, "the code of the function 'save_first' may change: leave cache out"):
             call(layers(), X, policy=save_first, cache=tmp_path)
@@ -115,6 +115,6 @@ def test_a_function_over_its_budget_is_refused():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_name_stands_for_a_function_with_options(name):
+def test_a_registered_name_selects_a_function_with_options(name):
     assert callable(function_of(name))
     assert not {"graph", "profile", "limit_bytes"} & set(options_of(name))

@@ -65,7 +65,7 @@ def replay(actions, steps):
 
 
 @pytest.mark.parametrize("snapshots", range(1, 8))
-def test_schedules_replayed(snapshots):
+def test_schedules_have_their_counts_when_replayed(snapshots):
     for steps in range(1, 50):
         advances, most, repeats = replay(revolve.actions(steps, snapshots), steps)
         assert advances == revolve.advances(steps, snapshots)
@@ -73,7 +73,7 @@ def test_schedules_replayed(snapshots):
         assert revolve.beta(snapshots, repeats - 1) < steps <= revolve.beta(snapshots, repeats)
 
 
-def test_a_long_chain_replayed():
+def test_a_long_chain_has_its_counts_when_replayed():
     assert replay(revolve.actions(1000, 10), 1000)[:2] == (3636, 10)
     assert replay(revolve.actions(1000, 2000), 1000) == (999, 999, 1)
 
@@ -96,7 +96,7 @@ def test_the_schedule_of_four_steps():
 
 
 @pytest.mark.parametrize("snapshots, repeats, steps", [(1, 5, 6), (2, 2, 6), (3, 2, 10), (10, 3, 286), (4, 0, 1)])
-def test_beta(snapshots, repeats, steps):
+def test_beta_counts_the_steps_in_reach(snapshots, repeats, steps):
     assert revolve.beta(snapshots, repeats) == steps
     # One step more makes one step run once more.
     assert replay(revolve.actions(steps, snapshots), steps)[2] == repeats
@@ -119,7 +119,7 @@ def test_against_checkpoint_schedules(steps, snapshots):
 @pytest.mark.parametrize(
     "steps, snapshots, what", [(0, 1, "steps"), (3, 0, "snapshots"), (2.0, 1, "steps"), (3, True, "")]
 )
-def test_bad_input(steps, snapshots, what):
+def test_bad_input_is_refused(steps, snapshots, what):
     for function in (revolve.advances, revolve.actions):
         with pytest.raises(ValueError, match=f"{what} must be a whole number, at least 1"):
             function(steps, snapshots)

@@ -151,7 +151,7 @@ def chains(draw, stages=4, largest=4):
 
 @settings(max_examples=150, deadline=None)
 @given(chains(), st.integers(1, 24))
-def test_no_schedule_at_all_is_faster_than_the_exhaustive_search(chain, budget):
+def test_the_exhaustive_search_finds_no_faster_schedule(chain, budget):
     assert exhaustive(chain, budget) <= time_of(chain, budget)
 
 
@@ -220,7 +220,7 @@ def test_overheads_and_the_input_take_part_of_the_budget():
     assert [rotor.solve(chain, budget).time for budget in range(5, 8)] == [11, 10, 8]
 
 
-def test_a_long_chain():
+def test_a_long_chain_is_solved():
     found = rotor.solve(equal(60), 9)
     assert replay(equal(60), found.operations) == (found.time, 9)
     assert len(found.operations) == found.time
@@ -236,7 +236,7 @@ def test_a_long_chain():
         (([1, 1], [1, 1], [1, 2], [1, 1]), "stage 1 saves 1 bytes, less than the 2"),
     ],
 )
-def test_no_chain(arguments, what):
+def test_invalid_chains_are_refused(arguments, what):
     with pytest.raises(ValueError, match=what):
         rotor.Chain(*arguments)
 
@@ -244,6 +244,6 @@ def test_no_chain(arguments, what):
 @pytest.mark.parametrize(
     "budget, slots, what", [(0, 500, "budget"), (-3, 500, "budget"), (9, 0, "slots"), (9, 2.5, "slots")]
 )
-def test_bad_input(budget, slots, what):
+def test_bad_input_is_refused(budget, slots, what):
     with pytest.raises(ValueError, match=what):
         rotor.solve(HETEROGENEOUS, budget, slots)

@@ -91,7 +91,7 @@ def test_lengths_of_a_dynamic_capture(tmp_path, searches):
 
 
 @pytest.mark.parametrize("change", ["width", "profile", "torch", "ackpt", "module names", "optimizer"])
-def test_whatever_a_search_depends_on_is_in_the_name(tmp_path, monkeypatch, change):
+def test_the_key_has_every_input_of_a_search(tmp_path, monkeypatch, change):
     def planned(net, **kwargs):
         optimizer = kwargs.pop("optimizer", None)
         ackpt.plan(ackpt.trace(net, X, optimizer=optimizer), 0.75, cache=tmp_path, **kwargs)
@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):
         assert net._compiled_call_impl is None
     with pytest.raises(TypeError, match="cache must be a folder.*got int"):
         ackpt.compile(model(), X, budget=0.75, cache=3)  # pyright: ignore
-    with pytest.raises(TypeError, match="'cache' is not an option of a policy: pass it as a keyword"):
+    with pytest.raises(TypeError, match="'cache' is not an option of a policy: pass it as an argument"):
         ackpt.compile(model(), X, budget=0.75, options={"cache": str(tmp_path)})
 
 

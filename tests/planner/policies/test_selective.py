@@ -136,7 +136,7 @@ def test_the_step_is_bit_equal_and_its_peak_the_planned_one(given, save):
     assert ackpt.measure(measured, resident=(model, *batch), repeats=0).peak_bytes == planned.plan.peak_bytes
 
 
-def test_without_checkpointed_blocks_in_reach_it_is_the_baseline(graph):
+def test_without_checkpointed_blocks_the_plan_is_the_baseline(graph):
     first = ackpt.plan(graph, policy="selective", every_n_layers=BLOCKS)
     plans = [first, *(ackpt.plan(graph, policy="selective", every_n_layers=n) for n in (2, 1))]
     assert [plan.saved_bytes for plan in plans] == sorted((plan.saved_bytes for plan in plans), reverse=True)
@@ -167,7 +167,7 @@ def test_blocks_are_the_inner_members_of_lists():
         ({"offload": True}, "policy 'selective' offloads, but the profile of 'cpu' has no times of copies"),
     ],
 )
-def test_wrong_options(graph, options, message):
+def test_wrong_options_are_refused(graph, options, message):
     with pytest.raises(ValueError, match=message):
         ackpt.plan(graph, policy="selective", **options)
 

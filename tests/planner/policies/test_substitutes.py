@@ -54,7 +54,7 @@ def test_a_product_is_saved_instead_of_the_sum_that_adds_it():
     assert "add" not in after and "addmm" in after
 
 
-def test_nothing_is_substituted_at_a_price_of_zero():
+def test_nothing_is_substituted_at_zero_cost():
     before, after = kept(Residual(), price=0)
     assert before == after
 

@@ -36,7 +36,7 @@ def test_the_live_allocations_are_the_simulator_s_bytes_at_every_event(policy, o
     assert any(b.kind == "recomputed" for b in blocks) == (plan.recompute_flops > 0)
 
 
-def test_kinds_are_the_graph_s(optimizer=True):
+def test_kinds_are_those_of_the_graph(optimizer=True):
     graph = step(optimizer)
     plan = ackpt.plan(graph)
     blocks = allocations(graph, plan.schedule, [0] * len(graph.nodes))
@@ -64,7 +64,7 @@ def test_an_infeasible_budget_says_that_gradients_are_the_problem():
     assert "activations are not the problem: freeze parameters (LoRA)" in message
 
 
-def test_an_infeasible_budget_names_all_that_helps():
+def test_an_infeasible_budget_names_all_remedies():
     layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
     message = refusal(ackpt.trace(nn.Sequential(*layers), torch.ones(256, 128)))
     assert "activations are not the problem" not in message

@@ -82,7 +82,7 @@ def measured(model, step, args, kwargs, run) -> int:
     return ackpt.measure(once, "cpu", resident=resident, warmup=0, repeats=0).dynamic_peak_bytes
 
 
-def test_the_peak_is_what_the_plan_says(case):
+def test_the_measured_peak_is_that_of_the_plan(case):
     _, run, _, (model, graph, steps, plans), (args, kwargs) = case
     wrong_shapes = run == "bf16" and disagreements(graph)
     for policy, step in steps.items():

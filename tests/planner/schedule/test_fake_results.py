@@ -42,14 +42,14 @@ def test_equal_arguments_run_once_and_give_new_storages(results):
 
 
 @pytest.mark.parametrize("one, other", [((1,), (1.0,)), ((True,), (1,)), (([2, 2],), ([4, 1],))])
-def test_other_arguments_run_again(results, one, other):
+def test_other_arguments_are_computed_again(results, one, other):
     fill = Counted(lambda x, value: torch.full((2,), value) if not isinstance(value, list) else x.view(value))
     x = results.given("x", torch.empty(4))
     assert results.run(fill, (x, *one), {}).layout is not results.run(fill, (x, *other), {}).layout
     assert fill.count == 2
 
 
-def test_tensors_with_other_strides_offsets_or_storages_run_again(results):
+def test_tensors_with_other_strides_offsets_or_storages_are_computed_again(results):
     relu = Counted(aten.relu.default)
     whole = torch.empty(4, 4)
     tensors = whole, whole.t(), whole[1:], torch.empty(3, 4), torch.empty(12)[:4].view(2, 2), torch.empty(2, 2)

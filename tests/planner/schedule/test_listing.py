@@ -25,7 +25,7 @@ def captured() -> tuple[fx.GraphModule, list[torch.Tensor]]:
     return make_fx(mixed, tracing_mode="fake")(*args), args
 
 
-def test_a_listing_becomes_the_graph_it_was_made_of():
+def test_a_listing_is_turned_back_into_its_graph():
     module, args = captured()
     again = fx.GraphModule(module, Listing.from_graph(module.graph).graph())
     one, other = (

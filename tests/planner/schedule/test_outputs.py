@@ -61,7 +61,7 @@ def test_the_baseline_of_a_fraction_drops_them_as_well(given):
         assert measured(model, model, batch, outputs) == step.plan.baseline_peak_bytes
 
 
-def test_outputs_that_the_caller_keeps_are_refused_where_they_exceed_the_budget(given):
+def test_outputs_kept_by_the_caller_are_refused_beyond_the_budget(given):
     model, *batch = given
     step = ackpt.compile(model, *batch, budget=0.8)
     returned = step(*batch)
@@ -71,7 +71,7 @@ def test_outputs_that_the_caller_keeps_are_refused_where_they_exceed_the_budget(
     loss.backward()
 
 
-def test_outputs_that_the_caller_keeps_are_allowed_where_they_fit(given):
+def test_outputs_kept_by_the_caller_are_allowed_within_the_budget(given):
     model, *batch = given
     for budget in ("1MiB", None):
         step = ackpt.compile(model, *batch, budget=budget, policy="auto" if budget else "full")
@@ -89,14 +89,14 @@ def test_the_model_itself_runs_only_if_its_outputs_fit_as_well(given):
         returned[0].backward()
 
 
-def test_a_plan_for_dropped_outputs_is_no_plan_for_kept_ones(given):
+def test_a_plan_for_dropped_outputs_is_refused_for_kept_ones(given):
     model, *batch = given
     plan = ackpt.compile(model, *batch, policy="full").plan
     with pytest.raises(ackpt.PlanError):
         ackpt.compile(model, *batch, plan=plan, outputs="keep")
 
 
-def test_other_values_are_refused(given):
+def test_invalid_values_of_the_option_are_refused(given):
     model, *batch = given
     with pytest.raises(ValueError, match="outputs must be 'drop' or 'keep', got 'all'"):
         ackpt.compile(model, *batch, outputs="all")

@@ -236,7 +236,7 @@ def test_masks_of_all_lengths_are_packed():
         assert "packed" in step.plan.fates.values()
 
 
-def test_results_of_a_step_are_no_masks():
+def test_outputs_of_the_step_are_not_packed():
     class Returned(nn.Module):
         def forward(self, x):
             return F.dropout(torch.ones_like(x), 0.3), x.sum()

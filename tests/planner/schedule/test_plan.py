@@ -40,7 +40,7 @@ def graph():
     return ackpt.trace(model(), X)
 
 
-def test_a_plan_says_what_becomes_of_every_activation(graph):
+def test_a_plan_lists_the_fate_of_every_activation(graph):
     none, full = ackpt.plan(graph), ackpt.plan(graph, policy="full")
     assert set(none.fates.values()) == {"saved"} and none.recompute_flops == 0
     assert none.peak_bytes == none.baseline_peak_bytes == full.baseline_peak_bytes
@@ -172,7 +172,7 @@ def test_a_plan_whose_schedule_cannot_run_is_refused(graph, steps):
         ackpt.compile(model(), X, plan=replace(plan, schedule=replace(plan.schedule, forward=steps)))
 
 
-def test_a_plan_without_the_optimizer_s_state_is_refused_with_it(graph):
+def test_a_plan_without_optimizer_state_is_refused_for_a_step_with_it(graph):
     own = model()
     adam = torch.optim.Adam(own.parameters())
     with pytest.raises(PlanError, match="its resident_bytes are .* and the optimizer, the accumulated gradients"):
@@ -184,7 +184,7 @@ def test_a_plan_without_the_optimizer_s_state_is_refused_with_it(graph):
         assert ackpt.compile(own, X, plan=plan, optimizer=optimizer).plan is plan
 
 
-def test_a_file_that_is_not_there_is_said_so(graph, tmp_path):
+def test_a_missing_file_is_named(graph, tmp_path):
     with pytest.raises(ackpt.RecordError, match="is a folder: name a file in it"):
         ackpt.plan(graph).save(tmp_path)
     with pytest.raises(FileNotFoundError):
@@ -210,12 +210,12 @@ def test_a_plan_for_another_graph_is_refused(graph, change):
 
 
 @pytest.mark.parametrize(("what", "value"), [("budget", 0.5), ("policy", "full"), ("options", {"fates": {}})])
-def test_either_a_plan_or_what_makes_one(graph, what, value):
+def test_a_plan_excludes_options_that_make_one(graph, what, value):
     with pytest.raises(ValueError, match=f"either (a )?{what} or a plan"):
         ackpt.compile(model(), X, plan=ackpt.plan(graph), **{what: value})
 
 
-def test_an_unknown_policy_is_refused_with_those_there_are(graph):
+def test_an_unknown_policy_is_refused_with_the_known_ones(graph):
     names = ", ".join(POLICIES)
     for call in (lambda: ackpt.plan(graph, policy="magic"), lambda: ackpt.compile(model(), X, policy="magic")):
         with pytest.raises(ValueError, match=f"policy 'magic' is not known; the policies are {names}"):
@@ -233,12 +233,12 @@ def test_an_unknown_policy_is_refused_with_those_there_are(graph):
     [
         ([1], TypeError, "options must be a dict of options of the policy.*got list"),
         ("time_limit", TypeError, "options must be a dict of options of the policy.*got str"),
-        ({"budget": 0.5}, TypeError, "'budget' is not an option of a policy: pass it as a keyword of ackpt.compile"),
+        ({"budget": 0.5}, TypeError, "'budget' is not an option of a policy: pass it as an argument of its own"),
         ({"compiler": "inductor"}, TypeError, "'compiler' is an option of torch.compile"),
         ({"fuel": 3}, TypeError, "'fuel' is not an option of a plan"),
     ],
 )
-def test_what_are_no_options_is_refused(options, error, message):
+def test_unknown_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         ackpt.compile(model(), X, options=options)
 
@@ -248,7 +248,7 @@ def test_a_keyword_that_the_model_does_not_take_is_refused_with_those_of_compile
         ackpt.compile(model(), X, policy="full", fuel=3)
 
 
-def test_manual_fates(graph):
+def test_manual_fates_are_used_or_refused_by_name(graph):
     names = list(ackpt.plan(graph).fates)
     chosen = {name: "recomputed" for name in names if name.startswith("gelu")}
     plan = ackpt.plan(graph, policy="manual", fates=chosen)
@@ -270,7 +270,7 @@ def test_manual_fates(graph):
         ackpt.plan(graph, policy="manual")
 
 
-def test_what_no_fate_names_is_saved_only_if_backward_reads_it():
+def test_values_without_a_fate_are_saved_only_if_backward_reads_them():
     torch.manual_seed(0)
     chain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), Mean())
     graph = ackpt.trace(chain, X)
@@ -295,7 +295,7 @@ def test_one_operation_has_one_fate():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_fates_take_what_they_say(seed):
+def test_random_fates_have_their_planned_bytes(seed):
     own = model()
     step = planned(own, f"manual {seed}", X)
 
@@ -308,7 +308,7 @@ def test_random_fates_take_what_they_say(seed):
     assert found.flops == step.plan.flops
 
 
-def test_a_model_is_no_graph():
+def test_a_model_passed_as_graph_is_refused():
     for call in (ackpt.plan, ackpt.profile):
         with pytest.raises(TypeError, match=r"graph must come from ackpt.trace\(model, \*args\), got Linear"):
             call(torch.nn.Linear(2, 2))

@@ -247,7 +247,7 @@ def test_the_measured_peak_is_the_simulated_one_to_the_byte(number):
     assert measured.dynamic_peak_bytes == simulated.peak_with_host_bytes  # on the CPU both are one memory
 
 
-def test_what_reads_a_view_of_a_changed_input_is_not_recomputed():
+def test_readers_of_a_changed_input_are_not_recomputed():
     model = Program(
         """def forward(self, x, y, ids):
         v0 = x.t()

@@ -31,7 +31,7 @@ def targets(module):
     return [node.target for node in module.graph.nodes if node.op == "call_function"]
 
 
-def test_a_batch_norm_runs_again_without_its_statistics(graph):
+def test_a_recomputed_batch_norm_leaves_its_statistics_alone(graph):
     rewritten = rewrite(graph, lower(graph, ()))
     assert torch.ops.aten._native_batch_norm_legit_functional.default in targets(rewritten.forward)
     again = targets(rewritten.backward)
@@ -40,7 +40,7 @@ def test_a_batch_norm_runs_again_without_its_statistics(graph):
     assert torch.ops.aten.copy_.default not in again
 
 
-def test_dropout_runs_again_from_the_saved_state(graph):
+def test_dropout_is_recomputed_from_the_saved_state(graph):
     rewritten = rewrite(graph, lower(graph, ()))
     assert targets(rewritten.forward).count(run_and_save) == targets(rewritten.backward).count(run_again) == 1
     plain = rewrite(graph, lower(graph, graph.analysis.savable))
@@ -77,7 +77,7 @@ def longer_lived(listing):
     listing.lines.insert(-1, Line("call_function", torch.ops.aten.alias.default, (first,)))
 
 
-def test_a_module_that_takes_other_bytes_is_found(graph, monkeypatch):
+def test_a_module_with_other_bytes_is_reported(graph, monkeypatch):
     implementation = sys.modules["ackpt.planner.schedule.rewriting"]
     build = implementation._rewritten
 
@@ -119,7 +119,7 @@ def views():
     return Views()
 
 
-def test_one_node_runs_again_for_every_use():
+def test_one_node_is_recomputed_for_every_use():
     graph = ackpt.trace(views(), torch.ones(3, 4))
     schedule = for_every_use(graph)
     assert schedule.saved == tuple(sorted(s for s in schedule.saved if s in graph.analysis.live_to_end))

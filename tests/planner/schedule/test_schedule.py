@@ -59,7 +59,7 @@ def test_every_free_follows_the_last_use(graph):
                 assert step.id in reads | set(graph.nodes[used.id].storages)
 
 
-def test_what_writes_does_not_run_again():
+def test_writing_operations_are_not_recomputed():
     graph = ackpt.trace(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()), torch.ones(3, 4))
     copy = next(node.id for node in graph.nodes if node.target == "aten.copy_.default")
     with pytest.raises(ScheduleError, match="cannot be recomputed: it changes its argument"):

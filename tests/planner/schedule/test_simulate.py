@@ -62,7 +62,7 @@ def tensors(found):
     return [size // B for size in found.timeline.live]
 
 
-def test_a_saved_value():
+def test_bytes_of_a_saved_value():
     graph = exp_and_sin()
     schedule = everything(graph)
     found = simulated(graph, schedule, seconds=0.5)
@@ -78,7 +78,7 @@ def test_a_saved_value():
     assert found.seconds == 0.5 * len(ran)
 
 
-def test_categories():
+def test_categories_add_up_to_the_peak():
     timeline = simulated(exp_and_sin(), everything(exp_and_sin())).timeline
     assert timeline.categories.keys() == {"gradients", "activations", "temporaries"}  # nothing is recomputed
     assert timeline.at(timeline.boundary) == {"gradients": 0, "activations": 2 * B, "temporaries": 0}
@@ -86,7 +86,7 @@ def test_categories():
     assert [sum(parts) for parts in zip(*timeline.categories.values())] == list(timeline.live)
 
 
-def test_a_recomputed_value():
+def test_bytes_of_a_recomputed_value():
     graph = exp_and_sin()
     found = simulated(graph, lower(graph, ()))
     # mul, exp, mul is freed, sin, exp is freed | the tangent; mul and exp again, mul is freed, then as above.
@@ -98,7 +98,7 @@ def test_a_recomputed_value():
     assert categories == {"gradients": 0, "activations": B, "recomputed": B, "temporaries": 3 * B}
 
 
-def test_a_value_recomputed_twice():
+def test_bytes_of_a_value_recomputed_twice():
     graph = exp_and_sin()
     backward = [MUL, EXP, COS, MUL_1, MUL, EXP, VIEW, VIEW_1, MUL_2, MUL_3]
     found = simulated(graph, scheduled(graph, None, backward))
@@ -117,7 +117,7 @@ def test_views_live_in_one_storage():
     assert found.saved_bytes == B
 
 
-def test_siblings_are_born_together_and_die_apart():
+def test_results_of_one_operation_are_freed_separately():
     graph = traced(lambda h: h.sort()[0].sin())  # int64 places take two tensors' room
     found = simulated(graph, everything(graph))
     forward = [0, 1, 2, 4, 3, 4]  # mul, values, places, mul is freed, sin
@@ -126,7 +126,7 @@ def test_siblings_are_born_together_and_die_apart():
     assert found.saved_bytes == 3 * B
 
 
-def test_what_an_operation_takes_within_itself():
+def test_workspace_counts_while_its_operation_runs():
     graph = exp_and_sin()
     plain = simulated(graph, everything(graph))
     found = simulated(graph, everything(graph), workspace={EXP: 10 * B})
@@ -135,7 +135,7 @@ def test_what_an_operation_takes_within_itself():
     assert (found.peak_bytes, found.peak_node) == (12 * B, EXP)
 
 
-def test_a_random_operation_that_runs_again_keeps_its_state():
+def test_a_recomputed_random_operation_keeps_its_state():
     graph = traced(lambda h: torch.native_dropout(h, 0.5, True)[0].sin())
     assert rng_state_bytes(graph) == STATE
     schedule = lower(graph, ())
@@ -154,7 +154,7 @@ def test_a_random_operation_that_runs_again_keeps_its_state():
     assert max(plain.timeline.live) < STATE  # saved, it needs no state
 
 
-def test_the_optimizers_step_comes_last():
+def test_the_optimizer_step_comes_last():
     graph = dataclasses.replace(exp_and_sin(), optimizer_step_bytes=7 * B, optimizer_bytes=2 * B)
     found = simulated(graph, everything(graph))
     assert tensors(found)[-3:] == [3, 10, 3]
@@ -168,7 +168,7 @@ def changed(schedule: Schedule, **changes) -> Schedule:
     return dataclasses.replace(schedule, **changes)
 
 
-def test_schedules_and_profiles_of_another_graph():
+def test_schedules_and_profiles_of_another_graph_are_refused():
     graph, other = exp_and_sin(), traced(torch.sin)
     with pytest.raises(ScheduleError, match="this schedule was made for another graph.*Make a new one"):
         simulate(graph, costs(graph), everything(other))
@@ -203,7 +203,7 @@ CANNOT_RUN = {  # how the baseline's schedule is changed, and the error
 
 
 @pytest.mark.parametrize("name", CANNOT_RUN)
-def test_a_schedule_that_cannot_run(name):
+def test_a_schedule_that_cannot_run_is_refused(name):
     change, message = CANNOT_RUN[name]
     graph = exp_and_sin()
     schedule = everything(graph)

@@ -70,7 +70,7 @@ def moved(graph, storages, copy_seconds, limit=ANY):
 # for the input of the model. It reads the second Tanh's result after 2 s, in mm, and the first one's after 6 s.
 
 
-def test_copies_that_fit_beside_computing_cost_nothing(graph, tanhs):
+def test_copies_that_overlap_with_compute_cost_nothing(graph, tanhs):
     schedule, found = moved(graph, tanhs[:1], 2)
     assert (found.seconds, found.exposed_seconds) == (17.0, 0.0)
     # Out from second 2 to 4, so it is freed right after the second Tanh; in from second 4 to 6 of the backward.
@@ -87,7 +87,7 @@ def test_copies_that_fit_beside_computing_cost_nothing(graph, tanhs):
     assert schedule.offloaded == (tanhs[0],)
 
 
-def test_what_computing_does_not_hide_is_waited_for(graph, tanhs):
+def test_exposed_copies_add_waiting_time(graph, tanhs):
     _, found = moved(graph, tanhs[:1], 8)
     # Out from second 2 to 10, and the forward ends at 6: 4 s. In from 0 to 8 of the backward, needed at 6: 2 s.
     assert (found.seconds, found.exposed_seconds) == (17.0 + 4 + 2, 6.0)
@@ -100,7 +100,7 @@ def test_copies_of_one_way_follow_each_other(graph, tanhs):
     assert (found.seconds, found.exposed_seconds) == (17.0 + 2 + 1, 3.0)
 
 
-def test_both_ways_run_at_once(graph, tanhs):
+def test_copies_in_both_directions_run_at_once(graph, tanhs):
     """A copy in does not wait for a copy out that another storage has begun."""
     plain = everything(graph)
     last = next(at for at, step in reversed([*enumerate(plain.forward)]) if step.kind == COMPUTE)
@@ -180,7 +180,7 @@ def away_and_again(graph):
     return offloaded(graph, schedule, offloadable(graph, schedule), profile(graph))
 
 
-def test_an_offloaded_step_is_bit_equal_and_takes_what_was_simulated():
+def test_an_offloaded_step_is_bit_equal_and_has_the_simulated_peak():
     model, x = deep()
     plain = copy.deepcopy(model)
     step = planned(model, away_and_again)
@@ -235,7 +235,7 @@ def without_wait(listing):
     listing.lines.insert(-1, Line("call_function", torch.ops.aten.alias.default, started.args))
 
 
-def test_a_module_that_keeps_what_is_offloaded_is_found(graph, tanhs, monkeypatch):
+def test_a_module_that_keeps_an_offloaded_tensor_is_reported(graph, tanhs, monkeypatch):
     implementation = sys.modules["ackpt.planner.schedule.rewriting"]
     build = implementation._rewritten
 
@@ -326,7 +326,7 @@ def test_plan_files_from_before_offload_are_read(graph, tmp_path):
         Plan.load(path)
 
 
-def test_where_there_is_no_link_nothing_is_offloaded(graph, tanhs):
+def test_without_a_link_nothing_is_offloaded(graph, tanhs):
     fates = dict.fromkeys(names_of(graph, tanhs[:1]), "offloaded")
     with pytest.raises(PlanError, match="policy 'manual' offloads, but the profile of 'cpu' has no times of copies"):
         ackpt.plan(graph, policy="manual", fates=fates)

@@ -77,7 +77,7 @@ def test_an_event_before_its_copy_is_a_race(monkeypatch):
     assert step(Setting(monkeypatch, EventBeforeTheCopy))
 
 
-def test_memory_that_cannot_be_pinned_is_said_and_replaced(monkeypatch):
+def test_pageable_memory_replaces_memory_that_cannot_be_pinned_with_a_warning(monkeypatch):
     def refuses(*_, pin_memory=False, **kwargs):
         if pin_memory:
             raise RuntimeError("no page-locked memory")

@@ -36,7 +36,7 @@ REACHED = [c for size in (1, 2, 3) for c in itertools.combinations(DIFFERENTIABL
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_what_backward_does_not_reach_has_no_gradient(name):
+def test_parameters_that_backward_does_not_reach_have_no_gradient(name):
     model, x = Two(), torch.randn(2, 4)
     torch._dynamo.reset()
     step = STEPS[name](model, x)
@@ -52,7 +52,7 @@ def test_what_backward_does_not_reach_has_no_gradient(name):
         assert all(g is None or torch.equal(g, eager[n]) for n, g in planned.items())
 
 
-def test_an_optimizer_leaves_alone_what_backward_does_not_reach():
+def test_an_optimizer_skips_parameters_without_a_gradient():
     model, x = Two(), torch.randn(2, 4)
     before = model.right.weight.detach().clone()
     step = ackpt.compile(model, x, differentiate="all")

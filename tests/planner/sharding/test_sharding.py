@@ -6,7 +6,7 @@ from torch import nn
 
 import ackpt
 from ackpt.core.budget import from_text
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 from ackpt.planner.capture.optimizer_state import optimizer_bytes
 from ackpt.planner.schedule.schedule import scheduled
 from ackpt.planner.sharding.planner import CAPTURED, Choice, ShardedModel, deep
@@ -46,7 +46,7 @@ def whole():
 
 
 # In bfloat16 the matrix products of some CPUs take scratch memory; shards of float64 are cast as well.
-def test_two_processes_measure_what_is_predicted():
+def test_two_processes_measure_the_predicted_bytes():
     plain, again = check(request(3), Sharding(2, torch.float64, torch.float64, gloo=True))
     for found in (plain, again):
         assert found.measured_bytes == (found.predicted_bytes, found.predicted_bytes), found.method
@@ -77,7 +77,7 @@ def test_sizes_of_a_group_padded_along_the_first_dimension():
     assert GroupBytes(group, Sharding(4, block_bytes=512)).unsharded == 2 * 512
 
 
-def test_blocks_that_are_alike_stand_for_a_deeper_model(short, whole):
+def test_equal_blocks_represent_a_deeper_model(short, whole):
     assert (len(short.blocks.groups) - 1, len(whole.blocks.groups) - 1) == (CAPTURED, DEEP)
     sharding = Sharding(4)
     assert len(short.blocks.choices) == len(whole.blocks.choices) > 4
@@ -88,7 +88,7 @@ def test_blocks_that_are_alike_stand_for_a_deeper_model(short, whole):
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "auto"])
-def test_plans_of_a_model_that_stands_for_a_deeper_one_are_those_of_the_whole(short, whole, policy):
+def test_plans_of_a_shortened_model_are_those_of_the_whole(short, whole, policy):
     sharding = Sharding(4, torch.float32)
     budget = None if policy != "auto" else 0.6
     found, expected = short.plan(sharding, budget, policy), whole.plan(sharding, budget, policy)
@@ -135,7 +135,7 @@ def test_every_block_is_gathered_twice_and_all_is_reduced_once(whole):
     assert found.reduced_bytes == 3 * sum(size.reduce for size in sizes) // 4
 
 
-def test_nothing_but_gradients_outputs_and_shards_is_left(whole):
+def test_after_the_step_only_gradients_outputs_and_shards_remain(whole):
     live = timeline(whole.blocks.windows(whole.blocks.plain, Sharding(4)))
     left = {name: series[-1] for name, series in live.categories.items() if series[-1]}
     sizes = [GroupBytes(group, Sharding(4)) for group in whole.groups]
@@ -188,7 +188,7 @@ def test_recomputing_outside_of_a_blocks_backward_is_refused(whole):
         blocks.windows(scheduled(blocks.graph, None, moved), Sharding(2))
 
 
-def test_what_cannot_be_sharded_is_said():
+def test_models_that_cannot_be_sharded_are_refused():
     with pytest.raises(ValueError, match="Linear has no blocks to shard one by one"):
         blocks_of(nn.Linear(2, 2))
     tied = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))

@@ -66,7 +66,7 @@ def test_training_runs_as_planned(model):
 
 
 @pytest.mark.filterwarnings("ignore:the model has a hook")
-def test_the_model_stays_what_it_is(model):
+def test_type_state_and_attributes_of_the_model_stay_the_same(model):
     hooked = []
     model.register_forward_hook(lambda *_: hooked.append(1))
     names, attributes = list(model.state_dict()), set(dir(model))
@@ -105,7 +105,7 @@ def test_copies_are_plain_models(model, copied):
     assert len(step.history) == runs  # the copy has no plan
 
 
-def test_torch_save(model):
+def test_a_model_with_a_budget_can_be_saved(model):
     ackpt.apply_budget(model, BATCH, budget=0.7)
     file = io.BytesIO()
     torch.save(model, file)
@@ -114,7 +114,7 @@ def test_torch_save(model):
     assert all(map(torch.equal, gradients(loaded), gradients(model)))
 
 
-def test_an_average_of_weights(model):
+def test_an_averaged_model_equals_the_planned_one(model):
     ackpt.apply_budget(model, BATCH, budget=0.7)
     average = torch.optim.swa_utils.AveragedModel(model)
     gradients(model)
@@ -123,7 +123,7 @@ def test_an_average_of_weights(model):
         assert torch.equal(average(BATCH["x"]), model(BATCH["x"]))
 
 
-def test_it_is_removed(model):
+def test_a_budget_can_be_removed(model):
     expected = gradients(model)
     step = ackpt.apply_budget(model, BATCH, budget=0.7)
     ackpt.remove_budget(model)
@@ -146,7 +146,7 @@ def test_a_second_budget_replaces_the_first(model):
     assert len(second.history) > events  # the second one is still in place
 
 
-def test_an_error_leaves_the_model_as_it_was(model):
+def test_an_error_leaves_the_model_unchanged(model):
     with pytest.raises(ackpt.BudgetError):
         ackpt.apply_budget(model, BATCH, budget=0.001)
     assert "_compiled_call_impl" not in vars(model)
@@ -155,20 +155,20 @@ def test_an_error_leaves_the_model_as_it_was(model):
 @pytest.mark.parametrize(
     "batch", [BATCH, (BATCH["x"], BATCH["labels"]), [BATCH["x"], BATCH["labels"]]], ids=["dict", "tuple", "list"]
 )
-def test_batches(model, batch):
+def test_batches_of_every_form_are_accepted(model, batch):
     step = ackpt.apply_budget(model, batch, budget=0.7)
     gradients(model, BATCH)
     assert step.plan.recompute_flops > 0
 
 
-def test_one_tensor():
+def test_a_batch_can_be_one_tensor():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     step = ackpt.apply_budget(model, torch.ones(4, 8), budget="1MiB")
     model(torch.ones(4, 8)).sum().backward()
     assert model[0].weight.grad is not None and len(step.history) == 1
 
 
-def test_names_of_arguments_do_not_clash():
+def test_model_arguments_may_have_the_names_of_options():
     class Clashes(nn.Linear):
         def forward(self, budget, policy, plan):
             return super().forward(budget * policy + plan).square().mean()
@@ -196,7 +196,7 @@ def test_other_plans_refuse_a_model_with_a_budget(model):
             call()
 
 
-def test_threads(model):
+def test_several_threads_can_call_the_model(model):
     ackpt.apply_budget(model, BATCH, budget=0.7)
     expected, results = model(**BATCH)["loss"].detach(), []
     threads = [threading.Thread(target=lambda: results.append(model(**BATCH)["loss"].detach())) for _ in range(3)]
@@ -227,7 +227,7 @@ class TestInCompiledFunctions:
         assert measured.peak_bytes == step.plan.peak_bytes
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected))
 
-    def test_so_does_a_part_of_a_compiled_model(self, model, fresh_dynamo):
+    def test_a_part_of_a_compiled_model_runs_as_planned(self, model, fresh_dynamo):
         whole = nn.Sequential(model, nn.Flatten(0))
         whole(BATCH["x"]).sum().backward()
         expected = [p.grad.clone() for p in model.parameters()]
@@ -265,7 +265,7 @@ def test_a_capture_names_all_that_changed(model):
     assert "width of the model changed from 16 to 17" in cause
 
 
-def test_it_prints_its_plan(model):
+def test_the_step_prints_its_plan(model):
     step = ackpt.compile(model, **BATCH, budget=0.7)
     assert repr(step.plan) in repr(step)
     assert "no plan yet" in repr(copy.deepcopy(step))

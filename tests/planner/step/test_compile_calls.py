@@ -177,7 +177,7 @@ LIVES += [autocast, frozen_later, module_replaced, attribute_changed, state_load
 
 
 @pytest.mark.parametrize("life", LIVES)
-def test_a_life_of_a_step_is_that_of_the_model(life):
+def test_a_step_follows_changes_of_its_model_over_many_calls(life):
     eager, model, step = pair()
     found = []
     for own, call in ((eager, eager), (model, step)):
@@ -198,7 +198,7 @@ def layers():
     return nn.Sequential(*(Residual(4, 4) for _ in range(6)))
 
 
-def test_what_a_call_differs_in_is_captured_once_each_and_keeps_the_budget():
+def test_every_difference_of_a_call_is_captured_once_and_keeps_the_budget():
     graphs = []
 
     def planner(graph):
@@ -364,7 +364,7 @@ def test_settings_of_torch_belong_to_a_capture(cause):
     assert [event.cause for event in step.history] == ["first call", cause]
 
 
-def test_counting_flops_is_no_cause():
+def test_counting_flops_causes_no_capture():
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     step = ackpt.compile(model, x)
     with FlopCounterMode(display=False):

@@ -72,7 +72,7 @@ def test_a_model_without_trainable_parameters_is_refused():
 
 
 @pytest.mark.parametrize("model", [torch.sin, None, Net], ids=["function", "None", "class"])
-def test_what_is_no_module_is_refused(model):
+def test_functions_and_other_objects_are_refused(model):
     with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
         ackpt.compile(model, X)
 
@@ -102,7 +102,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_module_that_runs_in_its_own_way_is_refused_with_the_way_out(name):
+def test_a_module_with_its_own_call_is_refused_with_the_fix(name):
     wrap, message = WRAPPERS[name]
     model = wrap(nn.Linear(4, 4))
     for call in (ackpt.trace, ackpt.compile):
@@ -127,6 +127,14 @@ def test_arguments_that_do_not_fit_are_refused_at_the_call():
             with raises_cleanly(error, message):
                 ackpt.apply_budget(Net(), kwargs or args, budget="1MiB", regions=True)
     step(X).sum().backward()
+
+
+def test_a_batch_as_one_argument_is_named():
+    for call in (ackpt.trace, ackpt.compile):
+        with raises_cleanly(
+            TypeError, r"Net got its arguments as one dict, and fails: .*ackpt.compile\(model, \*\*batch"
+        ):
+            call(Net(), {"x": X})
 
 
 def test_a_model_without_data_is_planned_and_runs_when_it_has_some():
@@ -205,7 +213,7 @@ def test_an_output_that_was_planned_without_a_gradient_refuses_one():
         (lambda model, x: x.mul_(2), r"an argument of shape \[3, 4\] was changed"),
     ],
 )
-def test_what_backward_reads_must_be_as_it_was(change, said):
+def test_values_read_by_backward_must_not_change(change, said):
     model, x = Net(), X.clone()
     planned = ackpt.compile(model, x)
     loss = planned(x).sum()
@@ -239,7 +247,7 @@ WITHOUT_VERSIONS = {
 
 
 @pytest.mark.parametrize("change", WITHOUT_VERSIONS.values(), ids=WITHOUT_VERSIONS)
-def test_changes_that_raise_no_version_counter_are_seen(change):
+def test_changes_without_a_version_counter_are_refused(change):
     model = Net()
     loss = ackpt.compile(model, X)(X).sum()
     change(model)
@@ -247,7 +255,7 @@ def test_changes_that_raise_no_version_counter_are_seen(change):
         loss.backward()
 
 
-def test_steps_of_other_parameters_are_no_change():
+def test_optimizer_steps_of_other_parameters_are_allowed():
     model, other = Net(), nn.Parameter(torch.ones(4))
     other.grad = torch.ones(4)
     loss = ackpt.compile(model, X)(X).sum()
@@ -267,7 +275,7 @@ def test_the_tensors_of_a_planned_model_can_be_swapped_after_a_step(held):
     assert not model.b.weight.any()
 
 
-def test_what_backward_does_not_read_may_change():
+def test_values_not_read_by_backward_may_change():
     model = Net()
     loss = ackpt.compile(model, X)(X).sum()
     with torch.no_grad():
@@ -307,7 +315,7 @@ def test_a_step_has_the_state_of_its_model():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
-def test_a_copy_plans_anew_and_shares_nothing(copied):
+def test_a_copy_is_planned_again_and_shares_nothing(copied):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     step = ackpt.compile(model, X, policy="full")
     other = copied(step)
@@ -381,7 +389,7 @@ OWN_ERRORS = {
 
 @pytest.mark.parametrize("options", [{"policy": "full"}, {"budget": "1MiB"}])
 @pytest.mark.parametrize("name", OWN_ERRORS)
-def test_an_error_of_the_models_own_code_is_raised_as_it_is(name, options):
+def test_an_error_of_the_model_is_raised_unchanged(name, options):
     fail, error, message = OWN_ERRORS[name]
     model = Fails(fail)
     with raises_cleanly(error, message):

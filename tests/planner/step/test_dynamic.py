@@ -89,7 +89,7 @@ def test_a_plan_for_other_sizes_is_that_of_a_capture_of_these_sizes_alone():
         assert step.plan.lower_bound == alone.plan.lower_bound
 
 
-def test_a_mask_is_as_long_as_the_ids():
+def test_a_mask_shares_the_dimension_of_the_ids():
     model = Blocks()
     step = ackpt.compile(model, ids(4, 20), torch.zeros(4, 20, dtype=torch.bool), budget=0.7)
     for length in (24, 17, 33):
@@ -107,7 +107,7 @@ def test_two_lengths_of_an_encoder_and_a_decoder():
     assert kinds(step) == ["capture", "dynamic capture", "plan", "plan", "plan"]
 
 
-def test_images_of_several_sizes():
+def test_one_capture_serves_images_of_several_sizes():
     model = Images()
     step = ackpt.compile(model, torch.randn(4, 3, 16, 16), budget=0.9)
     for batch, size in ((4, 24), (4, 32), (4, 20), (2, 28)):
@@ -121,7 +121,7 @@ class Mixed(Blocks):
             return super().forward(ids)
 
 
-def test_autocast():
+def test_one_capture_serves_all_sizes_under_autocast():
     model = Mixed()
     step = ackpt.compile(model, ids(4, 20), budget=0.7)
     for length in (26, 35, 18):
@@ -182,7 +182,7 @@ def test_parts_of_equal_size_share_a_capture(mode):
     assert len(step.history) == events
 
 
-def test_no_batch_is_kept():
+def test_no_batch_is_kept_alive():
     model = Words()
     step = ackpt.compile(model, ids(8, 20), budget="310kB")
     for length in (24, 31, 6):
@@ -258,7 +258,7 @@ def test_at_each_length_the_cheapest_schedule_of_the_search_runs():
 
 def cheapest_within(step, length: int, budget: int):
     """The first schedule of the search, in the order of costs, whose simulated peak at this length is in the budget."""
-    ((capture, plans),) = next(iter(step._ackpt_planned._groups.values())).captures
+    ((capture, plans),) = next(iter(step._ackpt_variants._groups.values())).captures
     graph, profile = capture.described((length,))
     schedules = [dataclasses.replace(each, graph=graph.hash) for _, each in plans._candidates]
     peaks = [simulate(graph, profile, each).peak_bytes + graph.resident_bytes for each in schedules]
@@ -277,7 +277,7 @@ def cheapest_within(step, length: int, budget: int):
     ],
 )
 @pytest.mark.parametrize("as_argument", [False, True])
-def test_code_that_asks_what_kind_of_number_a_size_is_is_captured_size_by_size(factor, as_argument):
+def test_code_that_asks_for_the_type_of_a_size_is_captured_for_each_size(factor, as_argument):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -348,8 +348,8 @@ def test_dynamic_false_never_shares_a_capture():
 def test_declared_bounds_are_searched_at_the_largest_size():
     model = Words()
     step = ackpt.compile(model, ids(6, 20), budget="600kB", dynamic={"ids": {1: (4, 80)}})
-    ((_, plans),) = next(iter(step._ackpt_planned._groups.values())).captures
-    assert plans.sizes[:2] == [(20,), (80,)]
+    ((_, plans),) = next(iter(step._ackpt_variants._groups.values())).captures
+    assert plans.expected[:2] == [(20,), (80,)]
     for length in (70, 80, 5):
         check(step, model, ids(6, length))
     assert kinds(step) == ["dynamic capture", "plan", "plan", "plan"]
@@ -362,7 +362,7 @@ def test_declared_bounds_are_searched_at_the_largest_size():
     assert kinds(step) == ["dynamic capture", *["plan"] * 4]
 
 
-def test_marked_dimensions():
+def test_dimensions_marked_by_the_user_are_dynamic():
     model, example = Words(), ids(6, 20)
     torch._dynamo.mark_dynamic(example, 1)
     step = ackpt.compile(model, example, budget=0.7)
@@ -386,7 +386,7 @@ def test_marked_dimensions():
         ("all", TypeError, "dynamic must be None, True, False or a dict"),
     ],
 )
-def test_bad_declarations(dynamic, error, message):
+def test_bad_declarations_of_dimensions_are_refused(dynamic, error, message):
     with pytest.raises(error, match=message):
         ackpt.compile(Words(), ids(6, 20), budget=0.7, dynamic=dynamic)
 
@@ -480,7 +480,7 @@ def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
     assert kinds(step) == ["capture"]
 
 
-def test_an_error_in_planning_leaves_the_step_usable():
+def test_a_failed_planning_leaves_the_step_usable():
     model = Words()
     step = ackpt.compile(model, ids(8, 20), budget="225kB")
     with pytest.raises(ackpt.BudgetError):
@@ -489,7 +489,7 @@ def test_an_error_in_planning_leaves_the_step_usable():
     check(step, model, ids(8, 16))
 
 
-def test_evaluation_neither_captures_nor_counts():
+def test_evaluation_causes_no_capture():
     model = Words()
     step = ackpt.compile(model, ids(8, 20), budget=0.7)
     with torch.no_grad():

@@ -167,7 +167,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sizes(name):
+def test_one_capture_serves_all_sizes(name):
     make, batches, captures = MODELS[name]
     torch.manual_seed(0)
     model, step = make(), None
@@ -183,7 +183,7 @@ MODES = ["nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear
 @pytest.mark.parametrize(
     ("mode", "resized"), [*((mode, "size") for mode in MODES), ("bilinear antialias", "scale_factor")]
 )
-def test_interpolation(mode, resized):
+def test_interpolated_sizes_are_served(mode, resized):
     mode, _, antialias = mode.partition(" ")
     dims = {"linear": 1, "trilinear": 3}.get(mode, 2)
     convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
@@ -259,7 +259,7 @@ def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
         ("LSTM", r"module 'layer' runs an operation at .*test_dynamic_models.py:\d+ .*takes no dynamic sizes"),
     ],
 )
-def test_why_a_recurrent_layer_has_a_capture_for_each_length(kind, reason):
+def test_a_recurrent_layer_explains_its_capture_for_each_length(kind, reason):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()

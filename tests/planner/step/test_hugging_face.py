@@ -66,19 +66,18 @@ def adapted_and_expected(make, dtype):
 
 
 every_adapter = pytest.mark.parametrize("make", [llama, gpt2])
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
-@every_dtype
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_adapter
-def test_adapters_in_regions(make, dtype):
+def test_adapters_in_regions_are_bit_equal(make, dtype):
     model, expected = adapted_and_expected(make, dtype)
     ackpt.apply_activation_checkpointing(model)  # without enable_input_require_grads
     assert same(gradients(model, model, dtype), expected)
 
 
-@every_dtype
-@every_adapter
+@pytest.mark.parametrize(("make", "dtype"), [*((llama, dtype) for dtype in DTYPES), (gpt2, torch.float16)])
 def test_adapters_within_a_budget(make, dtype):
     model, expected = adapted_and_expected(make, dtype)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -98,7 +97,7 @@ def test_a_compiled_adapted_model_charges_frozen_weights_for_no_gradients():
     assert graph.gradient_bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
-def test_methods_of_peft(tmp_path):
+def test_methods_of_peft_work_on_a_planned_model(tmp_path):
     model = adapted(llama)
     expected = gradients(model, model)
     expected = {name: grad.clone() for name, grad in expected.items()}
@@ -141,7 +140,7 @@ def test_shapes_of_a_constructor_that_reads_values():
     assert tied.lm_head.weight is tied.transformer.wte.weight
 
 
-def test_a_model_of_transformers_stays_what_it_is(tmp_path):
+def test_type_and_methods_of_a_model_of_transformers_stay_the_same(tmp_path):
     plain, model = llama(), llama()
     ackpt.apply_budget(model, BATCH, budget=0.9)
     assert same(gradients(model, model), gradients(plain, plain))
@@ -192,7 +191,7 @@ OLD = hasattr(transformers.PreTrainedModel, "gradient_checkpointing_enable")
 @pytest.mark.parametrize("options", [{}, {"offload": "sync"}], ids=["recompute", "offload"])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", ["activation_checkpointing_enable"] * NEW + ["gradient_checkpointing_enable"] * OLD)
-def test_it_serves_as_the_checkpoint_of_transformers(name, every, options, monkeypatch):
+def test_checkpoint_can_replace_that_of_transformers(name, every, options, monkeypatch):
     regions = []
 
     @functools.wraps(ackpt.checkpoint)

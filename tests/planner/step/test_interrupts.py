@@ -91,7 +91,7 @@ def plan():
 
 
 @pytest.mark.parametrize(("file", "function"), POINTS)
-def test_a_first_call_that_is_interrupted(tmp_path, plan, file, function):
+def test_an_interrupted_first_call_leaves_the_model_unchanged(tmp_path, plan, file, function):
     model = Net()
     before = state(model)
     with pytest.raises(KeyboardInterrupt), Interrupt(file, function):

@@ -65,7 +65,7 @@ def test_gradients_that_the_plan_does_not_count_are_an_error_if_they_exceed_the_
 
 @pytest.mark.parametrize("accumulation", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "SGD"])
-def test_an_optimizer_by_name_has_the_bytes_of_the_optimizer(model, name, accumulation):
+def test_an_optimizer_by_name_has_the_same_bytes(model, name, accumulation):
     kind = {"adamw": torch.optim.AdamW, "SGD": torch.optim.SGD}[name]
     optimizer = kind(model.parameters())
     by_name, given = (
@@ -98,7 +98,7 @@ def test_the_peak_may_be_in_the_optimizers_step(optimizer):
     assert accumulating.peak_bytes > alone.peak_bytes
 
 
-def test_an_unknown_optimizer(model):
+def test_an_unknown_optimizer_is_refused(model):
     with pytest.raises(ValueError, match="no optimizer 'adamv' .did you mean 'adam"):
         ackpt.apply_budget(model, BATCH, optimizer="adamv")
     with pytest.raises(TypeError, match=r"got the class AdamW: create it, as in AdamW\(model.parameters\(\)\)"):
@@ -107,7 +107,7 @@ def test_an_unknown_optimizer(model):
         ackpt.apply_budget(model, BATCH, optimizer=1.0)
 
 
-def test_a_scaler_of_the_loss(model):
+def test_a_scaler_adds_the_bytes_of_the_scaled_loss(model):
     optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
     with torch.autocast("cpu", torch.float16):
         step = ackpt.apply_budget(model, BATCH, budget=0.9, optimizer=optimizer)
@@ -163,6 +163,6 @@ def test_a_scaler_counts_to_the_byte(model, optimizer_name):
     assert measured == step.plan.peak_bytes
 
 
-def test_a_scaler_must_be_one(model):
+def test_objects_that_are_no_scaler_are_refused(model):
     with pytest.raises(TypeError, match="scaler must be the torch.amp.GradScaler that scales the loss, got float"):
         ackpt.apply_budget(model, BATCH, budget=0.7, scaler=2.0)

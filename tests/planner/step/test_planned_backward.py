@@ -37,7 +37,7 @@ MODELS = {
 @pytest.mark.parametrize("dynamic", [None, False])
 @pytest.mark.parametrize("upstream", UPSTREAM)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_graph_that_computes_an_argument_is_left_alone(name, upstream, dynamic):
+def test_gradients_flow_into_the_graph_of_an_argument(name, upstream, dynamic):
     if name == "writes into its input" and upstream != "saves nothing":
         pytest.skip("eager mode refuses it")
     make, budget = MODELS[name]
@@ -242,7 +242,7 @@ class Affecting(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [count_in_a_dict, count_in_the_class, count_at_the_parameter])
-def test_a_backward_that_changes_what_no_graph_shows_is_refused_without_a_trace(monkeypatch, kind):
+def test_a_backward_with_effects_outside_of_the_graph_is_refused(monkeypatch, kind):
     monkeypatch.setattr(Effect, "kind", kind)
     model = Affecting()
     with pytest.raises(ackpt.TraceError, match="calls'.* which a captured step would not repeat"):
@@ -286,7 +286,7 @@ def test_gradients_and_random_numbers_are_as_before_after_planning(prepare):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_ddp_with_a_static_graph(tmp_path):
+def test_ddp_with_a_static_graph_is_bit_equal(tmp_path):
     def gradients(prepare):
         model = layers()
         prepare(model, torch.zeros(4, 16))
@@ -383,7 +383,7 @@ def test_a_step_that_would_exceed_the_budget_raises(use, error, message, recompu
 
 @pytest.mark.parametrize("recomputes", [True, False])
 @pytest.mark.parametrize("use", [retained, retained_and_repeated, accumulated])
-def test_a_budget_with_room_allows_it(use, recomputes):
+def test_room_in_the_budget_allows_retained_and_accumulated_gradients(use, recomputes):
     model, x = deep(), torch.randn(256, 64)
     step = ackpt.compile(model, x, budget=0.7 if recomputes else "10MB")
     if recomputes:

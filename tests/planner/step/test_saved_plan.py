@@ -68,7 +68,7 @@ def test_a_plan_that_was_chosen_for_another_size_serves_too(tmp_path):
     check(ackpt.compile(model, ids(8, 16), plan=plan), model, ids(8, 24))
 
 
-def test_images_of_other_sizes(tmp_path):
+def test_a_plan_serves_images_of_other_sizes(tmp_path):
     model = Images()
     plan = saved(tmp_path, ackpt.compile(model, torch.randn(4, 3, 16, 16), policy="full"))
     step = ackpt.compile(model, torch.randn(2, 3, 16, 16), plan=plan)

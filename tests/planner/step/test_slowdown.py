@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.core.planning_errors import BudgetError
+from ackpt.core.errors import BudgetError
 
 _SIZES = (4, 12, 7)  # tokens of a batch of 8
 

@@ -110,7 +110,7 @@ def test_the_state_of_an_optimizer_that_is_not_planned_is_counted_at_the_next_ca
 
 
 @pytest.mark.parametrize("given", [{"budget": 1.0}, {"budget": "1MiB", "optimizer": "adamw"}, {"policy": "none"}])
-def test_the_state_counts_or_no_bytes_are_promised(given):
+def test_without_the_optimizer_state_no_bytes_are_promised(given):
     model = Net()
     ackpt.apply_budget(model, (X, LABELS), **given)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from dynamic_steps import Words, gpt2
 
 import ackpt
+from ackpt.cli.plan import lengths_in
 from ackpt.planner.costs.devices import device
-from ackpt.planner.workloads.lengths import Peaks, fits_of_plan, lengths_in, shapes
+from ackpt.planner.workloads.lengths import Peaks, _Steps, fits_of_plan, shapes
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest
 
@@ -80,18 +82,18 @@ def test_batches_of_one_sequence():
         ("packed", 10, [(1, 8), (1, 10), (1, 4)]),
     ],
 )
-def test_batches(kind, number, expected):
+def test_batches_are_formed_in_the_order_of_the_lengths(kind, number, expected):
     assert shapes((kind, number), [3, 5, 9, 1, 4]) == expected
 
 
-def test_percentiles():
+def test_percentiles_are_peaks_of_batches():
     peaks = Peaks(((1, 1),) * 200, tuple(range(200, 0, -1)), None)
     assert [peaks.percentile(percent) for percent in (1, 50, 99, 100)] == [2, 100, 198, 200]
     assert Peaks(((1, 3), (1, 7), (1, 4)), (5, 9, 7), 1).worst == (1, 7)
 
 
 @pytest.mark.parametrize("kind", ["batch_size", "tokens_per_batch", "packed"])
-def test_the_largest_number_fits_and_the_next_does_not(kind):
+def test_the_largest_batch_fits_and_the_next_does_not(kind):
     model, draw, budget = Words(), random.Random(0), 160 * 1024
     lengths = [draw.randint(5, 30) for _ in range(200)] + [60]
 
@@ -107,6 +109,13 @@ def test_the_largest_number_fits_and_the_next_does_not(kind):
     assert exceeding("none", method.largest)[0] == 0 < exceeding("none", method.largest + 1)[0]
     assert exceeding("none", method.largest_for_99)[1] and not exceeding("none", method.largest_for_99 + 1)[1]
     assert found.methods["none"].largest <= found.methods["full"].largest <= found.methods["auto"].largest
+
+
+def test_the_search_needs_no_capture_for_one_sequence(monkeypatch):
+    captured, capture = [], _Steps._captured
+    monkeypatch.setattr(_Steps, "_captured", lambda steps, shape: captured.append(shape) or capture(steps, shape))
+    method = ackpt.fits(Words(), [30] * 21, batch_size=3, batch=tokens, budget="1GiB").methods["none"]
+    assert method.largest == 21 and captured == [(3, 30)]  # 21 sequences in batches of 4 leave one
 
 
 def test_a_batch_fits_a_gpu_as_its_own_plan_says():
@@ -166,14 +175,58 @@ def test_the_optimizer_counts():
         ([3], {}, "no way to make batches: give one of batch_size, tokens_per_batch and packed"),
         ([3], {"batch_size": 2, "packed": 9}, "batch_size and packed to make batches: give one of"),
         ([3], {"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        (torch.tensor([3.0]), {"batch_size": 1}, r"lengths\[0\] is 3.0: a length is a positive integer"),
+        (torch.tensor([[3]]), {"batch_size": 1}, r"lengths\[0\] is \[3\]: a length is a positive integer"),
         ([3], {"batch_size": 1, "budget": 0.5}, "0.5 is a fraction, which bounds every batch by its own baseline"),
         ([3], {"batch_size": 1, "budget": "1GiB reserved"}, "bounds reserved bytes: give allocated ones, as in '1GiB'"),
         ([3], {"batch_size": 1, "device": "l5"}, "l5"),
     ],
 )
-def test_what_is_refused(lengths, options, message):
+def test_bad_arguments_are_refused(lengths, options, message):
     with pytest.raises(ValueError, match=message):
         ackpt.fits(gpt2(), lengths, **options)
+
+
+def test_lengths_may_be_any_iterable():
+    lengths = [9, 12, 30, 7]
+    expected = ackpt.fits(Words(), lengths, batch_size=2, batch=tokens)
+    for given in (torch.tensor(lengths), iter(lengths), np.array(lengths)):
+        assert ackpt.fits(Words(), given, batch_size=2, batch=tokens) == expected
+    with pytest.raises(TypeError, match=r"lengths must be the lengths of all sequences, .* got 9"):
+        ackpt.fits(Words(), 9, batch_size=2, batch=tokens)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda size, length: tokens(2, length), r"every number of sequences, such as batch\(1, 9\) and batch\(2, 9\)"),
+        (lambda size, length: tokens(size, 9), r"every length, such as batch\(1, 9\) and batch\(1, 1033\)"),
+    ],
+)
+def test_a_batch_that_does_not_use_its_arguments_is_refused(make, named):
+    with pytest.raises(
+        ValueError, match=f"batch= returns arguments of the same sizes for {named}: use both of its arguments"
+    ):
+        ackpt.fits(Words(), [3, 9], batch_size=2, batch=make)
+
+
+def test_padded_batches_and_packed_rows_use_their_arguments():
+    padded = ackpt.fits(Words(), [3, 9], batch_size=1, batch=lambda size, length: tokens(size, -(-length // 16) * 16))
+    assert len(set(padded.methods["none"].random.bytes)) == 1
+    ackpt.fits(Words(), [3, 9], packed=16, batch=lambda _, length: tokens(1, length))
+
+
+def test_the_smallest_budget_for_all_batches():
+    lengths = [5, 9, 60, 12]
+    most = max(ackpt.fits(Words(), lengths, batch_size=2, batch=tokens).methods["none"].random.bytes)
+    found = ackpt.fits(Words(), lengths, batch_size=2, batch=tokens, budget=most // 2)
+    least = found.smallest_budget
+    assert most // 2 < least < most and found.to_json()["smallest_budget"] == least
+    assert "the budget is infeasible for 1 of the random batches, which count with their lowest peak" in str(found)
+    assert "the smallest feasible budget for all batches is" in str(found) and f"({least} bytes)" in str(found)
+    for budget, smallest, exceeding in ((least, None, 0), (least - 1, least, 1)):
+        found = ackpt.fits(Words(), lengths, batch_size=2, batch=tokens, budget=budget)
+        assert (found.smallest_budget, found.methods["auto"].random.exceeding) == (smallest, exceeding)
 
 
 def test_a_model_with_unknown_arguments_is_refused():
@@ -189,18 +242,20 @@ def test_a_model_with_unknown_arguments_is_refused():
         ("[12,\n 7,,]", "line 2: this is not JSON"),
     ],
 )
-def test_files_that_are_refused(tmp_path, text, message):
+def test_bad_files_are_refused(tmp_path, text, message):
     path = tmp_path / "lengths"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         lengths_in(path)
 
 
-def test_files(tmp_path):
+def test_files_of_lengths_are_read(tmp_path):
     path = tmp_path / "lengths"
     path.write_text("12\n\n7\n")
     numbers, name_of = lengths_in(path)
     assert numbers == [12, 7] and name_of(1) == f"line 3 of {path}"
+    path.write_text("12\n7\n", encoding="utf-8-sig")
+    assert lengths_in(path)[0] == [12, 7]
     path.write_text("[12, 7]")
     numbers, name_of = lengths_in(path)
     assert numbers == [12, 7] and name_of(1) == f"entry 2 of {path}"

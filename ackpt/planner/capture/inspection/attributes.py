@@ -24,9 +24,8 @@ from torch.nn.attention import SDPBackend
 
 from ackpt.checkpointing.guards import fill, is_filled_with
 from ackpt.checkpointing.reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS
-from ackpt.core.planning_errors import TraceError
 
-from .source_lines import set_at
+from .source_lines import not_repeated, set_at
 
 # Marks that only fully_shard and accelerate read; the former also leaves them on modules that it does not run itself.
 _MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_accelerate_prepared"
@@ -39,8 +38,6 @@ _DROPOUT = (
     "to avoid replanning, change it once per epoch, or hold it in a buffer p that changes in place and write "
     "x * (torch.rand_like(x) >= p) / (1 - p) for the dropout"
 )
-# How to run a model whose code has effects of its own: the end of a sentence that tells how to change the model.
-REGIONS = "or plan with regions=True, which runs the model's own code."
 
 
 def every_module(model: nn.Module) -> dict[str, nn.Module]:
@@ -169,11 +166,6 @@ def module_snapshots(model: nn.Module) -> Iterator[Snapshot]:
             yield Snapshot(container, refusal, derived=derived if container is vars(module) else ())
 
 
-def not_repeated(message: str) -> TraceError:
-    """The error for an effect of the forward that a captured step would not have, but regions have."""
-    return TraceError(message, reason=message.partition(", which a captured step")[0], can_split=True)
-
-
 def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """`modules` and those in lists, tuples and dicts in their attributes, which torch does not know as submodules."""
     result = dict(modules)
@@ -202,7 +194,7 @@ def arguments_unchanged(arguments):
         if any(_changed_items(container, copy)):
             raise not_repeated(
                 f"the forward changes a {type(container).__name__} that it received as an argument, which a captured "
-                f"step would not do. Return the collected values as an output of the model, {REGIONS}"
+                "step would not do. Return the collected values as an output of the model"
             )
 
 
@@ -270,22 +262,27 @@ def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str
     if attribute in _TENSORS:
         return (
             f"the forward replaces {_TENSORS[attribute]} {key!r} {owner}, which a captured step cannot do. Change "
-            "buffers in place, as in self.buffer.copy_(value), and create modules and parameters before the forward, "
-            f"{REGIONS}"
+            "buffers in place, as in self.buffer.copy_(value), and create modules and parameters before the forward"
         )
     if attribute in OF_EVERY_MODULE:
         return (
             f"the forward adds or removes a hook {owner}, which a captured step would not repeat. Register hooks "
-            f"before the forward, {REGIONS}"
+            "before the forward"
         )
-    if isinstance(now, torch.Tensor):
-        return (
-            f"the forward stores a tensor in attribute {attribute or key!r} {owner}, which a captured step cannot do. "
-            f"Return the tensor from the forward, {REGIONS}"
-        )
+    label = f"attribute {attribute or key!r} {owner}"
     return (
-        f"the forward changes attribute {attribute or key!r} {owner}, from {in_words(was)} to {in_words(now)}, which a "
-        f"captured step would not repeat. Count in a buffer, in place, or outside of the model, {REGIONS}"
+        stores_a_tensor(label) if isinstance(now, torch.Tensor) else changes_value(label, in_words(was), in_words(now))
+    )
+
+
+def stores_a_tensor(label: str) -> str:
+    return f"the forward stores a tensor in {label}, which a captured step would not do. Return it from the forward"
+
+
+def changes_value(label: str, was: str, now: str) -> str:
+    return (
+        f"the forward changes {label} from {was} to {now}, which a captured step would not repeat. Count in a buffer, "
+        "in place, or outside of the model"
     )
 
 

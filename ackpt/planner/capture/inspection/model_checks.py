@@ -1,9 +1,10 @@
-"""Refuse models, calls and tensors that cannot be captured, and warn of hooks."""
+"""Refuse models, calls and tensors before they are captured, and warn of hooks; for later errors see `source_lines`."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -15,10 +16,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ackpt.checkpointing.reachable import HOOKS
-from ackpt.core.errors import warn
-from ackpt.core.planning_errors import TraceError, check_misspelt, did_you_mean
+from ackpt.core.errors import TraceError, check_misspelt, did_you_mean, warn
 
 from .calls import named_leaves
+from .source_lines import not_repeated
 from .value_walk import is_installed, is_of_model, module_label, said
 
 _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': 'inductor'}), which plans and compiles"
@@ -87,6 +88,21 @@ def _signature(model) -> inspect.Signature | None:
         return None
 
 
+@contextlib.contextmanager
+def batch_named(model, args, kwargs) -> Iterator[None]:
+    """Inside, an error of a model whose only argument is a dict of all its arguments says how to pass them."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if not (isinstance(given, Mapping) and given and set(given) <= forward_names(model)):
+            raise
+        name = type(model).__name__
+        raise TypeError(
+            f"{name} got its arguments as one dict, and fails: {error}. Unpack it, as in ackpt.compile(model, **batch)"
+        ) from error
+
+
 def forward_names(model) -> set[str]:
     """Names of the parameters of the model's forward."""
     parameters = () if (signature := _signature(model)) is None else signature.parameters.values()
@@ -135,7 +151,7 @@ def check_model(model, except_opaque: bool = False) -> None:
         if name and except_opaque and is_opaque(model, name):
             continue
         reason = next((reason for kind, reason in _WRAPPERS.items() if isinstance(module, kind)), None)
-        if "_ackpt_planned" in vars(module):
+        if "_ackpt_variants" in vars(module):
             reason = "it is already planned. Plan the whole model once, built from modules that are not planned."
         elif reason is None and hasattr(module._compiled_call_impl, "ackpt_own_call"):
             reason = "it has a budget of its own. Call ackpt.remove_budget on it, and plan the whole model once."
@@ -194,11 +210,9 @@ def require_no_attributes(args, kwargs) -> None:
     """Refuse argument tensors with Python attributes, which the tensors of a capture do not have."""
     for name, leaf in named_leaves(args, kwargs):
         if isinstance(leaf, torch.Tensor) and (attributes := public_attributes(leaf)):
-            raise TraceError(
-                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a plan does not see. "
-                "Pass its value as an argument of its own, or plan with regions=True, which runs the model's own code.",
-                reason=f"argument {name} has a Python attribute {attributes[0]!r}",
-                can_split=True,
+            raise not_repeated(
+                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a captured step would "
+                "not see. Pass its value as an argument of its own"
             )
 
 

@@ -23,11 +23,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ackpt.checkpointing.reachable import tensors_in
-from ackpt.core.errors import warn
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError, warn
 
-from .attributes import REGIONS, Change, not_repeated, plain
+from .attributes import Change, plain
 from .kept_tensors import Kept, NotConstant
+from .source_lines import not_repeated
 from .value_walk import Closures, Value, Walk, closes_over, is_of_model, said
 
 _CHECKPOINT = torch.utils.checkpoint._CheckpointFrame.__init__.__code__
@@ -49,9 +49,9 @@ class Reads:
         self._values: list[Value] = []
         self._watching: Any = None
         self.kept = Kept()
-        self._settles = True
+        self._is_first_capture = True
         self._changed: list[Change] = []
-        self.is_settled = False  # whether the values are as the model's first call would have left them
+        self.is_after_first_call = False  # whether the values are as the model's first call would have left them
         self.places: list[Callable[[], bool]] = []  # see `ackpt.planner.capture.inspection.kept_tensors.places`
         self._has_hooks = False  # whether the forward adds hooks to its tensors or nodes
         self.has_checkpoints = False  # whether the model calls torch's own
@@ -61,7 +61,8 @@ class Reads:
     def watched(self, is_same, real):
         """Watch the model's forward run inside; on exit, restore the values and RNG states that it changed.
 
-        Changes are refused unless the capture may still `settle` them; for the arguments see `Snapshot.restored`.
+        Changes are refused unless this is the first capture, after which `after_first_call` may repeat it. For the
+        arguments see `Snapshot.restored`.
         """
         gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
         with self._watched(is_same, real):
@@ -124,14 +125,13 @@ class Reads:
                 f"the forward calls torch.{name}{_SEEDING[name]}, which a captured step would not repeat. Draw such "
                 "numbers once and store them in a buffer, or pass them as an argument"
             )
-            raise TraceError(f"{message}.") if name == "seed" else not_repeated(f"{message}, {REGIONS}")
+            raise TraceError(f"{message}.") if name == "seed" else not_repeated(message)
         if drawn:
             raise not_repeated(
                 f"the forward draws random numbers from {drawn[0]} or seeds it, which a captured step would not "
-                "repeat. Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors, "
-                f"{REGIONS}"
+                "repeat. Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors"
             )
-        if changed and not self._may_settle(changed):
+        if changed and not self._note_first_changes(changed):
             raise not_repeated(changed[0].refusal)
 
     def refuse_new_generators(self, module: torch.fx.GraphModule) -> None:
@@ -141,12 +141,12 @@ class Reads:
         if not all(any(_are_same(known, each) for known in self._generators) for each in drawn):
             raise not_repeated(
                 "the forward draws random numbers from a torch.Generator that it creates, which a captured step would "
-                f"not repeat. Create it before, and store it in an attribute of the model, {REGIONS}"
+                "not repeat. Create it before, and store it in an attribute of the model"
             )
 
     def start(self) -> None:
         """Call this before every forward: it removes what the one before has left."""
-        self.kept.start(lambda: self._changed.clear() if self._settles else None)
+        self.kept.start(lambda: self._changed.clear() if self._is_first_capture else None)
 
     @contextlib.contextmanager
     def watched_backward(self):
@@ -166,9 +166,9 @@ class Reads:
             with mock.patch.object(torch.autograd, "grad", watched(grad)):
                 yield
 
-    def _may_settle(self, changed: list[Change]) -> bool:
-        """Note what the first forward has changed, if anything; what a later one changes again is refused."""
-        if self._settles:
+    def _note_first_changes(self, changed: list[Change]) -> bool:
+        """Note what the first capture has changed, if anything; what a later one changes again is refused."""
+        if self._is_first_capture:
             self._changed += changed
             return bool(changed)
         keys = {change.key for change in changed}
@@ -176,12 +176,12 @@ class Reads:
             raise not_repeated(again.refusal)
         return False
 
-    def settles(self) -> bool:
-        """Whether the latest forward changed nothing, and nothing keeps its tensors."""
+    def is_stable(self) -> bool:
+        """Whether later calls read the same: the latest forward changed nothing, and nothing keeps its tensors."""
         return not self._changed and not self.kept.alive()
 
     @contextlib.contextmanager
-    def settle(self, mode):
+    def after_first_call(self, mode):
         """Capture the step again inside, with the values and tensors as the model's first call would have left them.
 
         Many transformers models record in their configuration which kind of labels they receive, or in an attribute
@@ -197,7 +197,7 @@ class Reads:
         del tensors  # the error may outlive them
         if not is_constant:
             raise error
-        self._settles, self.is_settled = False, True
+        self._is_first_capture, self.is_after_first_call = False, True
         for change in self._changed:
             change.repeat()
         yield error
@@ -206,10 +206,10 @@ class Reads:
 
     def undo(self) -> None:
         """Leave everything that the model's code keeps as it was before the capture."""
-        if not self._settles:
+        if not self._is_first_capture:
             for change in reversed(self._changed):
                 change.revert()
-        self._changed, self._settles, self.is_settled = [], True, False
+        self._changed, self._is_first_capture, self.is_after_first_call = [], True, False
         self.kept.forget()
 
     @contextlib.contextmanager
@@ -283,14 +283,14 @@ def in_own_context(call):
     if left:
         raise not_repeated(
             f"the forward changes torch's default {left} and does not restore it, which a captured step would not do. "
-            f"Set it before the forward, restore it there in a finally block, {REGIONS}"
+            "Set it before the forward, restore it there in a finally block"
         )
     for variable, value in context.items():
         was = before.get(variable)
         if was is not value and (plain(value) not in (None, plain(was)) or tensors_in([value])):
             raise not_repeated(
                 f"the forward sets the context variable {variable.name!r}, which a captured step would not do. Set it "
-                f"before the forward, or store what it contains in a buffer, {REGIONS}"
+                "before the forward, or store what it contains in a buffer"
             )
     return result
 
@@ -323,7 +323,7 @@ def _kept_message(made: str) -> str:
     return (
         f"the model's code stores a tensor that it computes {made}: in a hook, a global or another object, which a "
         "captured step would not do. Return the tensor as an output of the model, remove the hook by its handle's "
-        f"remove(), {REGIONS}"
+        "remove()"
     )
 
 

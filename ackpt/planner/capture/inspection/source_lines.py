@@ -1,4 +1,4 @@
-"""Find the line and module that an operation comes from, and word the errors of captures that fail there."""
+"""Errors of captures that fail, as for models that are not one graph, with the line and module of the operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,8 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from ackpt.checkpointing.recorder import code_location, is_users
-from ackpt.core.errors import CheckpointError
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import CheckpointError, TraceError
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
@@ -86,6 +85,15 @@ def set_at(module: nn.Module, name: str) -> str:
     return ""
 
 
+def not_repeated(message: str) -> TraceError:
+    """The error for code that a captured step would not run as the model does, but regions do."""
+    return TraceError(
+        f"{message}, or plan with regions=True, which runs the model's own code.",
+        reason=message.partition(", which a captured step")[0],
+        can_split=True,
+    )
+
+
 class Where(TorchFunctionMode):
     """Annotates every operation with the module that calls it and the line in the model's code.
 
@@ -140,10 +148,16 @@ def line() -> str:
 
 def running_class() -> str:
     """The class of the innermost module that is running, as ", in GRU"; "" outside of modules."""
+    return next((f", in {type(module).__name__}" for module in running_modules()), "")
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """The modules whose calls are running, the innermost first."""
     frame = sys._getframe()
-    while frame is not None and frame.f_code is not _CALL:
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
         frame = frame.f_back
-    return "" if frame is None else f", in {type(frame.f_locals['self']).__name__}"
 
 
 def _of(frames) -> str:
@@ -183,21 +197,15 @@ def _in_torch(frames) -> str:
     return f", in torch's own code{_said(shown[-1])}" if shown and _is_of_layers(shown[-1]) else ""
 
 
-def _backward_hook(error, model: nn.Module) -> str | None:
-    """The hook in which `error` was raised during backward, in words; None if it was raised somewhere else."""
+def _hook(error, frames, module: str) -> str | None:
+    """The hook in which `error` was raised, in words; None if it was raised somewhere else."""
+    if any(each.filename == _CALL.co_filename and "hook(" in (each.line or "") for each in frames):
+        return f"a hook of {module}"
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     engine = max((at for at, code in enumerate(codes) if code is _ENGINE), default=None)
     if engine is None or any(code is _FUNCTION for code in codes[engine:]):  # a backward of the user's own
         return None
-    for name, module in model.named_modules():
-        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        if any(getattr(hook, "__code__", None) in codes[engine:] for hook in hooks):
-            return f"a backward hook of {_called_in_message(name)}"
-    return (
-        "a hook of a tensor, which runs in backward,"
-        if any(is_users(code.co_filename) for code in codes[engine:])
-        else None
-    )
+    return "a hook that runs in backward" if any(is_users(code.co_filename) for code in codes[engine:]) else None
 
 
 def _is_of_layers(frame) -> bool:
@@ -212,11 +220,9 @@ def saving_hooks_refused():
     def refuse(self):
         is_lossless = type(self) is not saved_tensors_hooks and type(self).__module__.startswith("torch.")
         if not is_lossless and in_model():
-            raise TraceError(
-                f"the model's code changes how autograd saves tensors, by saved_tensors_hooks{line()}. A captured step "
-                "saves what its plan says, and would not call these hooks. Remove them, or plan with regions=True.",
-                reason=f"the model uses saved_tensors_hooks{line()}",
-                can_split=True,
+            raise not_repeated(
+                f"the model's code changes how autograd saves tensors, by saved_tensors_hooks{line()}, which a "
+                "captured step would not do. Remove these hooks"
             )
         return enter(self)
 
@@ -272,13 +278,7 @@ def _explained(error, model) -> TraceError:
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, _LOOKS_AT_VALUES):
         inside = _in_torch(frames)
-        if any(each.filename == _CALL.co_filename and "hook(" in (each.line or "") for each in frames):
-            return TraceError(
-                f"a hook of {module} looks at the values of a tensor{where}. A planned step "
-                "runs the hooks inside the model during its capture only, on tensors without values. Remove this hook "
-                "by the remove() of its handle, or use ackpt.apply_activation_checkpointing, which runs all hooks."
-            )
-        if hook := _backward_hook(error, model):
+        if hook := _hook(error, frames, module):
             return TraceError(
                 f"{hook} looks at the values of a tensor{where}. A plan of one graph runs hooks during its capture "
                 "only, on tensors without values. Remove this hook by the remove() of its handle, give a budget, with "

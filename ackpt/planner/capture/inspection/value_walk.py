@@ -26,7 +26,17 @@ from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import NumpyStream, PythonStream, TorchStream, stream_of
 from ackpt.metering.without_data.holders import CACHED
 
-from .attributes import OF_EVERY_MODULE, REGIONS, Change, Snapshot, in_words, module_snapshots, plain, reference
+from .attributes import (
+    OF_EVERY_MODULE,
+    Change,
+    Snapshot,
+    changes_value,
+    in_words,
+    module_snapshots,
+    plain,
+    reference,
+    stores_a_tensor,
+)
 
 _SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 _DEPTH = 2  # attributes of attributes, and containers in containers
@@ -277,16 +287,9 @@ def _is_traced(value, depth: int = 0) -> bool:
 
 def _refusal(label: str, key, was, now) -> str:
     if _is_traced(now):
-        return (
-            f"the forward stores a tensor in {label}, which a captured step would not do. Return the tensor from the "
-            f"forward, {REGIONS}"
-        )
+        return stores_a_tensor(label)
     label += "" if key is _ABSENT else f", at {in_words(key)},"
-    before, after = ("no value" if value is _ABSENT else in_words(value) for value in (was, now))
-    return (
-        f"the forward changes {label} from {before} to {after}, which a captured step would not repeat. Count in a "
-        f"buffer, in place, or outside of the model, {REGIONS}"
-    )
+    return changes_value(label, *("no value" if value is _ABSENT else in_words(value) for value in (was, now)))
 
 
 def _containers(value, depth: int = 0):
@@ -374,29 +377,14 @@ class Closures:
 
 
 def functions_of(codes: list[types.CodeType]) -> list[types.FunctionType]:
-    """The functions with these codes, also those that ``gc.freeze`` hides from ``gc.get_referrers``.
-
-    Objects that are garbage now or have become garbage while frozen must not stay frozen. A collection of all objects
-    is slow, so it runs only after the number of frozen objects has grown by a quarter, as the collector itself does.
-    """
-    global _frozen_when_collected
+    """The functions with these codes, also those that ``gc.freeze`` hides from ``gc.get_referrers``."""
     functions = _referrers_of(codes)
-    if {id(function.__code__) for function in functions} == set(map(id, codes)):
-        return functions
-    frozen = gc.get_freeze_count()  # counts one by one
-    if not frozen:
-        return functions
-    gc.collect()
-    gc.unfreeze()
-    functions = _referrers_of(codes)
-    if frozen > 1.25 * _frozen_when_collected:
-        gc.collect()
-        _frozen_when_collected = frozen
-    gc.freeze()
+    if {id(function.__code__) for function in functions} != set(map(id, codes)) and gc.get_freeze_count():
+        gc.collect()  # what is garbage now must not be frozen
+        gc.unfreeze()
+        functions = _referrers_of(codes)
+        gc.freeze()
     return functions
-
-
-_frozen_when_collected = 0
 
 
 def _referrers_of(codes: list[types.CodeType]) -> list[types.FunctionType]:

@@ -25,7 +25,7 @@ from torch._library import utils as library_utils
 from torch.nn import functional as F
 
 from ackpt.checkpointing.reachable import FUSED
-from ackpt.core.planning_errors import TraceError
+from ackpt.core.errors import TraceError
 from ackpt.planner.capture.in_place import in_place_as_eager
 from ackpt.planner.capture.operations import has_effect, may_draw
 

@@ -7,7 +7,6 @@ that the parts name.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import threading
 import types
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ackpt.metering.kernel_memory import LOSSES, in_whole_memory
-from ackpt.planner.capture.in_place import RECORDS
 
 aten = torch.ops.aten
 LOCK = threading.RLock()  # torch's tables and settings are the process's
@@ -234,7 +232,6 @@ def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *r
 _ONEDNN = aten.mkldnn_rnn_layer.default
 
 torch.library.define("ackpt_graph::rnn_layer", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
-torch.library.define("ackpt_graph::rnn_layer_inference", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
 
 
 def keep_for_backward(graph: torch.fx.Graph) -> None:
@@ -243,12 +240,7 @@ def keep_for_backward(graph: torch.fx.Graph) -> None:
     Under ``torch.no_grad()``, oneDNN runs another kernel, which saves nothing and rounds differently.
     """
     for node in graph.find_nodes(op="call_function", target=_ONEDNN):
-        if node.meta.get(RECORDS, True):
-            node.target = torch.ops.ackpt_graph.rnn_layer.default
-        else:
-            node.target = torch.ops.ackpt_graph.rnn_layer_inference.default
-            *results, workspace = node.meta["val"]
-            node.meta["val"] = (*results, workspace.new_empty(0))
+        node.target = torch.ops.ackpt_graph.rnn_layer.default
 
 
 def _layer(*args):
@@ -257,24 +249,12 @@ def _layer(*args):
     return *results, args[0].new_empty(0, dtype=torch.uint8) if workspace is None else workspace
 
 
-def _inference(*args):
-    with torch.no_grad():
-        *results, _ = _ONEDNN(*args)
-    return *results, args[0].new_empty(0, dtype=torch.uint8)
-
-
 torch.library.impl("ackpt_graph::rnn_layer", "CompositeExplicitAutograd", _layer)
-torch.library.impl("ackpt_graph::rnn_layer_inference", "CompositeExplicitAutograd", _inference)
 
 
 @torch.library.register_fake("ackpt_graph::rnn_layer")
 def _shapes(*args):
     return with_workspace(_ONEDNN(*args), *args)
-
-
-@torch.library.register_fake("ackpt_graph::rnn_layer_inference")
-def _inference_shapes(*args):
-    return *_ONEDNN(*args)[:-1], args[0].new_empty(0, dtype=torch.uint8)
 
 
 def with_workspace(results, *args):
@@ -379,12 +359,10 @@ def contiguous_elementwise():
 # 2.4 s of CPU time instead of 1.7 s (torch 2.13). Captures share their results: the next one of an equal model takes a
 # third less.
 #
-# For results with symbols, torch takes longer to make an entry of the cache than to compute the result. A capture runs
-# every forward twice, so only a result that is computed for the third time gets an entry: the dynamic capture of one
-# encoder layer then takes 1.8 s of CPU time instead of 2.3 s, and that of four layers as long as with all entries.
+# Results with symbols are not cached, because torch takes longer to find an entry than to compute the result: the
+# dynamic capture of four encoder layers takes 4.8 s of CPU time without entries and 5.4 s with them (torch 2.13).
 _MAKE_ENTRY = FakeTensorMode._make_cache_entry
 _Bypass = fake_tensor._BypassDispatchCache
-_TOO_EARLY = "it was not computed often enough"
 _MOST_RESULTS = 20_000  # about 30 MB
 _RESULTS: dict[tuple, dict] = {}
 
@@ -393,17 +371,16 @@ _RESULTS: dict[tuple, dict] = {}
 def exact_cache(fake_mode=None):
     """Inside, the cache has only results of such contexts under equal settings, since torch's rules differ outside.
 
-    ``fake_mode``: an existing mode; its results with symbols are not kept.
+    ``fake_mode``: an existing mode; if it has symbols, nothing is cached.
     """
-    shapes = None if fake_mode is None else fake_mode.shape_env
     if sum(map(len, _RESULTS.values())) > _MOST_RESULTS:
         _RESULTS.clear()
     results = _RESULTS.setdefault(_settings(), {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(FakeTensorMode, "cache", results))
         stack.enter_context(mock.patch.object(FakeTensorMode, "_make_cache_entry", _entry))
-        if shapes is not None:
-            stack.enter_context(mock.patch.object(shapes, "fake_tensor_cache", _Recurring()))
+        if fake_mode is not None and fake_mode.shape_env is not None:
+            stack.enter_context(fake_tensor.disable_fake_tensor_cache(fake_mode))
         yield
 
 
@@ -417,24 +394,7 @@ def _settings() -> tuple:
     )
 
 
-class _Recurring(dict):
-    """Entries for results with symbols, and how often each result was computed before there was one."""
-
-    def __init__(self):
-        super().__init__()
-        self.computed = collections.Counter()
-
-    def __setitem__(self, key, entry):
-        if getattr(entry, "reason", None) != _TOO_EARLY:
-            super().__setitem__(key, entry)
-
-
 def _entry(self, state, key, func, args, kwargs, output):
-    symbolic = state.shape_env.fake_tensor_cache if state.cache_on_shape_env() else None
-    if isinstance(symbolic, _Recurring):
-        symbolic.computed[key] += 1
-        if symbolic.computed[key] < 3:
-            raise _Bypass(_TOO_EARLY)
     if not isinstance(func, torch._ops.OpOverload):  # a key by the id of a module, which outlives it
         raise _Bypass("it is a higher-order operation")
     made = [value for value in tree_leaves(output) if value is not None]

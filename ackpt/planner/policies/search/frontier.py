@@ -11,6 +11,8 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from ackpt.core.progress import counted
 from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.costs.profiles import Profile
@@ -119,11 +121,12 @@ def frontier(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
 def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Point]:
     """The Pareto frontier of `schedules`, from the least cost to the lowest peak."""
     cost, simulated = costs(graph, profile), _simulated(graph, profile)
+    workspace_bytes = np.array(profile.workspace_bytes)  # which `peak_of` would make of it for every schedule
     points = []
     different = {(one.forward_arrays.key, one.backward_arrays.key): one for one in schedules}
     for key, schedule in counted(different.items(), "searching: simulating schedule"):
         if key not in simulated:
-            peak = peak_of(graph, schedule, profile.workspace_bytes)
+            peak = peak_of(graph, schedule, workspace_bytes)
             simulated[key] = whole_added_cost(graph, profile, schedule, cost), peak
         points.append(Point(*simulated[key], schedule))
     return undominated(points, lambda point: point[:2])

@@ -14,7 +14,7 @@ from conftest import assert_equal
 from torch import nn
 
 import ackpt
-from ackpt.planner.parts.blocks import blocks_of
+from ackpt.planner.parts.module_blocks import blocks_of
 
 
 def trains_equally(make, budgets=("1GiB", 0.8), steps: int = 3, reset=lambda model: None):
@@ -131,7 +131,7 @@ def test_a_block_that_writes_into_an_object_is_saved():
     assert set(plan.reasons) == {"blocks.0", "blocks.1", "blocks.2"}
 
 
-def test_an_error_of_a_block_is_its_own():
+def test_an_error_of_a_block_is_raised_unchanged():
     class Stops(nn.Module):
         calls = 0
 
@@ -153,7 +153,7 @@ def test_an_error_of_a_block_is_its_own():
 
 
 @pytest.mark.parametrize("seeds", [torch.seed, random.seed, np.random.seed])
-def test_a_block_that_seeds_anew_each_time_is_saved(seeds):
+def test_a_block_that_seeds_in_every_call_is_saved(seeds):
     class Noisy(nn.Module):
         def __init__(self):
             super().__init__()
@@ -177,7 +177,7 @@ def test_a_block_that_seeds_anew_each_time_is_saved(seeds):
     assert "drew other random numbers" in step.plan.reasons["blocks.1"]
 
 
-def test_a_block_that_a_backward_finds_is_named_and_then_saved():
+def test_a_block_refused_in_backward_is_named_and_saved_from_then_on():
     class Alternates(nn.Module):
         def __init__(self):
             super().__init__()
@@ -293,7 +293,7 @@ def test_transforms_inside_of_a_block_and_around_it():
     assert set(around.reasons) == {"blocks.0", "blocks.1", "blocks.2"} and "torch.func" in around.reasons["blocks.0"]
 
 
-def test_the_user_s_own_checkpoints():
+def test_checkpoints_of_the_user_are_kept():
     class Own(Adds):
         def forward(self, x):
             for block in self.blocks:
@@ -317,7 +317,7 @@ def test_blocks_that_are_shared_or_called_several_times():
     assert set(plan.fates) == {"blocks.0", "blocks.1"}
 
 
-def test_fast_weights():
+def test_fast_weights_get_their_gradients():
     torch.manual_seed(0)
     model, x = Adds(), torch.randn(64, 16)
 
@@ -368,7 +368,7 @@ def test_gradients_that_backward_writes_elsewhere():
     assert_equal(sums(lambda model, x: ackpt.compile(model, x, budget=0.9)), sums(lambda model, x: model), "main_grad")
 
 
-def test_hooks_of_blocks_run_as_ever():
+def test_hooks_of_blocks_run_as_in_eager():
     model, x = Adds(), torch.randn(64, 16)
     features, backward = [], []
     step = ackpt.compile(model, x, budget=0.8)
@@ -385,7 +385,7 @@ def test_hooks_of_blocks_run_as_ever():
     assert_equal([parameter.grad for parameter in model.parameters()], found, "gradient")
 
 
-def test_threads():
+def test_several_threads_can_train_one_model():
     import concurrent.futures
 
     torch.manual_seed(0)
@@ -414,7 +414,7 @@ def test_threads():
         assert torch.equal(step(xs[0]), found[0])
 
 
-def test_a_model_that_calls_itself():
+def test_a_model_that_calls_itself_is_bit_equal():
     class Twice(Adds):
         def forward(self, x, depth: int = 1):
             loss = super().forward(x)

@@ -1,0 +1,262 @@
+"""A forward that changes what its code reads is refused, and every value is put back."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from reading_models import Config, Model, X
+
+import ackpt
+from ackpt.graph import TraceError
+
+COUNT, CONFIG, TABLE = 0, Config(), {"scale": 2.0}
+
+
+def counts(model, x):
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
+def counting():
+    count = 0
+
+    def function(model, x):
+        nonlocal count
+        count += 1
+        return x * count
+
+    return function, lambda: count
+
+
+def counts_in_object(model, x):
+    CONFIG.scale += 1
+    return x * CONFIG.scale
+
+
+def counts_in_dict(model, x):
+    TABLE["scale"] += 1
+    return x * TABLE["scale"]
+
+
+COUNTING, NOW = counting()
+REFUSED = {
+    "global 'COUNT'": (counts, lambda: COUNT, 0),
+    "'count' of function\\(\\)": (COUNTING, NOW, 0),
+    "'scale' of global 'CONFIG'": (counts_in_object, lambda: CONFIG.scale, 2.0),
+    "global 'TABLE'.*'scale'": (counts_in_dict, lambda: TABLE["scale"], 2.0),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_forward_that_changes_such_a_value_is_refused_and_the_value_put_back(case):
+    function, value, before = REFUSED[case]
+    for call in (ackpt.trace, ackpt.compile):
+        with pytest.raises(TraceError, match=f"changes .*{case}.* from {before}"):
+            call(Model(function), X)
+        assert value() == before
+
+
+def count(*_):
+    global COUNT
+    COUNT += 1
+
+
+def hooked(model, x):
+    y = x.tanh()
+    y.register_hook(count)
+    return y
+
+
+def hooked_node(model, x):
+    y = x.tanh()
+    y.grad_fn.register_hook(count)
+    return y
+
+
+@pytest.mark.parametrize("how", ["tensor", "node", "module"])
+def test_a_hook_that_counts_is_refused_and_runs_in_planned_regions_as_in_eager(how):
+    def model():
+        made = Model(hooked if how == "tensor" else hooked_node if how == "node" else lambda model, x: x)
+        if how == "module":
+            made.linear.register_full_backward_hook(count)
+        return made
+
+    global COUNT
+    x = X.clone().requires_grad_()
+    try:
+        with pytest.raises(TraceError, match="changes global 'COUNT' .* from 0 to 1"):
+            ackpt.trace(model(), x)
+        assert COUNT == 0
+        step = ackpt.compile(model(), x, budget="1MiB")
+        assert COUNT == 0 and step.plan.policy == "regions"
+        for number in range(1, 4):
+            step(x).backward()
+            assert COUNT == number
+    finally:
+        COUNT = 0
+
+
+def notes(model, x):
+    """What a first call notes, as models of transformers do of their labels, and what that changes."""
+    if CONFIG.scale == 2.0:
+        CONFIG.scale = 4.0
+    return x * (CONFIG.scale if model.uses else 1)
+
+
+def test_a_value_changed_by_the_first_call_alone_is_kept_if_the_step_stays_the_same():
+    try:
+        for call in (ackpt.trace, ackpt.compile):
+            CONFIG.scale = 2.0
+            call(Model(notes, uses=False), X)
+            assert CONFIG.scale == 4.0
+    finally:
+        CONFIG.scale = 2.0
+
+
+def first_only(model, x):
+    factor = 2.0 if CONFIG.scale == 2.0 else 1.0
+    CONFIG.scale = 4.0
+    return x * factor
+
+
+def test_a_first_call_that_computes_differently_is_refused_and_its_values_put_back():
+    with pytest.raises(TraceError, match="'scale' of global 'CONFIG' .* from 2.0 to 4.0"):
+        ackpt.compile(Model(first_only), X)
+    assert CONFIG.scale == 2.0
+
+
+class Holder:
+    pass
+
+
+HOLDER = Holder()
+
+
+def first_sets_none(model, x):
+    factor = 1.0 if HOLDER.scale is None else 2.0
+    HOLDER.scale = None
+    return x * factor
+
+
+def first_deletes(model, x):
+    factor = 2.0 if hasattr(HOLDER, "scale") else 1.0
+    vars(HOLDER).pop("scale", None)
+    return x * factor
+
+
+@pytest.mark.parametrize(("forward", "value"), [(first_sets_none, "None"), (first_deletes, "no value")])
+def test_a_first_call_that_sets_a_value_to_none_or_deletes_it_is_refused_and_the_value_put_back(forward, value):
+    HOLDER.scale = 2.0
+    with pytest.raises(TraceError, match=f"'scale' of global 'HOLDER' .*from 2.0 to {value}"):
+        ackpt.compile(Model(forward), X)
+    assert HOLDER.scale == 2.0
+
+
+NAMES, QUEUE = set(), collections.deque()
+
+
+def adds_to_set(model, x):
+    factor = 1.0 if "name" in NAMES else 2.0
+    NAMES.add("name")
+    return x * factor
+
+
+def adds_to_own_set(model, x):
+    factor = 1.0 if "name" in model.names else 2.0
+    model.names.add("name")
+    return x * factor
+
+
+def adds_to_deque(model, x):
+    factor = 1.0 if QUEUE else 2.0
+    QUEUE.append("name")
+    return x * factor
+
+
+@pytest.mark.parametrize("forward", [adds_to_set, adds_to_own_set, adds_to_deque])
+def test_a_forward_that_adds_to_a_set_or_a_deque_is_refused_and_leaves_no_trace(forward):
+    model = Model(forward, names=set())
+    with pytest.raises(TraceError, match="changes .* from None to 'name'"):
+        ackpt.compile(model, X)
+    assert not NAMES and not QUEUE and not model.names
+
+
+class Unprintable:
+    def __repr__(self):
+        raise AssertionError("planning ran code of the model's object")
+
+
+def replaces_tensor(model, x):
+    model.kept = None
+    return x * 2.0
+
+
+def replaces_tensor_in_dict(model, x):
+    model.table["kept"] = None
+    return x * 2.0
+
+
+def replaces_unprintable(model, x):
+    model.unprintable = 3.0
+    return x * 2.0
+
+
+@pytest.mark.parametrize("forward", [replaces_tensor, replaces_tensor_in_dict, replaces_unprintable])
+def test_a_value_replaced_by_every_forward_is_as_after_the_first_call(forward):
+    model = Model(forward, kept=torch.ones(2), table={"kept": torch.ones(2)}, unprintable=Unprintable())
+    step = ackpt.compile(model, X, policy="full")
+    assert torch.equal(step(X), model(X))
+    assert None in (model.kept, model.table["kept"]) or model.unprintable == 3.0
+
+
+def toggles_unprintable(model, x):
+    model.unprintable = Unprintable() if model.unprintable is None else None
+    return x * 2.0
+
+
+def test_the_refusal_of_a_change_names_the_type_of_an_object():
+    model = Model(toggles_unprintable, unprintable=Unprintable())
+    with pytest.raises(TraceError, match=r"from Unprintable\(…\) to None, which a captured step would not repeat"):
+        ackpt.compile(model, X, policy="full")
+    assert isinstance(model.unprintable, Unprintable)
+
+
+def replaces_object(model, x):
+    factor = 1.0 + HOLDER.state.scale
+    HOLDER.state = Config(HOLDER.state.scale + 1.0)
+    return x * factor
+
+
+def replaces_list(model, x):
+    factor = 1.0 + len(HOLDER.state)
+    HOLDER.state = [*HOLDER.state, "name"]
+    return x * factor
+
+
+@pytest.mark.parametrize(("forward", "state"), [(replaces_object, Config()), (replaces_list, [])])
+def test_a_forward_that_replaces_an_object_or_a_container_is_refused_and_leaves_no_trace(forward, state):
+    HOLDER.state = state
+    with pytest.raises(TraceError, match="'state' of global 'HOLDER'"):
+        ackpt.compile(Model(forward), X)
+    assert HOLDER.state is state
+
+
+class Counted:
+    count = 0
+
+
+COUNTED = Counted()
+
+
+def counts_in_instance(model, x):
+    COUNTED.count += 1  # creates an attribute of the instance, which hides that of the class
+    return x * COUNTED.count
+
+
+def test_a_forward_that_hides_an_attribute_of_a_class_is_refused_and_leaves_no_trace():
+    with pytest.raises(TraceError, match="'count' of global 'COUNTED' .*from no value to 1"):
+        ackpt.compile(Model(counts_in_instance), X)
+    assert vars(COUNTED) == {} and Counted.count == 0

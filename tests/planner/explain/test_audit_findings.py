@@ -1,0 +1,323 @@
+"""`ackpt.audit`: one model per kind of finding, each found and named."""
+
+import functools
+import random
+
+import pytest
+import torch
+from audited_models import (
+    WIDTH,
+    Block,
+    Custom,
+    Net,
+    batch,
+    by_reentrant,
+    by_torch,
+    kinds,
+    llama,
+    lora,
+    only,
+    plain,
+    tokens,
+)
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+from torch.utils.checkpoint import checkpoint
+
+import ackpt
+
+
+def test_finds_dropout_drawn_again():  # OLMo-core 828
+    run = functools.partial(by_torch, preserve_rng_state=False)
+    found = only(Net(run, make=lambda: Block(nn.GELU(), nn.Dropout(0.5))), batch())
+    assert (found.kind, found.module) == ("random", "blocks.0") and "preserve_rng_state" in found.fix
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x * random.random()
+
+
+@pytest.mark.parametrize("run", [by_torch, by_reentrant])
+def test_finds_random_numbers_of_python(run):
+    found = only(Net(run, make=lambda: Block(nn.GELU(), Noise())), batch())
+    assert found.kind == "random" and "Python's random" in found.message
+
+
+class Generated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+def test_finds_random_numbers_of_a_generator():
+    assert "a torch.Generator" in only(Net(by_torch, make=lambda: Block(Generated())), batch()).message
+    assert kinds(Net(ackpt.checkpoint, make=lambda: Block(Generated())), batch()) == []
+    without = functools.partial(ackpt.checkpoint, preserve_rng_state=False)
+    assert kinds(Net(without, make=lambda: Block(Generated())), batch()) == ["random"]
+
+
+@pytest.mark.parametrize("run", [by_torch, by_reentrant])
+def test_finds_running_statistics_updated_twice(run):
+    found = only(Net(run, make=lambda: Block(nn.BatchNorm1d(4 * WIDTH), nn.GELU())), batch())
+    assert (found.kind, found.module[:7]) == ("statistics", "blocks.") and "middle.0.running" in found.message
+
+
+def test_finds_a_closure_changed_before_backward():  # pytorch's documentation
+    class Closure(Net):
+        def forward(self, x):
+            x = self.stem(x)
+            for scale, block in enumerate(self.blocks, 1):
+                x = checkpoint(lambda y: block(y) * scale, x, use_reentrant=False)  # noqa: B023
+            return self.head(x).square().mean()
+
+    found = only(Closure(plain), batch())
+    assert found.kind == "changed" and "'block'" in found.message and found.module == "blocks.0"
+
+
+def test_finds_an_attribute_changed_before_backward():  # peft 2826
+    class Switch(nn.Module):
+        scale = 1.0
+
+        def forward(self, x):
+            return x * self.scale
+
+    class Adapters(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                block.middle[0].scale = 2.0
+            loss = super().forward(x)
+            for block in self.blocks:
+                block.middle[0].scale = 1.0
+            return loss
+
+    found = only(Adapters(by_torch, make=lambda: Block(Switch())), batch())
+    assert found.kind == "changed" and "'blocks.0.middle.0'" in found.message and "scale" in found.message
+
+
+def test_finds_a_counter_incremented_twice():  # pytorch 196956
+    class Counting(Block):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    found = only(Net(by_torch, make=Counting), batch())
+    assert found.kind == "twice" and "calls" in found.message
+
+
+def test_finds_reentrant_regions_without_inputs_that_require_grad():  # peft 1142, trl 3089
+    class Frozen(Net):
+        def enable_input_require_grads(self):
+            """As models of transformers have it."""
+
+    net = Frozen(by_reentrant)
+    net.stem.requires_grad_(False)
+    audit = ackpt.audit(net, batch())
+    (found,) = audit.findings
+    assert (found.kind, found.module) == ("no_gradients", "blocks.0")
+    assert "enable_input_require_grads" in found.fix and audit.differences["gradient blocks.0.up.weight"] is None
+
+
+def test_finds_children_wrapped_instead_of_blocks():  # accelerate 3897
+    net = Net(plain)
+    wrappers.apply_activation_checkpointing(net.blocks, check_fn=lambda m: isinstance(m, (nn.Linear, nn.GELU)))
+    found = only(net, batch())
+    assert (found.kind, found.module) == ("children", "blocks.0")
+
+
+def test_finds_a_vision_tower_without_regions():  # NeMo Automodel 2840
+    class Both(Net):
+        def __init__(self):
+            super().__init__(by_torch)
+            self.tower = nn.Sequential(*(Block() for _ in range(4)))
+
+        def forward(self, x):
+            return super().forward(self.tower(x))
+
+    found = only(Both(), batch())
+    assert found.kind == "not_covered" and found.module == "tower.0" and "4 x tower.*" in found.message
+
+
+def test_finds_layers_of_another_kind_without_regions():  # NeMo Automodel 3192
+    class Linear(Block):
+        pass
+
+    net = Net(lambda block, x: by_torch(block, x) if type(block) is Block else block(x))
+    net.blocks.extend([Linear(), Linear()])
+    audit = ackpt.audit(net, batch(), compare_budget=False)
+    assert [f.kind for f in audit.findings] == ["not_covered"] and audit.not_regions == ("blocks.4", "blocks.5")
+
+
+class Switched(nn.Module):
+    """A model with a switch, as those of transformers and timm."""
+
+    def __init__(self, use_cache=False):
+        super().__init__()
+        self.net = Net(plain)
+        self.gradient_checkpointing = True
+        self.config = type("Config", (), {"use_cache": use_cache})()
+
+    def forward(self, x):
+        on = self.gradient_checkpointing and self.training and not self.config.use_cache
+        self.net.run = by_torch if on else plain
+        return self.net(x)
+
+
+def test_finds_a_cache_that_switches_checkpointing_off():
+    assert kinds(Switched(), batch()) == []
+    found = only(Switched(use_cache=True), batch())
+    assert found.kind == "cache" and "use_cache = False" in found.fix
+
+
+def test_finds_checkpointing_in_evaluation_mode():
+    found = only(Switched().eval(), batch())
+    assert found.kind == "evaluation" and "train()" in found.fix
+
+
+def test_finds_evaluation_mode_of_a_model_of_transformers():
+    model = llama().eval()
+    model.activation_checkpointing_enable()
+    assert kinds(model, tokens()) == ["evaluation"]
+
+
+def test_finds_a_returned_cache():  # FSDP's wrapper around the layers of transformers
+    model = llama()
+    layer = type(model.model.layers[0])
+    wrappers.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
+    assert kinds(model, tokens()) == ["cache"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_finds_adapters_without_input_gradients():  # peft 1142
+    model = lora(llama())
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing, module._gradient_checkpointing_func = True, by_reentrant
+    found = only(model, tokens())
+    assert found.kind == "no_gradients" and "enable_input_require_grads" in found.fix and "lora_A" in found.message
+
+
+def test_finds_an_offload_around_backward_only():
+    net, x = Net(plain), batch()
+
+    def step():
+        loss = net(x)
+        with ackpt.offload_saved_tensors(min_bytes=0):
+            loss.backward()
+
+    found = only(step, resident=[net])
+    assert found.kind == "offload" and "around the forward" in found.fix
+
+
+class OffloadActivations(saved_tensors_hooks):
+    """As TRL's and torchtune's, on any device."""
+
+    def __init__(self, min_offload_size=1024):
+        self.min_tensor_size_bytes, self.tracker = min_offload_size, {}
+
+        def pack(tensor):
+            number = len(self.tracker)
+            is_large = tensor.numel() * tensor.element_size() >= self.min_tensor_size_bytes
+            self.tracker[number] = tensor.clone() if is_large else tensor
+            return number
+
+        super().__init__(pack, lambda number: self.tracker.pop(number))
+
+
+def with_offload(**options):
+    net, x = Net(plain), batch()
+
+    def step():
+        with OffloadActivations(**options):
+            loss = net(x)
+        loss.backward()
+
+    return step
+
+
+def test_finds_an_offload_below_its_threshold():  # trl 5738
+    assert kinds(with_offload()) == []
+    found = only(with_offload(min_offload_size=1 << 20))
+    assert found.kind == "offload" and "1.0 MiB" in found.message
+
+
+def test_finds_an_offload_that_never_frees():  # axolotl 3638
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor.device, tensor.clone()
+
+    net, x = Net(plain), batch()
+
+    def step():
+        with saved_tensors_hooks(pack, lambda packed: packed[1]):
+            loss = net(x)
+        loss.backward()
+
+    found = only(step)
+    assert found.kind == "offload" and "not freed" in found.message
+    assert kept == []
+
+
+def test_finds_regions_inside_regions_of_the_same_blocks():
+    found = only(Net(lambda block, x: by_torch(lambda y: by_torch(block, y), x)), batch())
+    assert (found.kind, found.module) == ("nested", "blocks.0")
+
+
+@pytest.mark.parametrize("wrap", [wrappers.apply_activation_checkpointing, ackpt.apply_activation_checkpointing])
+def test_finds_two_tools_around_the_same_blocks(wrap):
+    net = Net(by_torch)
+    wrap(net, check_fn=lambda module: isinstance(module, Block))
+    assert kinds(net, batch()) == ["nested"]
+
+
+def test_finds_one_region_around_everything():  # pytorch 147449
+    found = only(Custom([nn.Sequential(*(Block() for _ in range(6)))]), batch(512))
+    assert found.kind == "no_effect" and "at once" in found.message
+
+
+def test_finds_a_head_that_saves_most():
+    class Model(Net):
+        def __init__(self):
+            super().__init__(by_torch)
+            self.head = nn.Linear(WIDTH, 4096)
+
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = self.run(block, x)
+            return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.long))
+
+    found = only(Model(), batch(128))
+    assert found.kind == "head" and "chunked_cross_entropy" in found.fix
+
+
+def test_finds_an_input_changed_in_place():  # TabPFN 1138, mamba.py 80
+    class InPlace(Block):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    found = only(Net(lambda block, x: by_torch(block, x.clone()), make=InPlace), batch())
+    assert (found.kind, found.module) == ("error", "blocks.0") or "modified by an inplace" in found.message
+
+
+def test_finds_a_recomputation_that_routes_other_tokens():  # pytorch 155171
+    class Routed(Block):
+        def forward(self, x):
+            chosen = torch.rand(len(x)) < 0.5
+            return x.index_put((chosen,), super().forward(x[chosen]))
+
+    run = functools.partial(by_torch, preserve_rng_state=False)
+    found = only(Net(run, make=Routed), batch())
+    assert found.kind == "error" and "different metadata" in found.message and "random numbers" in found.message
