@@ -1,6 +1,6 @@
-"""The algorithms behind the policies, as functions of plain numbers: `chen`, `revolve`, `rotor` and `ilp`.
+"""Public names of `ackpt.planner.policies`: `chen`, `revolve`, `rotor` and `ilp` as functions of plain numbers.
 
-This module only re-exports them; ``POLICIES`` lists the policies of `ackpt.plan`.
+``POLICIES`` lists the policies of `ackpt.plan`. This module only re-exports.
 """
 
 from ackpt.planner.policies import POLICIES, chen, ilp, revolve, rotor

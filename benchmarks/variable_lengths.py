@@ -63,7 +63,7 @@ def main() -> None:
         seconds, gradients = {}, {}
         for name, call in calls if at % 2 else reversed(calls):
             seconds[name], gradients[name] = timed(model, call, inputs)
-        make_plan = step._ackpt_planned._last[-1].make_plan
+        make_plan = step._ackpt_variants._last[-1].make_plan
         eager, first = eager + seconds["eager"], first + seconds["planned"]
         newly, choosing = compiled[before:], sum(chosen) - chosen_before
         if len(step.history) > events:

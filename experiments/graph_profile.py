@@ -61,6 +61,54 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | di
         return plots._finished(figure, [*shown.values()], [*shown])
 
 
+def panels_plot(steps: dict[str, Timeline], title: str):
+    """A Figure with a panel per step, all equally wide: its live memory, its peak, and what it saves for backward.
+
+    Example:
+        >>> from ackpt.metering.timeline import Timeline
+        >>> from experiments.graph_profile import panels_plot
+        >>> live = (0, 2**20, 2**21, 0)
+        >>> step = Timeline(live, {"activations": live}, boundary=1)
+        >>> panels_plot({"plan": step}, "").axes[0].get_title()
+        'plan\\nsaved 1.0, peak 2.0'
+    """
+    from matplotlib.lines import Line2D
+
+    from ackpt.metering import plots
+
+    with plots.style.context("default"):
+        figure, only = plots._axes(title, "", "")
+        only.remove()
+        panels = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+        looks = {"color": plots.TEXT, "linestyle": "none", "clip_on": False, "zorder": 5}
+        dashed = {"color": plots.TEXT, "linewidth": 1, "linestyle": (0, (4, 3))}
+        handles = {}
+        for axes, (name, step) in zip(panels, steps.items(), strict=True):
+            plots._style(axes)
+            handles |= plots.stack(axes, 0, step, 0)
+            boundary = step.boundary or 0
+            saved = step.at(boundary)["activations"] / plots.MIB
+            axes.axvline(boundary, **dashed)
+            axes.plot([boundary], [saved], marker="o", markersize=6, **looks)
+            axes.plot([step.peak_index], [step.peak_bytes / plots.MIB], marker="v", markersize=6, **looks)
+            numbers = f"saved {saved:.1f}, peak {step.peak_bytes / plots.MIB:.1f}"
+            axes.set_title(f"{name}\n{numbers}", fontsize=8.5, color=plots.TEXT)
+            axes.set_xlim(0, max(1, len(step.live) - 1))
+            axes.set_xticks([])
+            axes.set_xlabel("allocations and frees", color=plots.TEXT, fontsize=9)
+        panels[0].set_ylim(0, 1.1 * max(step.peak_bytes for step in steps.values()) / plots.MIB)
+        panels[0].set_ylabel("live memory (MiB)", color=plots.TEXT, fontsize=9)
+        shown = {
+            "backward begins": Line2D([], [], **dashed),
+            "peak": Line2D([], [], marker="v", **looks),
+            "saved for backward": Line2D([], [], marker="o", **looks),
+            **plots.as_stacked(handles),
+        }
+        legend = {"frameon": False, "labelcolor": plots.TEXT, "fontsize": 8.5, "ncols": 4}
+        figure.legend([*shown.values()], [*shown], loc="outside lower center", **legend)
+        return plots._finished(figure, [], [])
+
+
 def random_fates(graph, seed: int) -> dict[str, str]:
     """Fates for the policy manual: for every operation that may be recomputed, a random choice decides."""
     analysis, coin, fates = graph.analysis, random.Random(seed), {}

@@ -14,7 +14,7 @@ from ackpt.core.errors import BudgetError
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.chunked_head import chunked
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.choose import planned_in_chunks
+from ackpt.planner.choose import plan_in_chunks
 from ackpt.planner.costs.devices import device
 from ackpt.planner.costs.profiles import Profile, profile, with_gpu_workspace
 from ackpt.planner.request import Request
@@ -110,7 +110,7 @@ def plans(
     found: list[HeadPlan | BudgetError] = [described("", whole.plan, whole.graph, whole.profile)]
     for budget in budgets:
         try:
-            made = planned_in_chunks(whole.graph, Request(budget, chunk_head=True), whole.profile, in_chunks)
+            made = plan_in_chunks(whole.graph, Request(budget, chunk_head=True), whole.profile, in_chunks)
             found.append(described(budget, *made))
         except BudgetError as error:
             found.append(error)

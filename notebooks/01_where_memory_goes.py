@@ -8,29 +8,23 @@
 # :alt: Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward.
 # :class: dark-light
 #
-# Live memory of one training step: activations rise until backward begins, gradients until it ends.
+# Live memory of one training step, one allocation or free after another: activations rise until backward begins,
+# gradients until it ends.
 # ```
 #
-# After this chapter you can predict the memory of one training step of a Transformer: how many bytes are live, what
-# they hold, and when. You can also check every line of that prediction against the allocator.
+# - **Far left:** `zero_grad` frees the gradients of the previous step.
+# - **Up to the dashed line,** the forward: every operation saves what its backward will read.
+# - **Right of it,** backward reads the activations in reverse order and frees them, while the gradients grow to their
+#   full size. The sawtooth on top shows *temporaries*, which are freed as soon as the next operation has read them.
+# - **At the end,** the optimizer updates one parameter tensor after another.
 #
-# :::{admonition} Symbols of this chapter
-# :class: dropdown
+# Activations peak when backward begins, gradients when it ends. So the peak is less than the sum of the parts. This
+# chapter predicts the height of each band, to the byte.
 #
-# | symbol | meaning |
-# |:--:|---|
-# | $T$ | tokens in a batch, all sequences together |
-# | $L$ | Transformer blocks |
-# | $d$, $f$ | width of the model, width inside the MLP |
-# | $h$ | attention heads; each is $d / h$ wide |
-# | $P$ | parameters |
-# | $A$ | elements that one block saves per token, from its forward to its backward |
-# :::
-#
-# All tensors are fp32 here: 4 bytes per element. A *storage* is the memory that a tensor refers to. Several tensors
-# (views) can share one storage, so we count the bytes of storages. Memory that is allocated before and after a step is
-# *resident*; what the step allocates is *dynamic*. The *peak* is the largest number of bytes allocated at one time, and
-# the *dynamic peak* the largest number of dynamic bytes.
+# A *storage* is the memory that a tensor refers to. Several tensors (views) can share one storage, so we count the
+# bytes of storages, here in fp32: 4 bytes per element. Memory that is allocated before and after a step is *resident*;
+# what the step allocates is *dynamic*. The *peak* is the largest number of bytes allocated at one time, and the
+# *dynamic peak* the largest number of dynamic bytes.
 
 # %%
 import torch
@@ -46,9 +40,8 @@ torch.set_num_threads(2)
 generator = torch.manual_seed(0)
 
 # %% [markdown]
-# In this chapter's training step, a small Transformer learns to reproduce its input: four sequences of 256 tokens. The
-# sequences are *packed*: their tokens are concatenated into one tensor of $T$ rows, without padding, and `sequences`
-# says where each one starts.
+# A small Transformer of $L$ blocks learns to reproduce its input of $T$ tokens, each of width $d$: four sequences of
+# 256, concatenated without padding. `sequences` says where each one starts.
 
 # %%
 config = TransformerConfig(dim=256, ff_dim=1024, layers=4, head_dim=64)
@@ -69,8 +62,9 @@ def step():
 # %% [markdown]
 # ## Parameters, gradients and optimizer: 16 bytes per parameter
 #
-# A block has four square matrices for attention (queries, keys, values, output), two matrices for the MLP, and four
-# norms, two of width $d$ and two of the width of a head:
+# A block has four square matrices for attention (queries, keys, values, output), two matrices for the MLP of hidden
+# width $f$, and four norms: two of width $d$ and two of the width of one of the $h$ heads. These are its parameters,
+# and the model has $P$:
 #
 # $$ P_\text{block} = 4 d^2 + 2 d f + 2 d + 2 \tfrac{d}{h} $$
 
@@ -80,10 +74,9 @@ P = L * P_block + d  # plus the norm after the last block
 print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 
 # %% [markdown]
-# Every parameter needs three more tensors of its size: its gradient and AdamW's two running averages. That makes $4 P$
-# elements, or $16 P$ bytes in fp32, independent of the batch. Of these 16 bytes per parameter, 12 are resident: the
-# parameter itself and the two averages persist from step to step. The other 4, the gradient, are dynamic, because
-# `zero_grad` frees the gradients and backward allocates them again.
+# Every parameter needs three more elements: its gradient and AdamW's two running averages. That makes $16 P$ bytes,
+# independent of the batch. The parameters and the averages, $12 P$ bytes, are resident. The gradients, $4 P$ bytes, are
+# dynamic, because `zero_grad` frees them and backward allocates them again.
 #
 # `ackpt.measure` runs the step a few times and reads the allocator's events. Inputs also count as resident.
 
@@ -101,57 +94,79 @@ assert measured.categories["optimizer"] == 8 * P + counters
 # %% [markdown]
 # ## What the forward saves
 #
-# Why does the forward save anything? Take the smallest case, a linear layer $y = x W^\top$. Given the gradient
-# $\partial \ell / \partial y$, the layer computes two gradients:
+# Take the smallest case, a linear layer $y = x W^\top$. Its backward gets $\bar y$ and computes two gradients; a bar
+# marks a gradient of the loss:
 #
-# $$ \frac{\partial \ell}{\partial x} = \frac{\partial \ell}{\partial y} W,
-#    \qquad
-#    \frac{\partial \ell}{\partial W} = \Bigl(\frac{\partial \ell}{\partial y}\Bigr)^{\!\top} x. $$
+# $$ \bar x = \bar y\, W, \qquad \bar W = \bar y^{\top} x. $$
 #
-# The second gradient needs the layer's *input*. The input therefore stays live from the layer's forward to its
-# backward, longest for the first layers. An addition saves nothing; a nonlinear function such as GELU saves its input.
+# The second one needs the layer's *input*, which therefore stays live from the layer's forward to its backward, longest
+# for the first layers. An addition saves nothing; a nonlinear function such as GELU saves its input. So an MLP saves
+# its inputs of width $d$, $f$ and $f$: $d + 2 f$ elements per token.
 #
-# **The MLP.** Up-projection, GELU and down-projection have inputs of width $d$, $f$ and $f$: $d + 2 f$ elements per
-# token.
+# **The whole block**, operation by operation, beside a block of GPT-2 and one of Llama from `transformers`, in elements
+# per token:
 #
-# **The whole block**, operation by operation:
+# | operation | what its backward reads | this block | GPT-2 | Llama |
+# |---|---|--:|--:|--:|
+# | two norms | input; one scale per token (GPT-2: and its mean; Llama: and a scaled copy of the input) | $2 d + 2$ | $2 d + 4$ | $4 d + 2$ |
+# | query, key, value projection | input | $d$ | $d$ | $d$ |
+# | norms of queries and keys | inputs: views of the projection's output, so all $3 d$ stay; one scale per head for queries, one for keys | $3 d + 2 h$ | | |
+# | attention | queries, keys and, if not yet counted, values; output; one sum per head | $3 d + h$ | $4 d + h$ | $4 d + h$ |
+# | up-projection | input | $d$ | $d$ | $d$ |
+# | GELU; in Llama SiLU and product | inputs | $f$ | $f$ | $3 f$ |
+# | down-projection | input | $f$ | $f$ | $f$ |
+# | $A$ | all elements that the block saves per token | $10 d + 2 f + 3 h + 2$ | $8 d + 2 f + h + 4$ | $10 d + 4 f + h + 2$ |
 #
-# | operation | what its backward reads | elements per token |
-# |---|---|--:|
-# | norm before attention | its input; one scale per token | $d + 1$ |
-# | query, key, value projection | its input | $d$ |
-# | norm of queries and keys | their inputs, which are views of the output of `qkv`, so all $3 d$ stay; one scale per head for queries, one for keys | $3 d + 2 h$ |
-# | attention | normalized queries and keys; its output; one sum per head | $3 d + h$ |
-# | output projection | its input: the attention's output, counted above | $0$ |
-# | norm before the MLP | its input; one scale per token | $d + 1$ |
-# | up-projection | its input | $d$ |
-# | GELU | its input | $f$ |
-# | down-projection | its input | $f$ |
+# (The output projection reads the output of attention, which is counted. Llama: with as many heads for keys and values
+# as for queries.)
 #
-# $$ A = 10 d + 2 f + 3 h + 2 $$
+# Attention computes a score for every pair of tokens, yet no row has a $T^2$: the fused kernel (FlashAttention) saves
+# one sum per query and head, and recomputes the scores in backward. It is a checkpoint in miniature.
 #
-# Attention computes a score for every pair of tokens, yet the formula has no $T^2$ term. PyTorch's fused attention
-# kernel (FlashAttention) saves one element per query and head, and recomputes the scores in backward. It is a
-# checkpoint in miniature.
-#
-# The next cell measures one block. `timeline.boundary` is the moment between forward and backward, and `.at` gives the
-# live bytes of each category. `backward(x)` passes `x` as the gradient of the output, so no memory is allocated for it.
+# The next cell measures the three blocks. `timeline.boundary` is the moment between forward and backward, and `.at`
+# gives the live bytes of each category.
+
+# %% tags=["hide-input"]
+import warnings
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
+from transformers import GPT2Config, LlamaConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+no_dropout = {"resid_pdrop": 0, "attn_pdrop": 0, "attn_implementation": "sdpa"}
+gpt2 = GPT2Config(n_embd=d, n_inner=f, n_head=h, activation_function="gelu_pytorch_tanh", **no_dropout)
+llama = LlamaConfig(hidden_size=d, intermediate_size=f, num_attention_heads=h, attn_implementation="sdpa")
+batch = x.view(4, 256, d).clone().requires_grad_()
+rotations = LlamaRotaryEmbedding(llama)(batch, torch.arange(256)[None])
+
+
+def saved_by_block(block, x, **more):
+    def forward_and_backward():
+        y = block(x, **more)
+        (y[0] if isinstance(y, tuple) else y).backward(x.detach())  # this gradient needs no memory of its own
+
+    run = ackpt.measure(forward_and_backward, resident=[block, x, *rotations], repeats=0)
+    return run.timeline.at(run.timeline.boundary)["activations"]
+
 
 # %%
 A = 10 * d + 2 * f + 3 * h + 2
 block = Block(config)
-alone = ackpt.measure(lambda: block(x, sequences, 256).backward(x), resident=[block, x], repeats=0)
-counted = alone.timeline.at(alone.timeline.boundary)["activations"]
-print(f"predicted {4 * T * A:,}  measured {counted:,}")
+counted = {
+    "this block": saved_by_block(block, x, cu_seqlens=sequences, max_seqlen=256),
+    "GPT-2": saved_by_block(GPT2Block(gpt2, 0), batch),
+    "Llama": saved_by_block(LlamaDecoderLayer(llama, 0), batch, position_embeddings=rotations),
+}
+elements = [A, 8 * d + 2 * f + h + 4, 10 * d + 4 * f + h + 2]
+for (name, size), per_token in zip(counted.items(), elements):
+    print(f"{name:10}  predicted {4 * T * per_token:,}  measured {size:,}")
 
 # %% [markdown]
-# The totals agree by luck: the formula counts the input, which is resident here, and the measurement counts the output,
-# which has the same size.
+# The totals agree by luck: we counted the input (resident here); the meter counts the output, of equal size. GPT-2 has
+# a fused GELU here; its default, `gelu_new`, runs as several operations and saves more.
 #
-# `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line.
-# Compare it with the table above: each row appears here with 4 bytes per element. The queries, keys and values are
-# three views of one storage, 1 MiB each. The list also contains tensors that need no further memory: parameters, the
-# input, and views of storages that are already listed.
+# `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line:
 
 # %%
 ackpt.print_saved(block, x, sequences, 256)
@@ -163,8 +178,7 @@ from experiments.widgets.block_stack import block_stack
 schematics.publish(block_stack(), "01_stack")
 
 # %% [markdown]
-# The animation stacks these tensors, and the input of the block, in the order in which the forward saves them; together
-# they have $A$ elements per token, and backward frees them from the top.
+# The animation stacks these tensors and the block's input in the order in which the forward saves them:
 #
 # ```{schematic-explorer} ../../results/explorer/01_stack.json
 # :image: ../../results/figures/01_stack.png
@@ -182,9 +196,9 @@ counted = measured.timeline.at(measured.timeline.boundary)["activations"]
 print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predicted:,}")
 
 # %% [markdown]
-# The prediction is 1 MiB and 4 bytes too low. The 4 bytes are the gradient of the loss, the single 1 with which
-# backward begins. The 1 MiB is the loss itself: it is a scalar, but on the CPU `mse_loss` returns it in a storage as
-# large as its input. If your count is off, look for such a hidden buffer.
+# The prediction is 1 MiB and 4 bytes too low. The 4 bytes are the gradient of the loss, a single 1. The 1 MiB is the
+# loss itself. If your count is off, look for a hidden buffer; here `mse_loss` returns its scalar in a storage as large
+# as its input.
 
 # %%
 loss = F.mse_loss(model(x, sequences, max_seqlen=256), x)
@@ -194,54 +208,16 @@ print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A step needs $16 P$ bytes for parameters, gradients and optimizer state, of which $12 P$ are resident. The activations
-# that the forward saves need $4 T (L A + d + 1)$ bytes. The first part does not depend on the batch, and the second
-# does not depend on the optimizer.
+# A step needs $16 P$ bytes for parameters, gradients and optimizer state, and $4 T (L A + d + 1)$ bytes for the
+# activations that its forward saves. The first part does not depend on the batch, and the second does not depend on the
+# optimizer.
 # :::
 
-# %% [markdown]
-# ## When each byte is live
-#
-# Activations peak when backward begins, and gradients when it ends, so the peak is less than their sum. The figure
-# shows one step from left to right, one allocation or free at a time.
-
-# %% tags=["hide-input"] alt="Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward."
-figure = plots.timeline_plot(measured.timeline.thinned(1000), "", measured.resident_bytes)
-path = plots.save(figure, "results/figures/01_one_step.png")
-figure
-
-# %% [markdown]
-# *The step peaks when backward begins: nearly all activations are live, and few gradients.*
-#
-# - At the far left, `zero_grad` frees the gradients of the previous step.
-# - During the forward, every operation saves what its backward will read, and no activation is freed.
-# - Right of the dashed line, backward reads the activations in reverse order and frees them, while the gradients grow
-#   to their full size. The sawtooth on top shows *temporaries*: tensors that are freed as soon as the next operation has
-#   read them.
-# - At the end, the optimizer updates one parameter tensor after another. The thin band of activations that remains is
-#   the loss in its large storage.
-#
-# So the peak is not the sum of the parts. It comes just after backward begins, when almost no gradients exist:
-
-# %%
-for name, size in measured.categories.items():
-    print(f"{name:12} {memory_format(size):>10}")
-print(f"{'peak':12} {memory_format(measured.peak_bytes):>10}")
-
 # %% tags=["hide-input"]
-from experiments.reports.figures import bar_plot, line_plot
-from experiments.widgets.chain_steps import chain_steps
+from experiments.reports.figures import line_plot
 
-schematics.publish(chain_steps(["baseline"]), "01_chain")
-
-# %% [markdown]
-# The animation shows the same triangle for a smaller model, operation by operation: a chain of 12 layers, each a linear
-# operation and a GELU.
-#
-# ```{schematic-explorer} ../../results/explorer/01_chain.json
-# :image: ../../results/figures/01_chain.png
-# :alt: The forward of a chain as a row of circles and its backward as a row of squares below, with live memory over the operations of one step. The forward fills circle after circle, and all stay filled until backward begins. Backward runs from the last square to the first and empties the circle that each square has read. Live memory is a triangle whose tip is where backward begins.
-# ```
+figure = plots.timeline_plot(measured.timeline.thinned(1000), "", measured.resident_bytes)
+path = plots.save(figure, "results/figures/01_one_step.png")  # the figure at the top of this chapter
 
 # %% [markdown]
 # ## Tokens or parameters?
@@ -287,28 +263,23 @@ path = plots.save(figure, "results/figures/01_tokens.png")
 figure
 
 # %% [markdown]
-# *Above $T^*$ tokens, the activations need more memory than parameters, gradients and optimizer state together.*
-#
-# :::{admonition} Takeaway
-# :class: tip
-# Parameters set a fixed cost, and every token adds to it. Beyond $\tfrac{8}{3} d$ tokens the activations are the larger
-# part. A leaner optimizer lowers the fixed cost; only fewer or smaller saved activations lower the cost per token.
-# :::
+# *Above $T^*$ tokens, the activations need more memory than parameters, gradients and optimizer state together. A
+# leaner optimizer lowers the constant; only fewer or smaller saved activations lower the slope.*
 
 # %% [markdown]
 # ## Recomputing activations
 #
 # Each token costs $L A$ elements because the activations of all blocks are live at once. But a block can be recomputed
 # from its input, which has only $d$ elements per token. Activation checkpointing saves the inputs, drops the rest, and
-# recomputes each block just before its backward. In plain PyTorch, the loop over the blocks becomes
+# recomputes each block just before its backward. In plain PyTorch:
 #
 # ```python
 # for block in model.blocks:
 #     x = torch.utils.checkpoint.checkpoint(block, x, sequences, 256, use_reentrant=False)
 # ```
 #
-# `ackpt.apply_activation_checkpointing` does this in place; the next chapters build it. Before you run the cell,
-# estimate the new peak: which bytes vanish, and when are most of the others live?
+# `ackpt.apply_activation_checkpointing` does this in place. Before you run the cell, estimate the new peak: which bytes
+# vanish, and when are most of the others live?
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
@@ -323,10 +294,10 @@ figure
 # %% [markdown]
 # *With checkpointing, the inner activations of at most one block are live at a time: teeth instead of a triangle.*
 #
-# The forward now saves the input of every block (the first is resident), the input of the last norm with its scale, the
-# norm's output, and the loss. The teeth before the dashed line are activations that each block drops when it ends. The
-# teeth after it are *recomputed* activations, which backward both allocates and frees. The peak has moved to the last
-# tooth, where the gradients are nearly complete.
+# The teeth before the dashed line are activations that each block drops when it ends. The teeth after it are
+# *recomputed* activations. The peak has moved to the last tooth, where the gradients are nearly complete. When backward
+# begins, only the inputs of blocks (the first is resident), the last norm's input and scale, its output, and the loss
+# are live:
 
 # %%
 counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
@@ -352,36 +323,18 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```{include} ../../results/tables/01_one_step.md
 # ```
 
-# %% tags=["hide-input"] alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, saved activations nearly vanish, recomputed ones appear, and gradients are larger."
-figure = bar_plot(
-    names,
-    {label: [run.categories[name] for name in names] for label, run in runs.items()},
-    "",
-    ylabel="memory at the peak (MiB)",
-)
-path = plots.save(figure, "results/figures/01_at_the_peak.png")
-figure
-
 # %% [markdown]
-# *Checkpointing lowers the peak because only one block's activations are live at a time: backward recomputes them.*
-#
 # The price is recomputation: every block runs its forward twice. A backward costs about two forwards, because each
-# matrix product of the forward has two in backward, as in the formulas above. So the step grows from the FLOPs of
-# three forwards to those of four, by a factor of at most $4 / 3$.
+# matrix product of the forward has two in backward. So the step grows from the FLOPs of three forwards to those of
+# four, by a factor of at most $4 / 3$.
 
 # %%
 print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in FLOPs")
 
 # %% [markdown]
-# ## Other models, other lengths
-#
-# Counting the bytes of a step does not require running it: shapes are enough. The memory calculator on the
-# [first page](../index.md) shows bars like these for models of up to 70 billion parameters, none of which
-# runs. Try there:
-#
-# - Llama 3 8B from 1024 to 8192 tokens: which parts of the bar grow, and which do not?
-# - The same model with LoRA: which parts disappear?
-# - A budget between the smallest bar and the largest: how many of the step's FLOPs does the plan recompute?
+# Counting the bytes of a step does not require running it: shapes are enough. The calculator on the
+# [first page](../index.md) does it for models of up to 70 billion parameters. Try Llama 3 8B with 1024 and 8192 tokens,
+# and with LoRA: which parts grow, and which disappear?
 
 # %% tags=["hide-input"]
 where = environment("cpu", "notebooks/01_where_memory_goes.py")
@@ -403,10 +356,9 @@ where
 #
 # :::{admonition} Exercise 1: the published model
 # :class: note
-# The reference experiments of this book train 12 blocks with $d = 1024$, $f = 4096$ and heads of width 128. How many
-# GiB do parameters, gradients and optimizer state need, and how many do the activations of 8192 tokens need, all in
-# fp32? Which of the two would you reduce? Check your $P$ by building the model on the `meta` device, which allocates no
-# memory.
+# The book's reference experiments train 12 blocks with $d = 1024$, $f = 4096$ and heads of width 128. How many GiB do
+# parameters, gradients and optimizer state need, and how many the activations of 8192 tokens? Which would you reduce?
+# Check your $P$ by building the model on the `meta` device, which allocates no memory.
 # :::
 
 # %% tags=["solution"]
@@ -415,7 +367,7 @@ with torch.device("meta"):
 d1, f1, h1, L1 = PUBLISHED.dim, PUBLISHED.ff_dim, PUBLISHED.heads, PUBLISHED.layers
 P1 = L1 * (4 * d1**2 + 2 * d1 * f1 + 2 * d1 + 2 * d1 // h1) + d1
 A1 = 10 * d1 + 2 * f1 + 3 * h1 + 2
-print("P =", P1, "counted on meta:", sum(p.numel() for p in published.parameters()))
+print(f"P = {P1:,}, counted on meta: {sum(p.numel() for p in published.parameters()):,}")
 print("16 P =", memory_format(16 * P1))
 print("activations of 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
 
@@ -426,16 +378,15 @@ print("activations of 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)
 # %% [markdown]
 # :::{admonition} Exercise 2: another optimizer
 # :class: note
-# Replace AdamW with SGD without momentum. Which bytes of the step vanish, and by how much does the peak fall? Predict
-# both before you measure.
+# Replace AdamW with SGD without momentum. Which bytes vanish, and by how much does the peak fall?
 # :::
 
 # %% tags=["solution"]
 switched_off = ackpt.remove_activation_checkpointing(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 sgd = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
-print("predicted:", 8 * P + counters, "bytes, AdamW's averages and step counters")
-print("measured: ", measured.peak_bytes - sgd.peak_bytes, "bytes")
+print(f"predicted: {8 * P + counters:,} bytes, AdamW's averages and step counters")
+print(f"measured:  {measured.peak_bytes - sgd.peak_bytes:,} bytes")
 
 # %% [markdown]
 # :::{admonition} Exercise 3: a cheaper nonlinearity
@@ -457,18 +408,15 @@ print("GELU:", kept_per_token(torch.nn.GELU()), "= d + 2 f =", d + 2 * f)
 print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 
 # %% [markdown]
-# ReLU's output is also the input of the down-projection, so one storage serves both. (The $d$ here is the output of the
-# MLP; its input is resident.)
+# ReLU's output is also the input of the down-projection, so one storage serves both.
 
 # %% [markdown]
-# ## What we have seen
+# ## Summary
 #
-# - A training step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and $4 A$ bytes per token and
-#   block, with $A = 10 d + 2 f + 3 h + 2$. We derived both on paper and measured them to the byte.
+# - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and $4 A$ bytes per token and block.
 # - Activations rise until backward begins and fall while the gradients rise. The peak is at the start of backward.
-# - Above $\tfrac{8}{3} d$ tokens, activations outweigh everything else. They are saved only to be read once more, and
-#   they can be recomputed: that is the subject of the next chapters.
-# - If your count is off, look for a hidden buffer; here it was a loss in a storage as large as its input.
+# - Above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They are saved only to be read once more, and
+#   they can be recomputed: the subject of the next chapters.
 #
 # ## Sources
 #

@@ -8,26 +8,12 @@
 # :alt: Three rows of boxes, the nodes of autograd's graph for four sines and a sum, with arrows from the loss to the leaf. Without a region, each of four sine nodes has a tensor below it: the first the input x, the others saved activations. With a region, after the forward, one wide node replaces the four and saves x alone. In its backward, a graph of four sine nodes exists again, with x and three recomputed activations.
 # :class: dark-light
 #
-# The graph that autograd records, without and with a checkpoint: a region is one node, which saves its input and runs
-# the function again in backward.
+# The graph that autograd records. A *region*, the part of a model that one checkpoint covers, is a single node: it
+# saves its input, and in backward it runs its function again and builds the inner graph, which it frees at the end.
 # ```
 #
-# After this chapter you can write activation checkpointing in thirty lines of plain PyTorch and predict its peak to the
-# byte. You know why random numbers, autocast and in-place updates need care, and what correct gradients cost.
-#
-# :::{admonition} Symbols of this chapter
-# :class: dropdown
-#
-# | symbol | meaning |
-# |:--:|---|
-# | $f$ | the *region*: a function whose activations are dropped in the forward and recomputed in the backward |
-# | $x$, $y$ | its input and output, $y = f(x)$ |
-# | $\bar x$, $\bar y$ | gradients of the loss with respect to them |
-# | $n$ | layers of a chain; the output of each is an *activation* |
-# | $k$ | regions into which the chain is cut |
-# | $\ell_i$ | layers in region $i$; $\ell_1 + \dots + \ell_k = n$ |
-# | $S$ | bytes of one activation |
-# :::
+# After this chapter you can write activation checkpointing in thirty lines of plain PyTorch, predict its peak to the
+# byte, and say where it can go wrong.
 
 # %%
 import torch
@@ -40,12 +26,13 @@ generator = torch.manual_seed(0)
 
 # %% tags=["hide-input"]
 import functools
+import warnings
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ackpt.metering import plots
-from ackpt.metering.meter import compare_seconds, measure, memory_format
-from ackpt.models import Block, Transformer, TransformerConfig
+from ackpt.metering.meter import compare_seconds, measure
+from ackpt.models import Block, TransformerConfig
 from experiments.pitfalls.checkpoints import verdicts
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
@@ -65,10 +52,10 @@ def measured(function, *resident):
 # %% [markdown]
 # ## Ten lines
 #
-# Backward through $y = f(x)$ computes $\bar x = J^\top \bar y$, where $J$ is the derivative of $f$ at $x$. PyTorch
-# never forms $J$. It multiplies by the derivative of one operation after another, and each operation inside $f$ saves
-# the tensors that its own derivative needs. But all of them are functions of $x$. A checkpoint therefore saves $x$ and
-# nothing else, and recomputes everything inside $f$ when $\bar y$ arrives. An `autograd.Function` implements this rule:
+# A region computes $y = \phi(x)$. Its backward computes $\bar x = J^\top \bar y$, where a bar marks a gradient of the
+# loss and $J$ is the derivative of $\phi$ at $x$. PyTorch never forms $J$. It multiplies by the derivative of one
+# operation after another, and each operation saves the tensors that its own derivative needs. But all of them are
+# functions of $x$. A checkpoint therefore saves $x$ and nothing else, and recomputes the rest when $\bar y$ arrives:
 
 
 # %%
@@ -110,23 +97,18 @@ gradients = [torch.autograd.grad(run(x).sum(), x)[0] for run in (four_sines, che
 torch.equal(*gradients)
 
 # %% [markdown]
-# The gradients are bit-identical. What has changed is autograd's graph, the chain of nodes from the loss back to $x$:
+# The gradients are bit-identical. What has changed is autograd's graph, as the figure at the top shows.
+#
+# How many bytes are saved when backward begins? A sine saves its input. The first input is $x$, which is allocated
+# anyway, so the baseline saves three activations of $S$ bytes each, and the checkpoint none. The other 8 bytes are the
+# loss and its gradient.
 
-# %% tags=["hide-input"] alt="Three rows of boxes, the nodes of autograd's graph for four sines and a sum, with arrows from the loss to the leaf. Without a region, each of four sine nodes has a tensor below it: the first the input x, the others saved activations. With a region, after the forward, one wide node replaces the four and saves x alone. In its backward, a graph of four sine nodes exists again, with x and three recomputed activations."
+# %% tags=["hide-input"]
 from experiments.reports import schematics
 from experiments.widgets.autograd_graphs import autograd_graphs
 
 figure = schematics.autograd_figure(autograd_graphs())
-path = plots.save(figure, "results/figures/02_autograd.png")
-figure
-
-# %% [markdown]
-# *Autograd's graph without a region, and with a region of `ackpt.checkpoint`. The region is a single node that saves
-# its input; its backward builds the inner graph and frees it at the end.*
-#
-# Predict the saved bytes when backward begins. A sine saves its input. The first input is $x$, which is allocated
-# anyway, so the baseline saves three activations of $S$ bytes and the checkpoint none. The other 8 bytes are the loss
-# and its gradient, the 1 with which backward begins.
+path = plots.save(figure, "results/figures/02_autograd.png")  # the figure at the top of this chapter
 
 # %%
 S = x.nbytes
@@ -143,7 +125,8 @@ for run in (four_sines, checkpointed):
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 rows = torch.randn(128, 64, requires_grad=True)
 baseline_flops = ackpt.count_flops(lambda: mlp(rows).sum().backward())
-ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / baseline_flops
+flops = ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward())
+round(flops / baseline_flops, 3)
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -153,14 +136,14 @@ ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / baseli
 # :::
 
 # %% tags=["hide-input"]
-from experiments.reports.figures import line_plot
+from experiments.reports.figures import curves_plot
 from experiments.widgets.chain_steps import chain_steps
 
 schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 
 # %% [markdown]
-# The animation compares the baseline with per-block checkpointing on a chain of 12 layers, each a linear operation and a
-# GELU. The activation between the two is dropped in the forward and recomputed just before the layer's backward.
+# The animation shows a chain of 12 layers, each a linear operation and a GELU, with and without one region per layer:
+# the activation between the two is dropped in the forward and recomputed just before the layer's backward.
 #
 # ```{schematic-explorer} ../../results/explorer/02_chain.json
 # :image: ../../results/figures/02_chain.png
@@ -171,30 +154,11 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 # %% [markdown]
 # ## The peak of a chain
 #
-# A single region around all layers gains nothing: its recomputation holds all $n$ activations again. One region per
-# layer saves all $n$ inputs. The optimum is in between. Cut a chain of $n$ layers, each of which saves its input, into
-# $k$ regions ({cite:t}`chen2016` call them segments). During the backward of region $i$, these tensors are live:
-#
-# - the $i - 1$ *boundaries*, which are the inputs of the regions 2 to $i$ (the input of the first is $x$);
-# - the $\ell_i$ activations that the region has just recomputed;
-# - two gradients, of the current layer's output and of its input.
-#
-# The last region needs one tensor less, because the gradient of `sum()` is a single 1, broadcast. The loss and its
-# gradient add 8 bytes. So the peak is $k$ boundaries and $n / k$ activations, to the byte:
-#
-# $$ \text{peak} = S \cdot \max\Bigl( \max_{i < k} \, (i - 1 + \ell_i + 2),\; k - 1 + \ell_k + 1 \Bigr) + 8 \text{ bytes}.
-#    $$
-#
-# For $k \ge 2$ equal regions this is $k + n / k$ activations. The minimum is $2 \sqrt n$ activations at $k = \sqrt n$,
-# for one more forward of the chain.
-
+# A single region around all $n$ layers of a chain gains nothing: its recomputation holds all $n$ activations again. One
+# region per layer saves all $n$ inputs. The optimum is in between: cut the chain into $k$ regions of $n / k$ layers
+# ({cite:t}`chen2016` call them segments). This is the step with $n = 64$ and $k = 8$:
 
 # %%
-def predicted_peak(lengths):
-    *first, last = lengths
-    return S * max([i + length + 2 for i, length in enumerate(first)] + [len(first) + last + 1]) + 8
-
-
 def chain(lengths, a):
     for length in lengths:
         region = nn.Sequential(*[nn.SiLU()] * length)
@@ -202,77 +166,71 @@ def chain(lengths, a):
     return a
 
 
-# %% alt="Peak memory against the number of regions for a chain of 64 layers: measured points are on the predicted curve, which falls steeply, has its minimum at 8 regions and rises slowly again."
 ks = [1, 2, 4, 8, 16, 32]
-cuts = [[64 // k] * k for k in ks]
-runs = [measured(functools.partial(chain, lengths)) for lengths in cuts]
-peaks = [run.dynamic_peak_bytes for run in runs]
-formula = [predicted_peak(lengths) for lengths in cuts]
-figure = line_plot(ks, {"64 layers": peaks}, {"64 layers": formula}, "", xlabel="regions")
-path = plots.save(figure, "results/figures/02_segments.png")
-figure
-
-# %% [markdown]
-# *The peak of a chain of 64 layers is lowest with 8 regions, the square root of 64. Prediction and measurement agree to
-# the byte:*
-
-# %%
-[peak - prediction for peak, prediction in zip(peaks, formula)]
-
-# %% [markdown]
-# The timeline of the step with 8 regions shows the mechanism. The teeth on the left are first forwards: each region
-# drops its activations when it ends, and its output becomes a boundary. (The ten lines would not show these teeth:
-# `ackpt.checkpoint` runs the first forward with a graph, for reasons given below.) The teeth on the right are
-# recomputations.
+runs = {k: measured(functools.partial(chain, [64 // k] * k)) for k in ks}
 
 # %% alt="Live memory of a chain of 64 layers in 8 regions: eight teeth that rise step by step during the forward and, after the start of backward, eight teeth that are a little higher and step down."
-figure = plots.timeline_plot(runs[3].timeline, "")
+figure = plots.timeline_plot(runs[8].timeline, "")
 path = plots.save(figure, "results/figures/02_timeline.png")
 figure
 
 # %% [markdown]
-# *The forward of a chain with 8 regions leaves seven boundaries. The recomputation of each region needs a little more
-# memory than its first forward.*
+# *Left of the dashed line, each region drops its activations when it ends, and its output stays as a boundary. Right of
+# it, each region is recomputed and then freed.* (`ackpt.checkpoint` runs the first forward with a graph, for reasons
+# given below, hence the teeth on the left.)
 #
-# :::{admonition} Takeaway
-# :class: tip
-# With $\sqrt n$ regions, the memory of $n$ layers falls from $n$ activations to $2 \sqrt n$: boundaries, one region and
-# two gradients.
-# :::
+# So the peak is **$k$ boundaries and $n / k$ recomputed activations**. (In the last region, these are
+# $k - 1$ boundaries and one gradient. The loss and its gradient add 8 bytes.)
+#
+# $$ \text{peak} = \Bigl( k + \frac{n}{k} \Bigr) S + 8 \text{ bytes} $$
+
+# %% tags=["hide-input"] alt="Peak memory in activations against the number of regions, on a logarithmic axis, for a chain of 64 layers: measured points lie on the curve k + n / k, which falls steeply from 65, has its minimum of 16 at 8 regions and rises again to 34 at 32."
+peaks = {k: run.dynamic_peak_bytes for k, run in runs.items()}
+curve = {"64 layers": {k: k + 64 / k for k in (2 ** (step / 8) for step in range(41))}}
+points = {"64 layers": {k: peak / S for k, peak in peaks.items()}}
+figure = curves_plot(points, curve, "", xlabel="regions", ylabel="peak (activations)")
+path = plots.save(figure, "results/figures/02_segments.png")
+figure
 
 # %% [markdown]
-# ## What the ten lines get wrong
+# *The peak is lowest with 8 regions, the square root of 64. Measured peak minus $(k + n / k) S$, in bytes:*
+
+# %%
+[peak - (k + 64 // k) * S for k, peak in peaks.items()]
+
+# %% [markdown]
+# So with $\sqrt n$ regions, $n$ activations become $2 \sqrt n$, for one more forward of the chain.
+# {doc}`06_sublinear_memory` derives this and goes on from there.
+
+# %% [markdown]
+# ## Why one input must require grad
 #
-# A chain of sines is a pure function of one tensor. Real regions have parameters, draw random numbers, and run under
-# autocast. Four short steps show what can go wrong.
-#
-# ### Parameters and inputs without grad
-#
-# The input of a model's first layer is data, which needs no gradient. The layer's parameters do need one:
+# A chain of sines is a pure function of one tensor. A model's first region has parameters, and its input is data, which
+# needs no gradient. What does PyTorch's reentrant checkpoint, a full version of the ten lines, do with it?
 
 # %%
 linear, data = nn.Linear(2, 1, bias=False), torch.ones(1, 2)
-y = TenLines.apply(linear, data)
-y.requires_grad
+with warnings.catch_warnings(record=True) as caught:
+    y = torch_checkpoint(linear, data, use_reentrant=True)
+print(y.requires_grad, [str(warning.message) for warning in caught])
 
 # %% [markdown]
-# The output does not require grad, because no input of the `autograd.Function` does. The layer never learns, and
-# nothing warns. The fix: also make the parameters inputs of the function. Then they get their gradients through the
-# outer graph.
+# Autograd makes a node for an `autograd.Function` only if one of its input tensors requires grad. The inputs here are
+# the arguments of the call, not the parameters that the function uses. Without a node, the output does not require
+# grad, backward never reaches the region, and its parameters do not learn. With one, the region's backward recomputes
+# the output and calls `backward` on it, which adds to the `.grad` of the parameters. (The ten lines ask for the
+# gradient of $x$ alone, so their parameters never learn.)
 #
-# ### Why one input must require grad
+# So one *input* must require grad, although only the parameters need a gradient. Frozen embeddings cause the same:
+# `enable_input_require_grads` of `transformers` is a way around it. A better one: make the parameters inputs of the
+# function, too. Then the node exists whenever one of them learns, and they get their gradients through the outer graph.
 #
-# PyTorch's reentrant checkpoint passes only the tensors in its arguments to the `autograd.Function`. Its backward calls
-# `backward` on the recomputed output, which adds to the `.grad` of the parameters directly. Autograd runs that backward
-# only if the output requires grad, and the output requires grad only if one of these inputs does. This is what the
-# warning "None of the inputs have requires_grad=True. Gradients will be None" says. The inputs of a first layer are
-# data, and those of a model with frozen embeddings do not require grad either, so their regions train nothing.
-# `enable_input_require_grads` of transformers is a way around it.
+# ## What else the ten lines get wrong
 #
 # ### In-place updates before backward
 #
-# An optimizer step between a forward and its backward happens in adversarial training and in pipelines. The gradient of
-# the input must be the weight that the forward used:
+# Adversarial training and pipelines change a weight between a forward and its backward. The gradient of the input must
+# be the weight that the forward used:
 
 # %%
 linear, data = nn.Linear(1, 1, bias=False), torch.ones(1, 1, requires_grad=True)
@@ -284,14 +242,13 @@ y.backward()
 data.grad.item() / weight_in_forward
 
 # %% [markdown]
-# The recomputation uses the new weight. Without a checkpoint, autograd raises an error: each tensor counts its in-place
-# changes, and autograd compares that count for every saved tensor. The fix: also save the parameters with
-# `save_for_backward`. This needs no memory, since they are allocated anyway.
+# The recomputation uses the new weight. Without a checkpoint, autograd raises an error, because it compares the version
+# of every saved tensor. The fix: also save the parameters with `save_for_backward`. This needs no memory, since they
+# are allocated anyway.
 #
 # ### Random numbers
 #
-# The recomputation must draw the random numbers of the forward. With dropout, exactly the elements that the forward did
-# not drop must get a gradient:
+# With dropout, exactly the elements that the forward did not drop must get a gradient:
 
 # %%
 x = torch.ones(8, requires_grad=True)
@@ -300,13 +257,13 @@ y.sum().backward()
 y.tolist(), x.grad.tolist()
 
 # %% [markdown]
-# The gradient belongs to a different dropout mask. The fix: save the state of the random number generator, and set it
-# for the recomputation.
+# The gradient belongs to another dropout mask. The fix: save the state of the random number generator, and set it for
+# the recomputation.
 #
 # ### Autocast
 #
-# The forward runs inside `torch.autocast`; backward is called outside, as PyTorch recommends. In which dtypes does the
-# product run?
+# The forward runs inside `torch.autocast`, backward outside, as PyTorch recommends. In which dtypes does the product
+# run?
 
 # %%
 dtypes = []
@@ -324,7 +281,7 @@ y.backward()
 dtypes
 
 # %% [markdown]
-# The recomputation runs in fp32, so it computes a different function. The fix: save the autocast settings as well.
+# The recomputation runs in fp32. The fix: save the autocast settings.
 #
 # ## Thirty lines
 #
@@ -360,8 +317,8 @@ def checkpoint(function, x):
 
 
 # %% [markdown]
-# (On a GPU, also save the state of its generator and its autocast settings.) All gradients of a small model with dropout
-# under autocast now equal the baseline's, although its input is data:
+# (On a GPU, also save the state of its generator and its autocast settings.) All gradients of a small model with
+# dropout under autocast now equal the baseline's:
 
 # %%
 model, data = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64)), torch.randn(8, 64)
@@ -376,10 +333,10 @@ for run in (model, functools.partial(checkpoint, model)):
 # %% [markdown]
 # ## What thirty lines still miss
 #
-# The table shows the results of 19 steps like those above with five checkpoints. {doc}`../pitfalls` explains the steps
-# and has their code. PyTorch's reentrant form is a full version of the ten lines. Its non-reentrant form is another
-# design: it intercepts every tensor that autograd would save, drops it, and recomputes the region when backward first
-# reads one. Without a checkpoint, the third step raises an error, so *error* is the correct outcome there.
+# The table shows 19 steps like those above with five checkpoints. {doc}`../pitfalls` explains them and has their code.
+# PyTorch's non-reentrant form is another design: it intercepts every tensor that autograd would save, drops it, and
+# recomputes the region when backward first reads one. In the third row, *error* is correct: without a checkpoint, the
+# step raises one.
 
 # %% tags=["hide-input"]
 torch_checkpoints = {
@@ -399,30 +356,26 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ```{include} ../../results/tables/02_pitfalls.md
 # ```
 #
-# In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside of autograd's
-# own graph, which can be differentiated again, and it reads the tensors that the recomputation saves, not its outputs.
+# In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside of
+# autograd's own graph, which can be differentiated again, and it reads the tensors that the recomputation saves, not
+# its outputs.
 #
-# A recomputation is correct only if it repeats the forward. `ackpt.checkpoint` is the thirty lines with these
-# additions:
+# `ackpt.checkpoint` is the thirty lines with these additions:
 #
 # - **The first forward runs in grad mode**, and its graph is dropped when the region ends. So code that checks the grad
 #   mode takes the same path as without a checkpoint. The graph also shows which outputs require grad and which
-#   parameters the region uses, even those that it reaches through a closure.
+#   parameters the region uses, even through a closure.
 # - **Every random number stream** that the region draws from is replayed: torch's, Python's, NumPy's, and your own
-#   generators. A region that draws no random numbers saves no state.
-# - **State changes once per step.** For the recomputation, buffers such as BatchNorm's statistics get their old values
-#   back, and afterwards the new ones. The mode of each module is also restored.
-# - **A closure's variables** are saved with the region, so a lambda in a loop calls the layer that it called in the
-#   forward.
+#   generators.
+# - **State changes once per step.** Buffers such as BatchNorm's statistics get their old values for the recomputation,
+#   and afterwards the new ones. The mode of each module is also restored.
+# - **A closure's variables** are saved, so a lambda in a loop calls the layer that it called in the forward.
 # - **Tensors in dicts, lists, tuples, dataclasses and keyword arguments** are inputs of the autograd node.
-# - **Both runs are compared**, operation by operation, with their numeric arguments. A branch that is taken differently
-#   or a changed setting raises an error.
+# - **Both runs are compared**, operation by operation, with their numeric arguments. If they differ, it raises an
+#   error.
 #
-# ### A case that no checkpoint detects
-#
-# One case stays wrong: the region builds a tensor from a Python value, as in `torch.tensor(scale)`, and the value
-# changes before backward. Both runs look alike. The fix is to pass the setting as an argument, because a region saves
-# its arguments.
+# One case stays wrong: the region builds a tensor from a Python value (`torch.tensor(scale)`) that changes before
+# backward. Both runs look alike. Pass such a value as an argument, because a region saves its arguments.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -433,15 +386,13 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # %% [markdown]
 # ## Nested regions
 #
-# The recomputation of a region holds all of its activations, unless the region contains regions itself. Cut the chain
-# into $k$ outer regions of $m$ inner regions with $\ell$ layers each. The peak comes in the last outer region, when the
-# boundaries of both levels, the activations of one *inner* region, the recomputed output of the outer region and one
+# A region may contain regions. Cut the chain into $k$ regions of $k'$ inner regions with $\ell$ layers each. At the
+# peak, the boundaries of both levels, the activations of one *inner* region, the output of the outer region and one
 # gradient are live:
 #
-# $$ (k - 1) + (m - 1) + \ell + 2 = k + m + \ell, \qquad n = k \, m \, \ell . $$
+# $$ (k - 1) + (k' - 1) + \ell + 2 = k + k' + \ell, \qquad n = k \, k' \, \ell . $$
 #
-# This sum is smallest at $k = m = \ell = \sqrt[3] n$. The price: every layer runs once in the forward, once for its outer
-# region and once for its inner region.
+# This sum is smallest at $k = k' = \ell = \sqrt[3] n$. The price: the forward of every layer runs three times.
 
 # %%
 calls = []
@@ -467,54 +418,18 @@ def nested(regions, function, a):
 x = torch.ones(2**14, requires_grad=True)
 outer = functools.partial(nested, 4, inner)
 nested_peak = measured(functools.partial(nested, 4, outer)).dynamic_peak_bytes
-print(f"4 x 4 x 4 layers: peak {nested_peak:,} bytes = {4 + 4 + 4} S + {nested_peak - 12 * S}, {len(calls)} = 3 n forwards")
+print(f"4 x 4 x 4 layers: peak {4 + 4 + 4} S + {nested_peak - 12 * S} bytes")
+print(f"{len(calls)} = 3 n forwards")
 
 # %% [markdown]
-# With one level, the 64 layers needed $16 \, S$ and $2 n$ forwards. Exercise 2 nests further.
-#
-# ## A whole model
-#
-# `apply_activation_checkpointing` makes every repeated block of a model a region. The model's code, the names of its
-# parameters and its gradients stay the same:
-
-# %%
-T, d, L = 512, 128, 6
-config = TransformerConfig(dim=d, ff_dim=4 * d, layers=L, head_dim=64)
-model, data = Transformer(config), torch.randn(T, d)
-offsets = torch.arange(0, T + 1, 128, dtype=torch.int32)  # four sequences of 128 tokens
-
-
-def step():
-    model.zero_grad()
-    F.mse_loss(model(data, offsets, 128), data).backward()
-
-
-step()
-expected = [parameter.grad.clone() for parameter in model.parameters()]
-baseline = measure(step, resident=[model, data, offsets], warmup=0, repeats=0)
-ackpt.apply_activation_checkpointing(model)
-per_block = measure(step, resident=[model, data, offsets], warmup=0, repeats=0)
-all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))
-
-# %% [markdown]
-# As in {doc}`01_where_memory_goes`, we predict the saved bytes of the checkpointed step from the inputs of the blocks,
-# the last norm and the loss; the first block's input is the data. The last line subtracts this prediction from the
-# measurement:
-
-# %%
-for name, run in {"baseline": baseline, "checkpointed": per_block}.items():
-    saved_bytes = run.timeline.at(run.timeline.boundary)["activations"]
-    peak = memory_format(run.dynamic_peak_bytes)
-    print(f"{name:12} saved {memory_format(saved_bytes)}, dynamic peak {peak}")
-saved_bytes - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
+# With one level, the 64 layers needed $16 \, S$ and $2 n$ forwards. {doc}`06_sublinear_memory` nests further.
 
 # %% [markdown]
 # ## What a region costs
 #
-# The additions of `ackpt.checkpoint` take time per region and per operation, whatever the sizes of the tensors. To make
-# this time visible, the next cell times a tiny region, two linear layers of width 8, and a Transformer block with 512
-# tokens. The contenders take turns in rounds, and the cell prints the medians of each round's ratios of processor time
-# to the baseline. The times themselves depend on the machine and its load.
+# The checks take time per region and per operation, whatever the sizes of the tensors. So we time a tiny region, two
+# linear layers of width 8, and a Transformer block with 512 tokens. The contenders take turns in rounds, and the ratio
+# to the baseline is taken within each round, in processor time:
 
 # %% tags=["measured-time", "nbval-ignore-output", "hide-input"]
 tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
@@ -530,27 +445,25 @@ def repeated(times, call, *arguments):
 
 for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer block", 1, (block, *inputs))):
     steps = {label: functools.partial(repeated, times, call, *arguments) for label, call in contenders.items()}
-    print(f"{name}: processor time of a forward and a backward")
+    print(f"{name}: a forward and a backward, median of 7 rounds")
     for label, ratio in compare_seconds(steps, repeats=7, clock="processor").ratios.items():
         print(f"  {label:20} {ratio.median:.2f} times the baseline")
 
 # %% [markdown]
-# The tiny region shows this time: there, every checkpoint takes several times as long as the baseline. For the block,
-# nearly all of the added time is recomputation. PyTorch's non-reentrant checkpoint recomputes less, because it stops as soon as backward has all the
-# tensors that it reads: it skips the last matrix product of the block.
+# For the tiny region, every checkpoint takes several times as long as the baseline. For the block, nearly all of the
+# added time is recomputation. PyTorch's non-reentrant checkpoint recomputes less, because it stops as soon as backward
+# has all the tensors that it reads: it skips the last matrix product of the block.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The checks take the same time per region, whatever its size; the recomputation costs a forward per region. For regions
-# as large as a Transformer block, the recomputation dominates: make regions large, and leave the guarantees on.
+# The checks take the same time for a region of any size; the recomputation costs a forward per region. Make regions as
+# large as a Transformer block, and leave the checks on.
 # :::
 
 # %% tags=["hide-input"]
-metrics = {"chain": [{"regions": k, "peak_bytes": peak} for k, peak in zip(ks, peaks)], "pitfalls": pitfalls}
+metrics = {"chain": [{"regions": k, "peak_bytes": peak} for k, peak in peaks.items()], "pitfalls": pitfalls}
 metrics["nested_peak_bytes"] = nested_peak
-metrics["model_dynamic_peak_bytes"] = {"baseline": baseline.dynamic_peak_bytes}
-metrics["model_dynamic_peak_bytes"]["checkpointed"] = per_block.dynamic_peak_bytes
-sizes = {"activation_bytes": S, "chain_layers": 64, "model": {"tokens": T, "dim": d, "layers": L}}
+sizes = {"activation_bytes": S, "chain_layers": 64}
 where = environment("cpu", "notebooks/02_reentrant_checkpoint.py")
 path = Record("reentrant_checkpoint", sizes, metrics, where).save("results/cpu/02_reentrant_checkpoint.json")
 
@@ -565,8 +478,15 @@ path = Record("reentrant_checkpoint", sizes, metrics, where).save("results/cpu/0
 
 
 # %% tags=["solution"]
-# A peak of p S allows p - 2 - (i - 1) layers in region i, and p - 1 - (k - 1) in the last one. The lengths decrease by
-# one from region to region, so they sum to about p^2 / 2. This must reach n, so p is about sqrt(2 n), not 2 sqrt(n).
+# In the backward of region i < k, these are live: the boundaries of the regions 2 to i, the activations of the region,
+# and two gradients: i - 1 + length_i + 2. The last region needs one gradient, because that of sum() is a broadcast 1:
+# k - 1 + length_k + 1. So a peak of p S allows p - 1 - i layers in region i and p - k in the last one. The lengths
+# decrease by one, so they sum to about p^2 / 2. This must reach n, so p is about sqrt(2 n), not 2 sqrt(n).
+def predicted_peak(lengths):
+    *first, last = lengths
+    return S * max([i + length + 2 for i, length in enumerate(first)] + [len(first) + last + 1]) + 8
+
+
 for lengths in ([4, 4, 4, 4], [5, 4, 3, 2, 2]):
     peak = measured(functools.partial(chain, lengths)).dynamic_peak_bytes
     print(lengths, f"predicted {predicted_peak(lengths):,}, measured {peak:,} = {peak // S} S + {peak % S}")
@@ -574,33 +494,7 @@ for lengths in ([4, 4, 4, 4], [5, 4, 3, 2, 2]):
 # %% [markdown]
 # `ackpt.checkpoint_sequential` chooses such lengths by default. It does not recompute the last segment.
 #
-# :::{admonition} Exercise 2: halves of halves
-# :class: note
-# Checkpoint the first half of a chain, then treat both halves in the same way, down to one layer. How do the peak and
-# the number of forwards grow with $n$? Chen et al. prove $O(\log n)$ and $O(n \log n)$. Hint: every backward of a
-# region holds the gradient of the region's output until it ends, so each level of nesting adds one live gradient.
-# :::
-
-
-# %% tags=["solution"]
-# Each level adds one activation and one gradient, and runs half of the layers once more:
-# 2 log2(n) + 1 activations, and n + n / 2 log2(n) forwards.
-def halves(n, a):
-    if n == 1:
-        return layer(a)
-    return halves(n - n // 2, ackpt.checkpoint(halves, n // 2, a))
-
-
-for exponent in (1, 3, 5, 7):
-    n = 2**exponent
-    calls.clear()
-    peak = measured(functools.partial(halves, n)).dynamic_peak_bytes
-    forwards = n + n // 2 * exponent
-    levels = f"{(peak - 8) / S:4.1f} = {2 * exponent + 1:2} S"
-    print(f"n = {n:3}: peak {levels}, {len(calls):3} = {forwards:3} forwards")
-
-# %% [markdown]
-# :::{admonition} Exercise 3: where to cut
+# :::{admonition} Exercise 2: where to cut
 # :class: note
 # Take four MLPs in a row, each from width $d$ up to $4 d$, through a GELU, and back down. Cut the chain into four
 # regions, once at the narrow activations and once at the wide ones (the very first layer is then outside all regions).
@@ -628,17 +522,15 @@ print(f"narrow: {saved_by(narrow):,} = 3 x {size:,}   (the first input is reside
 print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 
 # %% [markdown]
-# ## What we have seen
+# ## Summary
 #
-# - A reentrant checkpoint is ten lines: save the input, run without a graph, and rerun with a graph in backward.
-# - A chain of $n$ layers then needs $2 \sqrt n$ activations, and $3 \sqrt[3] n$ with two levels of regions. The
-#   formulas give the peaks to the byte.
-# - The ten lines are wrong wherever the second run differs from the first. Thirty lines fix parameters, in-place
-#   updates, torch's random numbers and autocast. Most of the remaining errors are silent, in PyTorch's own checkpoint,
-#   too.
-# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in the case that no checkpoint
-#   detects. The code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
-#   {doc}`03_what_pytorch_offers` shows more failures of PyTorch's own tools.
+# - A reentrant checkpoint is ten lines: save the input, run without a graph, and rerun with a graph in backward. One of
+#   its inputs must require grad.
+# - A chain of $n$ layers then needs $2 \sqrt n$ activations, and $3 \sqrt[3] n$ with two levels of regions.
+# - The ten lines are wrong wherever the second run differs from the first. Most of these errors are silent, in
+#   PyTorch's own checkpoint, too.
+# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in one case. Its code is in
+#   `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
 #
 # ## Sources
 #

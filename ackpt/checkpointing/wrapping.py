@@ -77,7 +77,7 @@ def apply_activation_checkpointing(
     """
     _require_module(model)
     for name, module in model.named_modules():
-        if "_ackpt_planned" in vars(module):
+        if "_ackpt_variants" in vars(module):
             raise TypeError(
                 f"{f'module {name!r}' if name else 'the model'} is a step planned by ackpt.compile, whose plan says "
                 "what is recomputed: use either that or activation checkpointing, not both"

@@ -1,4 +1,4 @@
-"""What ran: the device, the versions, the threads and the day, as plain data."""
+"""Describe this machine for records: the device, the versions, the threads and the day, as plain data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The public functions of the planner: `compile`, `apply_budget`, `remove_budget` and `plan`.
 
 All but `remove_budget` make a `Request` from their keywords, and the `Request` checks them. `compile` and
-`apply_budget` pass it to a `PlannedStep`, `plan` to `ackpt.planner.choose.planned`.
+`apply_budget` pass it to a `PlannedStep`, `plan` to `ackpt.planner.choose.plan_by_policy`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from ackpt.core.errors import warn
 from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.choose import planned
+from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies import Policy
@@ -299,4 +299,4 @@ def plan(
     request = Request.from_keywords(budget=budget, slowdown=slowdown, policy=policy, cache=cache, options=options)
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile must come from ackpt.profile(graph, ...), got {type(profile).__name__}")
-    return planned(graph, request, profile)
+    return plan_by_policy(graph, request, profile)

@@ -35,12 +35,16 @@ from ackpt.planner.schedule.schedule import COMPUTE, FREE, Schedule, Step, every
 from ackpt.planner.schedule.simulator import Simulation, peak_of, simulate
 
 
-def planned(
-    graph: JointGraph, request: Request, profile: Profile | None = None, whole: tuple[JointGraph, Profile] | None = None
+def plan_by_policy(
+    graph: JointGraph,
+    request: Request,
+    profile: Profile | None = None,
+    unchunked: tuple[JointGraph, Profile] | None = None,
 ) -> Plan:
     """The plan of `graph` that the policy of `request` makes within its budget and slowdown.
 
-    `whole`: the model's own graph and its profile, if `graph` is that with its head in chunks.
+    `unchunked`: if the head of `graph` runs in chunks, the graph without chunks and its profile. A fraction as budget,
+    and the cost of the plan, are relative to the baseline of that graph, which is the model's own step.
 
     Raises:
         BudgetError: if the budget is infeasible for the policy or within the slowdown; names the smallest feasible one.
@@ -49,12 +53,12 @@ def planned(
     check_options(request.policy, request.options)
     with shown():
         profile = default_profile(graph, request.device) if profile is None else profile
-        baseline = baseline_of(*(whole or (graph, profile)), request.budget)
-        if whole is not None:
+        baseline = baseline_of(*(unchunked or (graph, profile)), request.budget)
+        if unchunked is not None:
             added = baseline_cost(graph, profile) - baseline.cost
             baseline = baseline._replace(schedule=everything(graph), added=added)
-        schedule = _searched(graph, profile, baseline.limit_bytes, request)
-        plan = plan_of(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
+        schedule = _schedule_by_policy(graph, profile, baseline.limit_bytes, request)
+        plan = checked_plan(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
         _check_slowdown(graph, profile, plan, request)
         return plan
 
@@ -80,7 +84,7 @@ def _check_slowdown(graph: JointGraph, profile: Profile, plan: Plan, request: Re
     )
 
 
-def _searched(graph: JointGraph, profile: Profile, limit: int | None, request: Request) -> Schedule:
+def _schedule_by_policy(graph: JointGraph, profile: Profile, limit: int | None, request: Request) -> Schedule:
     """The policy's schedule, from the cache if the cache has it."""
     policy, options = request.policy, request.options
     decide, name = function_of(policy), name_of(policy)
@@ -161,7 +165,7 @@ def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
     return Baseline(schedule, peak_bytes, limit_bytes, baseline_cost(graph, profile))
 
 
-def planned_in_chunks(
+def plan_in_chunks(
     graph: JointGraph, request: Request, profile: Profile, chunked: Callable[[int], tuple[JointGraph, Profile]]
 ) -> tuple[Plan, JointGraph, Profile]:
     """The plan that keeps the budget with the head in chunks, and its graph and profile.
@@ -176,7 +180,7 @@ def planned_in_chunks(
     refusal = None
     if request.chunk_head == "auto":
         try:
-            return planned(graph, request, profile), graph, profile
+            return plan_by_policy(graph, request, profile), graph, profile
         except BudgetError as error:
             refusal = error
     try:
@@ -189,7 +193,7 @@ def planned_in_chunks(
     for count in [*(2**power for power in range(1, most.bit_length()) if 2**power < most), most]:
         one, its = chunked(count)
         try:
-            plan = planned(one, replace(request, slowdown=None), its, (graph, profile))
+            plan = plan_by_policy(one, replace(request, slowdown=None), its, (graph, profile))
         except BudgetError as error:
             if best is not None:
                 break
@@ -205,7 +209,7 @@ def planned_in_chunks(
     return best
 
 
-def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: Baseline, budget, policy: str) -> Plan:
+def checked_plan(graph, profile: Profile, schedule: Schedule, baseline: Baseline, budget, policy: str) -> Plan:
     """The plan that runs `schedule`; raises a BudgetError if its peak exceeds the limit."""
     if copies(schedule) and profile.swap_seconds is None:
         what = "its profile" if profile.device == "any" else f"the profile of {profile.device!r}"
@@ -229,7 +233,7 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
             least,
             budget,
         )
-    return _plan(graph, policy, schedule, simulated, baseline, profile)
+    return _plan_of_simulated(graph, policy, schedule, simulated, baseline, profile)
 
 
 def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, budget) -> int:
@@ -305,7 +309,7 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
     return plan
 
 
-def _plan(graph, policy, schedule: Schedule, simulated: Simulation, baseline: Baseline, profile) -> Plan:
+def _plan_of_simulated(graph, policy, schedule: Schedule, simulated: Simulation, baseline: Baseline, profile) -> Plan:
     cost, limit = costs(graph, profile), baseline.limit_bytes
     node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
     peak_node = "the optimizer's step"
@@ -383,14 +387,14 @@ def _bound(graph, schedule: Schedule, cost, baseline: Baseline, profile) -> floa
     return None if bound is None else baseline.share(bound)
 
 
-def _refusal(graph, profile, schedule, policy, budget, limit, lowest: Simulation, baseline_bytes: int, cost) -> str:
-    least = lowest.peak_bytes + lowest.resident_bytes
-    share = least_share(lowest.peak_bytes, baseline_bytes)
+def _refusal(graph, profile, schedule, policy, budget, limit, simulated: Simulation, baseline_bytes: int, cost) -> str:
+    least = simulated.peak_bytes + simulated.resident_bytes
+    share = least_share(simulated.peak_bytes, baseline_bytes)
     fraction = "" if share is None else f", or {share} of the baseline's dynamic peak"
     blocks = allocations(graph, schedule, profile.workspace_bytes)
     more = {"optimizer state": graph.optimizer_bytes, "accumulated gradients": graph.accumulated_bytes}
     resident = ["parameters", "buffers", "inputs", *(name for name, size in more.items() if size)]
-    held = f"{memory_format(lowest.resident_bytes)} of {', '.join(resident[:-1])} and {resident[-1]}"
+    held = f"{memory_format(simulated.resident_bytes)} of {', '.join(resident[:-1])} and {resident[-1]}"
     leaves = f"it leaves {memory_format(limit)} for what the step allocates, in addition to {held}"
     if limit < 0:
         leaves = f"{held} alone exceed it by {memory_format(-limit)}"

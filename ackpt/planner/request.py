@@ -109,14 +109,14 @@ class Request:
             raise ValueError(f"compiler {self.compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
 
     @property
-    def splits(self) -> bool:
-        """Whether a model that cannot be captured as one graph is planned in parts."""
+    def may_plan_in_parts(self) -> bool:
+        """Whether the model is planned in parts if it cannot be captured as one graph."""
         if self.regions is None:
             return self.budget is not None and self.slowdown is None and self.policy == "auto" and not self.chunk_head
         return self.regions
 
     @property
-    def leaves_out(self) -> bool:
+    def may_exclude_opaque_submodules(self) -> bool:
         """Whether a scripted or compiled submodule stays outside of the plan."""
         is_searched = self.plan is None and self.planner is None
         return self.regions is not False and self.slowdown is None and is_searched and self.policy in _IN_PARTS
@@ -150,7 +150,7 @@ class Request:
                 f"{type(options).__name__}"
             )
         if misplaced := sorted({"budget", "policy", "graph", "cache"} & set(options)):
-            raise TypeError(f"{misplaced[0]!r} is not an option of a policy: pass it as a keyword of ackpt.compile")
+            raise TypeError(f"{misplaced[0]!r} is not an option of a policy: pass it as an argument of its own")
         if foreign := sorted({"compiler", "on_plan"} & set(options)):
             raise TypeError(f"{foreign[0]!r} is an option of torch.compile(model, backend='ackpt', options=...)")
         if options and self.plan is not None:

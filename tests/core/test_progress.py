@@ -171,11 +171,11 @@ def test_predict_explain_and_profile_show_progress(terminal, monkeypatch):
 def test_describing_a_plan_shows_progress(terminal):
     step = ackpt.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8), dynamic=True, budget=1.0)
     terminal.truncate(terminal.seek(0))
-    original, plans.plan_of = plans.plan_of, lambda *args: (terminal.wait_for("ackpt: "), original(*args))[1]
+    original, plans.checked_plan = plans.checked_plan, lambda *args: (terminal.wait_for("ackpt: "), original(*args))[1]
     try:
         assert step.plan.policy == "auto"
     finally:
-        plans.plan_of = original
+        plans.checked_plan = original
     assert shown_on(terminal) == ""
 
 

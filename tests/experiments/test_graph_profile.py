@@ -6,7 +6,7 @@ import torch
 import ackpt
 from ackpt.metering.timeline import Timeline
 from ackpt.models import LanguageModel, TransformerConfig
-from experiments.graph_profile import breakdown, compare, orders_plot, random_fates
+from experiments.graph_profile import breakdown, compare, orders_plot, panels_plot, random_fates
 from experiments.models import ResNet, ResNetConfig
 
 TOKENS = torch.arange(12) % 7
@@ -50,6 +50,16 @@ def test_orders_plot_marks_every_peak():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["late", "early"]
     (axes,) = orders_plot(steps, "a finding", {"late": 2**20, "early": 2**21}).axes
     assert [text.get_text() for text in axes.texts] == ["peak 2.00 MiB", "peak 4.00 MiB"]
+
+
+def test_panels_plot_marks_saved_bytes_and_peak_of_every_step():
+    live = (0, 2**20, 2**21, 3 * 2**20, 0)
+    short = Timeline((0, 2**20, 0), {"activations": (0, 2**20, 0)}, 1)
+    long = Timeline(live, {"temporaries": (0, 0, 2**20, 2**21, 0), "activations": (0, 2**20, 2**20, 2**20, 0)}, 2)
+    panels = panels_plot({"short": short, "long": long}, "").axes
+    assert [axes.get_title() for axes in panels] == ["short\nsaved 1.0, peak 1.0", "long\nsaved 1.0, peak 3.0"]
+    marks = [[(*line.get_xdata(), *line.get_ydata()) for line in axes.lines[1:]] for axes in panels]
+    assert marks == [[(1, 1), (1, 1)], [(2, 1), (3, 3)]]
 
 
 def test_random_fates_are_a_plan_and_follow_the_seed():

@@ -31,7 +31,7 @@ from ackpt.planner.capture.outputs import no_gradient, without_gradient
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight, stop_casting_once
 from ackpt.planner.capture.tracing import joint_graph
-from ackpt.planner.choose import check_runs, default_profile, planned, resolved
+from ackpt.planner.choose import check_runs, default_profile, plan_by_policy, resolved
 from ackpt.planner.costs.profiles import fused
 from ackpt.planner.request import Request
 from ackpt.planner.step.backward_checks import (
@@ -192,7 +192,7 @@ class _Partition(CustomPartitionerFn):
             profile = default_profile(graph, device)
             if device is not None:
                 profile = fused(graph, profile, device)
-            made = check_runs(graph, planned(graph, use, profile))
+            made = check_runs(graph, plan_by_policy(graph, use, profile))
         except BudgetError as error:
             if not (_compiled_before() and is_share(use.budget)):
                 raise

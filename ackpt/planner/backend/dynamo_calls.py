@@ -31,7 +31,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
 from ackpt.core.errors import TraceError
-from ackpt.planner.capture.patches.dynamo_calls import break_graphs_at
+from ackpt.planner.capture.patches.graph_breaks import break_graphs_at
 
 from .options import checked
 from .without_dynamo import WithoutDynamo

@@ -334,8 +334,9 @@ def given_places(leaves) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
-    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
+    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled inside of the context or later.
 
+    Inside, the state of torch for captures stays active, and so does the arithmetic of symbols: make its graph there.
     `dynamic`: the dimensions whose sizes become symbols. The caller holds `CAPTURING`.
     """
     check_differentiate(differentiate)
@@ -375,14 +376,14 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
             stack.enter_context(python_arithmetic())
         try:
             with batch_named(model, args, kwargs):
-                captured = _settled(stack, call)
+                captured = _stable(stack, call)
         except TraceError as error:  # many models read tensor values unless they are compiled
             if call.has_data:  # nobody could say how the results of that way differ
                 raise
             reason = error.reason or f"the capture of the model as it is fails ({error})"
             try:
                 with _compiling():
-                    captured = _settled(stack, replace(call, reason=reason))
+                    captured = _stable(stack, replace(call, reason=reason))
             except TraceError as again:
                 if str(again) == str(error):
                     raise
@@ -411,17 +412,20 @@ def _drop_weak_references(graph_module) -> None:
         describer.lookup_storage.clear()
 
 
-def _settled(stack, call: _Call) -> Capture:
-    """A capture of the model; the second one if its first call changes a value or fills a cache that its code reads."""
+def _stable(stack, call: _Call) -> Capture:
+    """A capture that also holds for later calls: a second one if the first call changes values that the code reads.
+
+    The first call may, for example, fill a cache or set an attribute.
+    """
     reads = call.reads
     try:
         with contextlib.ExitStack() as first:
             captured = _captured(first, call)
-            if reads.settles():
+            if reads.is_stable():
                 stack.enter_context(first.pop_all())
                 return captured
             computed = _computed(captured, reads.kept.alive())
-        with reads.settle(contextlib.nullcontext() if call.has_data else call.fake_mode) as refused:
+        with reads.after_first_call(contextlib.nullcontext() if call.has_data else call.fake_mode) as refused:
             captured = _captured(stack, call)
             inputs = captured.inputs(every_module(call.model), call.leaves)
             if _computed(captured, reads.kept.given) != computed or _writes(captured, inputs, reads.kept.given):

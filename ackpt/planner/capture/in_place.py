@@ -1,8 +1,10 @@
-"""Find what eager mode does in place: for the strides in a capture, and to simulate the peak of the eager step.
+"""Find what eager mode does in place, to simulate the peak of the eager step.
 
 AOTAutograd turns ``x.add_(y)`` into ``add(x, y)``, whose result has its own memory. The same is true of the sums of
 gradients that autograd's engine makes in place. Fractional budgets are relative to the peak of the model's own step,
 where ``x`` and the result share one storage. `eager_graph` merges such storages, so that simulating it gives that peak.
+`in_place_as_eager` marks such operations during a capture, and gives their results the strides of the first argument;
+for strides of all other results see `patches.kernels`.
 """
 
 from __future__ import annotations

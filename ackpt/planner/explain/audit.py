@@ -24,9 +24,9 @@ from ackpt.metering.meter import Measurement, measure, memory_format
 from ackpt.metering.resident import Item, storages_of
 from ackpt.planner.capture.inspection.calls import call_arguments
 from ackpt.planner.capture.outputs import without_gradient
-from ackpt.planner.capture.places import modules_text, pattern, short_source
+from ackpt.planner.capture.short_names import modules_text, pattern, short_source
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.choose import default_profile, planned
+from ackpt.planner.choose import default_profile, plan_by_policy
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import PlannedStep, in_place_of, without_budget
@@ -164,7 +164,7 @@ def _checked(step, batch, resident) -> tuple[nn.Module | None, dict[str, nn.Modu
         raise TypeError("a step takes no batch: audit(step, resident=[model, optimizer]), or audit(model, batch)")
     items = [*resident, *(leaf for leaf in tree_leaves(None if model is None else call_arguments(batch)))]
     held = [*items, *((value for _, value in referred(step)) if model is None else (model,))]
-    roots = [o._ackpt_planned.model if isinstance(o, PlannedStep) else o for o in held if isinstance(o, nn.Module)]
+    roots = [o._ackpt_variants.model if isinstance(o, PlannedStep) else o for o in held if isinstance(o, nn.Module)]
     inner = {id(module) for root in roots for module in [*root.modules()][1:]}
     roots = [*{id(root): root for root in roots if id(root) not in inner}.values()]
     if not roots:
@@ -286,11 +286,11 @@ def _differences(values: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
 def _planned(call, peak_bytes: int) -> tuple[Plan | None, str]:
     """The plan for the same peak, or the reason why it could not be made."""
     model, args, kwargs = call
-    model = model._ackpt_planned.model if isinstance(model, PlannedStep) else model
+    model = model._ackpt_variants.model if isinstance(model, PlannedStep) else model
     try:
         with intercepted(Watch({}, True, quiet=True)), without_budget(model):
             graph = trace(model, *args, **kwargs)
-        return planned(graph, Request(peak_bytes), default_profile(graph)), ""
+        return plan_by_policy(graph, Request(peak_bytes), default_profile(graph)), ""
     except BudgetError as error:
         least = "unknown" if error.least_bytes is None else memory_format(error.least_bytes)
         return None, f"the smallest feasible budget is {least}"

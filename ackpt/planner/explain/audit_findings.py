@@ -11,7 +11,7 @@ from torch import nn
 
 from ackpt.checkpointing.wrapping import _Checkpointed, repeated_blocks
 from ackpt.metering.meter import Measurement, memory_format
-from ackpt.planner.capture.places import modules_text, pattern
+from ackpt.planner.capture.short_names import modules_text, pattern
 
 from .audit_runs import ACKPT, REENTRANT, WRAPPED, AuditedRegion, SavedOutside, Watch, named_modules
 

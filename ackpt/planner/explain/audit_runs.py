@@ -31,7 +31,7 @@ from ackpt.checkpointing.reachable import MODULE_FIELDS, PLAIN, ReachableState, 
 from ackpt.checkpointing.region import Region
 from ackpt.core.autograd_state import version
 from ackpt.metering.resident import storages_of
-from ackpt.planner.parts.blocks import UndoableState
+from ackpt.planner.parts.module_blocks import UndoableState
 from ackpt.planner.step.planned_step import PlannedStep
 
 from .print_saved import _source, referred
@@ -521,7 +521,7 @@ def intercepted(watch: Watch):
 
     def planned(step, *args, **kwargs):
         if watch.neutral:
-            return step._ackpt_planned.model._call_impl(*args, **kwargs)
+            return step._ackpt_variants.model._call_impl(*args, **kwargs)
         register = nn.modules.module
         hidden = mock.patch.dict(register._global_forward_pre_hooks, clear=True)
         with hidden, mock.patch.dict(register._global_forward_hooks, clear=True):  # a capture must not see the watch

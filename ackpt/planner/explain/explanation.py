@@ -19,7 +19,7 @@ from ackpt.planner.capture.inspection.calls import call_arguments, sliced
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import optimizer_of
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.choose import default_profile, planned
+from ackpt.planner.choose import default_profile, plan_by_policy
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.costs.profiles import profile as profiled
@@ -135,7 +135,7 @@ def explain(
             return head, costs(head)
 
         profile = costs(graph)
-        plan = planned(graph, Request(budget, policy=policy or ("none" if budget is None else "auto")), profile)
+        plan = plan_by_policy(graph, Request(budget, policy=policy or ("none" if budget is None else "auto")), profile)
         explanation = explained(graph, profile, plan, model, optimizer_of(model, optimizer), in_chunks, ranks)
     return replace(explanation, views=sliced(args, kwargs))
 

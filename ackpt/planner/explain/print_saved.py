@@ -26,7 +26,7 @@ from ackpt.checkpointing.recorder import is_users
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.inspection.calls import call_arguments
-from ackpt.planner.capture.places import short_source
+from ackpt.planner.capture.short_names import short_source
 
 _BACKWARD = re.compile(r"Backward\d*$")
 _NUMBER = re.compile(r"(?<=['.])\d+(?=['.])")  # of a module in a list

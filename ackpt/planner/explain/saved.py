@@ -9,7 +9,7 @@ from functools import cached_property
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.inspection.calls import CHECKPOINTS
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.places import block_of, modules_text, pattern, short_source
+from ackpt.planner.capture.short_names import block_of, modules_text, pattern, short_source
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.allocations import RESIDENT, Allocation, by_kind, described, operation_of
 from ackpt.planner.schedule.plan import Plan

@@ -20,8 +20,8 @@ from ackpt.core.errors import TraceError
 from ackpt.metering.gpus import BLOCK
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import eight_bit_bytes
-from ackpt.planner.capture.places import block_of, modules_text, pattern
-from ackpt.planner.choose import planned
+from ackpt.planner.capture.short_names import block_of, modules_text, pattern
+from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import RECOMPUTED, Plan
@@ -63,7 +63,7 @@ def suggestions(
     """The changes that reduce the peak, the one that saves most first; and which were not computed, with the reason."""
     made: list[Suggestion] = []
     reasons: list[str] = []
-    full = planned(graph, Request(policy="full"), profile)
+    full = plan_by_policy(graph, Request(policy="full"), profile)
     made.append(
         _suggestion(
             plan,
@@ -135,7 +135,7 @@ def _chunk_the_head(
         return
     with_optimizer = "" if optimizer is None else "optimizer=optimizer, "
     for policy in ("none", "full"):
-        chunked = planned(graph, Request(policy=policy), profile, whole)
+        chunked = plan_by_policy(graph, Request(policy=policy), profile, whole)
         title = "chunk the head" if policy == "none" else f"checkpoint {_recomputed_blocks(chunked)} and chunk the head"
         if policy == "none" or chunked.peak_bytes < min(suggestion.peak_bytes for suggestion in made):
             budget = f'budget="{readable(chunked.peak_bytes)}"'

@@ -39,8 +39,8 @@ from ackpt.planner.capture.inspection.source_lines import running_modules
 from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
-from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
+from .module_blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
 from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again

@@ -160,8 +160,8 @@ def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], sea
         if search is None:
             variants += _with_shares(graph, point.schedule, (1,), drawn)
     if drawn and search is not None:
-        tiny, costs = _tiny(graph, profile, drawn)
-        for point in evenly_spaced(pareto(tiny, costs, search(tiny, costs)), tries):
+        tiny, its_profile = _tiny(graph, profile, drawn)
+        for point in evenly_spaced(pareto(tiny, its_profile, search(tiny, its_profile)), tries):
             variants += _with_shares(graph, point.schedule, _PACKED_SHARES, drawn)
     return variants
 

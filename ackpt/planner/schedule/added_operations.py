@@ -1,6 +1,7 @@
 """The operations that a planned step adds: offload to pinned host memory and back, and replays of random operations.
 
-Storages move between the device and pinned host memory. A copy moves a whole storage; views of it are recomputed
+Storages move between the device and pinned host memory as the schedule says; `ackpt.offloading` instead decides while
+a step runs. A copy moves a whole storage; views of it are recomputed
 afterwards. On a GPU each direction has its own stream, by the rules of `ackpt.offloading.transport`. On the CPU a
 copy is complete when it returns, and the "host" is the same memory. The start of a copy returns its event together with
 the tensor and passes both to the wait. These are plain Python functions since operations registered with torch can

@@ -16,7 +16,7 @@ import torch
 from ackpt.core.budget import readable
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, once_per_graph
-from ackpt.planner.capture.places import operation, short_source
+from ackpt.planner.capture.short_names import operation, short_source
 from ackpt.planner.schedule.simulator import HOST, TEMPORARY, follow
 
 from .schedule import Schedule, storages_of

@@ -1,4 +1,4 @@
-"""`Listing`: the operations of one module, one line each; `boxed` generates code that runs them.
+"""`Listing`: the program of one module, one `Line` for each operation; `boxed` generates a Python function from it.
 
 It holds what `torch.fx.Graph` holds, without its linked lists and tables of users: building one takes a fraction of the
 time, and it is freed without the garbage collector. `Listing.graph` and `Listing.from_graph` convert from and to fx

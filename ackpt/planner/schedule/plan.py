@@ -16,7 +16,7 @@ from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.inspection.calls import differences
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.places import common, operation, pattern, short_source
+from ackpt.planner.capture.short_names import common, operation, pattern, short_source
 from ackpt.planner.schedule.schedule import Schedule, ScheduleError, digest, from_json, to_json
 from ackpt.planner.schedule.simulator import follow, saved_bytes
 

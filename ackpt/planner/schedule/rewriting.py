@@ -45,8 +45,8 @@ class Rewritten:
         >>> import torch, ackpt
         >>> from ackpt.graph import lower, rewrite
         >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(4, 8))
-        >>> step = rewrite(graph, lower(graph, ()))
-        >>> isinstance(step.forward, torch.fx.GraphModule), step.num_outputs
+        >>> modules = rewrite(graph, lower(graph, ()))
+        >>> isinstance(modules.forward, torch.fx.GraphModule), modules.num_outputs
         (True, 1)
     """
 
@@ -65,8 +65,11 @@ class Rewritten:
         return fx.GraphModule(self.root, self.backward_listing.graph())
 
 
-def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
+def rewrite(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None) -> Rewritten:
     """The forward and backward modules of `schedule`.
+
+    `dynamic`: for internal use, a capture with dynamic dimensions of which `graph` is an instance. The modules then
+    serve all of its sizes.
 
     Raises:
         ScheduleError: if the schedule was made for another graph, or cannot run.
@@ -77,17 +80,9 @@ def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
         >>> from ackpt.graph import lower, rewrite
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> graph = ackpt.trace(model, torch.ones(4, 8))
-        >>> step = rewrite(graph, lower(graph, ()))
-        >>> torch.ops.aten.tanh.default in [node.target for node in step.backward.graph.nodes]
+        >>> modules = rewrite(graph, lower(graph, ()))
+        >>> torch.ops.aten.tanh.default in [node.target for node in modules.backward.graph.nodes]
         True
-    """
-    return rewrite_dynamic(graph, schedule, None)
-
-
-def rewrite_dynamic(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None) -> Rewritten:
-    """The modules of `schedule` for all sizes for which the capture `dynamic` is valid; as `rewrite` if it is None.
-
-    `graph` is an instance of `dynamic`. The modules compute the sizes of their operations from those of their inputs.
     """
     expected = follow(graph, schedule, [0] * len(graph.nodes)).after
     rewritten = _rewritten(graph, schedule, dynamic)

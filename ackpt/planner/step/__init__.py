@@ -1,4 +1,4 @@
-"""Choose and run the plan of each call.
+"""Run a model's calls as planned: capture new calls, choose and compile their schedules, and check each backward.
 
 Read `planned_step` first, then `variants`, which finds or makes the `Variant` that serves a call. `plans` has a capture
 with its graph at all sizes that it serves, and chooses its schedule there, also that of a plan from a file.

@@ -20,7 +20,7 @@ from ackpt.planner.capture.dynamic_sizes import DynamicModule
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, Node
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.schedule.listing import Line, Listing, boxed, mapped
-from ackpt.planner.schedule.rewriting import Rewritten, rewrite_dynamic
+from ackpt.planner.schedule.rewriting import Rewritten, rewrite
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 
 from .backward_checks import (
@@ -49,22 +49,16 @@ def compiled_schedule(
         schedule: of that graph.
         dynamic: the module of a capture with dynamic dimensions.
     """
-    functions: list[Callable[..., Any]] = []
-
-    def partition(joint, inputs, *, num_fwd_outputs, **_):
-        step = _rewritten(graph, schedule, num_fwd_outputs, dynamic)
-        halves = step.forward_listing, step.backward_listing
-        outlines = [_outline(half) for half in halves]
-        functions.extend(boxed(step.root, half) for half in halves)
-        return outlines
-
     stage("compiling the schedule")
     with like_eager(None if dynamic is None else dynamic.fake_mode):
+        rewritten = rewrite(graph, schedule, dynamic)
+        halves = rewritten.forward_listing, rewritten.backward_listing
+        forward, backward = (boxed(rewritten.root, half) for half in halves)
         run = aot_compile_joint_with_descriptors(
             _fresh(captured.joint),
-            partition_fn=partition,
-            fw_compiler=lambda gm, example_inputs: functions[0],
-            bw_compiler=lambda gm, example_inputs: functions[1],
+            partition_fn=_partition_into([_outline(half) for half in halves], rewritten),
+            fw_compiler=lambda gm, example_inputs: forward,
+            bw_compiler=lambda gm, example_inputs: backward,
         ).__wrapped__  # without the pytrees of all inputs
     depends, read = depends_on(graph), _read_later(graph, schedule)
     saved_outputs = _saved_outputs(graph, schedule)
@@ -72,7 +66,7 @@ def compiled_schedule(
     # Hooks on the gradient accumulators of unused parameters would run, which eager does not call.
     unused = [place for place, needs in enumerate(depends) if needs is None and place not in returned]
 
-    def step(inputs, strides: Strides) -> list[Any]:
+    def run_step(inputs, strides: Strides) -> list[Any]:
         differentiated = list(inputs)
         for place in unused:
             if isinstance(inputs[place], torch.Tensor) and inputs[place].requires_grad:
@@ -85,7 +79,7 @@ def compiled_schedule(
             leave_undefined(node, outputs, depends)
         return outputs
 
-    return step
+    return run_step
 
 
 def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
@@ -140,21 +134,19 @@ def _fresh(joint):
 
 def partitioner(graph: JointGraph, schedule: Schedule):
     """AOTAutograd's ``partition_fn`` that splits `graph` as `schedule` says."""
+    rewritten = rewrite(graph, schedule)
+    return _partition_into((rewritten.forward, rewritten.backward), rewritten)
+
+
+def _partition_into(halves: Sequence[fx.GraphModule], rewritten: Rewritten):
+    """AOTAutograd's ``partition_fn`` that returns these modules of forward and backward."""
 
     def partition(joint, inputs, *, num_fwd_outputs, **_):
-        step = _rewritten(graph, schedule, num_fwd_outputs)
-        return step.forward, step.backward
+        if num_fwd_outputs != rewritten.num_outputs:
+            raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_fwd_outputs}")
+        return halves
 
     return partition
-
-
-def _rewritten(
-    graph: JointGraph, schedule: Schedule, num_outputs: int, dynamic: DynamicModule | None = None
-) -> Rewritten:
-    step = rewrite_dynamic(graph, schedule, dynamic)
-    if num_outputs != step.num_outputs:
-        raise TraceError(f"the graph returns {step.num_outputs} values, but torch expects {num_outputs}")
-    return step
 
 
 def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:

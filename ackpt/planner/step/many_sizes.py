@@ -40,7 +40,7 @@ from ackpt.planner.schedule.schedule import (
 )
 from ackpt.planner.schedule.simulator import rng_state_bytes
 
-from .plans import Runnable
+from .plans import CapturedStep
 
 Values = tuple[int, ...]  # the sizes of the dynamic dimensions of a capture
 _AT_ONCE = 256  # sizes in one product, which bounds its memory
@@ -52,7 +52,7 @@ class ManySizes:
     ``graph``: at the captured sizes, as a GPU allocates it if `gpu` is its rates; ``profile``: its costs.
     """
 
-    def __init__(self, step: Runnable, graph: JointGraph, gpu: Device | None = None):
+    def __init__(self, step: CapturedStep, graph: JointGraph, gpu: Device | None = None):
         self.step, self.graph, self.gpu = step, graph, gpu
         sizes = [storage.bytes for storage in step.reference.storages]
         expressions = sizes if step.module is None else step.module.storage_sizes
@@ -67,7 +67,7 @@ class ManySizes:
     def profile(self) -> Profile:
         """Costs at the captured sizes, without times of copies to the host: plans do not offload."""
         if self.gpu is None:
-            own = self.step.workspace_bytes(self.step.values) if self.step.dimensions else None
+            own = self.step.workspace_bytes(self.step.sizes) if self.step.dimensions else None
             return replace(default_profile(self.graph, None, own), swap_seconds=None)
         return replace(with_gpu_workspace(self.graph, profile(self.graph, self.gpu)), swap_seconds=None)
 
@@ -170,7 +170,7 @@ class ManySizes:
         nodes = recomputed(self.graph, schedule)
         added = float(seconds[nodes].sum())
         if schedule.packed and self._rates is not None:
-            here, own = (self._at(each)[0][self._kind_of[[*schedule.packed]]] for each in (values, self.step.values))
+            here, own = (self._at(each)[0][self._kind_of[[*schedule.packed]]] for each in (values, self.step.sizes))
             added += packing_cost(self.graph, self.profile, schedule) * float(here.sum() / own.sum())
         return int(computed[nodes].sum()), added
 
@@ -208,7 +208,7 @@ class ManySizes:
     @cached_property
     def _with_temporaries(self) -> list[tuple]:
         """The calls that allocate temporaries at the captured sizes, and so at others."""
-        own = self._called(self._calls, self.step.values)
+        own = self._called(self._calls, self.step.sizes)
         return [call for call, (_, fx, *both, _) in zip(self._calls, own) if cuda_temporaries(fx.target, *both)]
 
     def _called(self, calls: list[tuple], values: Values) -> Iterator[tuple]:

@@ -1,4 +1,4 @@
-"""`PlannedStep`: captures the model at the first call with new shapes, then runs the plan."""
+"""`PlannedStep`, which runs a model as planned, and the call of a model that has a budget in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ackpt.planner.capture.inspection.model_checks import (
 )
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import check_optimizer
-from ackpt.planner.capture.patches.dynamo_calls import break_graphs_at, keep_at_compile
+from ackpt.planner.capture.patches.graph_breaks import break_graphs_at, keep_at_compile
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 
@@ -57,6 +57,10 @@ class PlannedStep(nn.Module):
     hooks, happen during the capture, on tensors without data. If nothing requires grad, the model itself runs. Copies
     and pickles have the model and the planner, and replan.
 
+    Args:
+        model: an ``nn.Module``; it is shared, not copied.
+        planner: a function that makes the plan of a graph, or internally all options of `ackpt.compile`.
+
     Example:
         >>> import torch, ackpt
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -69,19 +73,19 @@ class PlannedStep(nn.Module):
         (True, 512)
     """
 
-    _ackpt_planned: Variants
+    _ackpt_variants: Variants
     _ackpt_uncovered: Uncovered
 
     def __init__(self, model: nn.Module, planner: Request | Callable[[JointGraph], Plan]):
         request = planner if isinstance(planner, Request) else Request(planner=planner)
-        opaque = first_opaque(model) if request.leaves_out else None
+        opaque = first_opaque(model) if request.may_exclude_opaque_submodules else None
         check_model(model, except_opaque=opaque is not None)
         check_optimizer(model, request.loop.optimizer)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
         # planned calls come first, and past both methods named __setattr__.
         uncovered = Uncovered(model, request.budget, request.loop.optimizer is not None)
         object.__setattr__(self, "_ackpt_uncovered", uncovered)
-        object.__setattr__(self, "_ackpt_planned", Variants(model, request, uncovered.returns, opaque))
+        object.__setattr__(self, "_ackpt_variants", Variants(model, request, uncovered.note_outputs, opaque))
         training = model.training
         super().__init__()
         self.training = training
@@ -91,40 +95,40 @@ class PlannedStep(nn.Module):
     @property
     def plan(self) -> Plan:
         """The `Plan` of the last call, or of the last `prepare`; a `RegionsPlan` if the model is planned in parts."""
-        return self._ackpt_planned.plan
+        return self._ackpt_variants.plan
 
     @property
     def history(self) -> list[Event]:
         """What was captured and planned so far, with causes."""
-        return list(self._ackpt_planned.history)
+        return list(self._ackpt_variants.history)
 
     @property
     def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether the model is in training mode."""
-        return self._ackpt_planned.model.training
+        return self._ackpt_variants.model.training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        self._ackpt_planned.model.training = mode
+        self._ackpt_variants.model.training = mode
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Private ones are torch's marks, such as that a module was given to torch.compile.
-        if name[:1] != "_" and not self._has(name) and hasattr(self._ackpt_planned.model, name):
+        if name[:1] != "_" and not self._has(name) and hasattr(self._ackpt_variants.model, name):
             raise AttributeError(
                 f"{name!r} is an attribute of the model: set it there, where the planned step reads it"
             )
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if self._has(name) or name[:2] == "__" or "_ackpt_planned" not in vars(self):
+        if self._has(name) or name[:2] == "__" or "_ackpt_variants" not in vars(self):
             return super().__getattr__(name)
         if sys._getframe(1).f_globals.get("__name__") == _TRAINER:
             raise TypeError(
                 "the Trainer reads the signature of the model's class and saves the model itself, which a planned step "
                 "is not: keep the model, and give it a budget by ackpt.apply_budget(model, batch, budget=...)"
             )
-        value = getattr(self._ackpt_planned.model, name)
-        if isinstance(value, types.MethodType) and value.__self__ is self._ackpt_planned.model:
+        value = getattr(self._ackpt_variants.model, name)
+        if isinstance(value, types.MethodType) and value.__self__ is self._ackpt_variants.model:
             return functools.partial(_run_planned, self, value)
         return value
 
@@ -139,17 +143,17 @@ class PlannedStep(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for these arguments without running anything; the plan."""
-        check_call(self._ackpt_planned.model, args, kwargs)
-        warn_of_evaluation(self._ackpt_planned.model)
-        self._ackpt_planned.serving(self._ackpt_planned.call(args, kwargs))
+        check_call(self._ackpt_variants.model, args, kwargs)
+        warn_of_evaluation(self._ackpt_variants.model)
+        self._ackpt_variants.serving(self._ackpt_variants.call(args, kwargs))
         return self.plan
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._ackpt_planned.model
+        model = self._ackpt_variants.model
         if _keeps_gradients(model, args, kwargs):
-            call = self._ackpt_planned.call(args, kwargs)
-            variant = self._ackpt_planned.serving(call)
+            call = self._ackpt_variants.call(args, kwargs)
+            variant = self._ackpt_variants.serving(call)
             return self._ackpt_uncovered.call(lambda: variant.outputs(call), lambda: self.plan)
         outputs = own_call(model)(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -162,24 +166,24 @@ class PlannedStep(nn.Module):
     # Methods that the model may override.
 
     def train(self, mode: bool = True) -> Self:
-        self._ackpt_planned.model.train(mode)
+        self._ackpt_variants.model.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._ackpt_planned.model.state_dict(*args, **kwargs)
+        return self._ackpt_variants.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ackpt_planned.model.load_state_dict(*args, **kwargs)
+        return self._ackpt_variants.model.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args, **kwargs):
-        return self._ackpt_planned.model._load_from_state_dict(*args, **kwargs)
+        return self._ackpt_variants.model._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args, **kwargs):
-        self._ackpt_planned.model._apply(*args, **kwargs)
+        self._ackpt_variants.model._apply(*args, **kwargs)
         return self
 
     def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
-        return PlannedStep, (self._ackpt_planned.model, self._ackpt_planned.request)
+        return PlannedStep, (self._ackpt_variants.model, self._ackpt_variants.request)
 
 
 class InPlace:
@@ -203,7 +207,7 @@ class InPlace:
 
 def put_in_place(step: PlannedStep) -> None:
     """Let every call of the model run `step`."""
-    step._ackpt_planned.model._compiled_call_impl = InPlace(step)
+    step._ackpt_variants.model._compiled_call_impl = InPlace(step)
 
 
 def in_place_of(model: nn.Module) -> PlannedStep | None:
@@ -251,7 +255,7 @@ def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs)
 @contextlib.contextmanager
 def _in_use(step: PlannedStep):
     """Let calls of the model run `step` inside, unless it has a budget; methods may run in several threads."""
-    model = step._ackpt_planned.model
+    model = step._ackpt_variants.model
     with _LOCK:
         if not _has_plan(model):
             put_in_place(step)

@@ -35,11 +35,11 @@ from ackpt.planner.choose import (
     baseline_of,
     candidates_of_auto,
     check_runs,
+    checked_plan,
     default_profile,
     eager_schedule,
-    plan_of,
-    planned,
-    planned_in_chunks,
+    plan_by_policy,
+    plan_in_chunks,
     resolved,
 )
 from ackpt.planner.costs.devices import Device
@@ -56,60 +56,60 @@ from ackpt.planner.step.backward_checks import gradient_strides
 from ackpt.planner.step.compiled_schedule import Strides, compiled_schedule
 
 
-class Runnable:
+class CapturedStep:
     """One capture, which serves all sizes for which its guards hold; without dynamic dimensions, its own sizes alone.
 
-    ``module``: of a capture with dynamic dimensions. ``values``: the sizes of these dimensions in the captured call.
+    ``module``: of a capture with dynamic dimensions. ``sizes``: the sizes of these dimensions in the captured call.
     ``reference``: the graph at these sizes; schedules of it run at all sizes.
     """
 
     def __init__(self, captured: Capture, call: Call, model, loop: Loop):
         self.captured = captured
         self.module: DynamicModule | None = None
-        self.values: tuple[int, ...] = ()
+        self.sizes: tuple[int, ...] = ()
         self.dimensions: tuple[Dimension, ...] = ()
         instance = None
         if captured.symbols is not None:
             prepared(captured.joint.graph_module)
             self.module = DynamicModule(captured.joint.graph_module, captured.symbols)
             self.module.require_known_sizes()
-            self.dimensions, self.values = captured.symbols.dimensions, captured.symbols.values(call.leaves)
-            instance = self.module.at(self.values)
+            self.dimensions, self.sizes = captured.symbols.dimensions, captured.symbols.values(call.leaves)
+            instance = self.module.at(self.sizes)
         self.reference: JointGraph = captured_graph(captured, model, loop, instance)
-        self._compiled: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
+        self._functions: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
         self._strides = gradient_strides(self.reference.analysis, None if self.module is None else self.module.fx)
 
-    def sized(self, values: tuple[int, ...]) -> JointGraph:
+    def sized(self, sizes: tuple[int, ...]) -> JointGraph:
         """The reference with the storages' bytes at these sizes, for simulations; its operations are unchanged."""
         if self.module is None or self.reference.analysis.restrided:
-            return self.graph(values)
-        return self.reference.resized(self.module.storage_bytes(values))
+            return self.graph(sizes)
+        return self.reference.resized(self.module.storage_bytes(sizes))
 
-    def graph(self, values: tuple[int, ...]) -> JointGraph:
+    def graph(self, sizes: tuple[int, ...]) -> JointGraph:
         """The graph of a step with these sizes, with all its shapes."""
-        if self.module is None or values == self.values:
+        if self.module is None or sizes == self.sizes:
             return self.reference
         like = self.reference
         names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "scaled_loss_bytes")
         fields = {name: getattr(like, name) for name in (*names, "has_data", "as_compiled", "keeps_outputs")}
-        return replace(described_graph(self.module.at(values)), **fields)
+        return replace(described_graph(self.module.at(sizes)), **fields)
 
     def in_chunks(self, count: int) -> JointGraph:
         """The reference with its head in `count` chunks."""
         return self.reference if count == 1 else chunked(self.reference, count)
 
-    def workspace_bytes(self, values: tuple[int, ...]) -> tuple[int, ...]:
+    def workspace_bytes(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The workspace of every operation at these sizes; 0 where it is not measured."""
         if not (self.reference.on_cpu and self.reference.has_data):
             return (0,) * len(self.reference.nodes)
-        if values == self.values or not self._workspace.is_exact:
-            return workspace_bytes(self.graph(values))
-        return self._workspace.at(values)
+        if sizes == self.sizes or not self._workspace.is_exact:
+            return workspace_bytes(self.graph(sizes))
+        return self._workspace.at(sizes)
 
-    def described(self, values: tuple[int, ...], device: Device | str | None = None) -> tuple[JointGraph, Profile]:
+    def described(self, sizes: tuple[int, ...], device: Device | str | None = None) -> tuple[JointGraph, Profile]:
         """The graph at these sizes and its profile, at the rates of `device` or of the GPU that it runs on."""
-        graph = self.graph(values)
-        return graph, default_profile(graph, device, self.workspace_bytes(values) if self.dimensions else None)
+        graph = self.graph(sizes)
+        return graph, default_profile(graph, device, self.workspace_bytes(sizes) if self.dimensions else None)
 
     @property
     def dynamic(self) -> tuple[tuple[int, int], ...]:
@@ -121,20 +121,20 @@ class Runnable:
         assert self.module is not None
         return DynamicWorkspace(self.module, self.reference)
 
-    def run(self, schedule: Schedule, values: tuple[int, ...], head_chunks: int) -> Callable[[Any], list[Any]]:
+    def compiled(self, schedule: Schedule, sizes: tuple[int, ...], head_chunks: int) -> Callable[[Any], list[Any]]:
         """A function of the step's inputs, of these sizes, that runs `schedule`, one of ``in_chunks(head_chunks)``."""
         key = schedule.forward, schedule.backward, head_chunks
-        if key not in self._compiled:
+        if key not in self._functions:
             graph = self.in_chunks(head_chunks)
-            self._compiled[key] = compiled_schedule(self.captured, graph, schedule, self.module)
-        step, strides = self._compiled[key], self._strides_at(values)
-        return lambda inputs: step(inputs, strides)
+            self._functions[key] = compiled_schedule(self.captured, graph, schedule, self.module)
+        function, strides = self._functions[key], self._strides_at(sizes)
+        return lambda inputs: function(inputs, strides)
 
-    def _strides_at(self, values: tuple[int, ...]) -> Strides:
+    def _strides_at(self, sizes: tuple[int, ...]) -> Strides:
         if self.module is None:
             return self._strides
         flat = tuple(expression(stride) for strides in self._strides.values() for stride in strides)
-        numbers = iter(self.module.symbols.evaluated(flat, values))
+        numbers = iter(self.module.symbols.evaluated(flat, sizes))
         return {at: tuple(next(numbers) for _ in strides) for at, strides in self._strides.items()}
 
 
@@ -150,22 +150,25 @@ _ALIAS = "aten.alias.default"
 PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
 
 
-Searched = Mapping[tuple[int, ...], PlanAt]  # by sizes, the plans of earlier captures, whose searches are not repeated
-_NOTHING: Searched = MappingProxyType({})
+EarlierPlans = Mapping[tuple[int, ...], PlanAt]  # by the sizes of captures, whose searches are not repeated
+_NOTHING: EarlierPlans = MappingProxyType({})
 
 
-def plans_of(
-    step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]] = (), searched: Searched = _NOTHING
+def plan_function(
+    step: CapturedStep,
+    request: Request,
+    expected: Sequence[tuple[int, ...]] = (),
+    earlier_plans: EarlierPlans = _NOTHING,
 ) -> PlanAt:
-    """What `request` runs `step` with at given sizes; `sizes`: those that occurred or are declared."""
+    """The function from sizes to what `request` runs `step` with; `expected`: sizes that occurred or are declared."""
     if request.plan is not None:
         return SavedPlan(step, request.plan)
     if request.planner is None:
-        return Plans(step, request, sizes, searched)
+        return Plans(step, request, expected, earlier_plans)
     planner = request.planner
 
-    def by_function(values: tuple[int, ...]) -> Choice:
-        graph = step.graph(values)
+    def by_function(sizes: tuple[int, ...]) -> Choice:
+        graph = step.graph(sizes)
         plan = planner(graph)
         return Choice(
             plan.schedule if graph is step.reference else _for_graph(plan.schedule, step.reference), lambda: plan
@@ -177,76 +180,78 @@ def plans_of(
 class Plans:
     """The plans of a policy: those of one search for all sizes of `step` where the policy allows it."""
 
-    def __init__(self, step: Runnable, request: Request, sizes: Sequence[tuple[int, ...]], searched: Searched):
-        self.step, self.request, self.sizes, self.searched = step, request, sizes, searched
+    def __init__(
+        self, step: CapturedStep, request: Request, expected: Sequence[tuple[int, ...]], earlier_plans: EarlierPlans
+    ):
+        self.step, self.request, self.expected, self.earlier_plans = step, request, expected, earlier_plans
         self._device = request.device
         self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
         self._is_share = request.budget is not None and is_share(request.budget)
 
-    def __call__(self, values: tuple[int, ...]) -> Choice:
+    def __call__(self, sizes: tuple[int, ...]) -> Choice:
         baseline_is_unknown = self._is_share and bool(self.step.reference.as_compiled)
         if not self.step.dimensions or self.request.policy != "auto" or baseline_is_unknown:
-            return self._searched(values)
-        graph, workspace = self.step.sized(values), self.step.workspace_bytes(values)
+            return self._plan_alone(sizes)
+        graph, workspace = self.step.sized(sizes), self.step.workspace_bytes(sizes)
         peak_bytes = peak_of(graph, self._everything, workspace)
         eager_bytes = peak_of(eager_graph(graph), self._eager, workspace) if self._is_share else peak_bytes
         limit = dynamic_limit(self.request.budget, min(peak_bytes, eager_bytes), graph.resident_bytes)
         most = added_share(self.request.slowdown)
         if (limit is None and most is None) or (limit is not None and peak_bytes <= limit):
-            return self._choice(self._everything, values)
+            return self._choice(self._everything, sizes)
         if not self._candidates:
-            self._search(max([*self.sizes, values], key=self._live_bytes))
+            self._add_frontier(max([*self.expected, sizes], key=self._live_bytes))
         if limit is None:
             assert most is not None
-            return self._choice(self._lowest(graph, workspace, values, most), values)
+            return self._choice(self._lowest(graph, workspace, sizes, most), sizes)
         schedule = self._cheapest(graph, workspace, limit)
         if schedule is None:
-            self._search(values)
+            self._add_frontier(sizes)
             schedule = self._cheapest(graph, workspace, limit)
         if schedule is None:
-            return self._searched(values)  # raises, and names the smallest feasible budget
-        if most is not None and self._added(values)(schedule) > most:
-            return self._searched(values)  # raises if it adds too much as well
-        return self._choice(schedule, values)
+            return self._plan_alone(sizes)  # raises, and names the smallest feasible budget
+        if most is not None and self._added(sizes)(schedule) > most:
+            return self._plan_alone(sizes)  # raises if it adds too much as well
+        return self._choice(schedule, sizes)
 
     def _cheapest(self, graph: JointGraph, workspace: tuple[int, ...], limit: int) -> Schedule | None:
         """The cheapest candidate whose peak is within the limit; in most cases, its saved bytes alone decide."""
-        sizes = np.array(workspace)
+        workspace_array = np.array(workspace)
         for _, schedule in self._candidates:
-            if saved_bytes(graph, schedule) <= limit and peak_of(graph, schedule, sizes) <= limit:
+            if saved_bytes(graph, schedule) <= limit and peak_of(graph, schedule, workspace_array) <= limit:
                 return schedule
         return None
 
-    def _lowest(self, graph: JointGraph, workspace: tuple[int, ...], values: tuple[int, ...], most: float) -> Schedule:
+    def _lowest(self, graph: JointGraph, workspace: tuple[int, ...], sizes: tuple[int, ...], most: float) -> Schedule:
         """The candidate with the lowest peak that adds at most this share of the baseline's cost."""
-        added = self._added(values)
+        added = self._added(sizes)
         candidates = [self._everything, *(each for _, each in self._candidates if added(each) <= most)]
-        sizes = np.array(workspace)
-        return min(candidates, key=lambda schedule: peak_of(graph, schedule, sizes))
+        workspace_array = np.array(workspace)
+        return min(candidates, key=lambda schedule: peak_of(graph, schedule, workspace_array))
 
-    def _added(self, values: tuple[int, ...]) -> Callable[[Schedule], float]:
+    def _added(self, sizes: tuple[int, ...]) -> Callable[[Schedule], float]:
         """The cost that a schedule adds at these sizes, as a fraction of the baseline's."""
-        graph, profile = self._at(values)
-        cost, whole = costs(graph, profile), baseline_cost(graph, profile)
-        return lambda schedule: whole_added_cost(graph, profile, _for_graph(schedule, graph), cost) / whole
+        graph, profile = self._at(sizes)
+        cost, baseline = costs(graph, profile), baseline_cost(graph, profile)
+        return lambda schedule: whole_added_cost(graph, profile, _for_graph(schedule, graph), cost) / baseline
 
-    def _search(self, values: tuple[int, ...]) -> None:
+    def _add_frontier(self, sizes: tuple[int, ...]) -> None:
         """Add the frontier at these sizes to the candidates."""
-        graph, profile = self._at(values)
-        earlier: Any = self.searched.get(values)
+        graph, profile = self._at(sizes)
+        earlier: Any = self.earlier_plans.get(sizes)
         translation = earlier and Translation.between(earlier.step.reference, graph)
         graph, profile = earlier._at(()) if translation else (graph, profile)
         points = frontier(graph, profile, candidates_of_auto(self.request))
-        whole = baseline_cost(graph, profile)
+        baseline = baseline_cost(graph, profile)
         if translation:
             points = [point._replace(schedule=translation.translated(point.schedule)) for point in points]
-        added = [(point.cost / whole, _for_graph(point.schedule, self.step.reference)) for point in points]
+        added = [(point.cost / baseline, _for_graph(point.schedule, self.step.reference)) for point in points]
         self._candidates = sorted([*self._candidates, *added], key=lambda each: each[0])
 
-    def _live_bytes(self, values: tuple[int, ...]) -> int:
+    def _live_bytes(self, sizes: tuple[int, ...]) -> int:
         """The baseline's dynamic peak at these sizes without workspace, to compare sizes by."""
-        return peak_of(self.step.sized(values), self._everything, (0,) * len(self.step.reference.nodes))
+        return peak_of(self.step.sized(sizes), self._everything, (0,) * len(self.step.reference.nodes))
 
     @cached_property
     def _everything(self) -> Schedule:
@@ -256,33 +261,33 @@ class Plans:
     def _eager(self) -> Schedule:
         return eager_schedule(eager_graph(self.step.reference))
 
-    def _at(self, values: tuple[int, ...]) -> tuple[JointGraph, Profile]:
+    def _at(self, sizes: tuple[int, ...]) -> tuple[JointGraph, Profile]:
         """The graph at these sizes and its profile; of the same graph, so that one search serves all callers."""
         if self._device == MEASURED:  # at the sizes of the first search; others use its rates
-            self._device = resolved(self.step.graph(values), MEASURED)
-        if self._described is None or self._described[0] != values:
-            self._described = values, self.step.described(values, self._device)
+            self._device = resolved(self.step.graph(sizes), MEASURED)
+        if self._described is None or self._described[0] != sizes:
+            self._described = sizes, self.step.described(sizes, self._device)
         return self._described[1]
 
-    def _choice(self, schedule: Schedule, values: tuple[int, ...]) -> Choice:
+    def _choice(self, schedule: Schedule, sizes: tuple[int, ...]) -> Choice:
         def make_plan() -> Plan:
             with shown():
-                graph, profile = self._at(values)
+                graph, profile = self._at(sizes)
                 baseline = baseline_of(graph, profile, self.request.budget)
                 of_policy = self.request.budget, name_of(self.request.policy)
-                made = plan_of(graph, profile, _for_graph(schedule, graph), baseline, *of_policy)
+                made = checked_plan(graph, profile, _for_graph(schedule, graph), baseline, *of_policy)
             return replace(made, dynamic=self.step.dynamic)
 
         return Choice(schedule, make_plan)
 
-    def _searched(self, values: tuple[int, ...]) -> Choice:
+    def _plan_alone(self, sizes: tuple[int, ...]) -> Choice:
         """The plan of a search at these sizes alone."""
-        graph, profile = self._at(values)
+        graph, profile = self._at(sizes)
         if self.request.chunk_head:
-            plan, graph, _ = planned_in_chunks(graph, self.request, profile, self._in_chunks)
+            plan, graph, _ = plan_in_chunks(graph, self.request, profile, self._in_chunks)
             check_runs(graph, plan)
             return Choice(plan.schedule, lambda: plan, plan.head_chunks)
-        plan = replace(check_runs(graph, planned(graph, self.request, profile)), dynamic=self.step.dynamic)
+        plan = replace(check_runs(graph, plan_by_policy(graph, self.request, profile)), dynamic=self.step.dynamic)
         return Choice(_for_graph(plan.schedule, self.step.reference), lambda: plan)
 
     def _in_chunks(self, count: int) -> tuple[JointGraph, Profile]:
@@ -365,35 +370,35 @@ class SavedPlan:
         PlanError: if the plan was made for another step, or offloads although `step` runs on the CPU.
     """
 
-    def __init__(self, step: Runnable, plan: Plan):
+    def __init__(self, step: CapturedStep, plan: Plan):
         self.step, self.plan = step, plan
-        self._values = self._planned_values()
-        graph = step.graph(self._values) if plan.head_chunks == 1 else self._in_chunks()
+        self._sizes = self._planned_sizes()
+        graph = step.graph(self._sizes) if plan.head_chunks == 1 else self._in_chunks()
         check_applies(graph, plan, is_instance=bool(step.dimensions))
         check_runs(graph, plan)
         self._schedule = replace(plan.schedule, graph=step.reference.hash if plan.head_chunks == 1 else graph.hash)
         self._resident_bytes = graph.resident_bytes
 
-    def __call__(self, values: tuple[int, ...]) -> Choice:
-        if values == self._values:
+    def __call__(self, sizes: tuple[int, ...]) -> Choice:
+        if sizes == self._sizes:
             plan = self.plan
             return Choice(self._schedule, lambda: plan, plan.head_chunks)
         if copies(self._schedule):
             raise PlanError(
-                f"this plan offloads, so it is valid only for the sizes that it was made for, {self._planned_sizes()}: "
-                "the copies may take longer at other sizes. Plan for the sizes of this call."
+                "this plan offloads, so it is valid only for the sizes that it was made for, "
+                f"{self._planned_shapes()}: the copies may take longer at other sizes. Plan for the sizes of this call."
             )
-        graph = self.step.sized(values)
+        graph = self.step.sized(sizes)
         limit = self._limit_bytes(graph)
-        peak_bytes = peak_of(graph, self._schedule, self.step.workspace_bytes(values))
+        peak_bytes = peak_of(graph, self._schedule, self.step.workspace_bytes(sizes))
         if limit is not None and peak_bytes > limit:
-            raise self._exceeded(values, graph.resident_bytes, peak_bytes, limit)
+            raise self._exceeded(sizes, graph.resident_bytes, peak_bytes, limit)
 
         def make_plan() -> Plan:
-            graph, profile = self.step.described(values)
+            graph, profile = self.step.described(sizes)
             schedule = replace(self._schedule, graph=graph.hash)
             baseline = baseline_of(graph, profile, None)._replace(limit_bytes=limit)
-            made = plan_of(graph, profile, schedule, baseline, None, self.plan.policy)
+            made = checked_plan(graph, profile, schedule, baseline, None, self.plan.policy)
             return replace(made, dynamic=self.plan.dynamic)
 
         return Choice(self._schedule, make_plan)
@@ -402,27 +407,27 @@ class SavedPlan:
         if self.step.dimensions:
             raise PlanError(
                 f"this plan runs its head in {self.plan.head_chunks} chunks, so it is valid only for the sizes that it "
-                f"was made for, {self._planned_sizes()}. Plan for the sizes of this call."
+                f"was made for, {self._planned_shapes()}. Plan for the sizes of this call."
             )
         return self.step.in_chunks(self.plan.head_chunks)
 
-    def _planned_values(self) -> tuple[int, ...]:
+    def _planned_sizes(self) -> tuple[int, ...]:
         """The sizes of the dynamic dimensions that the plan was made for."""
-        symbols, sizes = self.step.captured.symbols, self.plan.sizes or ()
+        symbols, shapes = self.step.captured.symbols, self.plan.sizes or ()
         if symbols is None:
             return ()
         try:
-            values = tuple(sizes[place][dim] for place, dim in self.step.dynamic)
+            sizes = tuple(shapes[place][dim] for place, dim in self.step.dynamic)
         except (IndexError, ValueError):
             raise PlanError("this plan was made for other arguments. Plan again for this model and these.") from None
-        if not symbols.holds(values):
+        if not symbols.holds(sizes):
             raise PlanError(
-                f"this plan was made for arguments of the shapes {self._planned_sizes()}, for which the model takes "
+                f"this plan was made for arguments of the shapes {self._planned_shapes()}, for which the model takes "
                 "another path than for the sizes of this call. Plan for these sizes."
             )
-        return values
+        return sizes
 
-    def _planned_sizes(self) -> str:
+    def _planned_shapes(self) -> str:
         return ", ".join(str(list(shape)) for shape in self.plan.sizes or ())
 
     def _limit_bytes(self, graph: JointGraph) -> int | None:
@@ -431,15 +436,15 @@ class SavedPlan:
             return None
         return self.plan.limit_bytes + self._resident_bytes - graph.resident_bytes
 
-    def _exceeded(self, values: tuple[int, ...], resident_bytes: int, peak_bytes: int, limit: int) -> BudgetError:
+    def _exceeded(self, sizes: tuple[int, ...], resident_bytes: int, peak_bytes: int, limit: int) -> BudgetError:
         assert self.step.captured.symbols is not None  # else its only sizes are the plan's
-        layouts = self.step.captured.symbols.layouts(values)
+        layouts = self.step.captured.symbols.layouts(sizes)
         shapes = ", ".join(str(list(shape)) for shape, *_ in dict.fromkeys(layouts))
         whole, allowed = peak_bytes + resident_bytes, limit + resident_bytes
         return BudgetError(
             f"this plan cannot keep its budget for arguments of the shapes {shapes}: its peak would be "
             f"{memory_format(whole)} ({whole} bytes), and its budget allows {memory_format(allowed)} ({allowed} "
-            f"bytes). It was made for the shapes {self._planned_sizes()}. Save a plan that is made for the largest "
+            f"bytes). It was made for the shapes {self._planned_shapes()}. Save a plan that is made for the largest "
             "batch, or split this batch.",
             whole,
             allowed,

@@ -46,7 +46,7 @@ class Uncovered:
         if budget is not None and not is_share(budget) and not optimizer:
             _watch(self)
 
-    def returns(self, shapes: list[tuple[int, ...]]) -> None:
+    def note_outputs(self, shapes: list[tuple[int, ...]]) -> None:
         """Warn if the first call returns no scalar, from the `shapes` of the outputs that get a gradient."""
         if self._has_loss is not None:
             return
@@ -75,7 +75,7 @@ class Uncovered:
         if self._has_loss is not None and counters is None:
             return outputs
         tensors = [leaf for leaf in flatten_outputs(outputs)[0] if is_tensor(leaf) and leaf.grad_fn is not None]
-        self.returns([tuple(tensor.shape) for tensor in tensors])
+        self.note_outputs([tuple(tensor.shape) for tensor in tensors])
         if counters is not None:
             at_end = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue]
             check = partial(self._check_peak, device, *counters, plan)

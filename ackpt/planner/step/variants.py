@@ -48,7 +48,7 @@ from .backward_checks import (
     retained_after_backward,
 )
 from .compiled_schedule import dropped_places, withheld
-from .plans import PlanAt, Runnable, plans_of, saved_dimensions
+from .plans import CapturedStep, PlanAt, plan_function, saved_dimensions
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
@@ -118,16 +118,16 @@ class _Group:
     ``variants``: by the sizes of calls, the latest first; several where values differ that the code reads.
     ``captures``: those with dynamic dimensions, which may serve other sizes, the latest first, each with what it runs
     there. ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at a size that may
-    be special, such as the length of a whole table; ``refusal``: the latest reason. ``searched``: sizes and plans of
-    the latest capture without dynamic dimensions, whose search serves the first one with some.
+    be special, such as the length of a whole table; ``refusal``: the latest reason. ``fixed_plans``: sizes and plans
+    of the latest capture without dynamic dimensions, whose search serves the first one with some.
     """
 
     variants: dict[Sizes, list[Variant]] = field(default_factory=dict)
-    captures: list[tuple[Runnable, PlanAt]] = field(default_factory=list)
+    captures: list[tuple[CapturedStep, PlanAt]] = field(default_factory=list)
     refused: set[Dimension] = field(default_factory=set)
     suspected: set[Dimension] = field(default_factory=set)
     refusal: str = ""
-    searched: tuple[Sizes, PlanAt] | None = None
+    fixed_plans: tuple[Sizes, PlanAt] | None = None
 
     @property
     def alone(self) -> list[tuple[Sizes, Variant]]:
@@ -138,7 +138,7 @@ class _Group:
     def __len__(self) -> int:
         return len(self.alone) + len(self.captures)
 
-    def number_served(self, step: Runnable) -> int:
+    def number_served(self, step: CapturedStep) -> int:
         """The number of sizes that a capture with dynamic dimensions runs."""
         return sum(variant.captured is step.captured for each in self.variants.values() for variant in each)
 
@@ -150,7 +150,7 @@ class _Group:
         other.variants.setdefault(sizes, []).insert(0, variant)
         if self.captures and self.captures[0][0].captured is variant.captured:
             other.captures.insert(0, self.captures.pop(0))
-        other.searched, self.searched = self.searched, None
+        other.fixed_plans, self.fixed_plans = self.fixed_plans, None
         other.refused |= self.refused
         other.suspected |= self.suspected
         other.refusal = self.refusal or other.refusal
@@ -170,7 +170,7 @@ class Variants:
     Args:
         model: of the step.
         request: what it is planned for.
-        returns: called before planning with the shapes of the captured outputs that get a gradient.
+        before_planning: called after a capture with the shapes of the outputs that get a gradient.
         opaque: why the model is planned in parts from the first call on, in words.
     """
 
@@ -178,10 +178,10 @@ class Variants:
         self,
         model: nn.Module,
         request: Request,
-        returns: Callable[[list[tuple[int, ...]]], None],
+        before_planning: Callable[[list[tuple[int, ...]]], None],
         opaque: str | None,
     ):
-        self.model, self.request, self.returns = model, request, returns
+        self.model, self.request, self.before_planning = model, request, before_planning
         self.history = History()
         self._watched: WatchedModel | None = None
         self._groups: dict[Facts, _Group] = {}
@@ -221,7 +221,7 @@ class Variants:
             with CAPTURING:
                 return self._variant_for(call)
         except TraceError as error:
-            if not (self.request.splits and error.can_split):
+            if not (self.request.may_plan_in_parts and error.can_split):
                 raise
             regions = PlannedRegions(self.model, self.request, self.history, error, error.reason)
             planned = regions.serving(call)
@@ -231,11 +231,11 @@ class Variants:
     def _variant_for(self, call: Call) -> Variant:
         group = self._groups.pop(call.facts, None) or _Group()
         self._groups[call.facts] = group  # now the one that was used last
-        variant = self._known(group, call)
+        variant = self._existing_variant(group, call)
         if variant is None:
             with shown(), _disable_current_modes():  # a mode that observes the step must not see captures
-                variant = self._new(group, call)
-            if variant.captured.reads.is_settled:  # attributes of the model are as after its first call
+                variant = self._new_variant(group, call)
+            if variant.captured.reads.is_after_first_call:  # which may have set attributes of the model
                 facts = self.call(call.args, call.kwargs).facts
                 if facts != call.facts:  # the others were captured with the attributes as they were
                     after = self._groups.pop(facts, None) or _Group()
@@ -250,20 +250,20 @@ class Variants:
             self._last = (*self._last[:-1], variant)
         return variant
 
-    def _known(self, group: _Group, call: Call) -> Variant | None:
+    def _existing_variant(self, group: _Group, call: Call) -> Variant | None:
         for variant in group.variants.get(call.sizes, ()):
             if variant.captured.serves(call.leaves):
                 return variant
         return None
 
-    def _new(self, group: _Group, call: Call) -> Variant:
-        declared_bounds(self.request.dynamic, self.model, call)  # raises for a size outside of them
+    def _new_variant(self, group: _Group, call: Call) -> Variant:
+        declared_bounds(self.request.dynamic, self.model, call)  # only to raise for a size outside of the bounds
         made_for = described(self.model, call.args, call.kwargs, self.request.differentiate)
         cause, group_of_causes = self._cause(call, made_for)
         try:
-            variant = self._served(group, call, cause)
+            variant = self._variant_of_existing_capture(group, call, cause)
             if variant is None:
-                variant = self._captured(group, call, cause, group_of_causes)
+                variant = self._variant_of_new_capture(group, call, cause, group_of_causes)
                 warn_of_hooks(self.model)
         except (BudgetError, PlanError) as error:
             was = None if self._last is None else self._last[1]
@@ -279,25 +279,25 @@ class Variants:
             self.request.on_plan(self.plan)
         return variant
 
-    def _served(self, group: _Group, call: Call, cause: str) -> Variant | None:
+    def _variant_of_existing_capture(self, group: _Group, call: Call, cause: str) -> Variant | None:
         """A variant for new sizes of a capture with dynamic dimensions."""
         start = time.perf_counter()
         for step, plan_at in group.captures:
             assert step.captured.symbols is not None
-            values = step.captured.symbols.values_in(call.sizes)
-            if values is None or not step.captured.serves(call.leaves):
+            sizes = step.captured.symbols.values_in(call.sizes)
+            if sizes is None or not step.captured.serves(call.leaves):
                 continue
-            variant = self._chosen(group, step, plan_at, call, values)
+            variant = self._add_variant(group, step, plan_at, call, sizes)
             self.history.add("plan", cause, time.perf_counter() - start)
             return variant
         return None
 
-    def _captured(self, group: _Group, call: Call, cause: str, group_of_causes: str) -> Variant:
+    def _variant_of_new_capture(self, group: _Group, call: Call, cause: str, group_of_causes: str) -> Variant:
         start = time.perf_counter()
         dimensions = self._dimensions(group, call)
         if dimensions:
             try:
-                return self._captured_dynamic(group, call, cause, dimensions)
+                return self._variant_of_new_dynamic_capture(group, call, cause, dimensions)
             except (TraceError, RewriteError) as error:
                 if dimensions & named_dimensions(self.request.dynamic, self.model, call):
                     raise
@@ -308,10 +308,10 @@ class Variants:
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
         with self._capture(call) as captured:
-            step = Runnable(captured, call, self.model, self.request.loop)
-            plan_at = plans_of(step, self.request)
-            variant = self._chosen(group, step, plan_at, call, ())
-            group.searched = None if self.request.dynamic is False else (call.sizes, plan_at)
+            step = CapturedStep(captured, call, self.model, self.request.loop)
+            plan_at = plan_function(step, self.request)
+            variant = self._add_variant(group, step, plan_at, call, ())
+            group.fixed_plans = None if self.request.dynamic is False else (call.sizes, plan_at)
         seconds = time.perf_counter() - start
         self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group, group_of_causes))
         return variant
@@ -326,11 +326,13 @@ class Variants:
             return _LET_DYNAMIC
         return f"One capture cannot serve all: {group.refusal}. {_FEW_SIZES}" if group.refusal else _PASS_AS_TENSOR
 
-    def _captured_dynamic(self, group: _Group, call: Call, cause: str, dimensions: set[Dimension]) -> Variant:
+    def _variant_of_new_dynamic_capture(
+        self, group: _Group, call: Call, cause: str, dimensions: set[Dimension]
+    ) -> Variant:
         start = time.perf_counter()
         with self._capture(call, sorted(dimensions)) as captured:
-            step = Runnable(captured, call, self.model, self.request.loop)
-        symbols, values = captured.symbols, step.values
+            step = CapturedStep(captured, call, self.model, self.request.loop)
+        symbols, sizes = captured.symbols, step.sizes
         assert symbols is not None
         if fixed := symbols.fixed():
             named = named_dimensions(self.request.dynamic, self.model, call)
@@ -345,20 +347,21 @@ class Variants:
             self.history.add("refused", f"one size only of {_said(fixed, call)}", time.perf_counter() - start)
         elif line := symbols.converted():
             group.refusal = f"the model converts a number that it computes from a size{line}"
-        if not symbols.holds(values):
-            raise TraceError(f"torch computes the sizes {list(values)} differently if they are symbols")
-        same = [(sizes, each) for sizes, each in group.alone if _branches_alike(each.captured, captured)]
-        earlier = {at: each for sizes, each in same if (at := symbols.values_in(sizes)) is not None}
+        if not symbols.holds(sizes):
+            raise TraceError(f"torch computes the sizes {list(sizes)} differently if they are symbols")
+        same = [(layouts, each) for layouts, each in group.alone if _branches_alike(each.captured, captured)]
+        earlier = {at: each for layouts, each in same if (at := symbols.values_in(layouts)) is not None}
         _require_equal_captures(step, earlier)
         bounds = declared_bounds(self.request.dynamic, self.model, call)
-        largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.dimensions, values))
-        sizes = [each for each in (values, largest, *earlier) if symbols.holds(each)]
-        searched, group.searched = group.searched, None
-        at = None if searched is None else symbols.values_in(searched[0])
-        plan_at = plans_of(step, self.request, sizes, {} if at is None or searched is None else {at: searched[1]})
+        largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.dimensions, sizes))
+        expected = [each for each in (sizes, largest, *earlier) if symbols.holds(each)]
+        fixed_plans, group.fixed_plans = group.fixed_plans, None
+        at = None if fixed_plans is None else symbols.values_in(fixed_plans[0])
+        earlier_plans = {} if at is None or fixed_plans is None else {at: fixed_plans[1]}
+        plan_at = plan_function(step, self.request, expected, earlier_plans)
         group.captures.insert(0, (step, plan_at))
         try:
-            variant = self._chosen(group, step, plan_at, call, values)
+            variant = self._add_variant(group, step, plan_at, call, sizes)
         except RewriteError:
             group.captures.pop(0)
             raise
@@ -368,15 +371,17 @@ class Variants:
 
     @contextlib.contextmanager
     def _capture(self, call: Call, dimensions: Sequence[Dimension] = ()) -> Iterator[Capture]:
-        use = self.request
-        with capture(self.model, call.args, call.kwargs, use.differentiate, use.outputs, dimensions) as captured:
-            self.returns(captured.gradient_shapes)
+        model, request = self.model, self.request
+        with capture(model, call.args, call.kwargs, request.differentiate, request.outputs, dimensions) as captured:
+            self.before_planning(captured.gradient_shapes)
             yield captured
 
-    def _chosen(self, group: _Group, step: Runnable, plan_at: PlanAt, call: Call, values: tuple[int, ...]) -> Variant:
-        """The variant for `call`, whose dynamic dimensions have the sizes `values`."""
-        choice = plan_at(values)
-        run = self._checked(step.run(choice.schedule, values, choice.head_chunks), call)
+    def _add_variant(
+        self, group: _Group, step: CapturedStep, plan_at: PlanAt, call: Call, sizes: tuple[int, ...]
+    ) -> Variant:
+        """Choose and compile the schedule for `call`, whose dynamic dimensions have these sizes; add it to `group`."""
+        choice = plan_at(sizes)
+        run = self._checked(step.compiled(choice.schedule, sizes, choice.head_chunks), call)
         graph = step.in_chunks(choice.head_chunks)
         dropped, accumulates = dropped_places(graph, choice.schedule), self.request.loop.accumulation
         variant = Variant(step.captured, run, choice.plan, dropped, accumulates, withheld(graph))
@@ -465,14 +470,14 @@ def _differing(sizes: Sizes, call: Call) -> set[Dimension]:
     return found
 
 
-def _require_equal_captures(step: Runnable, earlier: Mapping[tuple[int, ...], Variant]) -> None:
+def _require_equal_captures(step: CapturedStep, earlier: Mapping[tuple[int, ...], Variant]) -> None:
     """Raise a TraceError if `step` differs from one of the captures `earlier`, given by its sizes, at these sizes.
 
     A symbol is not an ``int`` and has no digits, so code that checks for either takes another branch without a guard.
     """
     assert step.module is not None
-    for values, variant in earlier.items():
-        one, other = operations_in(step.module.at(values)), operations_in(variant.captured.joint.graph_module)
+    for sizes, variant in earlier.items():
+        one, other = operations_in(step.module.at(sizes)), operations_in(variant.captured.joint.graph_module)
         for (text, line), (expected, _) in zip_longest(one, other, fillvalue=("", "")):
             if text != expected:
                 raise TraceError(

@@ -42,7 +42,7 @@ from ackpt.planner.policies import auto, full
 from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.schedule import Schedule, everything
 from ackpt.planner.step.many_sizes import ManySizes, Values
-from ackpt.planner.step.plans import Runnable
+from ackpt.planner.step.plans import CapturedStep
 
 from .device_memory import device_memory
 from .planned_shapes import PlanConfig, allocated_on, calls_as_on, scaled_loss, split_budget, with_training_loop
@@ -485,18 +485,18 @@ class _Steps:
                 if one != two and one >= SMALLEST
             }
             with capture(self.model, args, kwargs, "loss", "drop", sorted(dims)) as captured:
-                step = Runnable(captured, call, self.model, NO_LOOP)
+                step = CapturedStep(captured, call, self.model, NO_LOOP)
         if step.reference.analysis.restrided:
             raise TraceError("the model returns a tensor whose strides leave gaps: return the loss, or a copy of it")
         graph = allocated_on(self.where, step.reference)
         self.captures.append(_Capture(step, self.finish(graph), self.where, call.sizes))
-        return self.captures[-1], step.values
+        return self.captures[-1], step.sizes
 
 
 class _Capture(ManySizes):
     """One capture with the schedules of each method; ``own``: the layouts of the captured call."""
 
-    def __init__(self, step: Runnable, graph: JointGraph, where: Device | None, own: Sizes):
+    def __init__(self, step: CapturedStep, graph: JointGraph, where: Device | None, own: Sizes):
         super().__init__(step, graph, where)
         self.own = own
 

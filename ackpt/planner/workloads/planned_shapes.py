@@ -30,7 +30,7 @@ from ackpt.planner.capture.inspection.calls import MACHINE
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.choose import planned, planned_in_chunks
+from ackpt.planner.choose import plan_by_policy, plan_in_chunks
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
 from ackpt.planner.costs.profiles import profile as profiled
@@ -192,8 +192,8 @@ def _planned(
     def plan_within(limit: float | str | None) -> Made:
         request = Request(limit, config.slowdown, policy, config.options, chunk_head=config.chunk_head)
         if config.chunk_head:
-            return planned_in_chunks(graph, request, profile, partial(in_chunks, graph, where))
-        return planned(graph, request, profile), graph, profile
+            return plan_in_chunks(graph, request, profile, partial(in_chunks, graph, where))
+        return plan_by_policy(graph, request, profile), graph, profile
 
     def memory_of(made: Made) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB

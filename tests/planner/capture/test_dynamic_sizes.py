@@ -14,7 +14,7 @@ from ackpt.planner.capture.aot import capture
 from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension, Symbols, expression
 from ackpt.planner.capture.optimizer_state import NO_LOOP
-from ackpt.planner.step.plans import Runnable
+from ackpt.planner.step.plans import CapturedStep
 
 _SAME_STORAGE = ("aten.alias.default", "aten.slice.Tensor")  # eager's indexing leaves out slices of everything
 
@@ -44,7 +44,7 @@ def operations(graph):
 def test_an_instance_is_the_capture_of_its_sizes():
     model, ids = Slices(), torch.randint(0, 20, (3, 10))
     with capture(model, (ids,), {}, outputs="drop", dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
-        step = Runnable(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
+        step = CapturedStep(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
     for sizes in ((3, 10), (2, 7), (5, 33), (4, 64)):
         alone = ackpt.trace(model, torch.randint(0, 20, sizes))
         graph = step.graph(sizes)

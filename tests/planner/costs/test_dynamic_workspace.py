@@ -13,7 +13,7 @@ from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension
 from ackpt.planner.capture.optimizer_state import NO_LOOP
 from ackpt.planner.costs.workspace import workspace_bytes
-from ackpt.planner.step.plans import Runnable
+from ackpt.planner.step.plans import CapturedStep
 
 
 class Mixed(nn.Module):
@@ -64,7 +64,7 @@ def test_the_workspace_is_that_of_running_every_operation(kind, threads):
         model, ids = Mixed(kind), torch.randint(0, 40, (4, 12))
         leaves, _ = tree_flatten(((ids,), {}))
         with capture(model, (ids,), {}, dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
-            step = Runnable(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
+            step = CapturedStep(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
         assert len(leaves) == 1
         for batch, length in ((2, 3), (4, 13), (3, 100), (16, 64), (64, 130), (2, 600)):
             graph = step.graph((batch, length))

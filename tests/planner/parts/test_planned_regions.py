@@ -14,7 +14,7 @@ from torch import nn
 
 import ackpt
 from ackpt.core.errors import BudgetError, TraceError
-from ackpt.planner.parts.blocks import Block
+from ackpt.planner.parts.module_blocks import Block
 from ackpt.planner.parts.regions_plan import RegionsPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it

@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):
         assert net._compiled_call_impl is None
     with pytest.raises(TypeError, match="cache must be a folder.*got int"):
         ackpt.compile(model(), X, budget=0.75, cache=3)  # pyright: ignore
-    with pytest.raises(TypeError, match="'cache' is not an option of a policy: pass it as a keyword"):
+    with pytest.raises(TypeError, match="'cache' is not an option of a policy: pass it as an argument"):
         ackpt.compile(model(), X, budget=0.75, options={"cache": str(tmp_path)})
 
 

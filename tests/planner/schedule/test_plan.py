@@ -233,7 +233,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(graph):
     [
         ([1], TypeError, "options must be a dict of options of the policy.*got list"),
         ("time_limit", TypeError, "options must be a dict of options of the policy.*got str"),
-        ({"budget": 0.5}, TypeError, "'budget' is not an option of a policy: pass it as a keyword of ackpt.compile"),
+        ({"budget": 0.5}, TypeError, "'budget' is not an option of a policy: pass it as an argument of its own"),
         ({"compiler": "inductor"}, TypeError, "'compiler' is an option of torch.compile"),
         ({"fuel": 3}, TypeError, "'fuel' is not an option of a plan"),
     ],

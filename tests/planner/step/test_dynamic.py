@@ -258,7 +258,7 @@ def test_at_each_length_the_cheapest_schedule_of_the_search_runs():
 
 def cheapest_within(step, length: int, budget: int):
     """The first schedule of the search, in the order of costs, whose simulated peak at this length is in the budget."""
-    ((capture, plans),) = next(iter(step._ackpt_planned._groups.values())).captures
+    ((capture, plans),) = next(iter(step._ackpt_variants._groups.values())).captures
     graph, profile = capture.described((length,))
     schedules = [dataclasses.replace(each, graph=graph.hash) for _, each in plans._candidates]
     peaks = [simulate(graph, profile, each).peak_bytes + graph.resident_bytes for each in schedules]
@@ -348,8 +348,8 @@ def test_dynamic_false_never_shares_a_capture():
 def test_declared_bounds_are_searched_at_the_largest_size():
     model = Words()
     step = ackpt.compile(model, ids(6, 20), budget="600kB", dynamic={"ids": {1: (4, 80)}})
-    ((_, plans),) = next(iter(step._ackpt_planned._groups.values())).captures
-    assert plans.sizes[:2] == [(20,), (80,)]
+    ((_, plans),) = next(iter(step._ackpt_variants._groups.values())).captures
+    assert plans.expected[:2] == [(20,), (80,)]
     for length in (70, 80, 5):
         check(step, model, ids(6, length))
     assert kinds(step) == ["dynamic capture", "plan", "plan", "plan"]

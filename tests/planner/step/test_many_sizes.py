@@ -20,18 +20,18 @@ from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.schedule import everything, recomputed
 from ackpt.planner.schedule.simulator import simulate
 from ackpt.planner.step.many_sizes import ManySizes
-from ackpt.planner.step.plans import Runnable
+from ackpt.planner.step.plans import CapturedStep
 from ackpt.planner.workloads.planned_shapes import allocated_on, calls_as_on
 
 
-def runnable(model, *args, loop=None, where=None, dtype="float32", **kwargs) -> Runnable:
+def runnable(model, *args, loop=None, where=None, dtype="float32", **kwargs) -> CapturedStep:
     """The step, captured with all dimensions of its tensors dynamic."""
     with CAPTURING, calls_as_on(where, dtype):
         call = call_of(WatchedModel(model), args, kwargs)
         tensors = [(at, leaf) for at, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
         dims = [Dimension(at, dim) for at, leaf in tensors for dim in range(leaf.dim())]
         with capture(model, args, kwargs, "loss", "drop", dims) as captured:
-            return Runnable(captured, call, model, loop or Loop(None, False))
+            return CapturedStep(captured, call, model, loop or Loop(None, False))
 
 
 def test_peaks_on_a_cpu_equal_the_simulators_with_packed_masks_too():

@@ -1,4 +1,4 @@
-"""Refuse models, calls and tensors that cannot be captured, and warn of hooks."""
+"""Refuse models, calls and tensors before they are captured, and warn of hooks; for later errors see `source_lines`."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def check_model(model, except_opaque: bool = False) -> None:
         if name and except_opaque and is_opaque(model, name):
             continue
         reason = next((reason for kind, reason in _WRAPPERS.items() if isinstance(module, kind)), None)
-        if "_ackpt_planned" in vars(module):
+        if "_ackpt_variants" in vars(module):
             reason = "it is already planned. Plan the whole model once, built from modules that are not planned."
         elif reason is None and hasattr(module._compiled_call_impl, "ackpt_own_call"):
             reason = "it has a budget of its own. Call ackpt.remove_budget on it, and plan the whole model once."

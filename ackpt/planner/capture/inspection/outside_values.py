@@ -49,9 +49,9 @@ class Reads:
         self._values: list[Value] = []
         self._watching: Any = None
         self.kept = Kept()
-        self._settles = True
+        self._is_first_capture = True
         self._changed: list[Change] = []
-        self.is_settled = False  # whether the values are as the model's first call would have left them
+        self.is_after_first_call = False  # whether the values are as the model's first call would have left them
         self.places: list[Callable[[], bool]] = []  # see `ackpt.planner.capture.inspection.kept_tensors.places`
         self._has_hooks = False  # whether the forward adds hooks to its tensors or nodes
         self.has_checkpoints = False  # whether the model calls torch's own
@@ -61,7 +61,8 @@ class Reads:
     def watched(self, is_same, real):
         """Watch the model's forward run inside; on exit, restore the values and RNG states that it changed.
 
-        Changes are refused unless the capture may still `settle` them; for the arguments see `Snapshot.restored`.
+        Changes are refused unless this is the first capture, after which `after_first_call` may repeat it. For the
+        arguments see `Snapshot.restored`.
         """
         gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
         with self._watched(is_same, real):
@@ -130,7 +131,7 @@ class Reads:
                 f"the forward draws random numbers from {drawn[0]} or seeds it, which a captured step would not "
                 "repeat. Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors"
             )
-        if changed and not self._may_settle(changed):
+        if changed and not self._note_first_changes(changed):
             raise not_repeated(changed[0].refusal)
 
     def refuse_new_generators(self, module: torch.fx.GraphModule) -> None:
@@ -145,7 +146,7 @@ class Reads:
 
     def start(self) -> None:
         """Call this before every forward: it removes what the one before has left."""
-        self.kept.start(lambda: self._changed.clear() if self._settles else None)
+        self.kept.start(lambda: self._changed.clear() if self._is_first_capture else None)
 
     @contextlib.contextmanager
     def watched_backward(self):
@@ -165,9 +166,9 @@ class Reads:
             with mock.patch.object(torch.autograd, "grad", watched(grad)):
                 yield
 
-    def _may_settle(self, changed: list[Change]) -> bool:
-        """Note what the first forward has changed, if anything; what a later one changes again is refused."""
-        if self._settles:
+    def _note_first_changes(self, changed: list[Change]) -> bool:
+        """Note what the first capture has changed, if anything; what a later one changes again is refused."""
+        if self._is_first_capture:
             self._changed += changed
             return bool(changed)
         keys = {change.key for change in changed}
@@ -175,12 +176,12 @@ class Reads:
             raise not_repeated(again.refusal)
         return False
 
-    def settles(self) -> bool:
-        """Whether the latest forward changed nothing, and nothing keeps its tensors."""
+    def is_stable(self) -> bool:
+        """Whether later calls read the same: the latest forward changed nothing, and nothing keeps its tensors."""
         return not self._changed and not self.kept.alive()
 
     @contextlib.contextmanager
-    def settle(self, mode):
+    def after_first_call(self, mode):
         """Capture the step again inside, with the values and tensors as the model's first call would have left them.
 
         Many transformers models record in their configuration which kind of labels they receive, or in an attribute
@@ -196,7 +197,7 @@ class Reads:
         del tensors  # the error may outlive them
         if not is_constant:
             raise error
-        self._settles, self.is_settled = False, True
+        self._is_first_capture, self.is_after_first_call = False, True
         for change in self._changed:
             change.repeat()
         yield error
@@ -205,10 +206,10 @@ class Reads:
 
     def undo(self) -> None:
         """Leave everything that the model's code keeps as it was before the capture."""
-        if not self._settles:
+        if not self._is_first_capture:
             for change in reversed(self._changed):
                 change.revert()
-        self._changed, self._settles, self.is_settled = [], True, False
+        self._changed, self._is_first_capture, self.is_after_first_call = [], True, False
         self.kept.forget()
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Find the line and module that an operation comes from, and word the errors of captures that fail there."""
+"""Errors of captures that fail, as for models that are not one graph, with the line and module of the operation."""
 
 from __future__ import annotations
 

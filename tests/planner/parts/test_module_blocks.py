@@ -14,7 +14,7 @@ from conftest import assert_equal
 from torch import nn
 
 import ackpt
-from ackpt.planner.parts.blocks import blocks_of
+from ackpt.planner.parts.module_blocks import blocks_of
 
 
 def trains_equally(make, budgets=("1GiB", 0.8), steps: int = 3, reset=lambda model: None):
