@@ -50,8 +50,8 @@ SOURCE = "notebooks/09_frontier.py"
 # %% [markdown]
 # ## How far from the optimum?
 #
-# The cheapest plan of a graph is the solution of an integer program, which can be solved for a few layers only. A linear
-# program bounds the cost from below for any graph: no plan of this package costs less. {doc}`13_rotor` derives both.
+# The cheapest plan of a graph is the solution of an integer program, which can be solved for a few layers only. A
+# linear program bounds the cost from below for any graph: no plan of `ackpt` costs less. {doc}`13_rotor` derives both.
 # Each plan with a budget carries this *lower bound* and its *optimality gap*: how much longer its step takes than the
 # lower bound requires.
 #
@@ -98,15 +98,15 @@ assert max(gap for budget, gap in gaps.items() if budget >= 0.4) < 0.02
 print("gap of the plan:", ", ".join(f"{gap:.1%} at {budget}" for budget, gap in gaps.items()))
 
 # %% [markdown]
-# Down to 40 percent of the peak, no other plan saves more than two percent of the step. At small budgets, the gap is
-# large. Part of it comes from the lower bound, which assigns no bytes to recomputed results; at such budgets they need
-# most of the memory. We do not know how large that part is.
+# Down to 40 percent of the peak, no other plan's step is more than two percent shorter. At the smallest budget, the gap
+# is large. Part of it comes from the lower bound, which assigns no bytes to recomputed results; here they need most of
+# the memory. We do not know how large that part is.
 #
 # ## Plans and PyTorch's tools, in FLOPs
 #
-# Now we run plans and PyTorch's tools ({doc}`03_what_pytorch_offers`) from the same parameters, on the same batch. The
-# allocator measures bytes, and FLOPs are counted during execution. Inductor's fused code cannot be counted, so PyTorch's
-# memory budget runs here with a backend that executes its graphs operation by operation.
+# Now we run plans and PyTorch's tools ({doc}`03_what_pytorch_offers`) from the same parameters, on the same batch.
+# Bytes come from the allocator, and FLOPs are counted during execution. Those of Inductor's fused code cannot be
+# counted, so PyTorch's memory budget runs here with a backend that executes its graphs operation by operation.
 
 # %% tags=["hide-input"]
 config = FrontierConfig(
@@ -122,11 +122,11 @@ path = plots.save(figure, "results/figures/09_frontier.png")
 figure
 
 # %% [markdown]
-# *Plans reach lower peaks than PyTorch's tools, and recompute no more FLOPs at any peak that these reach. Line: all plans
-# that a budget selects from. Marks: measured.*
+# *Plans reach lower peaks than PyTorch's tools, and recompute no more FLOPs at any peak that these reach. Line: the
+# frontier of plans, predicted. Marks: measured.*
 #
-# Is any point below the line? And does each planned step keep its promise: a measured peak that is the
-# predicted one, to the byte, and within the budget, the predicted FLOPs, and the baseline's gradients, bit for bit?
+# Is any point below the line? And does each planned step keep its promises: the predicted peak to the byte, within the
+# budget; the predicted FLOPs; and the baseline's gradients, bit for bit?
 
 # %%
 for row in (*record.metrics["peers"], *points):
@@ -139,9 +139,9 @@ print(f"{len(points)} plans with {len(peaks)} different peaks keep their promise
 # %% [markdown]
 # - **per-block** recomputes whole blocks, with their matrix products. Much of a block is nearly free to recompute: norms,
 #   activation functions, sums.
-# - **rotor** saves a block as a whole, or not at all.
-# - **mu-TWO** evicts one tensor at a time. The more it evicts, the more often each is recomputed on the way to others.
-# - **PyTorch: selective** recomputes no matrix product. It is one point, whatever the budget.
+# - **rotor** saves all activations of a block, or only its input.
+# - **mu-TWO** evicts one tensor at a time. The more it evicts, the more often each is recomputed to obtain others.
+# - **PyTorch: selective** recomputes no matrix product. It takes no budget: one point.
 # - **PyTorch's memory budget** bounds the bytes saved at the end of forward, not the live bytes. Below a setting of 0.6
 #   its peak rises; {doc}`03_what_pytorch_offers` shows why.
 #
@@ -153,9 +153,9 @@ print(f"{len(points)} plans with {len(peaks)} different peaks keep their promise
 #
 # ## In measured time
 #
-# FLOPs are not time. The figure at the top shows measured time: each step takes turns with the baseline's step, and the
-# ratio of the two is taken in every round. This takes minutes, so the page reads the records of
-# `python -m experiments frontier`. The last line below is the noise:
+# Equal FLOPs can take different times. The figure at the top shows measured time: each step alternates with the
+# baseline's, and every round gives their ratio. This takes minutes, so the page reads the records of
+# `python -m experiments frontier`. The second line below shows the noise:
 
 
 # %% tags=["hide-input"]
@@ -197,9 +197,9 @@ path = write_text_atomic("results/tables/09_models.md", table)
 # ```{include} ../../results/tables/09_models.md
 # ```
 #
-# The lower bound says what any plan must add at half of the peak. These steps keep the memory that they free, as the
-# allocator of a GPU does. Without that, glibc returns large blocks to the operating system, and the step with the larger
-# peak pays for more page faults.
+# The lower bound is the least modeled time that any plan adds at half of the peak. The timed processes keep freed
+# memory, as a GPU's caching allocator does. Otherwise, glibc returns large blocks to the operating system, and the step
+# with the larger peak causes more page faults.
 #
 # ### With Inductor
 #
@@ -222,8 +222,8 @@ figure
 # *Added time and peak of two layers of a Transformer, compiled by Inductor. The memory budget is set to 0.5 (left) and 0
 # (right).*
 #
-# Inductor fuses operations, so some tensors that a plan counts never exist. Measured peaks are lower than predicted ones,
-# and a plan refuses budgets that it would keep.
+# Inductor fuses operations, so some tensors that a plan counts never exist. Measured peaks are lower than predicted
+# ones, and the planner rejects budgets that are feasible.
 #
 # ## Exploring the frontier
 #
@@ -276,9 +276,10 @@ print(f"peaks in order: {in_order}, costs in order: {costs}")
 #
 # ## What a plan saves: BERT
 #
-# Why does a plan beat per-block checkpointing? A small BERT with dropout shows it: four blocks, an eighth of the width of
-# BERT-large, sequences a quarter as long. With eight heads and a vocabulary of 640 words, attention and logits take about
-# the same share of memory as in BERT-large (Devlin et al. 2018, [arXiv:1810.04805](https://arxiv.org/abs/1810.04805)).
+# Why does a plan beat per-block checkpointing? A small BERT with dropout shows why: four blocks, an eighth of the width
+# of BERT-large, sequences a quarter as long. With eight heads and a vocabulary of 640, attention and logits need about
+# the same fraction of memory as in BERT-large (Devlin et al. 2018,
+# [arXiv:1810.04805](https://arxiv.org/abs/1810.04805)).
 
 # %%
 torch.manual_seed(0)
@@ -302,7 +303,7 @@ def measured(call):
 
 
 # %% [markdown]
-# The plan gets as much memory as per-block checkpointing needs:
+# The plan's budget is the peak of per-block checkpointing:
 
 # %%
 step(model)  # creates the states of the optimizer
@@ -342,8 +343,8 @@ path = plots.save(figure, "results/figures/09_timelines.png")
 figure
 
 # %% [markdown]
-# *At the peak of per-block you see recomputed tensors, those of the block that backward has reached; at the plan's peak,
-# saved ones.*
+# *At the peak of per-block, most dynamic memory is recomputed tensors of the block in backward; at the plan's peak,
+# saved activations.*
 #
 # We count the elements per token that a block's backward reads. A linear layer needs its input. Attention needs queries,
 # keys and values, and three matrices with $T_\text{seq}$ elements for each head and token: its weights before and after
@@ -368,8 +369,8 @@ print(f"recomputed without a matrix product: {(2 * h * T_seq + f + 4 * d) / A:.0
 
 # %% [markdown]
 # Per-block checkpointing saves one of these tensors per block, its input, and recomputes everything else, including the
-# matrix products. A planner looks at single operations: dropout masks can be drawn again, the weights after dropout are
-# weights times mask, and the outputs of GELU and of the norms follow from their inputs. None of these
+# matrix products. A planner decides about single operations: dropout masks can be drawn again, the weights after
+# dropout are weights times mask, and the outputs of GELU and of the norms follow from their inputs. None of these
 # $2 h T_\text{seq} + f + 4 d$ elements per token needs a matrix product.
 #
 # In how many blocks do plans for four budgets save each activation?
@@ -419,8 +420,8 @@ for share, plan in plans.items():
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Per-block checkpointing decides about whole modules. A plan decides about single operations: it first recomputes large,
-# cheap activations, and matrix products only when nothing else is left.
+# Per-block checkpointing decides about whole modules. A plan decides about single operations: it first recomputes
+# large, cheap activations, and matrix products only for small budgets.
 # :::
 #
 # :::{admonition} Exercise 2: without dropout
@@ -459,8 +460,8 @@ print(f"from {(10 * 1024 + 2 * 4096 + 4) // (3 * 16) + 1} tokens on")
 #
 # Now we predict BERT-large for 8 sequences of 512 tokens in bf16, from shapes alone: nothing below was run. On a GPU, a
 # fused kernel saves neither attention weights nor dropout masks (Dao et al. 2022,
-# [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)). Its backward recomputes both from queries, keys and one sum per
-# row: the kernel is a checkpoint inside an operation. What do other methods save beyond that?
+# [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)). Its backward recomputes both from queries, keys, one sum per
+# row and the RNG state: a checkpoint inside an operation. How far do other methods lower the peak beyond that?
 
 # %% tags=["hide-input"]
 on_gpu = replace(bert.GPU, methods=("plain", "per-block", "auto@0.5", "auto@0.3"))
@@ -485,19 +486,19 @@ path = write_text_atomic("results/tables/09_published.md", markdown_table(rows, 
 # ```{include} ../../results/tables/09_published.md
 # ```
 #
-# The plan for our small BERT halved its dynamic peak with hardly any recomputed FLOPs, because most activations were
-# cheap attention matrices. The fused kernel already recomputes these, and matrix products compute a larger part of the
-# rest. So on a GPU a plan gains less than in the figure at the top: at the peak of per-block checkpointing, it recomputes
-# three fifths of its FLOPs.
+# Within 60 % of the dynamic peak, the plan for our small BERT recomputed no matrix product, because most activations do
+# not need one. The fused kernel already recomputes the largest of these, and matrix products compute a larger part of
+# the rest. So on a GPU a plan gains less than in the figure at the top: at the peak of per-block checkpointing, it
+# recomputes three fifths as many FLOPs.
 #
 # The published memory is the mean of what `nvidia-smi` showed, not a peak, and batch, length and precision are not
-# stated, so we do not predict it. The times can be compared: an extra forward of the blocks adds 30 % of the FLOPs, and
-# the published time grows by 33 %.
+# stated, so we do not predict it. The added work can be compared: per-block checkpointing recomputes 30 % of the FLOPs,
+# and the published time grows by 33 %.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A fused kernel, per-block checkpointing and a plan do the same thing at three scales. None can save memory that another
-# has already saved, so compare bytes, not fractions.
+# A fused kernel, per-block checkpointing and a plan all recompute. None can free memory that another has already freed,
+# so compare bytes, not fractions.
 # :::
 #
 # (which-method)=
@@ -518,10 +519,10 @@ path = write_text_atomic("results/tables/09_which_method.md", table)
 #
 # ## What we have seen
 #
-# - Every plan with a budget carries a lower bound of its cost. On the Transformer, it is within two percent of a step
-#   down to 40 percent of the peak; at the smallest budgets the gap is large.
-# - No policy and no PyTorch tool has a point below the frontier of plans. PyTorch's memory budget bounds the saved bytes,
-#   and its peak can rise as its setting falls.
+# - Every plan with a budget carries a lower bound of its cost. On the Transformer, the optimality gap is below two
+#   percent down to 40 percent of the peak; at the smallest budget it is large.
+# - In FLOPs, no policy and no PyTorch tool has a point below the frontier of plans. PyTorch's memory budget bounds the
+#   saved bytes, and its peak can rise as its setting falls.
 # - A block of BERT saves $10 d + 2 f + 3 h T_\text{seq} + 4$ elements per token where attention is materialized. More than
 #   half of them can be recomputed without a matrix product. With fused attention, most of these are gone.
 #
