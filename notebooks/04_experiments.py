@@ -8,7 +8,7 @@
 # :alt: Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both.
 # :class: dark-light
 #
-# Memory at the peak of one step on a CPU, with four methods: only the loss in chunks removes the logits.
+# Memory at the peak of one step on a CPU, with four methods: only the loss in chunks reduces the logits.
 # ```
 #
 # Goal: predict the peak of a step for any sequence length, and compute a loss without ever allocating all logits.
@@ -47,8 +47,9 @@ SOURCE = "notebooks/04_experiments.py"
 # ## The synthetic experiment
 #
 # A Transformer learns to reproduce random input: mean squared error, AdamW, one sequence of $T$ tokens per batch. The
-# published experiment has $L = 12$ blocks of width $d = 1024$ with $f = 4096$ in the MLP, sequences of 2,048 to 16,384
-# tokens, and runs on a GPU. We divide $d$, $f$ and $T$ by 16: weights and activations shrink by the same factor.
+# published experiment (sources below) has $L = 12$ blocks of width $d = 1024$ with $f = 4096$ in the MLP, sequences of
+# 2,048 to 16,384 tokens, and runs on a GPU. We divide $d$, $f$ and $T$ by 16, so weights and activations shrink
+# 256-fold.
 #
 # Sequences are *packed*: a batch is one matrix of $T$ rows without padding, and `offsets` says where each sequence
 # begins. With `ackpt.checkpoint`, each block is a region ({doc}`02_reentrant_checkpoint`).
@@ -88,8 +89,7 @@ def build(method, *lengths):
 
 
 # %% [markdown]
-# We train with both methods from the same weights, on batches from the same random numbers, and measure one further
-# step:
+# We train with both methods from the same weights, on the same batches, and measure one further step:
 
 # %%
 lengths, methods = (256, 512, 1024), ("baseline", "checkpoint")
@@ -120,20 +120,20 @@ figure
 # quarter of the baseline's.*
 #
 # - The baseline's ramp has $L$ equal pieces, one per block, live until backward reads them.
-# - With checkpointing, only the input of each block stays, its *boundary*. The forward of a block is a spike.
+# - With checkpointing, only the input of each block is saved, its *boundary*. The forward of a block is a spike.
 # - Each tooth after the dashed line is one recomputed block.
 #
 # ### The peak by hand
 #
-# **Baseline.** A block saves $A = 10 d + 2 f + 3 h + 2$ elements per token with its own input, where $h$ counts the
+# **Baseline.** A block saves $A = 10 d + 2 f + 3 h + 2$ elements per token, including its input, where $h$ counts the
 # heads ({doc}`01_where_memory_goes`). The peak is early in backward, in the down-projection of the last block. There,
 # the live elements per token are $L A$ of the blocks, $d + f$ for the gradients of the down-projection's output and
 # input, and $d$ for the loss, whose storage is as large as its input:
 #
 # $$ \text{slope}_\text{baseline} = 4 \, (L A + 2 d + f) \text{ bytes per token} $$
 #
-# The floor does not depend on $T$: $12 P$ bytes for the $P$ parameters with their Adam states, step counts, and the two
-# gradients that exist already.
+# The rest, the *floor*, does not depend on $T$: $12 P$ bytes for the $P$ parameters with their Adam states, step
+# counts, and the gradients that already exist, of the loss, the last norm and the down-projection.
 
 # %%
 def of_block(config):
@@ -152,13 +152,13 @@ gradients = 4 * (1 + d + d * f)  # 1: the gradient of the loss
 # **With checkpointed blocks**, backward processes the blocks from $L$ down to 1 and recomputes each first. At block
 # $i$, the live elements per token are $i \, d$ for the boundaries of blocks 1 to $i$, $A - d$ for the recomputed block
 # and $d$ for its output, and $2 d + f$ as before. The gradients of the $L - i$ later blocks are complete. Each block
-# has $P_\text{block}$ parameters:
+# has $P_\text{block}$ parameters, and the dots are the floor:
 #
 # $$ \text{peak}_i = \underbrace{4 \, T \, \bigl(A + (i + 2) \, d + f\bigr)}_{\text{falls from block to block}}
 #    + \underbrace{4 \, (L - i) \, P_\text{block}}_{\text{rises}} + \dots $$
 #
-# From one block to the next, $4 \, T d$ bytes of a boundary are freed and $4 \, P_\text{block}$ bytes of gradients
-# allocated. So the peak is at the beginning of backward if boundaries are larger, and otherwise at its end.
+# Each block frees a boundary, $4 \, T d$ bytes, and allocates gradients, $4 \, P_\text{block}$ bytes. So the peak is at
+# the beginning of backward if boundaries are larger, and otherwise at its end.
 
 # %%
 def baseline_peak(T):
@@ -252,7 +252,7 @@ for T in lengths:
 
 # %% [markdown]
 # So checkpointing costs at most $4 / 3$ of the FLOPs, and $9 / 7$ where attention dominates. Times are medians of five
-# rounds in which the methods take turns, with the lowest and the highest ratio; on a busy machine the range is wide.
+# rounds, with the lowest and the highest ratio; on a busy machine the range is wide.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for T in (lengths[0], lengths[-1]):
@@ -278,8 +278,8 @@ for method in methods:
 # %% [markdown]
 # ### The published table
 #
-# The published model has other layers, another norm and another optimizer. `experiments.published` contains its step,
-# with weights in fp32 and matrix products in bf16, so we predict both models. At the longest sequence:
+# The published model has other layers, another norm and another implementation of AdamW. `experiments.published`
+# contains its step, with weights in fp32 and matrix products in bf16. We predict it at the longest sequence:
 
 # %%
 profiles = {}
@@ -296,8 +296,8 @@ path = plots.save(figure, "results/figures/04_published_profiles.png")
 figure
 
 # %% [markdown]
-# *The published steps at 16,384 tokens, predicted from shapes. Recomputed activations count as temporaries here; the
-# last rise is the optimizer's temporary.*
+# *The published steps at 16,384 tokens, predicted from shapes. Recomputed activations count as temporaries; the last
+# rise is the optimizer's temporary.*
 
 # %% tags=["hide-input"]
 published = synthetic.GPU
@@ -320,11 +320,11 @@ print(f"largest error: {max(abs(row['predicted'] - row['bytes']) for row in conf
 # ```{include} ../../results/tables/04_synthetic_published.md
 # ```
 #
-# A published peak is `torch.cuda.max_memory_allocated`. The source divides it by $1024^2$ and prints MB; we write MiB.
-# It does not name its GPU. The seconds include a profiler; {doc}`11_predictions` predicts their ratios.
+# The source prints `torch.cuda.max_memory_allocated` divided by $1024^2$ as MB; we write MiB. The GPU is unknown. The
+# seconds include a profiler; {doc}`11_predictions` predicts their ratios.
 #
-# Our model needs about a third less per token, because the published block saves more fp32 copies. The published floor
-# also holds a temporary of AdamW:
+# Our baseline needs about a third less per token, because the published block saves more fp32 copies. Up to 4,096
+# tokens, the published checkpointed peak is in the optimizer and includes a temporary of AdamW:
 
 # %% tags=["hide-input"]
 D, FF = published.dim, published.ff_dim
@@ -378,8 +378,8 @@ path = write_text_atomic("results/tables/04_synthetic_causes.md", markdown_table
 #
 # :::{admonition} Takeaway
 # :class: tip
-# To compare two runs of "the same" model, compare slope and floor. Copies in the blocks change the slope; the
-# optimizer's temporaries change the floor.
+# To compare two runs of "the same" model, compare slope and floor. Copies in the blocks change the slope; the optimizer
+# can change the floor.
 # :::
 #
 # ### Exercises
@@ -400,7 +400,7 @@ for method, (a, b) in zip(methods, ((3, 3.5), (4, 4.5))):
 
 # %% [markdown]
 # Memory depends on the number of tokens, not on where the sequences end. The 4 bytes are one more offset. Attention is
-# quadratic in the length, so two sequences of half the length cost half as much.
+# quadratic in the length, so two sequences of half the length need half its FLOPs.
 #
 # :::{admonition} Exercise 2: the omitted length
 # :class: note
@@ -439,9 +439,9 @@ for method in methods:
 # %% [markdown]
 # ## The language model
 #
-# The published experiment reads wikitext-103. This page needs no network: its *embedded* corpus is the names of
-# Unicode's characters. A byte-pair encoding is trained on the same text. The model reads $T$ tokens and predicts the
-# next one at each position.
+# The published experiment reads wikitext-103. This page needs no network: its corpus, `embedded`, consists of the names
+# of Unicode's characters. A byte-pair encoding is trained on it. The model reads $T$ tokens and predicts the next one
+# at each position.
 
 # %%
 lm_config = TransformerConfig(dim=128, ff_dim=512, layers=4, head_dim=32, vocab_size=4096)
@@ -502,8 +502,7 @@ for method in lm_methods:
     print(f"{method:24} losses {lm_losses[method][0]:.4f} ... {lm_losses[method][-1]:.4f}")
 
 # %% [markdown]
-# Checkpointing leaves every loss equal to the last bit. The chunked loss sums in another order, so it may differ in the
-# last digits.
+# Again, checkpointing changes no bit. The chunked loss sums in another order, so its last digits may differ.
 
 # %%
 base, checkpointed, chunked, both = lm_losses.values()
@@ -512,7 +511,7 @@ print(f"checkpoint+chunked-loss equal to chunked-loss: {chunked == both}")
 print(f"chunked-loss within 0.00001 of baseline: {max(abs(a - b) for a, b in zip(base, chunked)) < 1e-5}")
 
 # %% [markdown]
-# The experiment of `python -m experiments lm`, with a smaller model at three lengths:
+# We run the experiment of `python -m experiments lm` with a smaller model at three lengths:
 
 # %%
 small = replace(lm.CPU, seq_lens=(128, 256, 512), steps=120, methods=lm_methods[:2], dim=64, ff_dim=256, head_dim=16)
@@ -570,11 +569,11 @@ print(f"measured {baseline.dynamic_peak_bytes:>32,}")
 # ### The logits, in chunks
 #
 # The forward can already compute the gradient of the cross-entropy. A bar marks a gradient of the loss. For one token
-# with logits $z$ and target $y$,
+# with logits $z$,
 #
-# $$ \bar z = \operatorname{softmax}(z) - \operatorname{onehot}(y). $$
+# $$ \bar z = \operatorname{softmax}(z) - \operatorname{onehot}(\text{target}). $$
 #
-# From $\bar z$ follows the token's share of the gradients of its hidden state and of the weight:
+# From $\bar z$ follow the gradient of the token's hidden state and the token's share of the weight's gradient:
 
 # %%
 def chunked_loss(hidden, weight, targets, chunks):
@@ -603,7 +602,7 @@ for ours, grad in zip(by_chunks, (hidden.grad, head.weight.grad)):
 #
 # $$ \text{chunked head} = 4 \, V d + 4 \, T d + 2 \cdot 4 \, T_\text{chunk} V \text{ bytes} $$
 #
-# The code adds what is small: a mask, two elements for each row of a chunk, and the loss.
+# The code also counts small tensors: a mask, two elements for each token of a chunk, and the loss.
 
 # %%
 def chunked_bytes(T, V, chunks):
@@ -624,17 +623,17 @@ for count in (2, 8, 32):
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# The logits are the one activation whose gradient is already known in the forward. So a loss in chunks runs no
-# operation twice.
+# The logits are the one activation whose gradient is already known in the forward. So a loss in chunks recomputes
+# nothing.
 # :::
 
 # %% [markdown]
 # ### How many chunks
 #
 # Libraries fix the size of a chunk. [TRL](https://github.com/huggingface/trl/pull/5575) takes 256 tokens and
-# checkpoints each chunk, so one of the head's three products runs twice.
-# [Liger](https://github.com/linkedin/Liger-Kernel) computes the gradient in the forward, as above, and takes as many
-# tokens as make a chunk's logits about as large as all hidden states. Neither looks at the rest of the step.
+# checkpoints each chunk, so one of the head's three products is recomputed.
+# [Liger](https://github.com/linkedin/Liger-Kernel) computes the gradient in the forward, as above, and takes so many
+# tokens that a chunk's logits are about as large as all hidden states. Neither looks at the rest of the step.
 # `chunk_head=True` ({doc}`../guides/chunked_head`) takes as few chunks as the budget needs. For the vocabulary and
 # widths of Qwen2-7B, two layers and 4,096 tokens, from shapes alone:
 
@@ -659,12 +658,12 @@ path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows
 # ```{include} ../../results/tables/04_head_chunks.md
 # ```
 #
-# The rows of the libraries follow from their documented rules; nothing of them runs here. Added time is modeled for an
-# H200.
+# The rows of the libraries follow from their documented rules; their code does not run here. Added time is modeled for
+# an H200.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A fixed chunk is either smaller than the budget needs, which costs time, or larger, which costs memory.
+# A fixed chunk ignores the budget. Here, both libraries' chunks are smaller than either budget needs.
 # :::
 
 # %% [markdown]
@@ -676,7 +675,7 @@ path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows
 # $$ 4 \, T \, (L A + 2 d + 1) + 12 \, T V \qquad \text{or} \qquad 4 \, T \, (L d + 2 d + 1) + 12 \, T V. $$
 #
 # With the chunked loss alone, the bytes of the chunked head replace $12 \, T V$. With both, no logits are live at the
-# peak: it is now at the end of backward, with the first block recomputed and all other gradients present.
+# peak: it is now at the end of backward, with the first block recomputed and the gradients of all later layers live.
 
 # %%
 f_lm, L_lm = lm_config.ff_dim, lm_config.layers
@@ -699,7 +698,7 @@ for method in lm_methods:
     print(f"{method:24} measured - by hand: {lm_runs[method].peak_bytes - by_hand(method, T)} bytes")
 
 # %% [markdown]
-# Which lowers the peak more on its own, checkpointing or the chunked loss? Decide, then look:
+# Which alone lowers the peak more, checkpointing or the chunked loss? Decide, then look:
 
 # %% tags=["hide-input"]
 base = lm_runs["baseline"]
@@ -720,7 +719,7 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# The figure at the top of this page shows what is live at each of these peaks:
+# The figure at the top shows what is live at each of these peaks:
 
 # %% tags=["hide-input"] alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
 logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 8 * math.ceil(T / chunks) * V}
@@ -759,8 +758,8 @@ for method, ratio in times.ratios.items():
 # %% [markdown]
 # ### The published language model
 #
-# The published model has GPT-2's vocabulary, 50,257 entries. Predictions for ours miss one hidden copy, inside
-# `logsumexp`: if the peak is in the chunked head, add up to $4 \, T_\text{chunk} V$ bytes.
+# The published model has GPT-2's vocabulary, 50,257 entries. Predictions for our model miss a copy inside `logsumexp`:
+# if the peak is in the chunked head, add up to $4 \, T_\text{chunk} V$ bytes.
 
 # %%
 published_lm = lm.GPU
@@ -801,9 +800,9 @@ print(f"largest error: {max(abs(row['error']) for row in configured):.3%}")
 # ```{include} ../../results/tables/04_lm_published.md
 # ```
 #
-# The source's GPU is again unknown. Its table says 500 steps; its loop, `range(1, 500)`, runs 499. The seconds include
-# reading the text, and a profiler in ten steps. {doc}`11_predictions` discusses ratios and losses. Nothing was
-# published for a chunked loss:
+# The GPU is unknown. The source's table says 500 steps; its loop, `range(1, 500)`, runs 499. The seconds include
+# reading the text, and a profiler in ten steps. {doc}`11_predictions` discusses ratios and losses. For a chunked loss,
+# we have only predictions:
 #
 # ```{include} ../../results/tables/04_chunked.md
 # ```
@@ -859,10 +858,10 @@ path = write_text_atomic("results/tables/04_lm_causes.md", markdown_table(rows, 
 # ```{include} ../../results/tables/04_lm_causes.md
 # ```
 #
-# - Separate projections: autocast converts their common input three times.
+# - Autocast converts the common input of separate projections three times.
 # - The unfused norms save products in fp32. The final norm is applied after every block.
-# - A logit needs 14 bytes: bf16, kept by the loop's variable (2), and the log-probabilities and two gradients in fp32.
-# - Gradients are never set to zero, so they are live in the loss.
+# - A logit needs 14 bytes: bf16, referenced by a variable (2), and the log-probability and two gradients in fp32.
+# - Gradients are never set to zero, so they are live when the loss is computed.
 # - Embedding and head share one weight, which saves 12 bytes per element.
 # :::
 #
@@ -921,11 +920,12 @@ print(f"measured {lm_runs['checkpoint+chunked-loss'].peak_bytes - tied:,}; 12 V 
 # - The baseline needs $4 \, (L A + 2 d + f)$ bytes per token, a checkpointed step $4 \, (A + 3 d + f)$ and, beyond
 #   $P_\text{block} / d$ tokens, $4 d$ for each further layer: measured to the byte.
 # - The ten published peaks of the synthetic experiment are predicted to within 1,024 bytes.
-# - Logits cost tokens times vocabulary times 10 to 14 bytes. A loss in chunks removes them and adds no FLOPs.
-# - Checkpointed blocks and a chunked loss belong together: at 8,192 tokens, most of what remains is weights, gradients
-#   and Adam states.
+# - Logits cost tokens times vocabulary times 10 to 14 bytes. A loss in chunks limits them to one chunk and adds no
+#   FLOPs.
+# - With checkpointed blocks, logits fill the memory. With a chunked loss too, at 8,192 tokens, 94% is weights,
+#   gradients and Adam states.
 #
-# The numbers of this page were measured here:
+# The numbers on this page were measured here:
 
 # %% tags=["hide-input", "measured-time", "nbval-ignore-output"]
 environment("cpu", SOURCE)

@@ -62,8 +62,8 @@ SOURCE = "notebooks/05_offload.py"
 #
 # ## Saved tensors on the host
 #
-# Checkpointing frees what it can recompute. Offload *moves* activations: nothing is computed twice, but every byte is
-# copied out and back. In PyTorch, one context around the forward is enough:
+# Checkpointing frees what it can recompute. Offload recomputes nothing, but copies every byte out and back. In PyTorch,
+# one context around the forward is enough:
 
 # %%
 pairs = ((nn.Linear(128, 128, bias=False), nn.GELU()) for _ in range(8))
@@ -84,8 +84,8 @@ all(map(torch.equal, expected, train(save_on_cpu())))
 
 # %% [markdown]
 # `save_on_cpu` installs two functions. Autograd calls *pack* for each tensor that it saves, and *unpack* when backward
-# reads the tensor. Tensors on the CPU are not copied, so we write a pair that copies them. (On a GPU, `host` would be
-# `torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)`.) The input of a layer has $S$ bytes:
+# reads the tensor. `save_on_cpu` does not copy tensors on a CPU, so we write a pair that does. (On a GPU, `host` would
+# be `torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)`.) The input of a layer has $S$ bytes:
 
 # %%
 def pack(tensor):
@@ -104,7 +104,7 @@ for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
 # %% [markdown]
-# Only what one layer needs at a time is left. Three flaws remain, also in `save_on_cpu`:
+# Only what one layer needs is live at the peak. Three flaws remain, also in `save_on_cpu`:
 #
 # 1. **It waits.** Compute stops for every copy.
 # 2. **It copies weights.** A linear layer also saves its weight, as the view `w.t()`. Copying it frees nothing.
@@ -128,11 +128,11 @@ schematics.publish(offload_lanes(), "05_lanes")
 # :alt: Two lanes over the time of one training step, compute above copies, with live memory below, for three schedules. If the inputs of the blocks are copied out during the forward and back ahead of their use, compute has no gaps. If they are copied back only when they are needed, compute pauses for each copy. If all activations are copied, the lane of copies is full and the step takes more than twice as long.
 # ```
 #
-# *A step of 12 checkpointed blocks, with times predicted for an H200.*
+# *A step of 12 blocks, checkpointed in the first two schedules, with times predicted for an H200.*
 #
 # A program uses the copy engines through a second *stream*, a queue whose work runs in order. It submits work and
 # continues. *Events* synchronize two streams: an event marks the end of a piece of work, and work in another stream can
-# wait for it. A worker thread for each queue does the same on a CPU:
+# wait for it. On a CPU, one worker thread per queue does the same:
 
 # %%
 compute, copies = Stream("compute"), Stream("copies")
@@ -221,15 +221,15 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 #
 # ## The engine
 #
-# `ackpt.offload_saved_tensors` keeps these rules. Its mode `sync` waits for every copy. The default, `async`, overlaps
-# the copies and prefetches for backward:
+# `ackpt.offload_saved_tensors` follows these rules. Its mode `sync` waits for every copy. The default, `async`,
+# overlaps the copies and prefetches for backward:
 
 # %%
 {mode: all(map(torch.equal, expected, train(ackpt.offload_saved_tensors(mode)))) for mode in ("sync", "async")}
 
 # %% [markdown]
-# It copies *storages*, not tensors. Queries, keys and values are often views of one matrix product's output, and its
-# memory is freed only with the last view. Below, autograd saves the three and the product of the first two: four
+# It copies *storages*, not tensors. Queries, keys and values are often views of one matrix product's output, whose
+# memory is freed only with the last view. Below, autograd saves the three views and the product of the first two: four
 # tensors in two storages.
 
 # %%
@@ -262,23 +262,24 @@ for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes
 # %% [markdown]
 # ## How much offload lowers the peak
 #
-# Usually it is best to recompute most activations and to offload only what a checkpoint saves, the inputs of regions.
-# The argument `offload=` of `checkpoint`, `checkpoint_sequential` and `apply_activation_checkpointing` does this.
+# Usually it is best to recompute most activations and offload only the inputs of regions. The argument `offload=` of
+# `checkpoint`, `checkpoint_sequential` and `apply_activation_checkpointing` does this.
 #
 # Take $n$ equal regions with inputs of $S$ bytes. Without offload, memory rises like a ramp to $n \, S$ when backward
-# begins, as in the figure at the top. The recomputation of the last region comes on top: this is the peak. With
-# offload, the inputs live at that moment are
+# begins, as in the figure at the top. The recomputation of the last region then adds its activations: this is the peak.
+# With offload, the inputs live at the peak are
 #
 # - that of the last region, which backward needs first;
-# - the $n_0$ inputs that something else also holds, usually only the batch.
+# - the $n_0$ inputs that something else also references, usually only the batch.
 #
-# Region $i$'s backward needs its own input on the device, not those of regions 1 to $i$. Its copy back starts halfway
-# through the backward before, when half of the recomputed activations have been freed:
+# Region $i$'s backward needs only its own input on the device. This input's copy back starts halfway through region
+# $i + 1$'s backward, when half of the recomputed activations are freed:
 #
 # $$ \text{peak}_\text{checkpoint} - \text{peak}_\text{offload} = (n - 1 - n_0) \, S $$
 #
-# (Here the gradients exist before the step. Where they dominate, the peak is elsewhere: {doc}`04_experiments`.) We
-# check regions of four SiLU functions with $n_0 = 1$, in both modes:
+# (Here the gradients exist before the step. If backward allocates them, the peak may be elsewhere:
+# {doc}`04_experiments`.) We check regions of four SiLU functions with $n_0 = 1$. Zeros mean that the formula holds, in
+# both modes:
 
 # %%
 x = torch.randn(2**16, requires_grad=True)
@@ -397,8 +398,8 @@ path = write_text_atomic("results/tables/05_ways.md", markdown_table(way_rows, c
 # ```
 #
 # Offloading the inputs lowers the checkpointed peak by ten inputs, $(n - 1 - n_0) \, S$. Offloading all activations
-# gives the lowest peak: one *operation* at a time needs its tensors on the device, not one region. Its price is the
-# last column: many times the bytes must be copied out and back.
+# gives the lowest peak: one *operation* at a time needs its tensors on the device, not one region. But twenty times the
+# bytes must be copied out and back.
 
 # %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below the last two are copies: with sync each ends at once, with async they overlap with compute."
 figure = offload_report.timelines_plot(records, "", [*ways][2:])
@@ -406,8 +407,8 @@ path = plots.save(figure, "results/figures/05_timelines.png")
 figure
 
 # %% [markdown]
-# *Offload of the inputs removes the ramp. Strips below the timelines are copies: with `sync`, each ends before compute
-# goes on; with `async`, they overlap with compute.*
+# *Offloading the inputs removes the ramp. Bars below the timelines are copies: with `sync`, compute waits for each;
+# with `async`, they overlap with compute.*
 #
 # The store can also be a disk, with `store="disk"`.
 #
@@ -497,19 +498,19 @@ own_peaks
 # backward without recomputation $t_\text{bwd}$, and let the link carry $\lambda$ bytes per second in each direction.
 #
 # - **Out.** The copies of two consecutive inputs start one forward apart, so each may take $t_\text{fwd}$.
-# - **In.** A copy back starts halfway through the backward before, so it may take $t_\text{bwd} / 2$. Each matrix
-#   product of the forward has two in backward, so this is about $t_\text{fwd}$ again.
+# - **In.** A copy back starts halfway through the previous backward, so it may take $t_\text{bwd} / 2$. Each matrix
+#   product of the forward has two in backward, so this is also about $t_\text{fwd}$.
 #
-# Both copies overlap completely if $S / \lambda \le t_\text{fwd}$. An input of $T$ tokens and width $d$ has $S = e \, d
-# \, T$ bytes at $e$ bytes per element. On a device with $\rho$ FLOPs per second, a Transformer block with $4 d$ in the
-# MLP computes
+# Both copies overlap completely if $S / \lambda \le t_\text{fwd}$. An input of $T$ tokens and width $d$ has
+# $S = e \, d \, T$ bytes at $e$ bytes per element. On a device with $\rho$ FLOPs per second, a Transformer block with
+# $4 d$ in the MLP computes
 #
 # $$ t_\text{fwd} = \frac{24 \, d^2 \, T + 4 \, d \, T^2}{\rho} , \qquad
 #    \frac{S}{\lambda} \le t_\text{fwd} \;\Longleftrightarrow\; T \ge T^* = \frac{e \, \rho}{4 \lambda} - 6 d . $$
 #
-# Where $d \ge e \, \rho / (24 \lambda)$, offload pays at any length. The same comparison decides for other activations:
-# the output of a single layer must overlap with $2 \, d^2 \, T$ FLOPs, so $d \ge e \, \rho / (2 \lambda)$. All
-# activations of a block are about 18 times its input, so $d \ge 18 \, e \, \rho / (24 \lambda)$.
+# If $d \ge e \, \rho / (24 \lambda)$, offload adds no time at any length. The same comparison applies to other
+# activations: the output of a single layer must overlap with $2 \, d^2 \, T$ FLOPs, so $d \ge e \, \rho / (2 \lambda)$.
+# All activations of a block are about 18 times its input, so $d \ge 18 \, e \, \rho / (24 \lambda)$.
 
 # %% tags=["hide-input"]
 width_rows = []
@@ -534,12 +535,11 @@ path = write_text_atomic("results/tables/05_pays.md", markdown_table(width_rows,
 # ```{include} ../../results/tables/05_pays.md
 # ```
 #
-# A real GPU computes more slowly than its data sheet says, which makes overlap easier: at half the rate, half the width
-# is enough.
+# A real GPU computes more slowly than its data sheet says. At half the rate, half the width is enough.
 #
 # With measured times, `ackpt.offload_pays` evaluates the condition. To see a crossover on this machine, we use
-# attention alone, and copies that sleep to simulate a slow link, whose copy at 1,024 tokens takes exactly the time
-# available to it:
+# attention alone, and copies that sleep to simulate a slow link. We set its bandwidth so that a copy at 1,024 tokens
+# takes exactly the available time:
 
 # %%
 def attend(a):
@@ -611,12 +611,12 @@ curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
 line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
 
 # %% [markdown]
-# *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer.* The crossover and
-# the measured shares vary, because both come from times of threads on a busy CPU.
+# *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer.* The fits, the
+# crossover and the measured shares vary widely, because they come from times of threads on a busy CPU.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A region's input is small next to its compute. If one copy is shorter than one forward, offload is free.
+# If copying a region's input takes no longer than its forward, offload adds no time.
 # :::
 #
 # :::{admonition} Exercise 4: how wide must a model be?
@@ -636,14 +636,14 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 # ## Which activations to offload
 #
 # If the link cannot carry all activations, offload those with the longest *inactive time*, between the last use in the
-# forward and the first use in backward. In a chain, these are the first ones, and so the engine copies in the order of
-# the forward. {doc}`08_mu_two` decides between copying and recomputing for each activation.
+# forward and the first use in backward. In a chain, these are the first activations, so the engine copies in the order
+# of the forward. {doc}`08_mu_two` decides between copying and recomputing for each activation.
 #
 # ## What we have seen
 #
-# - Four rules about order make copies correct that overlap with compute. A pool of buffers makes them fast.
+# - Four rules about order make overlapping copies correct. A pool of buffers makes them fast.
 # - Offloading inputs lowers the peak of a checkpointed model by $(n - 1 - n_0) \, S$, to the byte.
-# - Copies overlap completely if $S / \lambda \le t_\text{fwd}$, so in wide models and long sequences.
+# - Copies of inputs add no time if $S / \lambda \le t_\text{fwd}$: in wide models or with long sequences.
 #
 # ## Sources
 #
@@ -654,7 +654,7 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 # ## Appendix: the published experiment on a T4
 #
 # The repository `polkadot21/activation-ckpt-offload` trains 12 blocks in fp16 on a T4, with 12,000 tokens in 48
-# sequences. We predict its peaks from shapes alone, and those of our model. `python -m experiments offload` runs ours.
+# sequences. We predict its peaks and our model's from shapes alone. `python -m experiments offload` runs our model.
 
 # %% tags=["hide-input"]
 reference = load_reference("offload")
@@ -693,11 +693,11 @@ path = plots.save(figure, "results/figures/05_t4.png")
 figure
 
 # %% [markdown]
-# *First step of the published experiment, predicted from shapes. Recomputed activations count as temporaries.*
+# *The first step of the published experiment, predicted from shapes. Recomputed activations count as temporaries.*
 #
-# The sawtooth rises with each block by the block's gradients. Classic rises twice as fast, because each input stays in
-# an attribute of its autograd node and gets a gradient of its own size. So offload lowers this peak by about $2 (n - 1)
-# \, S$.
+# The sawtooth rises with each block by the block's gradients. `ckpt_classic` rises twice as fast, because each input is
+# saved in an attribute of its autograd node and gets a gradient of its own size. So offload lowers this peak by about
+# $2 (n - 1) \, S$.
 #
 # ```{include} ../../results/tables/05_times.md
 # ```
@@ -716,12 +716,12 @@ print(f"{flops / 1e12:.1f} TFLOP in {published_seconds:.2f} s: {share:.1%} of th
 print(f"gradients of slices: {slices:.2f} s; copying all inputs once: {1e3 * copies:.0f} ms")
 
 # %% [markdown]
-# Half of the time goes to gradients of slices. The attention loop slices queries, keys and values of each sequence out
-# of one tensor, and the backward of each of the 144 slices per block writes a gradient as large as the *whole* tensor.
-# Checkpointing does not repeat this part. (`torch.split` avoids it.)
+# By the T4's data sheet, gradients of slices take half of the time. The attention loop slices queries, keys and values
+# of each sequence out of one tensor, and the backward of each of the 144 slices per block writes a gradient as large as
+# the *whole* tensor. Checkpointing does not repeat this part, and `torch.split` avoids it.
 #
-# `ckpt_sync_offload` copies into pageable memory and waits: 204 ms more than classic. `ckpt_async_offload` has pinned
-# buffers and a second stream: 17 ms more, the time of one copy of all inputs, because its copies back run in the
+# `ckpt_sync_offload` copies into pageable memory and waits: 204 ms more than `ckpt_classic`. `ckpt_async_offload` has
+# pinned buffers and a second stream: 17 ms more, about one copy of all inputs, because its copies back run in the
 # compute stream.
 
 # %% tags=["measured-time", "nbval-ignore-output"]

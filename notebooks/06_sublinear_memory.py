@@ -11,8 +11,7 @@
 # Revolve reverses a chain of 16 steps with three snapshots: the line is the state that runs, thin lines are snapshots.
 # ```
 #
-# Goal: say how little memory a chain of $n$ blocks can use, what that costs, and where formulas for equal blocks go
-# wrong.
+# Goal: say how little memory a chain of $n$ blocks can use, at what cost, and where formulas for equal blocks fail.
 
 # %%
 from functools import partial
@@ -55,9 +54,9 @@ schematics.publish(chain_steps(), "06_chain")
 # :start: sqrt
 # ```
 #
-# Why do $\sqrt n$ segments need less memory than per-block checkpointing *and* recompute less? Per-block saves the end
-# of every layer and still recomputes all 12 products. With $\sqrt n$ segments, few ends are saved, and the last segment
-# is not recomputed.
+# Why do $\sqrt n$ segments need less memory than per-block checkpointing *and* recompute less? Per-block checkpointing
+# saves the output of every layer and recomputes all 12 matrix products. $\sqrt n$ segments save few outputs, and the
+# last segment is not recomputed.
 
 # %% [markdown]
 # ## A chain of equal blocks
@@ -92,8 +91,8 @@ print("saved:", *saved.values())
 # %% [markdown]
 # Apart from the parameter, a block saves one tensor, $\tanh(x_{i-1})$: the derivative of tanh is computed from its
 # output, and the gradient of $W_i$ needs the same tensor. So a baseline step saves $n$ activations, and each block can
-# be recomputed from $x_{i-1}$. This is the unit chain of the theory: everything has $S$ bytes, and every block costs
-# one matrix product.
+# be recomputed from $x_{i-1}$. This is the unit chain of the theory: every activation has $S$ bytes, and every block
+# costs one matrix product.
 #
 # ## Segments: the square root
 #
@@ -120,17 +119,17 @@ def in_segments(blocks, lengths, x):
 #
 # $$ k - 1 + \frac{n}{k} \;\ge\; 2 \sqrt n - 1 , \qquad \text{with equality at } k = \sqrt n . $$
 #
-# How much is recomputed? All blocks but those of the last segment, $n - n / k$. But the last product of a segment only
-# computes the boundary, which is saved, and PyTorch stops a recomputation as soon as it has all tensors that backward
-# reads. This leaves $n - n / k - (k - 1)$ products, or $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward.
+# How much is recomputed? All blocks outside the last segment, $n - n / k$. But a segment's last product only computes
+# the boundary, which is saved, and PyTorch stops a recomputation as soon as it has all tensors that backward reads.
+# This leaves $n - n / k - (k - 1)$ products, or $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward.
 #
-# The square root appears in this book with four constants. They count different tensors of the same schedule:
+# This book gives four formulas for this peak. They count different tensors:
 #
 # | where | peak | counted | at $k = \sqrt n$ |
 # |---|---|---|--:|
-# | {doc}`02_reentrant_checkpoint` | $k + n / k$ | $k - 2$ boundaries, $n / k$ activations and two gradients, in the last region but one of a chain without weights | $2 \sqrt n$ |
-# | {doc}`07_graph_profiler` | $n / \ell + \ell$ | $n / \ell - 1$ saved activations, every $\ell$-th; $\ell - 1$ recomputed ones and two gradients | $2 \sqrt n$ |
-# | here, predicted | $k - 1 + n / k$ | saved and recomputed activations alone | $2 \sqrt n - 1$ |
+# | {doc}`02_reentrant_checkpoint` | $k + n / k$ | $k - 1$ boundaries, $n / k$ activations and one gradient, in the last region of a chain without weights | $2 \sqrt n$ |
+# | {doc}`07_graph_profiler` | $(n / \ell - 1) + (\ell - 1) + 2$ | saved and recomputed activations, and two gradients, with segments of length $\ell = n / k$ | $2 \sqrt n$ |
+# | here, above | $k - 1 + n / k$ | saved and recomputed activations alone | $2 \sqrt n - 1$ |
 # | here, measured | $k - 1 + n / k + 3$ | also two gradients and the output of the running operation | $2 \sqrt n + 2$ |
 #
 # When backward reaches the first segments, few boundaries are live, so these segments may be longer. With decreasing
@@ -154,7 +153,7 @@ def halves(blocks, x):
 # recursion recomputes half of all blocks once, except for the $n - 1$ blocks in all that only compute a saved tensor:
 #
 # $$ g(n) = 1 + g\Bigl(\frac{n - 1}{2}\Bigr) \approx \log_2 n , \qquad
-# \text{extra forwards} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
+# \text{recomputed blocks} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
 #
 # ## Measuring both
 #
@@ -192,7 +191,7 @@ for method in METHODS:
 
 # %% [markdown]
 # The *other* live tensors, gradients and the output of the running operation, are a constant per method: two for
-# recursive halving and three otherwise. This constant is read off these chains; everything else is predicted.
+# recursive halving and three otherwise. This constant is measured on these chains; everything else is predicted.
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
@@ -235,7 +234,7 @@ path = write_text_atomic("results/tables/06_chains.md", table)
 # ```{include} ../../results/tables/06_chains.md
 # ```
 #
-# All peaks match, and the recomputation matches to the FLOP. The longest chain has 1,024 blocks:
+# All predictions match. The longest chain has 1,024 blocks:
 
 # %%
 deep, deep_live, _ = run_chain(1024, "decreasing segments", warmup=0)
@@ -282,11 +281,11 @@ figure
 # %% [markdown]
 # ## Revolve: the optimum for equal steps
 #
-# A whole family of schedules lies between these two, and its optimum is known. Revolve (Griewank and Walther 2000,
-# [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states at any time, including
-# the first. A block is a *step* and its output a *state*. *Reversing* a step means to rerun it, and then to run its
-# backward. Any other run of a step is an *advance*, and only advances count. In the figure at the top, a rising line is
-# a run of advances, and a falling line is a run of reversals.
+# A block is a *step* and its output a *state*; the chain's input is state 0. Revolve (Griewank and Walther 2000,
+# [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states, *snapshots*, at any
+# time, including state 0. *Reversing* a step means to recompute it, and then to run its backward. Any other run of a
+# step is an *advance*, and only advances count. In the figure at the top, a rising line is a run of advances, and a
+# falling line is a run of reversals.
 #
 # **A worked example: 4 steps, 2 snapshots.** The first snapshot is state 0:
 
@@ -302,9 +301,9 @@ for kind, state, *to in revolve.actions(4, 2):
         saved.discard(state - 1)
 
 # %% [markdown]
-# Snapshots are reused: once the end is reversed, its snapshot is free for the front. In general, Revolve saves its
-# second snapshot after $j$ advances. The part after it is reversed with one snapshot fewer, because the first one stays
-# saved; the part before it follows with all $s$ snapshots:
+# Once the steps after a snapshot are reversed, its memory can hold an earlier state. Let $E(n, s)$ be the fewest
+# advances for $n$ steps with $s$ snapshots. Revolve saves its second snapshot after $j$ advances. The part after it is
+# reversed with one snapshot fewer, because the first remains saved; the part before it follows with all $s$ snapshots:
 #
 # $$ E(n, s) = \min_{1 \le j < n} \; j + E(n - j, s - 1) + E(j, s) , \qquad
 # E(n, 1) = \frac{n (n - 1)}{2} , \quad E(1, s) = 0 . $$
@@ -345,7 +344,7 @@ figure
 #
 # A *policy* of `ackpt` chooses the schedule for a model. The first $n - 1$ advances belong to the forward that every
 # training step runs, and the run within a reversal skips its product, as above. So the policy `revolve` recomputes
-# $E(n, s) - (n - 1)$ products. We measure it on the chain of 64 blocks, beside the other methods:
+# $E(n, s) - (n - 1)$ products. We compare it with the other methods on the chain of 64 blocks:
 
 # %% tags=["hide-input"] alt="Recomputed blocks over the peak in activations, for 64 blocks. From right to left, as the peak falls, recomputation rises: baseline at 67 and 0, Revolve with 32 snapshots, equal segments at 18 and 49, decreasing segments at 14 and 53, recursive halving at 9 and 129, Revolve with 3 snapshots at 8 and 195."
 found = {row["method"]: {row["live"]: row["again"]} for row in chains if row["n"] == 64}
@@ -361,11 +360,10 @@ path = plots.save(figure, "results/figures/06_cost.png")
 figure
 
 # %% [markdown]
-# *Measured peak and recomputation of 64 blocks. Revolve has a point for each number of snapshots, here 3 to 32.*
+# *Measured peak and recomputation of 64 blocks. Revolve has one point for each of seven numbers of snapshots, 3 to 32.*
 #
-# Revolve never saves the inside of a block, so it wastes spare memory. Decreasing segments and recursive halving save
-# the insides of what is being reversed, and are slightly better here. *rotor* ({doc}`13_rotor`) decides that for each
-# block, and knows the sizes of unequal blocks.
+# Revolve never saves the inside of a block, so it wastes spare memory. Recursive halving does, and recomputes fewer
+# blocks at the same peak of 9. *rotor* ({doc}`13_rotor`) makes this choice for each block and handles unequal sizes.
 #
 # How deep a chain fits into $s$ activations? The depth grows with the square of $s$ for decreasing segments, with its
 # $r$-th power for Revolve, and exponentially for recursive halving:
@@ -393,15 +391,16 @@ path = write_text_atomic("results/tables/06_depth.md", table)
 # :::
 
 # %% [markdown]
-# ## Where the formulas go wrong
+# ## Where the formulas fail
 #
 # **A block saves more than its output.** A Transformer block saves $A$ elements per token, and its output has $d$. A
-# segment of $\ell$ blocks saves $\ell A / d$ outputs, and the sum to minimize is
+# segment of $\ell$ blocks saves as much as $\ell A / d$ outputs, and the sum to minimize is
 #
 # $$ k - 1 + \frac{A}{d} \, \frac{n}{k} , \qquad \text{smallest at } k = \sqrt{A n / d} . $$
 #
-# This $k$ may exceed $n$; then every block should be a segment. For the blocks of this book $A / d = 10 + 2 f / d +
-# \dots$, which is 18 or more at $f = 4 d$. We cut sixteen of these blocks into $k$ segments and measure:
+# This $k$ may exceed $n$; then every block should be a segment. For the blocks of this book
+# $A / d = 10 + 2 f / d + \dots$, which is 18 or more at $f = 4 d$. We cut sixteen of these blocks into $k$ segments and
+# measure:
 
 # %%
 config = models.TransformerConfig(dim=32, ff_dim=128, layers=16, head_dim=16)
@@ -425,7 +424,7 @@ print(f"A / d = {ratio:.1f}, sqrt(n) = {isqrt(n)}, sqrt(A n / d) = {(ratio * n) 
 
 # %% [markdown]
 # The peak also contains gradients of parameters. When a segment with $j$ boundaries before it is recomputed, the
-# gradients of the $k - 1 - j$ later segments are live. The prediction is the largest sum over all $j$:
+# gradients of the $k - 1 - j$ later segments are live. The prediction is the maximum over all $j$:
 
 # %% tags=["hide-input"] alt="Peak memory over the number of segments for 16 Transformer blocks. Measured points fall all the way from one segment to sixteen. The predicted line falls in the same way and runs close below them."
 measured_mib = {k: run.dynamic_peak_bytes / MIB for k, run in transformer.items()}
@@ -491,12 +490,12 @@ path = write_text_atomic("results/tables/06_models.md", table)
 # ```{include} ../../results/tables/06_models.md
 # ```
 #
-# - The pyramid and ResNet-18 need *more* than the formulas promise. Their first blocks are the largest, and one of them
-#   must be live in full.
+# - The pyramid and ResNet-18 need *more* than the formulas promise. Their first blocks are the largest, and all
+#   activations of one must be live at once.
 # - The language model needs *less* than $\sqrt n$ promises. Its blocks are halves of layers, attention and MLP, and the
 #   tensor between two of them is much smaller than what each saves inside.
-# - A model with a skip connection from its front to its end is no chain: there is nowhere to cut. It needs a planner
-#   that works on operations ({doc}`07_graph_profiler`).
+# - A model with a skip connection from front to end cannot be cut into a chain. It needs a planner that works on
+#   operations ({doc}`07_graph_profiler`).
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -554,12 +553,12 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 
 # %% [markdown]
 # $\beta(s, 2) = (s + 1)(s + 2) / 2$. Segments of decreasing length are Revolve with two runs, of which the first is the
-# forward itself. They need one more activation, because they save the inside of the segment that is being reversed.
+# forward itself. They need one more activation, because they save the inside of the segment being reversed.
 #
 # ## What we have seen
 #
 # - $\sqrt n$ segments save $2 \sqrt n - 1$ activations, recursive halving about $\log_2 n$. Measured chains match both.
-# - Revolve is optimal if only states are saved. A chain of 1,024 blocks fits into a few dozen activations.
+# - Revolve is optimal if only states are saved. With one snapshot, the minimum, it needs $n (n - 1) / 2$ advances.
 # - On real models the formulas err in both directions: bytes decide, and the largest block sets a minimum.
 #
 # ## Sources
