@@ -47,7 +47,7 @@ MIB = 2**20
 # %% [markdown]
 # ## Capturing a step
 #
-# `make_fx` runs a function and records every operation, including those of `torch.autograd.grad`. With
+# `make_fx` calls a function and records every operation, including those of `torch.autograd.grad`. With
 # `tracing_mode="fake"`, tensors have shapes but no data, so nothing is computed. The result is a *joint graph* of
 # forward and backward, here for a network of two layers:
 
@@ -162,7 +162,7 @@ print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
 # activations.) `ackpt.trace` captures the same graph from any model, even if it is too large for this machine, and
 # `ackpt.graph.simulate` is the same simulator for any schedule.
 #
-# Saved are the storages that forward writes and backward reads:
+# The saved storages are those that forward writes and backward reads:
 
 # %%
 tiny_graph = ackpt.trace(tiny, x, labels)
@@ -184,7 +184,7 @@ ackpt.plan(tiny_graph, policy="none").saved_bytes
 # from shapes: a matrix product takes 2 × rows × columns × summed elements FLOPs. Seconds follow from the rates of a
 # device, as in the roofline model ({cite:t}`williams2009`), or are measured with `mode="measured"`.
 #
-# Workspaces do not follow from shapes, and no tensor ever refers to them. On the CPU, `workspace="measured"` runs each
+# Workspaces do not follow from shapes and do not appear in the graph. On the CPU, `workspace="measured"` runs each
 # different operation once and measures its workspace. We try it on a small language model:
 
 # %%
@@ -212,8 +212,8 @@ assert predicted == lm_step.dynamic_peak_bytes
 # ## What a schedule is
 #
 # A *schedule* is the ordered list of steps that a plan runs: compute this node, free that storage. The baseline computes
-# every node once. `lower` takes the storages to save and recomputes everything else, as late as possible. We use a chain
-# of tanh operations, because the backward of a tanh reads only its output, and recompute the second of four:
+# every node once. `lower` takes the storages to save and recomputes the others as late as possible. We use a chain of
+# tanh operations, because the backward of a tanh reads only its output, and recompute the second of four:
 
 # %%
 class Chain(nn.Module):
@@ -259,8 +259,8 @@ for saved in ([a1, a2, a3, a4], [a1, a3, a4]):
 # - **Late**: recompute the $\ell - 1$ activations of a segment when backward reaches it. At the first segment that
 #   backward reaches, the last of the $n / \ell$ saved activations is already freed, and the other $n / \ell - 1$ are
 #   live. Two gradients are also live: the one that a tanh's backward reads and the one it computes.
-# - **Again**: rebuild each activation from the nearest saved one just before backward needs it, then discard it. In
-#   place of $\ell - 1$ recomputed activations, only one is live.
+# - **Again**: recompute each activation from the nearest saved one just before backward needs it, then free it. Only one
+#   recomputed activation is live, in place of $\ell - 1$.
 #
 # In units of $S$, and without the loss and its gradient, the peaks are
 #
@@ -330,14 +330,14 @@ path = plots.save(figure, "results/figures/07_orders.png")
 # :::{admonition} Takeaway
 # :class: tip
 # The saved set alone does not determine the peak: the order also matters. Recompute late and free at once. If that is
-# not enough, recompute more than once. A planner that chooses only sets leaves the peak to chance.
+# not enough, recompute more than once.
 # :::
 #
 # ## One id for each operation
 #
 # `ackpt` gives each operation an *id*, its position $i$ in the captured graph, and every copy of the node carries it.
 # `rewrite` turns a schedule into two modules, forward and backward. In the third order above, backward runs one operation
-# three times, under three names and one id:
+# three times; the copies have three names and one id:
 
 # %% tags=["hide-input"]
 names = collections.defaultdict(list)
@@ -391,12 +391,12 @@ for name, state in states.items():
     print(f"{name:10} {state['1.num_batches_tracked']} batches, wrong: {', '.join(wrong) or 'nothing'}")
 
 # %% [markdown]
-# Operations that change their arguments, and collectives, cannot be recomputed: a schedule that recomputes one raises
-# an error that names it.
+# PyTorch's checkpoint updates the statistics twice per step. Operations that change their arguments, and collectives,
+# cannot be recomputed: a schedule that recomputes one raises an error that names it.
 #
 # ## Predicted peaks equal measured peaks
 #
-# All planning rests on one claim: the simulated peak is the measured peak. We check it for two models: without
+# All planning relies on one claim: the simulated peak is the measured peak. We check it for two models: without
 # recomputation, with per-block checkpointing, and with random fates. Every step is planned, rewritten, run and measured
 # on this CPU, and its gradients are compared with the baseline's.
 
@@ -468,14 +468,14 @@ frugal = measured(PlannedStep(lm, save_products), lm, *call, **targets)
 print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs")
 
 # %% [markdown]
-# The policy lowers the peak by more than a third without recomputing a FLOP. It still costs time, because the recomputed
-# elementwise operations move bytes. This is *selective* checkpointing.
+# This *selective* checkpointing lowers the peak by more than a third without recomputing a FLOP. It still costs time,
+# because the recomputed elementwise operations move bytes.
 #
 # ## What we have seen
 #
 # - A training step is one graph. Memory is allocated and freed per storage, and $m_i = m_{i-1} + b_i - b_i^-$ gives the
 #   peak. The allocator agrees to the byte, for the baseline and for planned steps.
-# - A plan is an order: one set of saved activations has three peaks in three orders.
+# - A plan is an order: in three orders, one set of saved activations has three peaks.
 #
 # ## Appendix: names, positions, shapes
 #
@@ -486,7 +486,7 @@ print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the base
 # - **Positions** shift as soon as operations are recomputed.
 # - **Operations and shapes** are rarely unique in a model of equal blocks.
 # - **Addresses** are reused by the allocator during a step.
-# - **Tensors** share storages. Queries, keys and values are often views of one product, and saving one view saves all.
+# - **Tensors** share storages. Queries, keys and values are often views of one product: saving one view saves all.
 
 # %% tags=["hide-input"]
 values = {node.meta["ackpt_id"]: node.meta.get("val") for node in lm_graph.module.graph.nodes}
@@ -500,7 +500,7 @@ widest = max(lm_graph.storages, key=lambda s: len(s.nodes))
 print(f"nodes of storage {widest.id}:", ", ".join(lm_graph.nodes[i].name for i in widest.nodes))
 
 # %% [markdown]
-# ## Appendix: proof of a rewrite
+# ## Appendix: checking a rewrite
 #
 # Before the rewritten modules run, `ackpt` runs both once on fake tensors. After every operation, the live bytes must
 # equal the simulated ones, with lifetimes derived from the modules and not from the schedule. Here we replace ReLU by its
@@ -517,4 +517,4 @@ except ackpt.graph.RewriteError as error:
     print(str(error).split(". This")[0])
 
 # %% [markdown]
-# This check covers bytes, not values. Tests compare the values: they run random programs with random fates.
+# This check covers bytes; tests compare values, of random programs with random fates.

@@ -5,7 +5,7 @@
 
 # %% [markdown]
 # ```{figure} ../../results/figures/08_swapped.png
-# :alt: Two pairs of panels over time. Recomputed: the compute lane has brown recomputations between the parts of backward, and the lane of copies is empty. Swapped: the lane of copies is full, first with copies out and then with copies back, and compute is shorter. In both, device memory is about half of the dotted line, the peak of the baseline; with swaps, host memory rises in forward and falls in backward.
+# :alt: Two pairs of panels over time. Recomputed: the compute lane has brown recomputations between the parts of backward, and the lane of copies is empty. Swapped: the lane of copies has copies out during forward and copies back during backward, and compute is shorter. In both, device memory stays below half of the dotted line, the peak of the baseline; with swaps, host memory rises in forward and falls in backward.
 # :class: dark-light
 # :name: fig-swapped
 #
@@ -14,7 +14,7 @@
 # ```
 #
 # After this chapter you can decide for each activation whether to save, swap or recompute it, and you know how much
-# larger a batch a plan allows. Nothing on this page ran on a GPU.
+# larger a batch a plan allows. Only the published figures were measured on a GPU.
 #
 # {doc}`06_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
 # 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every activation individually, and may also *swap* it:
@@ -53,7 +53,7 @@ generator = torch.manual_seed(0)
 MIB = 2**20
 
 # %% [markdown]
-# ## Three fates and their prices
+# ## Three fates and their times
 #
 # In plain PyTorch, a part of a model can save its activations, recompute them, or copy them to the host. The fate
 # changes memory and time, but not the gradients:
@@ -76,7 +76,7 @@ swapped = torch.autograd.grad(loss, net.parameters())
 all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(saved, recomputed, swapped))
 
 # %% [markdown]
-# The prices of the last two fates follow from a data sheet, here that of a T4. An operation takes as long as its FLOPs or
+# The times of the last two fates follow from a data sheet, here that of a T4. An operation takes as long as its FLOPs or
 # its memory traffic, whichever is longer. The network has five layers with tanh, alternately wide and narrow, and each
 # saves the output of its tanh:
 
@@ -99,8 +99,8 @@ for linear, tanh in zip(net[0:10:2], net[1:10:2]):
 # that a second of recomputation frees. The higher it is, the earlier we recompute. Swapping frees 8 GB/s, since the link
 # has 16 GB/s in one direction and every byte moves twice. So all five recomputations are faster than the copies.
 #
-# But copies can overlap with compute, and then they cost nothing. What counts is the *inactive time* of an activation:
-# the run time of the operations between its last use in forward and its first use in backward.
+# But copies that overlap with compute add no time. Whether they do depends on the *inactive time* of an activation: the
+# run time of the operations between its last use in forward and its first use in backward.
 
 # %% alt="Bars over time. The top lane shows the operations of forward and, from 21 to 62 microseconds, of backward. Each row below is an activation: a short dark bar while forward uses it, a pale bar while it is inactive, and a dark bar while backward uses it. Below each row are the copies out and back, and the recomputation. Both copies of tanh_1 fit into its inactive interval; those of tanh, tanh_2 and tanh_4 end long after it. All recomputations are much shorter than the copies."
 graph = ackpt.trace(net, x)
@@ -110,9 +110,9 @@ path = plots.save(figure, "results/figures/08_inactive.png")
 figure
 
 # %% [markdown]
-# *When the activations of the small network are inactive, at the rates of a T4. Where both copies fit into the inactive
-# interval, as for `tanh_1`, a swap is free. Where the copy back ends too late, compute would wait. `addmm_5` is the output
-# of the network.*
+# *When the activations of the small network are inactive, at the rates of a T4. If both copies fit into the inactive
+# interval, as for `tanh_1`, a swap is free. If the copy back ends too late, compute waits. `addmm_5` is the output of the
+# network.*
 #
 # `ackpt` computes both quantities for every activation of a graph ({doc}`07_graph_profiler`):
 
@@ -125,7 +125,7 @@ for i in intermediates:
 assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(intermediates, ratios))
 
 # %% [markdown]
-# The first five ratios equal those that we computed by hand. For a language model of three blocks:
+# The first five ratios equal those computed by hand. For a language model of three blocks:
 
 # %%
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
@@ -151,15 +151,15 @@ figure
 # *Inactive time and recompute ratio of the activations of a language model, with the rates of a T4. The device recomputes
 # those above the dashed line faster than the link moves them out and back.*
 #
-# Outputs of sums and norms have few bytes, but recomputing them reads a whole tensor.
+# The outputs of sums and norms have few bytes, but recomputing one reads a whole tensor.
 #
 # ## The algorithm
 #
 # mu-TWO compares two candidates: the activation that stays inactive longest, for swapping, and the one with the highest
 # ratio, for recomputation. It takes the one with less overhead, and repeats. The overhead of a swap is the part of its
-# copies that does not overlap with compute. The link carries one copy at a time: `Link` keeps a ledger of how much of
-# each operation's time (`costs`) is still free to hide one. `drop` marks an activation for recomputation and updates the
-# prices of the others.
+# copies that does not overlap with compute. The link carries one copy at a time: `Link` records how much of each
+# operation's time (`costs`) can still overlap with a copy. `drop` marks an activation for recomputation and updates the
+# ratios of the others.
 
 # %%
 hiding, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
@@ -177,15 +177,15 @@ while candidates := [i for i in kept if i not in moved]:
     print("recompute" if again < waits else "swap")
 
 # %% [markdown]
-# Swapping wins where the inactive time hides both copies, as for `tanh_1`. Compute would wait for the copies of the
+# Swapping wins where both copies fit into the inactive time, as for `tanh_1`. Compute would wait for the copies of the
 # large `tanh` and `tanh_2`, so these are recomputed.
 #
 # The paper stops as soon as its estimate of the peak fits. `ackpt.plan(graph, budget, policy="mu-two")` continues to
 # the end, simulates the schedule after every choice, and takes the cheapest one that fits.
 #
-# ## Each choice changes the other prices
+# ## Each choice changes the other ratios
 #
-# Suppose that there is no link to the host. Run to its end, mu-TWO then recomputes everything. The table shows the
+# Suppose that there is no link to the host. Then mu-TWO, run to its end, recomputes everything. The table shows the
 # ratio of each activation after every choice, in GB/s:
 
 # %%
@@ -199,13 +199,12 @@ for state in states(graph, no_link):
 
 # %% [markdown]
 # - `tanh_4` has the highest ratio and is dropped first. It is computed from `tanh_3`. If `tanh_3` were dropped, too, it
-#   would be recomputed twice: once for itself and once on the way to `tanh_4`. Its ratio halves. `addmm_5` has lost its
-#   source: recomputing it would now take two layers.
-# - The same happens to `tanh_1` when `tanh` and `tanh_2` are dropped.
+#   would be recomputed twice: once for itself and once on the way to `tanh_4`. So the ratio of `tanh_3` halves. `addmm_5`
+#   has lost its source: recomputing it would now take two layers.
+# - `tanh_1` loses its source when `tanh` is dropped, and its ratio halves when `tanh_2` is.
 #
 # The choices do not yet fix the order of recomputation. A chain of dropped activations can be recomputed *once*, with
-# each member saved until its last use. Or it is recomputed for *each* of its members, as in the paper. With everything
-# dropped:
+# each member live until its last use, or for *each* of its members, as in the paper. With everything dropped:
 
 # %%
 for name, schedule in zip(("once", "each"), schedules_of(graph, no_link, state)):
@@ -220,7 +219,7 @@ print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes /
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Choices depend on each other. An activation that was cheap to recompute becomes expensive once its sources are gone,
+# Choices depend on each other. An activation that was cheap to recompute becomes expensive once its sources are dropped,
 # so all ratios are updated after every choice. A set of choices becomes a plan only when its order is fixed.
 # :::
 #
@@ -245,8 +244,8 @@ assert plans["ilp"].cost <= plans["mu-two"].cost
 #
 # ## When a copy is free
 #
-# A copy adds no time to the step as long as it overlaps with compute. Whether it does depends on the device. Take two
-# blocks of a language model with 4,096 tokens, and halve their dynamic peak. The plans follow from shapes and data
+# A copy adds no time to the step as long as it overlaps with compute. Whether it does depends on the device. Take a
+# language model of two blocks with 4,096 tokens, and halve its dynamic peak. The plans follow from shapes and data
 # sheets, and are **simulated** on three streams: compute, copies out, copies in.
 
 # %% tags=["hide-input"]
@@ -284,29 +283,30 @@ path = write_text_atomic("results/tables/08_link.md", table)
 # ```{include} ../../results/tables/08_link.md
 # ```
 #
-# {ref}`The figure at the top <fig-swapped>` shows the plans for width 1,024 and a T4. The T4 is slow, so the products of
-# this width hide all copies, and halving the peak is free. The H200 computes narrow layers so fast that hardly any copy
-# overlaps. There mu-TWO with the link is even more expensive than without it: a swap that looked free early on is not
-# taken back.
+# {ref}`The figure at the top <fig-swapped>` shows the plans for width 1,024 and a T4. The T4 is slow, so all copies
+# overlap with the products of this width, and halving the peak is free. The H200 computes narrow layers faster than the
+# link copies their outputs. At width 256, mu-TWO costs even more with the link than without it: a swap that looked free
+# early on is not taken back.
 #
 # Where is the boundary? With $T$ tokens, a layer of width $d$ computes $2 T d^2$ FLOPs in forward, at a rate of $\rho$
 # FLOPs per second. Its output has $4 T d$ bytes in fp32, and the link moves $\lambda$ bytes per second in one direction.
-# The product hides the copy of one output if
+# The copy of one output overlaps completely with the product if
 #
 # $$ \frac{4 T d}{\lambda} \;\le\; \frac{2 T d^2}{\rho} \qquad\Longleftrightarrow\qquad d \;\ge\; \frac{2 \rho}{\lambda} , $$
 #
-# for any number of tokens. {doc}`05_offload` has one table of when offload pays, for three devices. Its rule is for whole
-# blocks, which compute twelve times as much per token and copy only their input, in bf16. So it allows narrower models.
+# for any number of tokens. {ref}`The table <tab-offload-pays>` in {doc}`05_offload` evaluates this for three devices,
+# also in 16 bits, as *outputs of layers*. *Inputs of blocks* allow narrower models: a block computes twelve times as much.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Swap the output of a layer if $d \ge 2 \rho / \lambda$; otherwise recompute it.
+# Swap the outputs of all layers if $d \ge 2 \rho / \lambda$. In narrower models only some copies overlap: compare each
+# swap with its recomputation.
 # :::
 #
 # ## The largest batch
 #
-# How large a batch fits? The peak of a step is linear in the batch size $B$: it is $C_0 + C_1 B$. Parameters, gradients and optimizer state are in $C_0$; the
-# activations are in $C_1 B$, and only they can be recomputed. A limit of $M$ bytes therefore allows
+# The peak of a step is linear in the batch size $B$: it is $C_0 + C_1 B$. Parameters, gradients and optimizer state are
+# in $C_0$; the activations are in $C_1 B$, and only they can be recomputed. A limit of $M$ bytes therefore allows
 #
 # $$ B = \left\lfloor \frac{M - C_0}{C_1} \right\rfloor . $$
 #
@@ -354,8 +354,8 @@ assert max(size, planned_size) <= limit
 print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time")
 
 # %% [markdown]
-# Both steps keep the limit. As memory grows, the factor approaches the ratio of the slopes. With little memory $C_0$
-# dominates, and no method gains much. (The added time is planned with calibrated rates.)
+# Both peaks are within the limit. As memory grows, the ratio of the batches approaches that of the slopes. With little
+# memory $C_0$ dominates, and no method gains much. (The added time is estimated from calibrated rates.)
 #
 # ## The published table
 #
@@ -399,14 +399,14 @@ path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, col
 # - **Time.** For batches of 8 and more, the step with recomputation is reported as *faster*, although it computes
 #   everything that the baseline computes, and more.
 #
-# So the two columns probably do not measure the same thing ({doc}`11_predictions` gives the evidence), and the table has
-# no column of ours: which network and step *with* describes is not known. What would such a table show? We predict
-# per-block checkpointing of the same network, and plans with its peak as their budget:
+# So the two columns probably do not measure the same thing ({doc}`11_predictions` gives the evidence). We cannot predict
+# *with*, whose network and step are not known. Instead, we predict per-block checkpointing of the same network, and plans
+# with its peak as their budget:
 #
 # ```{include} ../../results/tables/08_resnet.md
 # ```
 #
-# Per-block checkpointing adds 30 % of time; mu-TWO adds 10 % to 13 % for the same peak.
+# Per-block checkpointing costs 30 % of the step; mu-TWO costs 10 % to 13 % for the same peak.
 
 # %% tags=["hide-input"] alt="Four panels: peak and time of a step against the batch size, for a ResNet-152 and for a Transformer, each with lines for four methods. All are nearly straight. In memory, the three methods that recompute have the same line, with about a third of the baseline's slope for the ResNet and two thirds for the Transformer. In time, per-block checkpointing is the steepest line for the ResNet, and mu-TWO for the Transformer. The published points without the pipeline are slightly above the baseline's line; those with it are between the lines, and the last one is near the lower line."
 marks = {
@@ -427,14 +427,14 @@ figure
 # which the pipeline was written (6 blocks of width 512, 8 heads, 128 tokens, 30,000 words). Gray marks: published,
 # where *without* includes a second model.*
 #
-# Peaks are linear in the batch, but not in the published column *with*. On the Transformer, mu-TWO's greedy choices cost
-# more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of 30,000 words, so at most
-# 36 % of the peak is saved.
+# All peaks are linear in the batch except the published ones *with*. On the Transformer, mu-TWO's greedy choices cost
+# more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of 30,000 words, so the peak
+# falls by at most 36 %.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A peak is linear in the batch size. Its slopes tell how much larger a batch a plan allows. If a step that does more
-# work is reported as faster, something else was measured.
+# A peak is linear in the batch size. In ample memory, the ratio of the slopes is the factor by which a plan enlarges the
+# batch. If a step that does more work is reported as faster, check what was measured.
 # :::
 #
 # The numbers on this page were produced in this environment:
@@ -485,11 +485,11 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 #
 # ## What we have seen
 #
-# - mu-TWO compares two prices: the part of a copy that does not overlap with compute, and the time of a recomputation.
-#   Each choice changes the prices of the others.
+# - mu-TWO compares two overheads: the part of a copy that does not overlap with compute, and the time of a recomputation.
+#   Each choice changes the overheads of the others.
 # - The choices are greedy. On a small network the exact optimum recomputes less for the same budget, because a ratio
-#   does not know when the bytes are live.
-# - A copy is free if it overlaps with compute; otherwise a recomputation is cheaper.
+#   ignores when the bytes are live.
+# - A copy is free if it overlaps with compute, as on slow devices and in wide models.
 #
 # ## Sources
 #
@@ -500,7 +500,7 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 #
 # ## Appendix: errors in the printed pseudocode
 #
-# The paper prints algorithms A to H. Followed to the letter, they do not work. `ackpt` corrects them:
+# As printed, the paper's algorithms A to H do not work. `ackpt` corrects them:
 #
 # | | printed | consequence | here |
 # |:--:|---|---|---|

@@ -13,7 +13,7 @@
 # ```
 #
 # After this appendix you can say how much memory one GPU of many needs for a step of a large Llama, and which plan fits.
-# Each rank has its own batch: activations are not sharded here.
+# Each *rank*, a process with its GPU, has its own batch: activations are not sharded here.
 
 # %%
 import warnings
@@ -45,7 +45,7 @@ GIB = 2**30
 # In mixed precision with AdamW, a step needs 16 bytes per parameter, so a model of more than about five billion
 # parameters does not fit on one GPU of 80 GiB. But a rank needs a parameter only while its block runs. Fully sharded
 # training ({cite}`rajbhandari2020`; {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each of $N$ ranks. For $P$
-# parameters with $e_\text{shard} = 4$ bytes per element these are
+# parameters with $e_\text{shard} = 4$ bytes per element, a rank stores
 #
 # $$ \underbrace{e_\text{shard} P / N}_\text{parameters} + \underbrace{e_\text{shard} P / N}_\text{gradients} +
 #    \underbrace{2 e_\text{shard} P / N}_\text{AdamW} \;=\; 16 P / N \text{ bytes.} $$
@@ -94,11 +94,11 @@ path = plots.save(figure, "results/figures/10_gathers.png")
 figure
 
 # %% [markdown]
-# *One step of a Llama with three checkpointed blocks, as predicted for one rank. During a block's backward, the next
-# block is already being gathered, and the gradients of the block before it are being reduced.*
+# *One step of a Llama with three checkpointed blocks, as predicted for one rank. During a block's backward, the block
+# that follows in backward is already being gathered, and the gradients of the previous one are being reduced.*
 #
 # 1. *Before a block's forward*, an all-gather fills a buffer of $e_\text{compute} P_\text{block}$ bytes. The parameters
-#    are copied out of it, which takes as much again. The buffer stays allocated until the next gather completes.
+#    are copied out of it, into as many bytes again. The buffer stays allocated until the next gather completes.
 # 2. *Before its backward*, the parameters are gathered again. Each gather starts one block early.
 # 3. *After its backward*, the gradients are copied into a buffer of $e_\text{reduce} P_\text{block}$ bytes for the
 #    reduce-scatter, which returns one shard. That buffer stays allocated until the next reduction.
@@ -199,8 +199,8 @@ for policy, plan in plans.items():
 #
 # :::{admonition} Simulated, not measured
 # :class: warning
-# Nothing in the rest of this appendix ran on a GPU. The prediction takes the kernels of an H100. It leaves out the CUDA
-# context, NCCL's own memory, workspaces and fragmentation. Leave room for these: a GPU of 80 GB has less than 80 GiB.
+# Nothing in this appendix ran on a GPU. The prediction assumes the kernels of an H100. It leaves out the CUDA context,
+# NCCL's own memory, workspaces and fragmentation. Leave room for these: a GPU of 80 GB has less than 80 GiB.
 # :::
 #
 # Each rank trains on one sequence of 8,192 tokens with AdamW, with shards and reductions in float32 and computation in
@@ -226,8 +226,8 @@ path = write_text_atomic("results/tables/10_llama.md", table)
 # ```{include} ../../results/tables/10_llama.md
 # ```
 #
-# The baseline of 8B fits on 8 GPUs, although only just. That of 70B fits on no number of GPUs, because its activations
-# are not sharded. Per-block checkpointing fits on 32 GPUs, but recomputes about a third of the FLOPs however much memory
+# The baseline of 8B just fits on 8 GPUs. That of 70B fits on no number of GPUs, because its activations are not sharded.
+# With per-block checkpointing, 70B fits on 32 GPUs, but about a third of the FLOPs are recomputed however much memory
 # remains unused. A plan recomputes only as much as the budget requires, here on 64 GPUs:
 
 # %%
@@ -251,7 +251,7 @@ for name in ("per-block", "plan"):
 # :::{admonition} Takeaway
 # :class: tip
 # Sharding and checkpointing reduce different parts of the memory. More GPUs divide the resident memory; a plan reduces
-# the activations of a rank's own batch. Each GiB that sharding frees is a GiB that the plan need not recompute.
+# the activations of a rank's own batch.
 # :::
 #
 # ## Communication volume
@@ -271,19 +271,19 @@ print(f"{links.gathers} gathers receive {links.gathered_bytes:,} bytes, by hand 
 print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 
 # %% [markdown]
-# Recomputation adds nothing, because it happens while the block is gathered. Nor does a larger batch.
+# Recomputation adds no communication, because it runs while the block is gathered. Nor does a larger batch.
 #
 # ## Running it
 #
-# {doc}`../guides/fsdp2` has the lines to write. `ackpt plan --fsdp` names what each block saves, but does not write the
-# plans of blocks for you, and we did not measure blocks with their own plans under sharding.
+# {doc}`../guides/fsdp2` has the lines to write. `ackpt plan --fsdp` names what each block saves, but does not apply the
+# plans to the blocks, and we did not measure blocks with their own plans under sharding.
 #
 # ## Exercises
 #
 # :::{admonition} Exercise 1: the floor
 # :class: note
-# How much memory does a rank of Llama 3 8B need in the limit of many GPUs, with per-block checkpointing? What takes
-# most of it? Estimate first; `sharded_llama.layers(plan)` lists the parts of a plan's peak.
+# How much memory does a rank of Llama 3 8B need in the limit of many GPUs, with per-block checkpointing? What is most
+# of it? `sharded_llama.layers(plan)` lists the parts of a plan's peak.
 # :::
 
 # %% tags=["solution"]
@@ -295,8 +295,8 @@ logits = 8192 * 128256 / GIB
 print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f} GiB")
 
 # %% [markdown]
-# The loss: three tensors with one float32 element per logit are live. The remedy is a loss in chunks, as in
-# {doc}`04_experiments`.
+# Most of it is the loss: three tensors with one float32 element per logit are live. A loss in chunks avoids them
+# ({doc}`04_experiments`).
 #
 # :::{admonition} Exercise 2: reduction in bf16
 # :class: note
@@ -315,8 +315,9 @@ for reduction in (torch.float32, torch.bfloat16):
 #
 # ## What we have seen
 #
-# - A rank stores $16 P / N$ bytes, and needs temporary memory for the root and about four blocks, however large $N$ is.
-# - Activations are not sharded, so Llama 3 70B does not fit within 80 GiB on any number of GPUs without recomputation.
+# - A rank stores $16 P / N$ bytes, and temporarily the root and about four times a block, however large $N$ is.
+# - Without recomputation, Llama 3 70B fits within 80 GiB on no number of GPUs. On 64, per-block checkpointing recomputes
+#   32 % of the FLOPs, and a plan 14 %.
 #
 # ## Sources
 #

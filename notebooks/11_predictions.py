@@ -5,15 +5,15 @@
 
 # %% [markdown]
 # ```{figure} ../../results/figures/11_errors.png
-# :alt: Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by a few percent. Those of the reference experiments are within 0.6 percent, except for the two smallest batches of a ResNet.
+# :alt: Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by a few percent. The reference experiments are within 0.6 percent, except for the two smallest batches of a ResNet.
 # :class: dark-light
 # :name: fig-errors
 #
 # Errors of all predictions of published measurements, by source. Most predictions of allocated bytes are exact.
 # ```
 #
-# After this appendix you can say how far to trust a prediction from shapes alone: allocated bytes to the byte, reserved
-# bytes within 10 % to 20 %. And you know what makes a prediction fail. Three metrics are published:
+# After this appendix you can say how far to trust a prediction from shapes alone: allocated bytes mostly to the byte,
+# reserved bytes within 10 % to 20 %. And you know what makes a prediction fail. Three metrics are published:
 #
 # - *allocated*: `torch.cuda.max_memory_allocated`, the bytes that tensors and workspaces occupied at the peak;
 # - *reserved*: `torch.cuda.max_memory_reserved`, all that the caching allocator holds, free blocks included;
@@ -74,16 +74,16 @@ print(f"published {published['bytes']:,}, predicted {peak:,} bytes")
 assert abs(peak - published["bytes"]) <= published["rounding"]
 
 # %% [markdown]
-# Five blocks have 256 MiB each: the logits, the log-softmax, the gradient of each, and the gradient of the previous step,
-# to which backward adds.
+# Five tensors have 256 MiB each: the logits, the log-softmax, the gradient of each, and the gradient of the previous
+# step, to which backward adds.
 #
 # ## All figures
 #
 # `results/reference/published-peaks.json` lists the published figures: source, GPU, sizes of the step, metric and bytes.
 # We wrote each step from its description, in `experiments/published/`. No constant of the predictor comes from these
-# rows. Some first comparisons showed that *our version* of a step was wrong; we corrected these after reading the scripts.
-# What a source means by MB or GB follows from its code. For NVML, we add the size of the CUDA context to the reserved
-# bytes.
+# rows. Some first comparisons showed that *our version* of a step was wrong; we corrected these after reading the
+# scripts. What a source means by MB or GB follows from its code. For NVML, we add the size of the CUDA context to the
+# reserved bytes.
 
 # %%
 found = all_predicted()
@@ -119,13 +119,14 @@ _ = write_text_atomic("results/cpu/11_badge.md", report.badge(found, "notebooks/
 # ```
 #
 # Allocated bytes follow from shapes and from the order of operations. Reserved bytes also depend on where the allocator
-# placed every earlier block. NVML adds what no allocator sees. By source, as in {ref}`the figure at the top <fig-errors>`:
+# placed every earlier block. NVML adds what the allocator does not manage. By source, as in
+# {ref}`the figure at the top <fig-errors>`:
 #
 # ```{include} ../../results/tables/11_by_source.md
 # ```
 #
-# Predictions are stored, because all of them take minutes; `python -m experiments published --all` makes them again. Are
-# the stored ones current? We predict the smallest figure of every step again, except eight slow ones:
+# Predictions are stored, because all of them take minutes; `python -m experiments published --all` repeats them. To check
+# the stored ones, we predict the smallest figure of every step again, except eight slow ones:
 
 # %%
 slow = {"vit-large", "gpt", "course-transformer", "bert-classifier", "reference-offload", "reference-language-model"}
@@ -150,7 +151,7 @@ for row in report.worst(found, 0.02):
 # **Other versions of torch.** MONeT measured MobileNet V2 with torch 1.5, where backward read the *result* of an in-place
 # ReLU6. Today it reads its *input*, which torch must copy first. The documentation of transformers measured BERT-large
 # with torch 1.10. Without checkpointing, the published figures are larger by about one attention matrix per layer and
-# sequence, so the old implementation seems to have saved one more; we cannot check that without these versions:
+# sequence, so the old implementation seems to have saved one more; we cannot check that without those versions:
 
 # %%
 bert = [row for row in found if row["step"] == "bert-classifier" and "optimizer" not in row["sizes"]]
@@ -164,20 +165,19 @@ size = bert[0]["sizes"]
 print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**20:.2f} MiB")
 
 # %% [markdown]
-# **Memory of libraries.** cuDNN chooses fast convolutions with large workspaces for VGG-16, and for a ResNet in small
-# batches. Its sources are not public, so the predictor does not know them.
+# **Memory of libraries.** cuDNN probably chooses fast convolutions with large workspaces for VGG-16, and for a ResNet in
+# small batches. Its sources are not public, so the predictor does not know these workspaces.
 #
 # **Free blocks.** The allocated bytes of FitCheck's steps are off by at most 0.05 %. But with eager attention, some
-# predictions lack 6 % to 9 % of the reserved bytes, often just one attention matrix: the real allocator could not reuse
-# one free block of that size.
+# predictions lack 6 % to 9 % of the reserved bytes, often just one attention matrix: the real allocator did not reuse a
+# free block of that size.
 #
 # ## Times: how much slower is checkpointing?
 #
-# The rates of a data sheet predict times only as if every kernel ran at these rates: the *roofline*. A *ratio* of two
-# times of one step requires less. The kernels may fall short of the rates, as long as they do so by the same factor with
-# checkpointing as without. For each published pair of times, we
-# capture the step from shapes, make the schedules of the two methods, and divide their times. Nothing was fitted;
-# communication between GPUs and the launch of kernels are left out.
+# Data sheets predict the times of kernels that run at the printed rates: the *roofline*. The *ratio* of a step's times
+# with and without checkpointing needs less: that kernels fall short of the rates by the same factor in both. For each
+# published pair of times, we capture the step from shapes, make the schedules of the two methods, and divide their times.
+# Nothing was fitted; communication between GPUs and the launch of kernels are left out.
 
 # %%
 compared = time_ratios.ratios()
@@ -201,9 +201,9 @@ _ = write_text_atomic("results/tables/11_time_ratios.md", ratio_table)
 # ```{include} ../../results/tables/11_time_ratios.md
 # ```
 #
-# Where large kernels fill the GPU, the roofline predicts the ratio within a few percent. The largest errors are those of
-# steps that run far below it. The predicted times divided by the published ones, for these and for two of the reference
-# experiments:
+# Where large kernels fill the GPU, the roofline predicts the ratio within a few percent. Errors are large where the two
+# times have different shares of the roofline. These shares, predicted times divided by published ones, for the largest
+# errors and for two of the reference experiments:
 
 # %%
 for row in compared:
@@ -213,10 +213,10 @@ for row in compared:
 
 # %% [markdown]
 # Small batches reach a lower share of the roofline, most of all in float16, where launching kernels takes a large part of
-# the time. The T4 ran at 86 % of the roofline: half of its time is spent on gradients of slices,
-# which bandwidth limits ({doc}`05_offload`). The language model ran at an eighth of the roofline of an H100, but with and
-# without checkpointing alike, so its ratios agree. The synthetic steps ran even further below: their time includes what a
-# profiler records and exports.
+# the time. The T4 ran at 86 % of the roofline: half of its time is spent on gradients of slices, which bandwidth limits
+# ({doc}`05_offload`). The language model ran at an eighth of the roofline of an H100, but with and without checkpointing
+# alike, so its ratios agree. The synthetic steps ran even further below: their time includes what a profiler records and
+# exports.
 #
 # ## What the published numbers measured
 #
@@ -242,8 +242,8 @@ for kind, name in experiments.items():
 # 32 MiB; on other GPUs, the predictions would be 48 MiB lower.
 #
 # **The language model reads the tokens that it has to predict.** `model.py` calls flash-attn without `causal=True`. And
-# it has no positions: each token sees the *set* of all tokens of its sequence. So its losses cannot be compared with those
-# of other language models. A small version:
+# it encodes no positions: each token sees the *set* of all tokens of its sequence. So its losses cannot be compared with
+# those of other language models. A small version:
 
 # %%
 def attend(qkv, offsets):
@@ -298,9 +298,9 @@ weights = reference.parameters_of_language_model()
 print(f"resident in the published run: {4 * weights / 2**20:.0f} MiB of gradients")
 
 # %% [markdown]
-# **The loop's variables are part of the peak.** In `run_syntetic.py`, `loss` keeps the result of `mse_loss` until the next
-# forward has ended, in a storage as large as the input: 4,096 bytes per token. In `checkpoint.py` of the offload
-# experiment, attributes of autograd nodes keep the blocks' inputs.
+# **The loop's variables are part of the peak.** In `run_syntetic.py`, `loss` refers to the result of `mse_loss` until the
+# next forward has ended, in a storage as large as the input: 4,096 bytes per token. In `checkpoint.py` of the offload
+# experiment, attributes of autograd nodes refer to the blocks' inputs.
 #
 # **The ResNet's columns "without" and "with" are different measurements.** Next to the report (commit `2aa6c7f`),
 # `measure_memory_and_time` in `starter_code/ac_comparison.py` runs *forwards only*, and a forward does not recompute
@@ -354,16 +354,16 @@ print(sum(line["n"] for line in left_out), "figures are left out")
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The allocated peak of a step in plain PyTorch can be known before the step runs, mostly to the byte. Leave 10 % to 20 %
-# for reserved bytes, and ask the driver for the size of the CUDA context. A larger error means that the description of
-# the step is incomplete, or that a library allocates something that shapes do not show.
+# The allocated peak of a step in plain PyTorch can be predicted before the step runs, mostly to the byte. Leave 10 % to
+# 20 % for reserved bytes, and ask the driver for the size of the CUDA context. A larger error means another version, an
+# incomplete description of the step, or a library that allocates what shapes do not show.
 # :::
 #
 # ## The calculator on the first page
 #
 # The memory calculator of the {doc}`first page <../index>` evaluates formulas: every operation of a step allocates a
 # constant times powers of the batch size $B$ and the length $T_\text{seq}$, and equal blocks repeat. `nox -s calculator`
-# finds them from plans of a few sizes. We compare the formulas with plans of *whole* models at random settings:
+# fits these to plans of a few sizes. We compare the formulas with plans of *whole* models at random settings:
 
 # %% tags=["hide-input"]
 grid, sample = (json.loads(Path("results", "calculator", f"{name}.json").read_text()) for name in ("grid", "sample"))
@@ -403,7 +403,7 @@ for row in found:
         print(f"{sizes.get('mode', 'full'):8} published {row['bytes']:,}, predicted {row['predicted']:,}")
 
 # %% [markdown] tags=["solution"]
-# A backward step begins with the saved activations allocated, and its gradients are live next to them. The forward step
+# The backward step begins with the saved activations allocated, and its gradients are added to them. The forward step
 # ends before the first gradient.
 
 # %% [markdown]
@@ -428,7 +428,7 @@ for device in ("a100-80g", "h100-80g"):
     print(f"{device}: loss {alone / 2**20:.1f} MiB, with the layer {both / 2**20:.1f} MiB")
 
 # %% [markdown] tags=["solution"]
-# Only the matrix products do: cuBLAS has workspaces, which are larger on an H100. (With the layer, the peak is lower
+# The layer: its matrix products need cuBLAS workspaces, which are larger on an H100. (With the layer, the peak is lower
 # because the logits are then an intermediate result, without a gradient of a previous step.)
 
 # %% [markdown]

@@ -13,11 +13,11 @@
 # which also reaches the lowest peak.
 # ```
 #
-# This appendix has the best plan of a chain (*rotor*) and of a graph (an integer program), a lower bound on the cost of
-# every plan, and the search of the default policy.
+# This appendix explains how to find the best plan of a chain (*rotor*) and of a graph (an integer program), a lower bound
+# on the cost of every plan, and how the default policy searches.
 #
-# The *cost* $c_i$ of an operation is its FLOPs, plus ten FLOPs for each byte that it reads or writes, as a fraction of the
-# baseline's. A plan's cost is the sum over what it recomputes. Peaks and budgets $M$ are fractions of the baseline's
+# The *cost* $c_i$ of an operation is its FLOPs, plus ten FLOPs for each byte that it reads or writes, as a fraction of
+# the baseline's. A plan's cost is the sum over what it recomputes. Peaks and budgets $M$ are fractions of the baseline's
 # dynamic peak.
 
 # %%
@@ -63,11 +63,11 @@ for budget in (16, 13, 11, 9, 8):
     print(f"{budget:2} bytes, time {best.time}: {', '.join(ways)}")
 
 # %% [markdown]
-# A stage runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. Smaller budgets
-# repeat the cheap forwards first: stage 1, which saves 5 bytes and takes 1.
+# A stage runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. A slightly
+# smaller budget recomputes only stage 1, whose forward saves 5 bytes and takes 1.
 #
-# Like a convolutional network, our next chain narrows from front to back: in four stages of eight blocks the activations
-# halve, while the FLOPs of a block stay the same. We run rotor's plan for a budget of 60 %:
+# Like a convolutional network, our next chain narrows from front to back: it has four stages of eight blocks, and the
+# activations halve from stage to stage, at equal FLOPs per block. We run rotor's plan for a budget of 60 %:
 
 # %%
 pyramid, pyramid_x = sublinear.pyramid(4, 8, 8), torch.randn(4096, 8)
@@ -98,8 +98,8 @@ path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/
 
 # %% [markdown]
 # {ref}`The figure at the top <fig-pyramid>` compares the policies. rotor is cheapest by construction: the candidates of
-# our policy `rotor` include the schedules of the other policies, and the simulator picks the cheapest one that fits. The
-# others count blocks. They ignore that a boundary in the first stage needs eight times as much memory as one in the last.
+# our policy `rotor` include the schedules of the other policies, and it takes the cheapest one that fits. The others only
+# count blocks: they ignore that activations in the first stage are eight times as large as those in the last.
 #
 # ## The optimum of a graph
 #
@@ -112,7 +112,7 @@ path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/
 # \qquad u_{q,i} \le v_{q-1,i} + u_{q-1,i} , $$
 #
 # and where at most $M$ bytes are live during each computation. As an example, take six layers whose results are all
-# read in backward. Every result has one byte; a forward costs 1, a backward 2:
+# read in backward. Every result has one byte; a forward costs 1, a backward 2, so the baseline 18:
 
 # %%
 def line(n):
@@ -135,7 +135,7 @@ for budget in (7, 6, 5, 4, 3):
 # Below four bytes no schedule exists, and the solver proves that, too.
 #
 # An exact solver does not scale: the number of unknowns grows with the square of the number of operations. The policy
-# `ilp` accepts graphs of at most 160 operations, which is a few layers.
+# `ilp` accepts at most 160 operations, a few layers.
 #
 # ## A lower bound
 #
@@ -150,12 +150,12 @@ for budget in (7, 6, 5, 4, 3):
 # & \textstyle\sum b_\sigma u_\sigma \le M - a && \text{at every instant of backward.}
 # \end{aligned} $$
 #
-# At each instant, the sum counts the bytes that are still to be read, and $a$ counts what is live regardless: gradients,
-# and the inputs and outputs of the current operation.
+# At each instant, the sum counts the saved bytes that are still to be read, and $a$ counts what is live regardless:
+# gradients, and the inputs and outputs of the current operation.
 #
 # All plans of this package run each backward operation once, in the graph's order. They satisfy these conditions with
-# zeros and ones, so none of them costs less than this optimum. Each plan with a budget carries the lower bound, and its
-# *optimality gap*: how much more the step costs than the bound requires.
+# zeros and ones, so none of them costs less than the linear program's optimum. Each plan with a budget reports this lower
+# bound and its *optimality gap*: how much more the step costs than the bound requires.
 #
 # $$ \texttt{plan.lower\_bound} \;\le\; \text{optimum} \;\le\; \texttt{plan.cost} , \qquad
 # \texttt{plan.gap} = \frac{1 + \texttt{plan.cost}}{1 + \texttt{plan.lower\_bound}} - 1 . $$
@@ -200,7 +200,7 @@ path = write_text_atomic("results/tables/13_exact.md", table)
 # ```{include} ../../results/tables/13_exact.md
 # ```
 #
-# Each of these optima is proved, for the graph's own order of operations.
+# These optima are proved, for the graph's own order of operations.
 
 # %%
 for row in exact:
@@ -236,8 +236,7 @@ print(f"gradients bit-equal; measured minus predicted: {run.dynamic_peak_bytes -
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The optimum is known for a few layers only. For every other graph there is a lower bound, and each plan carries its
-# gap: trust the gap, not the name of the algorithm.
+# The optimum is known for a few layers only. For every graph there is a lower bound. Judge a plan by its gap.
 # :::
 #
 # ## How auto searches
@@ -276,11 +275,11 @@ path = write_text_atomic("results/tables/13_parts.md", table)
 # ```{include} ../../results/tables/13_parts.md
 # ```
 #
-# Looking *into* the blocks gains most. The search cuts the graph where a single tensor separates earlier from later
-# operations. For each block, it finds the useful sets of tensors to save: no other set saves fewer bytes, has a lower
-# peak and costs less. Then the recursion of rotor combines them over the chain, with one difference. A block that is
-# recomputed only to reach a later one may save a *part* of its activations for its own backward. Each solution becomes a
-# schedule and is simulated.
+# At 0.6 and 0.4, the options *within* each block gain most; at 0.24, plans between two neighbors. The search cuts the
+# graph where a single tensor separates earlier from later operations. For each block, it finds the useful sets of tensors
+# to save: no other set saves fewer bytes, has a lower peak and costs less. Then the recursion of rotor combines them over
+# the chain, with one difference. A block that is recomputed only to reach a later one may save a *part* of its
+# activations for its own backward. Each solution is simulated as a schedule.
 #
 # The numbers of this page were measured here:
 
@@ -293,8 +292,8 @@ environment("cpu", "notebooks/13_rotor.py")
 # :::{admonition} Exercise 1: save or recompute
 # :class: note
 # Take eight equal stages, with all sizes and times equal to 1. How long do rotor's schedules take for budgets from 3 to
-# 10, and Revolve's for 1 to 8 snapshots? Count every forward and every backward; `rotor.solve` and `revolve.advances`
-# do the rest. Why is rotor faster?
+# 10, and Revolve's for 1 to 8 snapshots? Count every forward and every backward, with `rotor.solve` and
+# `revolve.advances`. Why is rotor faster?
 # :::
 
 # %% tags=["solution"]
@@ -309,7 +308,7 @@ print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 # :::{admonition} Exercise 2: by hand
 # :class: note
 # Take four layers instead of six, and leave everything else as in the first example of the integer program. The
-# baseline has five live results at its peak. What does the optimum cost with four bytes, and why are three bytes infeasible?
+# baseline has five live results at its peak. What does the optimum cost with four bytes, and why are three infeasible?
 # :::
 
 # %% tags=["solution"]
@@ -320,8 +319,8 @@ for budget in (5, 4, 3):
         print(error)
 
 # %% [markdown]
-# The backward of a layer reads three results and computes one, so four results are live even if everything else is
-# freed. With four bytes, one forward is recomputed.
+# With four bytes, one forward is recomputed. The backward of a layer reads three results and computes one, so four
+# results are live even if everything else is freed.
 #
 # ## Sources
 #
