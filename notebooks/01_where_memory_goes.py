@@ -414,7 +414,8 @@ print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 #
 # - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and for activations $4 A$ bytes per token
 #   and block.
-# - Activations rise until backward begins and fall while the gradients rise. The peak is at the start of backward.
+# - Activations rise until backward begins and fall while the gradients rise. If activations outweigh gradients, the
+#   peak is at the start of backward.
 # - Above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They are saved only to be read once more, and
 #   they can be recomputed: the subject of the next chapters.
 #

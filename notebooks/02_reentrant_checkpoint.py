@@ -457,8 +457,8 @@ for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer b
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The checks take the same time for tensors of any size, and recomputation takes one forward. Make regions as large as a
-# Transformer block, and leave the checks on.
+# The time of the checks does not depend on the sizes of tensors; recomputation takes one forward. Make regions as large
+# as a Transformer block, and leave the checks on.
 # :::
 
 # %% tags=["hide-input"]
@@ -530,8 +530,8 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 # - A chain of $n$ layers then needs $2 \sqrt n$ activations, and $3 \sqrt[3] n$ with two levels of regions.
 # - The ten lines are wrong wherever the second run differs from the first. Most of these errors are silent, also in
 #   PyTorch's own checkpoint.
-# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in one case. Its code is in
-#   `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
+# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases
+#   <not-guaranteed>`. Its code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
 #
 # ## Sources
 #

@@ -207,9 +207,10 @@ assert by_cut["minimum"] < by_cut["autograd"]
 by_cut
 
 # %% [markdown]
-# The *memory budget* is a number between 0, which saves only inputs, and 1, which saves the minimum cut. In between, a
-# knapsack picks tensors to recompute until the saved bytes fit that fraction of the minimum cut's. The budget must be
-# set while `torch.compile` compiles, here with Inductor, its default backend:
+# The *memory budget*, `torch._functorch.config.activation_memory_budget`, is a number between 0, which saves only
+# inputs, and 1, which saves the minimum cut. In between, a knapsack picks tensors to recompute until the saved bytes
+# fit that fraction of the minimum cut's. The budget must be set while `torch.compile` compiles, here with Inductor, its
+# default backend:
 
 
 # %%
@@ -336,8 +337,9 @@ assert flops["non-reentrant"] < flops["reentrant"] == flops["`ackpt` regions"]
 #   needs.
 # - *Selective* recomputes no matrix product, but most of the baseline's peak remains.
 # - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies, which need no FLOPs.
-# - The *memory budget* bounds saved bytes, not the peak (see the figure at the top). At 0.2 it saves less than at 0.5,
-#   recomputes more, and its peak is higher.
+# - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it saves less than at 0.5,
+#   recomputes more, and its peak is higher: it chooses a set of tensors, not when each is recomputed.
+#   {doc}`07_graph_profiler` shows three peaks of one set.
 # - The *plan* of 0.45 has a lower peak than both, and recomputes less than the memory budget of 0.2.
 
 # %% tags=["hide-input"]

@@ -501,9 +501,9 @@ own_peaks
 # - **In.** A copy back starts halfway through the previous backward, so it may take $t_\text{bwd} / 2$. Each matrix
 #   product of the forward has two in backward, so this is also about $t_\text{fwd}$.
 #
-# Both copies overlap completely if $S / \lambda \le t_\text{fwd}$. An input of $T$ tokens and width $d$ has
-# $S = e \, d \, T$ bytes at $e$ bytes per element. On a device with $\rho$ FLOPs per second, a Transformer block with
-# $4 d$ in the MLP computes
+# Both copies overlap completely if $S / \lambda \le t_\text{fwd}$. An input of one sequence of $T$ tokens and width $d$
+# has $S = e \, d \, T$ bytes at $e$ bytes per element. On a device with $\rho$ FLOPs per second, a Transformer block
+# with $4 d$ in the MLP computes
 #
 # $$ t_\text{fwd} = \frac{24 \, d^2 \, T + 4 \, d \, T^2}{\rho} , \qquad
 #    \frac{S}{\lambda} \le t_\text{fwd} \;\Longleftrightarrow\; T \ge T^* = \frac{e \, \rho}{4 \lambda} - 6 d . $$

@@ -10,7 +10,8 @@
 #
 # Added time and peak of one training step, measured: three layers of BERT with dropout, two CPU cores, eager. A *plan*
 # minimizes seconds at the rates of this CPU, *plan (FLOPs)* minimizes FLOPs and moved bytes. Marks are medians, bars
-# quartiles.
+# quartiles. *per-block* is a plan of `ackpt` for whole blocks; *PyTorch: per-block* calls PyTorch's checkpoint around
+# each.
 # ```
 #
 # After this chapter you can say how far a plan is from the optimum, and choose a method for your step.
