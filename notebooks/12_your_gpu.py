@@ -1,9 +1,11 @@
 # %% [markdown]
 # # Run it on your GPU
 #
-# This page checks the promises of `ackpt` on the machine that runs it: a GPU if there is one, otherwise the CPU. To run
-# it on Colab's free GPU, open the notebook with the Colab badge on this page, select a GPU runtime, and choose *Run all*.
-# In a terminal, `ackpt selftest` does the same.
+# **Do the guarantees hold on your machine?**
+#
+# This page checks them on a GPU if there is one, otherwise on the CPU. The outputs below are those of a CPU. To run it on
+# Colab's free GPU, open the notebook with the Colab badge on this page, select a GPU runtime, and choose *Run all*. In a
+# terminal, `ackpt selftest` does the same.
 
 # %%
 import torch
