@@ -65,7 +65,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().endswith("\n" + tests)
 
 
-@pytest.mark.parametrize("page", ["README.md", "book/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "book/index.md", "book/out_of_memory.md"])
 def test_the_headline_has_the_times_and_flops_of_the_records(page: str) -> None:
     times = at_the_peak_of_blocks(Record.load(ROOT / "results" / "frontiers" / "frontier-bert.json"))
     assert times is not None
