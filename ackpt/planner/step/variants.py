@@ -36,7 +36,7 @@ from ackpt.planner.capture.inspection.calls import (
 )
 from ackpt.planner.capture.inspection.model_checks import is_tensor, warn_of_hooks
 from ackpt.planner.parts.planned_regions import PlannedRegions
-from ackpt.planner.request import Request, declared, declared_bounds, named_dimensions
+from ackpt.planner.request import Request, declared, declared_bounds, named_dimensions, undeclared_equals
 from ackpt.planner.schedule.plan import Plan, PlanError
 from ackpt.planner.schedule.rewriting import RewriteError
 
@@ -337,9 +337,10 @@ class Variants:
         if fixed := symbols.fixed():
             named = named_dimensions(self.request.dynamic, self.model, call)
             if named := {each: line for each, line in fixed.items() if each in named}:
+                hint = undeclared_equals(self.request.dynamic, self.model, call, named)
                 raise TraceError(
-                    f"the model works for one size only of {_said(named, call)}. Leave it out of dynamic, or change "
-                    "that line so that it does not compare or convert the size."
+                    f"the model works for one size only of {_said(named, call)}. {hint or 'Leave'} it out of dynamic, "
+                    "or change that line so that it does not compare or convert the size."
                 )
             group.refused |= set(fixed) & group.suspected
             group.suspected |= set(fixed)
