@@ -116,6 +116,15 @@ class Request:
         return self.regions
 
     @property
+    def in_parts_hint(self) -> str:
+        """With which budget a model that is refused as one graph is planned in parts; empty if other options forbid."""
+        is_fixed = self.regions is not None or self.plan is not None or self.planner is not None
+        if is_fixed or self.policy != "auto" or self.chunk_head:
+            return ""
+        budget = "a budget" if self.slowdown is None else "a budget and without slowdown="
+        return f'With {budget}, as in budget="6GiB", the model is planned in parts.'
+
+    @property
     def may_exclude_opaque_submodules(self) -> bool:
         """Whether a scripted or compiled submodule stays outside of the plan."""
         is_searched = self.plan is None and self.planner is None
@@ -222,8 +231,7 @@ def refuse_misplaced_keywords(model, args, kwargs, request: Request, keywords) -
     if misplaced := sorted((set(kwargs) - forward_names(model)) & set(options)):
         name, policy = misplaced[0], name_of(request.policy)
         raise TypeError(f"{name!r} is an option of policy {policy!r}: give it as options={{{name!r}: ...}}")
-    advice = f". The model is called with all keywords but those of ackpt.compile: {', '.join(keywords)}."
-    check_call(model, args, kwargs, advice)
+    check_call(model, args, kwargs, keywords)
 
 
 def declared(dynamic: DynamicArgument, model: nn.Module, call: Call) -> set[Dimension]:

@@ -221,7 +221,11 @@ class Variants:
             with CAPTURING:
                 return self._variant_for(call)
         except TraceError as error:
-            if not (self.request.may_plan_in_parts and error.can_split):
+            if not error.can_split:
+                raise
+            if not self.request.may_plan_in_parts:
+                if hint := self.request.in_parts_hint:
+                    error.args = (f"{str(error).rstrip('.')}. {hint}",)
                 raise
             regions = PlannedRegions(self.model, self.request, self.history, error, error.reason)
             planned = regions.serving(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -59,10 +59,10 @@ def check_keywords(model, given, keywords, owner: str) -> None:
     check_misspelt(unnamed, keywords, f"{owner}, nor a parameter of the model's forward")
 
 
-def check_call(model, args, kwargs, advice: str = "") -> None:
+def check_call(model, args, kwargs, keywords: Collection[str] = ()) -> None:
     """Refuse arguments that the model's forward does not take, unless hooks of the model may change them.
 
-    `advice`: what to add to an error about a keyword.
+    `keywords`: those of `ackpt.compile`, if the arguments are all others that it got.
     """
     signature = _signature(model)
     if signature is None or model._forward_pre_hooks:
@@ -74,10 +74,11 @@ def check_call(model, args, kwargs, advice: str = "") -> None:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         unknown = None if takes_all else next((name for name in kwargs if name not in names), None)
         reason = str(error) if unknown is None else f"got an unexpected keyword argument {unknown!r}"
-        hint = "" if unknown is None else did_you_mean(unknown, names)
+        hint = "" if unknown is None else did_you_mean(unknown, [*names, *keywords])
+        advice = f". The model is called with all keywords but those of ackpt.compile: {', '.join(keywords)}."
         raise TypeError(
             f"{type(model).__name__}.forward() {reason}{hint}; its parameters are {', '.join(names)}"
-            f"{'' if unknown is None else advice}"
+            f"{advice if keywords and unknown is not None else ''}"
         ) from None
 
 
@@ -99,7 +100,8 @@ def batch_named(model, args, kwargs) -> Iterator[None]:
             raise
         name = type(model).__name__
         raise TypeError(
-            f"{name} got its arguments as one dict, and fails: {error}. Unpack it, as in ackpt.compile(model, **batch)"
+            f"{name} got its arguments as one dict, and fails: {error}. Unpack it, as in "
+            "ackpt.compile(model, **batch), or give it itself, as in ackpt.apply_budget(model, batch, budget=...)"
         ) from error
 
 
