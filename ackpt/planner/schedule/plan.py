@@ -190,6 +190,8 @@ class Plan:
         plain = max(1, self.flops - self.recompute_flops)
         fates = Counter(activation.fate for activation in self.activations)
         again = f"{self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step's"
+        if self.limit_bytes is not None and fates[SAVED] == len(self.activations) and not self.recompute_flops:
+            again = "nothing: the baseline fits the budget"
         lines = [
             f"policy            {self.policy}",
             f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
@@ -236,7 +238,7 @@ class Plan:
 
     def _bound(self) -> str:
         if self.lower_bound is not None:
-            return f"lower bound {self.lower_bound:.1%}, optimality gap {self.gap:.1%}"
+            return f"lower bound {self.lower_bound:.1%}, optimality gap {self.gap:.1%} = (1 + cost) / (1 + bound) - 1"
         return "no lower bound was computed"
 
     def _offload(self) -> list[str]:
