@@ -454,7 +454,23 @@ class Variants:
             return setting, setting
         if branch := variant.captured.other_branch(call.leaves):
             return f"the branch that the model takes by its arguments' values changed{branch.line}", _VALUES
-        return "the layout of a tensor changed", "the layout of a tensor"
+        return self._changed_layout(variant, call), "the layout of a tensor"
+
+    def _changed_layout(self, variant: Variant, call: Call) -> str:
+        """The first argument whose memory is laid out otherwise than in the calls of `variant`, and what to pass."""
+        variants = ((sizes, each) for group in self._groups.values() for sizes, each in group.variants.items())
+        sizes = next((sizes for sizes, each in variants if any(one is variant for one in each)), call.sizes)
+        names = [name for name, leaf in named_leaves(call.args, call.kwargs) if is_sized(leaf)]
+        for name, (_, was, unused), (_, now, now_unused) in zip(names, sizes, call.sizes):
+            if unused != now_unused:
+                before, after = (
+                    f"a slice of a tensor with {each} more bytes" if each else "a tensor of its own"
+                    for each in (unused, now_unused)
+                )
+                return f"argument {name} is {after}, and was {before}: pass the clone() of a slice"
+            if was != now:
+                return f"the strides of argument {name} changed from {was} to {now}: pass its contiguous()"
+        return "the memory that tensors share changed"
 
     def _drop_oldest(self) -> None:
         """Keep at most so many captures: of those for calls with other facts, the ones that were used last."""

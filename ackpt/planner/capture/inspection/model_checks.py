@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ackpt.checkpointing.reachable import HOOKS
-from ackpt.core.errors import TraceError, check_misspelt, did_you_mean, warn
+from ackpt.core.errors import TraceError, add_note, check_misspelt, did_you_mean, warn
 
 from .calls import named_leaves
 from .source_lines import not_repeated
@@ -90,19 +90,29 @@ def _signature(model) -> inspect.Signature | None:
 
 
 @contextlib.contextmanager
-def batch_named(model, args, kwargs) -> Iterator[None]:
-    """Inside, an error of a model whose only argument is a dict of all its arguments says how to pass them."""
+def call_named(model, args, kwargs) -> Iterator[None]:
+    """Inside, an error of the model's code names the arguments, or says how to pass a dict of all of them."""
     try:
         yield
-    except (TypeError, AttributeError) as error:
-        given = args[0] if len(args) == 1 and not kwargs else None
-        if not (isinstance(given, Mapping) and given and set(given) <= forward_names(model)):
-            raise
-        name = type(model).__name__
-        raise TypeError(
-            f"{name} got its arguments as one dict, and fails: {error}. Unpack it, as in "
-            "ackpt.compile(model, **batch), or give it itself, as in ackpt.apply_budget(model, batch, budget=...)"
-        ) from error
+    except TraceError:
+        raise
+    except Exception as error:
+        name, given = type(model).__name__, args[0] if len(args) == 1 and not kwargs else None
+        is_batch = isinstance(given, Mapping) and given and set(given) <= forward_names(model)
+        if is_batch and isinstance(error, (TypeError, AttributeError)):
+            raise TypeError(
+                f"{name} got its arguments as one dict, and fails: {error}. Unpack it, as in "
+                "ackpt.compile(model, **batch), or give it itself, as in ackpt.apply_budget(model, batch, budget=...)"
+            ) from error
+        names = [*positional_names(model, args), *map(str, range(len(args)))][: len(args)]
+        said = ", ".join(f"{each}: {_kind(value)}" for each, value in {**dict(zip(names, args)), **kwargs}.items())
+        add_note(error, f"ackpt: raised by {name}.forward with {said}")
+        raise
+
+
+def _kind(value) -> str:
+    """The dtype and the shape of a tensor, or the class of another argument."""
+    return f"{value.dtype} {list(value.shape)}".removeprefix("torch.") if is_tensor(value) else type(value).__name__
 
 
 def forward_names(model) -> set[str]:
