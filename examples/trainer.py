@@ -62,7 +62,7 @@ baseline = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=64))
 model, resumed = copy.deepcopy(baseline), copy.deepcopy(baseline)
 texts = torch.randint(64, (32, 64))
 data: Any = [{"input_ids": row, "labels": row} for row in texts]
-batch = {"input_ids": texts[:4], "labels": texts[:4]}
+batch = {"input_ids": texts[:4].clone(), "labels": texts[:4].clone()}
 options = {"budget": "1.9MiB", "optimizer": "adamw", "accumulation": True}
 step = ackpt.apply_budget(model, batch, **options)  # the line to add
 ackpt.apply_budget(resumed, batch, **options)

@@ -1,4 +1,4 @@
-"""The live bytes of a step's graph by category, and a comparison with measured bytes."""
+"""The operations of a step's graph, its live bytes in several orders, and a comparison with measured bytes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,35 @@ from ackpt import plan
 from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.costs.profiles import profile as profiled
-from ackpt.planner.schedule.plan import RECOMPUTED, Plan
+from ackpt.planner.schedule.plan import RECOMPUTED
 from ackpt.planner.schedule.simulator import simulate
 from experiments.steps.captured_step import CapturedStep
 
 LABEL = 0.21  # width of a label of a peak, relative to the axis
-_BELOW = {"parameters": "parameter", "buffers": "buffer", "inputs": "input", "optimizer": "optimizer state"}
 
 
-def breakdown(graph, planned: Plan) -> Timeline:
-    """All live bytes of a planned step, event by event: the resident ones by category, below the dynamic ones."""
-    sizes = graph.bytes()
-    events = len(planned.timeline.live)
-    categories = {name: (sizes[kind],) * events for name, kind in _BELOW.items() if sizes[kind]}
-    live = tuple(planned.resident_bytes + size for size in planned.timeline.live)
-    return Timeline(live, {**categories, **planned.timeline.categories}, planned.timeline.boundary)
+def operations(graph, first_of_backward: str) -> list[dict[str, Any]]:
+    """The operations of a graph of `make_fx` that allocate a storage, in order, without views, parameters and inputs.
+
+    Each has its ``name``, the ``bytes`` that it allocates, ``reads``: the operations whose storages it reads, and
+    ``is_backward``: whether it is `first_of_backward` or comes after it.
+    """
+    owner: dict[int, str | None] = {}
+    found, is_backward = [], False
+    for node in graph.nodes:
+        tensors = [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if torch.is_tensor(t)]
+        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        fresh = {storage: size for storage, size in sizes.items() if storage not in owner}
+        is_backward |= node.name == first_of_backward
+        if node.op == "placeholder":
+            owner.update(dict.fromkeys(fresh))
+        elif node.op == "call_function" and fresh:
+            owner.update(dict.fromkeys(fresh, node.name))
+            read = [t for source in node.all_input_nodes for t in torch.utils._pytree.tree_leaves(source.meta["val"])]
+            reads = {owner[t.untyped_storage()._cdata] for t in read} - {None}
+            size = sum(fresh.values())
+            found.append({"name": node.name, "bytes": size, "reads": sorted(reads), "is_backward": is_backward})
+    return found
 
 
 def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | dict[str, int]):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.policies.mu_two import Intermediate, State, intermediates, schedules_of, states
 from ackpt.planner.policies.search.frontier import costs
-from ackpt.planner.schedule.schedule import everything
+from ackpt.planner.schedule.host_copies import timed
+from ackpt.planner.schedule.schedule import COMPUTE, everything
 from ackpt.planner.schedule.simulator import peak_of, step_peaks
 
 
@@ -24,6 +25,33 @@ def intermediates_of(graph: JointGraph, profile) -> list[Intermediate]:
     """The intermediates of the baseline, in the order of the forward, before any choice."""
     swaps = None if profile.seconds is None else profile.swap_seconds
     return list(intermediates(graph.analysis, everything(graph), costs(graph, profile), swaps).values())
+
+
+def inactive_intervals(graph: JointGraph, profile) -> dict:
+    """When the baseline reads each intermediate, in seconds from the start of the step.
+
+    ``compute``: [f or b, start, end] of every operation. ``activations``: of each intermediate that backward does not
+    read at once its ``name``, ``bytes``, ``first`` (it is computed), ``leaves`` (its last use in forward ends),
+    ``needed`` (its first use in backward begins), ``last`` (its last use ends), and the seconds of a ``copy`` in one
+    direction and to ``recompute`` it.
+    """
+    steps = [each for each in timed(profile, everything(graph)) if each[0] == COMPUTE]
+    at = {node: (start, end) for _, node, start, end in steps}
+    work = [["f" if node < graph.boundary else "b", start, end] for _, node, start, end in steps if end > start]
+    shown = [
+        {
+            "name": name_of(graph, i),
+            "bytes": i.memory_size,
+            "first": at[i.rank][0],
+            "leaves": at[i.last_fw_access][1],
+            "needed": at[i.first_bw_access][0],
+            "last": at[i.last_bw_access][1],
+            "copy": i.swap_time,
+            "recompute": i.total_recomp_time,
+        }
+        for i in intermediates_of(graph, profile)
+    ]
+    return {"compute": work, "activations": [each for each in shown if each["needed"] > each["leaves"]]}
 
 
 @dataclass(frozen=True)

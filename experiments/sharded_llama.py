@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from ackpt.core.errors import BudgetError
-from ackpt.metering.timeline import Timeline
 from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan
 from ackpt.planner.sharding.sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
@@ -79,14 +78,3 @@ def layers(plan: ShardedPlan) -> dict[str, int]:
     resident = {name: sizes.get(name, 0) for name in ("parameters", "optimizer")}
     dynamic = {name: sizes.get(name, 0) for name in ("activations", "recomputed", "temporaries")}
     return {**resident, "gradients": gradients, "gathered, collectives": gathered, **dynamic}
-
-
-def drawn(timeline: Timeline) -> Timeline:
-    """The timeline by the categories that figures know: gathered parameters as buffers, all gradients as one."""
-    names = {GATHERED: "buffers", COMMUNICATION: "buffers", REDUCED: "gradients", UNREDUCED: "gradients"}
-    categories: dict[str, list[int]] = {}
-    for name, series in timeline.categories.items():
-        total = categories.setdefault(names.get(name, name), [0] * len(series))
-        for index, size in enumerate(series):
-            total[index] += size
-    return Timeline(timeline.live, {name: tuple(series) for name, series in categories.items()}, timeline.boundary)

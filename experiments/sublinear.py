@@ -18,6 +18,7 @@ from ackpt.core.errors import BudgetError
 from ackpt.metering.meter import Measurement, measure
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.policies import revolve
+from ackpt.planner.policies.chains.blocks import fine_chain
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import PlannedStep
 
@@ -110,7 +111,7 @@ def _planned(policy: str, snapshots: int | None, graph) -> Any:  # whatever has 
     profile = profiled(graph)
     if snapshots is None:
         return plan(graph, policy=policy, profile=profile)
-    return SimpleNamespace(schedule=revolve.candidates(graph, profile)[snapshots - 1])
+    return SimpleNamespace(schedule=revolve._binomial(graph, fine_chain(graph), snapshots))
 
 
 def within(graph, profile, budgets: Sequence[float], policies: Sequence[str]) -> list[dict]:

@@ -18,8 +18,8 @@
 #   full size. The sawtooth on top shows *temporaries*, which are freed as soon as the next operation has read them.
 # - **At the end,** the optimizer updates one parameter tensor after another.
 #
-# Activations peak when backward begins, gradients when it ends. So the peak is less than the sum of the parts. This
-# chapter predicts the height of each band, to the byte.
+# Activations peak when backward begins, gradients when it ends. So the peak is less than the sum of both maxima. This
+# chapter predicts resident memory and saved activations to the byte.
 #
 # A *storage* is the memory that a tensor refers to. Several tensors (views) can share one storage, so we count the
 # bytes of storages, here in fp32: 4 bytes per element. Memory that is allocated before and after a step is *resident*;
@@ -63,8 +63,8 @@ def step():
 # ## Parameters, gradients and optimizer: 16 bytes per parameter
 #
 # A block has four square matrices for attention (queries, keys, values, output), two matrices for the MLP of hidden
-# width $f$, and four norms: two of width $d$ and two of the width of one of the $h$ heads. These are its parameters,
-# and the model has $P$:
+# width $f$, two norms of width $d$, and two of width $d / h$ for the queries and keys of $h$ heads. The model has $P$
+# parameters, one block:
 #
 # $$ P_\text{block} = 4 d^2 + 2 d f + 2 d + 2 \tfrac{d}{h} $$
 
@@ -100,28 +100,28 @@ assert measured.categories["optimizer"] == 8 * P + counters
 # $$ \bar x = \bar y\, W, \qquad \bar W = \bar y^{\top} x. $$
 #
 # The second one needs the layer's *input*, which therefore stays live from the layer's forward to its backward, longest
-# for the first layers. An addition saves nothing; a nonlinear function such as GELU saves its input. So an MLP saves
-# its inputs of width $d$, $f$ and $f$: $d + 2 f$ elements per token.
+# for the first layers. An addition saves nothing; a nonlinear function such as GELU saves its input. So the operations
+# of an MLP save inputs of width $d$, $f$ and $f$: $d + 2 f$ elements per token.
 #
-# **The whole block**, operation by operation, beside a block of GPT-2 and one of Llama from `transformers`, in elements
+# **The whole block**, operation by operation, compared with blocks of GPT-2 and Llama from `transformers`, in elements
 # per token:
 #
 # | operation | what its backward reads | this block | GPT-2 | Llama |
 # |---|---|--:|--:|--:|
-# | two norms | input; one scale per token (GPT-2: and its mean; Llama: and a scaled copy of the input) | $2 d + 2$ | $2 d + 4$ | $4 d + 2$ |
+# | two norms | input; one scale per token (GPT-2: also its mean; Llama: also a scaled copy of the input) | $2 d + 2$ | $2 d + 4$ | $4 d + 2$ |
 # | query, key, value projection | input | $d$ | $d$ | $d$ |
-# | norms of queries and keys | inputs: views of the projection's output, so all $3 d$ stay; one scale per head for queries, one for keys | $3 d + 2 h$ | | |
+# | norms of queries and keys | inputs: views of the projection's output, so all $3 d$ are saved; one scale per head for queries, one for keys | $3 d + 2 h$ | | |
 # | attention | queries, keys and, if not yet counted, values; output; one sum per head | $3 d + h$ | $4 d + h$ | $4 d + h$ |
 # | up-projection | input | $d$ | $d$ | $d$ |
 # | GELU; in Llama SiLU and product | inputs | $f$ | $f$ | $3 f$ |
 # | down-projection | input | $f$ | $f$ | $f$ |
 # | $A$ | all elements that the block saves per token | $10 d + 2 f + 3 h + 2$ | $8 d + 2 f + h + 4$ | $10 d + 4 f + h + 2$ |
 #
-# (The output projection reads the output of attention, which is counted. Llama: with as many heads for keys and values
-# as for queries.)
+# (The output projection reads the output of attention, which is counted. Llama has as many heads for keys and values as
+# for queries here.)
 #
-# Attention computes a score for every pair of tokens, yet no row has a $T^2$: the fused kernel (FlashAttention) saves
-# one sum per query and head, and recomputes the scores in backward. It is a checkpoint in miniature.
+# Attention computes a score for every pair of tokens in a sequence, yet no row contains the length of a sequence: the
+# fused kernel (FlashAttention) saves one sum per query and head, and recomputes the scores in backward.
 #
 # The next cell measures the three blocks. `timeline.boundary` is the moment between forward and backward, and `.at`
 # gives the live bytes of each category.
@@ -163,8 +163,8 @@ for (name, size), per_token in zip(counted.items(), elements):
     print(f"{name:10}  predicted {4 * T * per_token:,}  measured {size:,}")
 
 # %% [markdown]
-# The totals agree by luck: we counted the input (resident here); the meter counts the output, of equal size. GPT-2 has
-# a fused GELU here; its default, `gelu_new`, runs as several operations and saves more.
+# The formula counts the input (resident here), the meter the output, which has the same size. GPT-2 has a fused GELU
+# here; its default, `gelu_new`, runs as several operations and saves more.
 #
 # `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line:
 
@@ -269,7 +269,7 @@ figure
 # %% [markdown]
 # ## Recomputing activations
 #
-# Each token costs $L A$ elements because the activations of all blocks are live at once. But a block can be recomputed
+# Each token needs $L A$ elements because the activations of all blocks are live at once. But a block can be recomputed
 # from its input, which has only $d$ elements per token. Activation checkpointing saves the inputs, drops the rest, and
 # recomputes each block just before its backward. In plain PyTorch:
 #
@@ -279,7 +279,7 @@ figure
 # ```
 #
 # `ackpt.apply_activation_checkpointing` does this in place. Before you run the cell, estimate the new peak: which bytes
-# vanish, and when are most of the others live?
+# vanish, and when does the peak occur?
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
@@ -294,10 +294,9 @@ figure
 # %% [markdown]
 # *With checkpointing, the inner activations of at most one block are live at a time: teeth instead of a triangle.*
 #
-# The teeth before the dashed line are activations that each block drops when it ends. The teeth after it are
-# *recomputed* activations. The peak has moved to the last tooth, where the gradients are nearly complete. When backward
-# begins, only the inputs of blocks (the first is resident), the last norm's input and scale, its output, and the loss
-# are live:
+# The teeth before the dashed line are activations that each block drops at its end. The teeth after it are *recomputed*
+# activations. The peak has moved to the last tooth, where the gradients are nearly complete. When backward begins, only
+# the inputs of blocks (the first is resident), the last norm's input and scale, its output, and the loss are live:
 
 # %%
 counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
@@ -346,7 +345,7 @@ for label, run in runs.items():
     path = record.save(f"results/cpu/01_one_step_{label}.json")
 
 # %% [markdown]
-# The numbers on this page were measured here:
+# The numbers on this page were measured in this environment:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 where
@@ -356,9 +355,9 @@ where
 #
 # :::{admonition} Exercise 1: the published model
 # :class: note
-# The book's reference experiments train 12 blocks with $d = 1024$, $f = 4096$ and heads of width 128. How many GiB do
-# parameters, gradients and optimizer state need, and how many the activations of 8192 tokens? Which would you reduce?
-# Check your $P$ by building the model on the `meta` device, which allocates no memory.
+# The published model of {doc}`04_experiments` has 12 blocks with $d = 1024$, $f = 4096$ and heads of width 128. How
+# many GiB do parameters, gradients and optimizer state need, and how many the activations of 8192 tokens? Which would
+# you reduce? Check your $P$ by building the model on the `meta` device, which allocates no memory.
 # :::
 
 # %% tags=["solution"]
@@ -372,7 +371,7 @@ print("16 P =", memory_format(16 * P1))
 print("activations of 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
 
 # %% [markdown]
-# The activations: they are three times as large, they grow with every token, and they can be recomputed. Parameters,
+# The activations: they need three times as many bytes, grow with every token, and can be recomputed. Parameters,
 # gradients and optimizer state cannot.
 
 # %% [markdown]
@@ -413,12 +412,14 @@ print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # %% [markdown]
 # ## Summary
 #
-# - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and $4 A$ bytes per token and block.
-# - Activations rise until backward begins and fall while the gradients rise. The peak is at the start of backward.
+# - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and for activations $4 A$ bytes per token
+#   and block.
+# - Activations rise until backward begins and fall while the gradients rise. If activations outweigh gradients, the
+#   peak is at the start of backward.
 # - Above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They are saved only to be read once more, and
 #   they can be recomputed: the subject of the next chapters.
 #
 # ## Sources
 #
 # - {cite:t}`korthikanti2022` count the activations of a block in the same way.
-# - {cite:t}`zhang2019` introduce the norm that the blocks use.
+# - {cite:t}`zhang2019` introduce the RMSNorm of the blocks.

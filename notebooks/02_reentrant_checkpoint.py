@@ -9,7 +9,7 @@
 # :class: dark-light
 #
 # The graph that autograd records. A *region*, the part of a model that one checkpoint covers, is a single node: it
-# saves its input, and in backward it runs its function again and builds the inner graph, which it frees at the end.
+# saves its input. Its backward recomputes the function, builds the inner graph, and frees it at the end.
 # ```
 #
 # After this chapter you can write activation checkpointing in thirty lines of plain PyTorch, predict its peak to the
@@ -54,8 +54,8 @@ def measured(function, *resident):
 #
 # A region computes $y = \phi(x)$. Its backward computes $\bar x = J^\top \bar y$, where a bar marks a gradient of the
 # loss and $J$ is the derivative of $\phi$ at $x$. PyTorch never forms $J$. It multiplies by the derivative of one
-# operation after another, and each operation saves the tensors that its own derivative needs. But all of them are
-# functions of $x$. A checkpoint therefore saves $x$ and nothing else, and recomputes the rest when $\bar y$ arrives:
+# operation after another, and each operation saves the tensors that its own derivative needs. But all these tensors are
+# functions of $x$. A checkpoint therefore saves $x$ alone, and recomputes the rest when $\bar y$ arrives:
 
 
 # %%
@@ -77,8 +77,8 @@ class TenLines(torch.autograd.Function):
 
 # %% [markdown]
 # The forward runs without a graph, so it saves no intermediate tensor. The backward turns the saved input into a new
-# leaf, reruns the function with a graph, and backpropagates the gradient through it. That second backward runs *inside*
-# the first one and enters the autograd engine again, so the checkpoint is called *reentrant*.
+# leaf, recomputes the function with a graph, and backpropagates the gradient through it. That second backward runs
+# *inside* the first one and enters the autograd engine again, so the checkpoint is called *reentrant*.
 #
 # Compare four sines in a row with and without a checkpoint:
 
@@ -142,8 +142,8 @@ from experiments.widgets.chain_steps import chain_steps
 schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 
 # %% [markdown]
-# The animation shows a chain of 12 layers, each a linear operation and a GELU, with and without one region per layer:
-# the activation between the two is dropped in the forward and recomputed just before the layer's backward.
+# The animation shows a chain of 12 layers, each a linear operation and a GELU, with and without one region per layer. A
+# region drops the activation between its two operations and recomputes it just before the layer's backward.
 #
 # ```{schematic-explorer} ../../results/explorer/02_chain.json
 # :image: ../../results/figures/02_chain.png
@@ -175,12 +175,12 @@ path = plots.save(figure, "results/figures/02_timeline.png")
 figure
 
 # %% [markdown]
-# *Left of the dashed line, each region drops its activations when it ends, and its output stays as a boundary. Right of
-# it, each region is recomputed and then freed.* (`ackpt.checkpoint` runs the first forward with a graph, for reasons
+# *Left of the dashed line, each region drops its activations when it ends, and its output is saved as a boundary. Right
+# of it, each region is recomputed and then freed.* (`ackpt.checkpoint` runs the first forward with a graph, for reasons
 # given below, hence the teeth on the left.)
 #
-# So the peak is **$k$ boundaries and $n / k$ recomputed activations**. (In the last region, these are
-# $k - 1$ boundaries and one gradient. The loss and its gradient add 8 bytes.)
+# So the peak is in the last region: **$k - 1$ boundaries, $n / k$ recomputed activations and one gradient**. (The
+# region before it reaches the same sum: one boundary less, a gradient more.) The loss and its gradient add 8 bytes:
 #
 # $$ \text{peak} = \Bigl( k + \frac{n}{k} \Bigr) S + 8 \text{ bytes} $$
 
@@ -200,13 +200,13 @@ figure
 
 # %% [markdown]
 # So with $\sqrt n$ regions, $n$ activations become $2 \sqrt n$, for one more forward of the chain.
-# {doc}`06_sublinear_memory` derives this and goes on from there.
+# {doc}`06_sublinear_memory` derives this and reduces it further.
 
 # %% [markdown]
 # ## Why one input must require grad
 #
 # A chain of sines is a pure function of one tensor. A model's first region has parameters, and its input is data, which
-# needs no gradient. What does PyTorch's reentrant checkpoint, a full version of the ten lines, do with it?
+# needs no gradient. What does PyTorch's reentrant checkpoint, a full version of the ten lines, do here?
 
 # %%
 linear, data = nn.Linear(2, 1, bias=False), torch.ones(1, 2)
@@ -221,16 +221,17 @@ print(y.requires_grad, [str(warning.message) for warning in caught])
 # the output and calls `backward` on it, which adds to the `.grad` of the parameters. (The ten lines ask for the
 # gradient of $x$ alone, so their parameters never learn.)
 #
-# So one *input* must require grad, although only the parameters need a gradient. Frozen embeddings cause the same:
-# `enable_input_require_grads` of `transformers` is a way around it. A better one: make the parameters inputs of the
-# function, too. Then the node exists whenever one of them learns, and they get their gradients through the outer graph.
+# So one *input* must require grad, although only the parameters need a gradient. Frozen embeddings cause the same
+# problem; `enable_input_require_grads` of `transformers` works around it. A better fix: make the parameters inputs of
+# the function, too. Then the node exists whenever one of them requires grad, and they get their gradients through the
+# outer graph.
 #
 # ## What else the ten lines get wrong
 #
 # ### In-place updates before backward
 #
 # Adversarial training and pipelines change a weight between a forward and its backward. The gradient of the input must
-# be the weight that the forward used:
+# equal the forward's weight, so this ratio must be 1:
 
 # %%
 linear, data = nn.Linear(1, 1, bias=False), torch.ones(1, 1, requires_grad=True)
@@ -262,8 +263,8 @@ y.tolist(), x.grad.tolist()
 #
 # ### Autocast
 #
-# The forward runs inside `torch.autocast`, backward outside, as PyTorch recommends. In which dtypes does the product
-# run?
+# The forward runs inside `torch.autocast`, backward outside, as PyTorch recommends. In which dtype does each run
+# compute the product?
 
 # %%
 dtypes = []
@@ -356,9 +357,8 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ```{include} ../../results/tables/02_pitfalls.md
 # ```
 #
-# In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside of
-# autograd's own graph, which can be differentiated again, and it reads the tensors that the recomputation saves, not
-# its outputs.
+# In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside autograd's
+# own graph, which can be differentiated again, and it reads the tensors that the recomputation saves, not its outputs.
 #
 # `ackpt.checkpoint` is the thirty lines with these additions:
 #
@@ -375,7 +375,8 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 #   error.
 #
 # One case stays wrong: the region builds a tensor from a Python value (`torch.tensor(scale)`) that changes before
-# backward. Both runs look alike. Pass such a value as an argument, because a region saves its arguments.
+# backward. Both runs look identical to the checks. Pass such a value as an argument, because a region saves its
+# arguments.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -428,8 +429,8 @@ print(f"{len(calls)} = 3 n forwards")
 # ## What a region costs
 #
 # The checks take time per region and per operation, whatever the sizes of the tensors. So we time a tiny region, two
-# linear layers of width 8, and a Transformer block with 512 tokens. The contenders take turns in rounds, and the ratio
-# to the baseline is taken within each round, in processor time:
+# linear layers of width 8, and a Transformer block with 512 tokens. The steps alternate, and each round gives a ratio
+# to the baseline, in processor time:
 
 # %% tags=["measured-time", "nbval-ignore-output", "hide-input"]
 tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
@@ -450,14 +451,14 @@ for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer b
         print(f"  {label:20} {ratio.median:.2f} times the baseline")
 
 # %% [markdown]
-# For the tiny region, every checkpoint takes several times as long as the baseline. For the block, nearly all of the
-# added time is recomputation. PyTorch's non-reentrant checkpoint recomputes less, because it stops as soon as backward
-# has all the tensors that it reads: it skips the last matrix product of the block.
+# For the tiny region, every checkpoint takes several times as long as the baseline. For the block, most of the added
+# time is recomputation. PyTorch's non-reentrant checkpoint recomputes less, because it stops as soon as backward has
+# all the tensors that it reads: it skips the last matrix product of the block.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The checks take the same time for a region of any size; the recomputation costs a forward per region. Make regions as
-# large as a Transformer block, and leave the checks on.
+# The time of the checks does not depend on the sizes of tensors; recomputation takes one forward. Make regions as large
+# as a Transformer block, and leave the checks on.
 # :::
 
 # %% tags=["hide-input"]
@@ -492,7 +493,7 @@ for lengths in ([4, 4, 4, 4], [5, 4, 3, 2, 2]):
     print(lengths, f"predicted {predicted_peak(lengths):,}, measured {peak:,} = {peak // S} S + {peak % S}")
 
 # %% [markdown]
-# `ackpt.checkpoint_sequential` chooses such lengths by default. It does not recompute the last segment.
+# `ackpt.checkpoint_sequential` chooses such lengths by default. It recomputes all regions but the last.
 #
 # :::{admonition} Exercise 2: where to cut
 # :class: note
@@ -524,13 +525,13 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 # %% [markdown]
 # ## Summary
 #
-# - A reentrant checkpoint is ten lines: save the input, run without a graph, and rerun with a graph in backward. One of
-#   its inputs must require grad.
+# - A reentrant checkpoint is ten lines: save the input, run without a graph, and recompute with a graph in backward.
+#   One of its inputs must require grad.
 # - A chain of $n$ layers then needs $2 \sqrt n$ activations, and $3 \sqrt[3] n$ with two levels of regions.
-# - The ten lines are wrong wherever the second run differs from the first. Most of these errors are silent, in
-#   PyTorch's own checkpoint, too.
-# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in one case. Its code is in
-#   `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
+# - The ten lines are wrong wherever the second run differs from the first. Most of these errors are silent, also in
+#   PyTorch's own checkpoint.
+# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases
+#   <not-guaranteed>`. Its code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
 #
 # ## Sources
 #

@@ -10,12 +10,12 @@
 #
 # Why PyTorch's memory budget bounds no peak: it bounds the bytes that are saved when backward begins (circle). The peak
 # (triangle) comes later, when recomputed tensors are live. From a budget of 0.5 to 0.2, saved bytes fall and the peak
-# rises. A plan of `ackpt` bounds the peak. (MiB, measured on a CPU, the first three steps compiled by Inductor. There,
+# rises. A plan of `ackpt` bounds the peak. (MiB, measured on a CPU. Inductor compiles the first three steps; their
 # recomputed tensors count as temporaries.)
 # ```
 #
 # After this chapter you can build PyTorch's own memory-saving tools in a few lines, say what each one saves and costs,
-# and recognize the situations in which it silently computes something else.
+# and recognize the situations in which they are silently wrong.
 #
 # All tensors are in fp32. All results and failures come from this version of torch:
 
@@ -95,7 +95,7 @@ baseline = gradients(step)
 # %% [markdown]
 # ## Checkpointing a block, in two designs
 #
-# Both designs save a block's input and recompute the rest in backward. {doc}`02_reentrant_checkpoint` writes the
+# Both designs save a block's input and recompute the rest in backward. {doc}`02_reentrant_checkpoint` implements the
 # *reentrant* one, `use_reentrant=True`, in ten lines. The *non-reentrant* one, `use_reentrant=False`, runs the block
 # with a graph, but saves a number in place of each tensor. When backward asks for the tensor with that number, the
 # block is recomputed, and the tensors that it saves this time are numbered in the same order:
@@ -124,13 +124,13 @@ for run in (non_reentrant, torch_non_reentrant, reentrant):
 
 # %% [markdown]
 # The non-reentrant form keeps the real graph, so parameters and hooks see what they would see without a checkpoint. It
-# trusts that the second run saves the same tensors in the same order. PyTorch compares their shapes and dtypes, but not
-# their values.
+# assumes that the recomputation saves the same tensors in the same order. PyTorch compares their shapes and dtypes, but
+# not their values.
 #
 # ## Selective checkpointing
 #
-# Matrix products and attention are expensive; the other operations are cheap. *Selective* checkpointing stores the
-# results of listed operations in the first run of a block, and returns them in the second:
+# Matrix products and attention are expensive; the other operations are cheap. *Selective* checkpointing saves the
+# results of listed operations in a block's forward, and reuses them in its recomputation:
 
 # %%
 aten = torch.ops.aten
@@ -186,7 +186,7 @@ for train in (partial(on_host, step), partial(step, run=offloaded)):
 #
 # `torch.compile` captures forward and backward as one graph and cuts it. The tensors that cross the cut are saved.
 # Autograd's own cut saves what each operation needs. The *minimum cut* saves the fewest bytes from which cheap
-# operations can recompute the rest, even if nobody asks for checkpointing. The tensors that each cut saves:
+# operations can recompute the rest, even without a checkpoint. The number of tensors that each cut saves:
 
 
 # %%
@@ -207,9 +207,10 @@ assert by_cut["minimum"] < by_cut["autograd"]
 by_cut
 
 # %% [markdown]
-# The *memory budget* is a number between 0, which saves only inputs, and 1, which saves the minimum cut. In between, a
-# knapsack picks tensors to recompute until the saved bytes fit that fraction. It must be set while `torch.compile`
-# compiles, here with Inductor, its default:
+# The *memory budget*, `torch._functorch.config.activation_memory_budget`, is a number between 0, which saves only
+# inputs, and 1, which saves the minimum cut. In between, a knapsack picks tensors to recompute until the saved bytes
+# fit that fraction of the minimum cut's. The budget must be set while `torch.compile` compiles, here with Inductor, its
+# default backend:
 
 
 # %%
@@ -266,7 +267,7 @@ for layer in llama.model.layers[::2]:
 #
 # *Saved* bytes are the activations that are live when backward begins. FLOPs count matrix products and attention; those
 # of Inductor's rows are counted with a backend that cuts the same graph and runs operations one by one. The last rows
-# are `ackpt`: a region around every block, and plans for 0.75 and 0.45 of the baseline's peak. A *plan* says for each
+# show `ackpt`: a region around every block, and plans for 0.75 and 0.45 of the baseline's peak. A *plan* says for each
 # activation whether it is saved or recomputed ({doc}`07_graph_profiler`). Gradients equal the baseline's to the last
 # bit, in Inductor's rows up to rounding.
 
@@ -332,12 +333,13 @@ assert flops["non-reentrant"] < flops["reentrant"] == flops["`ackpt` regions"]
 # ```{include} ../../results/tables/03_tools.md
 # ```
 #
-# - *Non-reentrant* recomputes less than *reentrant* and than our regions, because it stops when backward has all that
-#   it needs.
-# - *Selective* recomputes no matrix product, but keeps most of the baseline's peak.
-# - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies, which have no FLOPs.
-# - The *memory budget* bounds saved bytes, not the peak (see the figure at the top). At 0.2 it saves less than at 0.5,
-#   recomputes more, and its peak is higher.
+# - *Non-reentrant* recomputes less than *reentrant* and `ackpt` regions, because it stops when backward has all that it
+#   needs.
+# - *Selective* recomputes no matrix product, but most of the baseline's peak remains.
+# - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies, which need no FLOPs.
+# - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it saves less than at 0.5,
+#   recomputes more, and its peak is higher: it chooses a set of tensors, not when each is recomputed.
+#   {doc}`07_graph_profiler` shows three peaks of one set.
 # - The *plan* of 0.45 has a lower peak than both, and recomputes less than the memory budget of 0.2.
 
 # %% tags=["hide-input"]
@@ -347,9 +349,8 @@ figure = panels_plot({label: measured[name].timeline for name, label in drawn.it
 path = plots.save(figure, "results/figures/03_timelines.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# The time of a step, the median of five rounds and the range: relative to the baseline, and for the memory budget
-# relative to the same step compiled by Inductor without one. On a GPU, copies to the host cost more than NumPy's copies
-# do here.
+# The cell times each step relative to the baseline, or for the memory budget to the step that Inductor compiles without
+# one: median and range of five rounds. On a GPU, copies to the host cost more than NumPy's copies do here.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for reference in ("baseline", "Inductor"):
@@ -421,8 +422,8 @@ assert exhibit("a shared block under DDP", sent_and_seen) == {"reentrant": "wron
 
 # %% [markdown]
 # The first number was sent; the optimizer sees the second. A reentrant backward delivers the gradient in two parts. DDP
-# averages the first and stops listening, so the processes drift apart. If another layer still waits for its gradient,
-# DDP notices the second part and raises an error:
+# averages the first and ignores the second, so the processes drift apart. If another layer's gradient is still missing,
+# the second part makes DDP raise an error:
 
 # %%
 with_layer_below = partial(sent_and_seen, below=partial(nn.Linear, 4, 4))
@@ -449,8 +450,8 @@ def frozen_embedding(call):
 assert exhibit("a frozen embedding", frozen_embedding) == {"reentrant": "wrong"}
 
 # %% [markdown]
-# Only the head learns, and all that PyTorch does is warn. {doc}`02_reentrant_checkpoint` explains why one input must
-# require grad.
+# In the reentrant form, only the head learns, and PyTorch only warns. {doc}`02_reentrant_checkpoint` explains why one
+# input must require grad.
 #
 # ### A mask that changes before backward
 #
@@ -475,7 +476,8 @@ def two_batches(call):
 assert exhibit("a mask that changes", two_batches) == {"reentrant": "wrong", "non-reentrant": "wrong"}
 
 # %% [markdown]
-# Both recomputations use the second mask, so half of the rows get no gradient. `ackpt` restores the attribute.
+# Both of PyTorch's forms recompute with the second mask, so half of the rows get no gradient. `ackpt` restores the
+# attribute.
 #
 # ### A mixture of experts
 #
@@ -510,9 +512,9 @@ def router_gradient(call):
 assert exhibit("a mixture of experts", router_gradient) == {"reentrant": "wrong", "non-reentrant": "error"}
 
 # %% [markdown]
-# In the reentrant form, the router learns from choices that it did not make, and the second update of the bias cancels
-# the first. The non-reentrant form notices that the experts get other numbers of tokens. `ackpt` restores the bias for
-# the recomputation and updates it once.
+# In the reentrant form, the router's gradient belongs to the recomputation's choices, and the second update of the bias
+# cancels the first. The non-reentrant form raises an error: the experts get other numbers of tokens. `ackpt` restores
+# the bias for the recomputation and updates it once.
 #
 # ### Dropout under a memory budget
 #
@@ -547,7 +549,7 @@ tools["ackpt"] = ackpt.compile(Noisy(), torch.ones(4096, requires_grad=True), bu
 assert exhibit("dropout", zeros_agree, tools) == {"memory budget 0.0": "wrong"}
 
 # %% [markdown]
-# At 0, Inductor recomputes the masks with other random numbers. `ackpt` replays the random numbers.
+# At 0, Inductor recomputes the masks with other random numbers. `ackpt` replays the forward's.
 #
 # ### A choice that has no effect
 #
@@ -728,4 +730,4 @@ assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(llama.pa
 # - PyTorch's tools are short: hooks on saved tensors, a dispatch mode, a minimum cut. None bounds the peak in bytes.
 # - They fail where the recomputation differs from the forward, where gradients arrive in parts, and where a choice has
 #   no effect. Most of these failures are silent.
-# - `ackpt` repeats the forward exactly or raises an error, and a budget in bytes bounds the measured peak.
+# - In every exhibit, `ackpt` is right or raises an error. Its budget in bytes bounds the measured peak.

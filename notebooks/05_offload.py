@@ -11,21 +11,7 @@
 # Live memory and copies of one checkpointed step on a CPU: without offload, with sync and with async offload.
 # ```
 #
-# After this chapter you can copy activations to host memory while the model computes, and you know the rules that make
-# such copies correct. You can predict the saved memory to the byte, and say when offload adds no time.
-#
-# :::{admonition} Symbols of this chapter
-# :class: dropdown
-#
-# | symbol | meaning |
-# |:--:|---|
-# | $n$ | checkpointed regions, one after another |
-# | $S$ | bytes of one region's input |
-# | $h$ | inputs of regions that stay live anyway, because they have another owner |
-# | $T$ | tokens in the sequence; $S = s \, T$ with $s$ bytes per token |
-# | $\rho$, $\lambda$ | FLOPs per second of the device, bytes per second of the link to the store in each direction |
-# | $F(T)$, $R(T)$ | seconds of a block's forward, and of its backward without recomputation |
-# :::
+# Goal: copy activations to host memory while the model computes, and say when that adds no time.
 #
 # The model computes on the *device*. Offloaded activations are copied to the *store*: host memory, or a disk.
 
@@ -69,15 +55,15 @@ SOURCE = "notebooks/05_offload.py"
 # %% [markdown]
 # :::{admonition} Without a GPU
 # :class: note
-# On this page the CPU simulates the device. Memory that torch allocates counts as device memory. The store gets its
-# memory directly from the operating system, so its bytes are counted separately. Worker threads simulate the streams of
-# a GPU. The code that decides when to copy and when to free is the code that runs on a GPU.
+# On this page the CPU simulates the device. The store gets its memory directly from the operating system, so its bytes
+# are counted separately. Worker threads simulate the streams of a GPU. The code that decides when to copy and when to
+# free is the code that runs on a GPU.
 # :::
 #
 # ## Saved tensors on the host
 #
-# Checkpointing frees the activations that it can recompute. Offload *moves* them to other memory: nothing is computed
-# twice, but every byte is copied out and back. In PyTorch, one context around the forward is enough:
+# Checkpointing frees what it can recompute. Offload recomputes nothing, but copies every byte out and back. In PyTorch,
+# one context around the forward is enough:
 
 # %%
 pairs = ((nn.Linear(128, 128, bias=False), nn.GELU()) for _ in range(8))
@@ -97,11 +83,9 @@ expected = train(contextlib.nullcontext())
 all(map(torch.equal, expected, train(save_on_cpu())))
 
 # %% [markdown]
-# `save_on_cpu` installs a pair of functions, *pack* and *unpack*. Autograd calls pack for each tensor that it saves, and
-# unpack when backward reads the tensor. Tensors that are on the CPU already are not copied, so here the context changes
-# nothing. Our own pair copies them. (On a GPU, `host` would be `torch.empty(tensor.shape, dtype=tensor.dtype,
-# pin_memory=True)`.)
-
+# `save_on_cpu` installs two functions. Autograd calls *pack* for each tensor that it saves, and *unpack* when backward
+# reads the tensor. `save_on_cpu` does not copy tensors on a CPU, so we write a pair that does. (On a GPU, `host` would
+# be `torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)`.) The input of a layer has $S$ bytes:
 
 # %%
 def pack(tensor):
@@ -120,27 +104,16 @@ for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
 # %% [markdown]
-# The peak drops to what one layer needs at a time. Three flaws remain, and `save_on_cpu` has them as well:
+# Only what one layer needs is live at the peak. Three flaws remain, also in `save_on_cpu`:
 #
-# 1. **It waits.** Every copy runs between two operations, and compute stops for it.
+# 1. **It waits.** Compute stops for every copy.
 # 2. **It copies weights.** A linear layer also saves its weight, as the view `w.t()`. Copying it frees nothing.
 # 3. **It allocates memory for each tensor.** A GPU can copy while it computes only if the host memory is page-locked,
 #    or *pinned*, and pinning can take longer than the copy.
 #
 # ## Overlapping copies with compute
 #
-# A GPU has copy engines that work while it computes. A program uses them through a second *stream*, a queue whose work
-# runs in order. The program only submits work to the queue and continues. Only *events* synchronize two streams: an
-# event marks the end of a piece of work, and work in another stream can be told to start after it.
-# `ackpt.offloading.cpu_streams.Stream` does the same on a CPU, with a worker thread for each queue:
-
-# %%
-compute, copies = Stream("compute"), Stream("copies")
-order, passed = [], threading.Event()
-copied = copies.submit(lambda: (passed.wait(), order.append("a long copy")))
-compute.submit(lambda: (order.append("computing"), passed.set()))
-compute.submit(order.append, "computing after the copy", after=[copied]).wait()
-order
+# A GPU has copy engines that work while it computes.
 
 # %% tags=["hide-input"]
 from experiments.reports import schematics
@@ -150,20 +123,27 @@ from experiments.widgets.offload_lanes import offload_lanes
 schematics.publish(offload_lanes(), "05_lanes")
 
 # %% [markdown]
-# The animation shows both lanes for a Transformer of 12 checkpointed blocks, with the times that the profiler of
-# {doc}`07_graph_profiler` computes for an H200: copies of block inputs overlap completely with compute, copies of all
-# activations only in part.
-#
 # ```{schematic-explorer} ../../results/explorer/05_lanes.json
 # :image: ../../results/figures/05_lanes.png
 # :alt: Two lanes over the time of one training step, compute above copies, with live memory below, for three schedules. If the inputs of the blocks are copied out during the forward and back ahead of their use, compute has no gaps. If they are copied back only when they are needed, compute pauses for each copy. If all activations are copied, the lane of copies is full and the step takes more than twice as long.
 # ```
+#
+# *A step of 12 blocks, checkpointed in the first two schedules, with times predicted for an H200.*
+#
+# A program uses the copy engines through a second *stream*, a queue whose work runs in order. It submits work and
+# continues. *Events* synchronize two streams: an event marks the end of a piece of work, and work in another stream can
+# wait for it. On a CPU, one worker thread per queue does the same:
+
+# %%
+compute, copies = Stream("compute"), Stream("copies")
+order, passed = [], threading.Event()
+copied = copies.submit(lambda: (passed.wait(), order.append("a long copy")))
+compute.submit(lambda: (order.append("computing"), passed.set()))
+compute.submit(order.append, "computing after the copy", after=[copied]).wait()
+order
 
 # %% [markdown]
-# With `torch.cuda`, `copies.submit(f, after=[event])` is `copies.wait_event(event)`, then `f()` in the context
-# `torch.cuda.stream(copies)`, then `copies.record_event()`, which returns the new event. An asynchronous pair submits
-# the copy and continues. Unpack waits for the event of the copy:
-
+# An asynchronous pair submits the copy and continues. Unpack waits for the event of the copy:
 
 # %%
 @torch.no_grad()
@@ -185,13 +165,22 @@ def unpack_async(packed):
 all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_async))))
 
 # %% [markdown]
+# On a GPU, the same lines are
+#
+# ```python
+# copies = torch.cuda.Stream()
+# copies.wait_stream(torch.cuda.current_stream())  # the tensor must be complete
+# with torch.cuda.stream(copies):
+#     host.copy_(tensor, non_blocking=True)  # host memory is pinned; keep `tensor` until `copied`
+# copied = copies.record_event()
+# torch.cuda.current_stream().wait_event(copied)  # before backward reads a copy back
+# ```
+#
 # ## Five rules for copies
 #
-# Work no longer runs in the order of the lines, and that makes offload hard. In `pack_async`, the submitted work refers
-# to `tensor` until the copy has run, which keeps the memory of the tensor allocated. Without this reference, the
-# allocator could give the memory to the next tensor before it is copied. The next cell shows that *race*. To make it
-# fail every time, the copy is delayed until the next tensor has been written.
-
+# In `pack_async`, the submitted work refers to `tensor` until the copy has run. Without this reference, the allocator
+# could give the memory to the next tensor before it is copied. This *race* fails here every time, because the copy is
+# delayed until the next tensor has been written:
 
 # %%
 def race(wait_for_copy):
@@ -206,7 +195,7 @@ def race(wait_for_copy):
 race(wait_for_copy=False), race(wait_for_copy=True)
 
 # %% [markdown]
-# Implementations in use have had this bug and four more. The next cell runs each without and with its fix:
+# Implementations in use have had this bug and four more. Each runs here without and with its fix:
 
 # %% tags=["hide-input"]
 columns = {name: name for name in ("bug", "with the bug", "fix", "with the fix")}
@@ -229,42 +218,39 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 # recorded after the copy. The device memory that it reads or writes is freed only after that event. Its buffer is
 # reused only after that event. A fifth rule makes copies fast: allocate buffers once.
 # :::
-
-# %% [markdown]
+#
 # ## The engine
 #
-# `ackpt.offload_saved_tensors` installs such a pair of hooks, with an engine that keeps these rules. The mode `sync`
-# waits for every copy. The mode `async`, the default, overlaps the copies and prefetches for backward:
+# `ackpt.offload_saved_tensors` follows these rules. Its mode `sync` waits for every copy. The default, `async`,
+# overlaps the copies and prefetches for backward:
 
 # %%
 {mode: all(map(torch.equal, expected, train(ackpt.offload_saved_tensors(mode)))) for mode in ("sync", "async")}
 
 # %% [markdown]
-# ### Storages, not tensors
-#
-# Several saved tensors may be views of one *storage*. Queries, keys and values often are: each is a third of the output
-# of one matrix product. The memory is freed only with the last view, so the engine copies the storage, and only once.
-# Below, autograd saves $q$, $k$, $v$ and the product $q k$: four tensors in two storages.
+# It copies *storages*, not tensors. Queries, keys and values are often views of one matrix product's output, whose
+# memory is freed only with the last view. Below, autograd saves the three views and the product of the first two: four
+# tensors in two storages.
 
 # %%
 x = torch.randn(256, 768, requires_grad=True)
 with ackpt.offload_saved_tensors(keep_last=0) as engine:
     engine.reset_stats()
-    q, k, v = (2 * x).chunk(3, dim=1)
-    loss = (q * k * v).sum()
+    queries, keys, values = (2 * x).chunk(3, dim=1)
+    loss = (queries * keys * values).sum()
 counts = engine.stats()
 del loss  # and with its graph, the bytes in the store
 {name: counts[name] for name in ("copies_out", "shared", "bytes_out")}, (3 + 1) * 256 * 256 * 4
 
 # %% [markdown]
-# ### What is not offloaded
+# It does not copy:
 #
-# - **Parameters and buffers**, and views of them such as `w.t()`. The engine recognizes them by their storage.
-# - **Small tensors**, below `min_bytes`. Every copy has a fixed overhead, and a small tensor frees almost nothing.
-# - **The last `keep_last` storages.** Backward reads them first, before their copies out could have ended.
+# - **Parameters and buffers**, and views of them, which it recognizes by their storage.
+# - **Small tensors**, below `min_bytes`: every copy has a fixed overhead.
+# - **The last `keep_last` storages**: backward reads them before their copies could have ended.
 #
-# In the multilayer perceptron above, 8 linear layers save their inputs, the first of which is `rows`. The 8 GELUs also
-# save their inputs, and the loss saves the last output. That makes 17 activations of $S$ bytes.
+# The multilayer perceptron above saves 17 activations of $S$ bytes: the inputs of 8 linear layers and of 8 GELUs, and
+# the last output.
 
 # %%
 for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes": S + 1}:
@@ -276,26 +262,24 @@ for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes
 # %% [markdown]
 # ## How much offload lowers the peak
 #
-# Without recomputation, offload copies every activation. Usually it is better to recompute most activations and to
-# offload the few that a checkpoint saves: the inputs of regions. The argument `offload=` of `checkpoint`,
-# `checkpoint_sequential` and `apply_activation_checkpointing` does this.
+# Usually it is best to recompute most activations and offload only the inputs of regions. The argument `offload=` of
+# `checkpoint`, `checkpoint_sequential` and `apply_activation_checkpointing` does this.
 #
-# Take $n$ equal regions. Without offload, a checkpoint saves one input per region, so memory rises like a ramp through
-# the forward, to $n \, S$ bytes when backward begins. Backward first recomputes the last region, with all $n$ inputs
-# live: this is the peak. (It is elsewhere if gradients dominate, see {doc}`04_experiments`. Here the gradients
-# exist before the step, as with `zero_grad(set_to_none=False)`.) With offload, these tensors are live at that moment:
+# Take $n$ equal regions with inputs of $S$ bytes. Without offload, memory rises like a ramp to $n \, S$ when backward
+# begins, as in the figure at the top. The recomputation of the last region then adds its activations: this is the peak.
+# With offload, the inputs live at the peak are
 #
-# - the input of the last region, which stays on the device because backward needs it first;
-# - the $h$ inputs that something else also holds, usually only the batch, which is the first region's input;
-# - everything else, as without offload.
+# - that of the last region, which backward needs first;
+# - the $n_0$ inputs that something else also references, usually only the batch.
 #
-# In the backward of an earlier region, that region's input has been copied back. The prefetch of the next input starts
-# halfway through, when half of the recomputed activations have been freed. The backward of region $i$ needs its own
-# input on the device, not those of the regions 1 to $i$:
+# Region $i$'s backward needs only its own input on the device. This input's copy back starts halfway through region
+# $i + 1$'s backward, when half of the recomputed activations are freed:
 #
-# $$ \text{peak}_\text{checkpoint} - \text{peak}_\text{offload} = (n - 1 - h) \, S $$
+# $$ \text{peak}_\text{checkpoint} - \text{peak}_\text{offload} = (n - 1 - n_0) \, S $$
 #
-# We check the formula with regions of four SiLU functions and $h = 1$, for both modes:
+# (Here the gradients exist before the step. If backward allocates them, the peak may be elsewhere:
+# {doc}`04_experiments`.) We check regions of four SiLU functions with $n_0 = 1$. Zeros mean that the formula holds, in
+# both modes:
 
 # %%
 x = torch.randn(2**16, requires_grad=True)
@@ -341,25 +325,31 @@ figure
 # *Without offload, each region adds one input to the peak. With offload, the peak does not depend on the number of
 # regions.*
 #
-# ### Prefetching in backward
-#
-# `sync` copies an input back when backward needs it, and waits. `async` records the order of the forward, and
-# prefetches the inputs in the reverse order. `lookahead_bytes` bounds the bytes that are prefetched, by default to one
-# input, which fits into memory that the region has just freed. Prefetching everything at once would only move the ramp
-# from the forward to the beginning of backward.
+# `async` prefetches the inputs in the reverse order of the forward. `lookahead_bytes` bounds what is prefetched, by
+# default to one input. Prefetching everything at once would move the ramp to the beginning of backward.
 #
 # :::{admonition} Takeaway
 # :class: tip
 # With offloaded inputs, the device needs memory for one region at a time, however deep the model is. The peak falls by
-# $(n - 1 - h) \, S$.
+# $(n - 1 - n_0) \, S$.
 # :::
+#
+# :::{admonition} Exercise 1: no input has another owner
+# :class: note
+# The first region's input is $x$, which belongs to the caller. Change the chain so that $n_0 = 0$. By how much does
+# offload then lower the peak?
+# :::
+
+# %% tags=["solution"]
+# Multiplying by a constant saves nothing, and only the first region needs the product.
+pair = [peak_of(lambda: chain(8, mode, x * 2)) for mode in (None, "async")]  # noqa: B023
+print(f"{(pair[0] - pair[1]) / S:.0f} S; n - 1 = {8 - 1}")
 
 # %% [markdown]
 # ## With and without recomputation
 #
-# We train 12 Transformer blocks in five ways: the baseline, offload of all activations, checkpointing, and
-# checkpointing with offload of the inputs in both modes. Which way has the lowest peak, and which needs the most host
-# memory? Decide before you look at the table:
+# We train 12 Transformer blocks in five ways. Which has the lowest peak, and which needs the most host memory? Decide
+# before you look at the table:
 
 # %%
 config = TransformerConfig(dim=64, ff_dim=256, layers=12, head_dim=16)
@@ -407,10 +397,9 @@ path = write_text_atomic("results/tables/05_ways.md", markdown_table(way_rows, c
 # ```{include} ../../results/tables/05_ways.md
 # ```
 #
-# All gradients are bit-identical. Offloading the inputs lowers the checkpointed peak by $(n - 1 - h) \, S$, here by ten
-# inputs. (The store holds eleven: the batch is also copied, although that frees nothing.) Offloading all activations
-# gives the lowest peak: one *operation* at a time needs its tensors on the device, not one region. The price is the last
-# column: many times the bytes of the inputs must be copied out and back.
+# Offloading the inputs lowers the checkpointed peak by ten inputs, $(n - 1 - n_0) \, S$. Offloading all activations
+# gives the lowest peak: one *operation* at a time needs its tensors on the device, not one region. But twenty times the
+# bytes must be copied out and back.
 
 # %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below the last two are copies: with sync each ends at once, with async they overlap with compute."
 figure = offload_report.timelines_plot(records, "", [*ways][2:])
@@ -418,39 +407,139 @@ path = plots.save(figure, "results/figures/05_timelines.png")
 figure
 
 # %% [markdown]
-# *Offload of the inputs removes the ramp of the checkpointed step. The strips below the second and the third timeline
-# show the copies: with `sync`, each copy ends before compute goes on; with `async`, the copies overlap with compute.*
+# *Offloading the inputs removes the ramp. Bars below the timelines are copies: with `sync`, compute waits for each;
+# with `async`, they overlap with compute.*
 #
-# The store can also be a disk, with `store="disk"`. Its buffers are memory-mapped files without a name, so the system
-# reclaims the space when the process ends, even after a crash.
+# The store can also be a disk, with `store="disk"`.
+#
+# :::{admonition} Exercise 2: fix a script that exceeds its budget
+# :class: note
+# This step also computes a validation loss on a second batch of the same size. Predict its dynamic peak from the table.
+# First fit it into 32 MiB without recomputing or copying anything, then into 6 MiB.
+#
+# ```python
+# def loss_of(a):
+#     for block in blocks:
+#         a = block(a, offsets, 512)
+#     return a.square().mean()
+#
+# loss = loss_of(tokens)
+# validation = loss_of(others)
+# loss.backward()
+# ```
+# :::
+
+# %% tags=["solution"]
+# Autograd saves the activations of both forwards: about twice the baseline. A validation needs no graph. Within 6 MiB,
+# the blocks are checkpointed and their inputs offloaded.
+others = torch.randn(512, 64)
+offloaded = functools.partial(ackpt.checkpoint, offload="async")
+
+
+def script(validating, call=nn.Module.__call__):
+    def loss_of(a):
+        for block in blocks:
+            a = call(block, a, offsets, 512)
+        return a.square().mean()
+
+    loss = loss_of(tokens)
+    with validating:
+        validation = loss_of(others)  # noqa: F841
+    loss.backward()
+
+
+def peak_in_mib(step):
+    return measure(step, resident=(*resident, others), warmup=1, repeats=0).dynamic_peak_bytes / 2**20
+
+
+variants = {"script": (contextlib.nullcontext(),), "no_grad": (torch.no_grad(),)}
+variants["no_grad, checkpoint, offload"] = torch.no_grad(), offloaded
+script_peaks = {name: peak_in_mib(functools.partial(script, *arguments)) for name, arguments in variants.items()}
+for peak, budget in zip(script_peaks.values(), (64, 32, 6), strict=True):
+    assert budget / 2 < peak <= budget
+{name: round(peak, 1) for name, peak in script_peaks.items()}
+
+# %% [markdown]
+# :::{admonition} Exercise 3: fit your own model within a budget
+# :class: note
+# Halve the dynamic peak of the 12 blocks, or of your own model, with as little recomputation as possible: `check_fn` of
+# `apply_activation_checkpointing` chooses the blocks that become regions. How many? The first blocks or the last?
+# :::
+
+# %% tags=["solution"]
+# A block saves 10 d + 2 f + 3 h + 2 elements per token, as chapter 1 derives; a region saves d. Let the first blocks
+# be regions: the other blocks are done when recomputation begins, so the peak stays at the start of backward. If the
+# last blocks are regions, the recomputation of the last one comes on top of all that is saved.
+S, per_token = tokens.nbytes, 10 * config.dim + 2 * config.ff_dim + 3 * config.heads + 2
+freed = 4 * len(tokens) * per_token - S  # by each region
+
+
+def peak_with(chosen):
+    if chosen:
+        ackpt.apply_activation_checkpointing(blocks, lambda module: any(module is block for block in chosen))
+    peak = measure(lambda: train_blocks(False), resident=resident, warmup=0, repeats=0).dynamic_peak_bytes
+    ackpt.remove_activation_checkpointing(blocks)
+    return peak
+
+
+before = peak_with([])
+count = math.ceil(before / 2 / freed)
+print(f"{count} blocks must be regions; budget {before / 2:,.0f} bytes")
+choices = {f"the first {count}": blocks[:count], f"the first {count - 1}": blocks[: count - 1]}
+choices[f"the last {count}"] = blocks[-count:]
+own_peaks = {name: peak_with(chosen) for name, chosen in choices.items()}
+assert [before - peak for peak in own_peaks.values()][:2] == [count * freed, (count - 1) * freed]
+own_peaks
 
 # %% [markdown]
 # ## When copies add no time
 #
-# A copy adds no time if it ends while the device computes. How much time is available?
+# A copy adds no time if it ends while the device computes. Let a block's forward take $t_\text{fwd}$ seconds, its
+# backward without recomputation $t_\text{bwd}$, and let the link carry $\lambda$ bytes per second in each direction.
 #
-# - **Out.** In the forward, the copies of two consecutive inputs start one forward apart. A copy must end before the next
-#   one starts, so it may take $F$.
-# - **In.** The copy back starts halfway through the backward that runs before its region's, so it may take $R / 2$. A
-#   backward takes about two forwards, since each matrix product of the forward has two in backward. So $R / 2$ is about
-#   $F$ again.
+# - **Out.** The copies of two consecutive inputs start one forward apart, so each may take $t_\text{fwd}$.
+# - **In.** A copy back starts halfway through the previous backward, so it may take $t_\text{bwd} / 2$. Each matrix
+#   product of the forward has two in backward, so this is also about $t_\text{fwd}$.
 #
-# Both copies overlap completely if $S / \lambda \le F$. (Without recomputation, the copies back have all of $R$, but a
-# block saves much more.) For a Transformer block of width $d$ with $4 d$ in the MLP and 2 bytes per element, this is
+# Both copies overlap completely if $S / \lambda \le t_\text{fwd}$. An input of one sequence of $T$ tokens and width $d$
+# has $S = e \, d \, T$ bytes at $e$ bytes per element. On a device with $\rho$ FLOPs per second, a Transformer block
+# with $4 d$ in the MLP computes
 #
-# $$ \frac{2 \, d \, T}{\lambda} \le \frac{24 \, d^2 \, T + 4 \, d \, T^2}{\rho}
-#    \quad \Longleftrightarrow \quad T \ge T^* = \frac{\rho}{2 \lambda} - 6 d . $$
+# $$ t_\text{fwd} = \frac{24 \, d^2 \, T + 4 \, d \, T^2}{\rho} , \qquad
+#    \frac{S}{\lambda} \le t_\text{fwd} \;\Longleftrightarrow\; T \ge T^* = \frac{e \, \rho}{4 \lambda} - 6 d . $$
 #
-# Wide models and long sequences make complete overlap easier; a fast device with a slow link makes it harder.
-# `ackpt.offload_pays` evaluates the condition with measured times: it fits $F$ and $R$, each with a fixed, a linear and
-# a quadratic part, and compares them with the copy.
-#
-# Memory on this machine is fast. To see a crossover, we need a slow link, and compute with a large quadratic part. So
-# the regions consist of attention alone, and each copy sleeps to simulate a slow link. We set the bandwidth of that link
-# so that a copy at 1024 tokens takes exactly the time available to it. Then we train six such regions. The engine
-# measures how long the copies take and how long compute waits for them; the rest of the copies' time overlaps with
-# compute.
+# If $d \ge e \, \rho / (24 \lambda)$, offload adds no time at any length. The same comparison applies to other
+# activations: the output of a single layer must overlap with $2 \, d^2 \, T$ FLOPs, so $d \ge e \, \rho / (2 \lambda)$.
+# All activations of a block are about 18 times its input, so $d \ge 18 \, e \, \rho / (24 \lambda)$.
 
+# %% tags=["hide-input"]
+width_rows = []
+for name, half in (("t4", "float16"), ("a100-80g", "bfloat16"), ("h100-80g", "bfloat16")):
+    for dtype, size in ((half, 2), ("float32", 4)):
+        rate, bandwidth = device(name).flops_per_second[dtype], device(name).link_bytes_per_second
+        row = {"device": name.split("-")[0].upper(), "dtype": dtype, "rate": f"{rate / 1e12:.4g}"}
+        per_width = size * rate / bandwidth
+        row |= {"link": f"{bandwidth / 1e9:.0f}", "inputs": f"{per_width / 24:,.0f}"}
+        row |= {"length": f"{max(0, per_width / 4 - 6 * 512):,.0f}"}
+        width_rows.append(row | {"outputs": f"{per_width / 2:,.0f}", "all": f"{18 * per_width / 24:,.0f}"})
+columns = {"device": "device", "dtype": "dtype", "rate": "$\\rho$, TFLOP/s", "link": "$\\lambda$, GB/s"}
+columns |= {"inputs": "inputs of blocks, $d \\ge$", "length": "at $d = 512$, $T \\ge$"}
+columns |= {"outputs": "outputs of layers, $d \\ge$", "all": "all activations, $d \\ge$"}
+caption = (
+    "When offload adds no time, from the rates of data sheets: the least width at any length, and for inputs of "
+    "blocks, the least length at width 512."
+)
+path = write_text_atomic("results/tables/05_pays.md", markdown_table(width_rows, columns, caption, "tab-offload-pays"))
+
+# %% [markdown]
+# ```{include} ../../results/tables/05_pays.md
+# ```
+#
+# A real GPU computes more slowly than its data sheet says. At half the rate, half the width is enough.
+#
+# With measured times, `ackpt.offload_pays` evaluates the condition. To see a crossover on this machine, we use
+# attention alone, and copies that sleep to simulate a slow link. We set its bandwidth so that a copy at 1,024 tokens
+# takes exactly the available time:
 
 # %%
 def attend(a):
@@ -522,46 +611,19 @@ curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
 line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
 
 # %% [markdown]
-# *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer than the copies. We set
-# the link so that this length is near 1024 tokens.* The fitted crossover and the measured shares vary, because both
-# come from times of threads on a busy CPU.
+# *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer.* The fits, the
+# crossover and the measured shares vary widely, because they come from times of threads on a busy CPU.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A region's input is small compared with its compute. If one copy is shorter than one forward, offload adds no time. To
-# decide, measure these two times.
+# If copying a region's input takes no longer than its forward, offload adds no time.
 # :::
 #
-# ## Which activations to offload
-#
-# If the link cannot carry all activations, we must choose some. Every activation has an *inactive time*: the compute
-# time between its last use in the forward and its first use in the backward. Its *swap time* is the time of its copies
-# out and in. A copy can overlap only with the inactive time, and all copies in one direction share the link. So mu-TWO
-# (Purandare et al. 2023) swaps the activation with the longest inactive time first, and only while a swap adds less
-# time than the recomputation of another activation. In a chain, the inactive time falls from the first activation to the
-# last. So the engine, which copies in the order of the forward and keeps the last storages, makes the same choice.
-# {doc}`08_mu_two` makes this decision for each activation.
-
-# %% [markdown]
-# ## Exercises
-#
-# :::{admonition} Exercise 1: no input has another owner
+# :::{admonition} Exercise 4: how wide must a model be?
 # :class: note
-# In the chain of SiLU regions, the first region's input is $x$, which belongs to the caller. Change the chain so that
-# $h = 0$. Predict by how much offload then lowers the peak, and measure it.
-# :::
-
-# %% tags=["solution"]
-# Multiplying by a constant saves nothing, and only the first region needs the product.
-pair = [peak_of(lambda: chain(8, mode, x * 2)) for mode in (None, "async")]  # noqa: B023
-print(f"{(pair[0] - pair[1]) / S:.0f} S; n - 1 = {8 - 1}")
-
-# %% [markdown]
-# :::{admonition} Exercise 2: how wide must a model be?
-# :class: note
-# A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. Above which width $d$
-# do the copies of block inputs overlap completely at any length? And at $d = 1024$, above which length? Derive both from
-# $T^*$, then ask `offload_pays`.
+# A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. Above which width do the
+# copies of block inputs overlap completely at any length? And at $d = 1024$, above which length? Then ask
+# `offload_pays`.
 # :::
 
 # %% tags=["solution"]
@@ -571,101 +633,17 @@ seconds = {T: (24 * d**2 * T + 4 * d * T**2) / rate for T in (1024, 2048, 4096)}
 print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 
 # %% [markdown]
-# For $d \ge \rho / (12 \lambda)$, the matrix products alone take at least as long as the copies. These are peak
-# rates. A real GPU computes more slowly, which makes complete overlap easier. {doc}`08_mu_two` asks the same about the
-# outputs of single layers, which must be 24 times as wide.
+# ## Which activations to offload
 #
-# :::{admonition} Exercise 3: fix a script that exceeds its budget
-# :class: note
-# This step of the 12 blocks above also computes a validation loss on a second batch of the same size, `others`. Predict
-# its dynamic peak from the table, then measure it. First fit it into 32 MiB without recomputing or copying anything. Then
-# fit it into 6 MiB.
+# If the link cannot carry all activations, offload those with the longest *inactive time*, between the last use in the
+# forward and the first use in backward. In a chain, these are the first activations, so the engine copies in the order
+# of the forward. {doc}`08_mu_two` decides between copying and recomputing for each activation.
 #
-# ```python
-# def loss_of(a):
-#     for block in blocks:
-#         a = block(a, offsets, 512)
-#     return a.square().mean()
-#
-# loss = loss_of(tokens)
-# validation = loss_of(others)
-# loss.backward()
-# ```
-# :::
-
-# %% tags=["solution"]
-# Autograd saves the activations of both forwards: about twice the baseline. A validation needs no graph. Within 6 MiB,
-# the blocks are checkpointed and their inputs offloaded.
-others = torch.randn(512, 64)
-offloaded = functools.partial(ackpt.checkpoint, offload="async")
-
-
-def script(validating, call=nn.Module.__call__):
-    def loss_of(a):
-        for block in blocks:
-            a = call(block, a, offsets, 512)
-        return a.square().mean()
-
-    loss = loss_of(tokens)
-    with validating:
-        validation = loss_of(others)  # noqa: F841
-    loss.backward()
-
-
-def peak_in_mib(step):
-    return measure(step, resident=(*resident, others), warmup=1, repeats=0).dynamic_peak_bytes / 2**20
-
-
-variants = {"script": (contextlib.nullcontext(),), "no_grad": (torch.no_grad(),)}
-variants["no_grad, checkpoint, offload"] = torch.no_grad(), offloaded
-script_peaks = {name: peak_in_mib(functools.partial(script, *arguments)) for name, arguments in variants.items()}
-for peak, budget in zip(script_peaks.values(), (64, 32, 6), strict=True):
-    assert budget / 2 < peak <= budget
-{name: round(peak, 1) for name, peak in script_peaks.items()}
-
-# %% [markdown]
-# :::{admonition} Exercise 4: fit your own model within a budget
-# :class: note
-# Take a model and a batch of your own, or the 12 blocks. Halve its dynamic peak with as little recomputation as
-# possible: the argument `check_fn` of `apply_activation_checkpointing` chooses the blocks that become regions. How many
-# must it choose? Predict the number from the bytes that one block saves, then measure. Should they be the first blocks
-# or the last?
-# :::
-
-# %% tags=["solution"]
-# A block saves 10 d + 2 f + 3 h + 2 elements per token, as chapter 1 derives; a region saves d. Let the first k blocks
-# be regions: the other blocks are done when recomputation begins, so the peak stays at the start of backward. If the
-# last blocks are regions, the recomputation of the last one comes on top of all that is saved.
-S, per_token = tokens.nbytes, 10 * config.dim + 2 * config.ff_dim + 3 * config.heads + 2
-freed = 4 * len(tokens) * per_token - S  # by each region
-
-
-def peak_with(chosen):
-    if chosen:
-        ackpt.apply_activation_checkpointing(blocks, lambda module: any(module is block for block in chosen))
-    peak = measure(lambda: train_blocks(False), resident=resident, warmup=0, repeats=0).dynamic_peak_bytes
-    ackpt.remove_activation_checkpointing(blocks)
-    return peak
-
-
-before = peak_with([])
-k = math.ceil(before / 2 / freed)
-print(f"{k} blocks must be regions; budget {before / 2:,.0f} bytes")
-choices = {f"the first {k}": blocks[:k], f"the first {k - 1}": blocks[: k - 1], f"the last {k}": blocks[-k:]}
-own_peaks = {name: peak_with(chosen) for name, chosen in choices.items()}
-assert [before - peak for peak in own_peaks.values()][:2] == [k * freed, (k - 1) * freed]
-own_peaks
-
-# %% [markdown]
 # ## What we have seen
 #
-# - Offload is a pair of hooks and a copy. If copies overlap with compute, four rules about order make them correct, and
-#   a pool of buffers makes them fast.
-# - The engine copies each storage once, however many views of it are saved.
-# - Offloading inputs lowers the peak of a checkpointed model by $(n - 1 - h) \, S$, to the byte, with `sync` and
-#   `async`.
-# - Copies overlap completely with compute if $S / \lambda \le F$. Attention's quadratic part makes that true for every
-#   sequence that is long enough.
+# - Four rules about order make overlapping copies correct. A pool of buffers makes them fast.
+# - Offloading inputs lowers the peak of a checkpointed model by $(n - 1 - n_0) \, S$, to the byte.
+# - Copies of inputs add no time if $S / \lambda \le t_\text{fwd}$: in wide models or with long sequences.
 #
 # ## Sources
 #
@@ -675,11 +653,8 @@ own_peaks
 # %% [markdown]
 # ## Appendix: the published experiment on a T4
 #
-# The public repository `polkadot21/activation-ckpt-offload` trains 12 Transformer blocks in fp16 on a T4, with 12,000
-# tokens in 48 sequences: the baseline, per-block checkpointing (`ckpt_classic`), and per-block checkpointing with the
-# inputs offloaded. We wrote its model and step from its source, and predict its peaks ({doc}`11_predictions` discusses
-# the errors) and those of our model from shapes alone. `python -m experiments offload` runs our experiment in a
-# terminal, and also measures the offload of other tools.
+# The repository `polkadot21/activation-ckpt-offload` trains 12 blocks in fp16 on a T4, with 12,000 tokens in 48
+# sequences. We predict its peaks and our model's from shapes alone. `python -m experiments offload` runs our model.
 
 # %% tags=["hide-input"]
 reference = load_reference("offload")
@@ -709,8 +684,7 @@ path = write_text_atomic("results/tables/05_times.md", markdown_table(rows, colu
 # ```{include} ../../results/tables/05_published.md
 # ```
 #
-# Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer. The
-# source also plots the memory of one step in each checkpointed mode. The same step, predicted:
+# Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer.
 
 # %% tags=["hide-input"] alt="Three memory timelines of a step of 12 blocks, one above the other. Classic checkpointing: the forward is a ramp of inputs, and backward is a sawtooth that rises with each block. With sync and with async offload, which look the same, the forward is flat, and the sawtooth rises half as steeply to a peak about 500 MiB lower."
 shown = ("ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload")
@@ -719,20 +693,16 @@ path = plots.save(figure, "results/figures/05_t4.png")
 figure
 
 # %% [markdown]
-# *First step of the published experiment, predicted from shapes at the published size: classic with its ramp of saved
-# inputs, and offload without it. Async offload allocates the same tensors as sync. Recomputed activations count as
-# temporaries.*
+# *The first step of the published experiment, predicted from shapes. Recomputed activations count as temporaries.*
 #
-# The peaks in the table are higher: they are those of two warm-up and three timed steps, with optimizer states and the
-# last step's tensors. In backward, the sawtooth rises with each block by the block's gradients, 24 MiB. Classic rises
-# twice as fast, because each input stays in an attribute of its autograd node and gets a gradient of its own size. So
-# offload lowers this peak by about $2 (n - 1) S$.
+# The sawtooth rises with each block by the block's gradients. `ckpt_classic` rises twice as fast, because each input is
+# saved in an attribute of its autograd node and gets a gradient of its own size. So offload lowers this peak by about
+# $2 (n - 1) \, S$.
 #
 # ```{include} ../../results/tables/05_times.md
 # ```
 #
-# On a T4, you can expect a faster step, and a higher relative cost of checkpointing. We divide the FLOPs of the baseline
-# by its published time:
+# Why is recomputation so cheap here? We divide the baseline's FLOPs by its published time:
 
 # %%
 (baseline,) = Timelines().records("reference-offload", ["baseline"])
@@ -746,17 +716,13 @@ print(f"{flops / 1e12:.1f} TFLOP in {published_seconds:.2f} s: {share:.1%} of th
 print(f"gradients of slices: {slices:.2f} s; copying all inputs once: {1e3 * copies:.0f} ms")
 
 # %% [markdown]
-# Half of the time is spent on gradients of slices. The attention loop slices queries, keys and values of each of the 48
-# sequences out of one tensor. The backward of a slice writes a gradient as large as the *whole* tensor. Adding it to
-# the other gradients reads two such tensors and writes one: four times its bytes in total, for each of 144 slices per
-# block. `torch.split` gives the same slices, and its backward is one concatenation. Checkpointing recomputes the
-# forward, but does not repeat this part of backward. Without this part, the published 398 ms of recomputation would be
-# 24 % of the step. By FLOPs, recomputation is a third of the baseline.
+# By the T4's data sheet, gradients of slices take half of the time. The attention loop slices queries, keys and values
+# of each sequence out of one tensor, and the backward of each of the 144 slices per block writes a gradient as large as
+# the *whole* tensor. Checkpointing does not repeat this part, and `torch.split` avoids it.
 #
-# The other two modes show the rules of this chapter. `ckpt_sync_offload` copies into pageable memory and waits, which
-# adds 204 ms to classic, more than the rate of the link predicts. `ckpt_async_offload` has pinned buffers and a second
-# stream, and adds 17 ms, the time of one copy of all inputs. Its copies *out* overlap with compute, but its copies back
-# run in the compute stream.
+# `ckpt_sync_offload` copies into pageable memory and waits: 204 ms more than `ckpt_classic`. `ckpt_async_offload` has
+# pinned buffers and a second stream: 17 ms more, about one copy of all inputs, because its copies back run in the
+# compute stream.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 predicted[0].environment

@@ -11,24 +11,7 @@
 # Revolve reverses a chain of 16 steps with three snapshots: the line is the state that runs, thin lines are snapshots.
 # ```
 #
-# After this chapter you can say how little memory a chain of $n$ blocks can use and how much recomputation that takes.
-# You also know where these formulas, which hold for equal blocks, go wrong.
-#
-# :::{admonition} Symbols of this chapter
-# :class: dropdown
-#
-# | symbol | meaning |
-# |:--:|---|
-# | $n$ | blocks of a chain |
-# | $k$, $\ell$ | segments, and blocks in a segment |
-# | $S$ | bytes of a block's output; in the unit chain below, also of the tensor that its backward reads |
-# | $c$ | bytes that a block saves for its backward, relative to those of its output |
-# | $s$, $r$ | snapshots; the number of times a step runs forward before its reversal |
-# | $P(n, s)$ | fewest advances that reverse $n$ steps with $s$ snapshots |
-# | $\beta(s, r)$ | the largest number of steps that $s$ snapshots and $r$ runs can reverse |
-# :::
-#
-# {doc}`02_reentrant_checkpoint` cut chains of functions into regions. This chapter answers *where* to cut.
+# Goal: say how little memory a chain of $n$ blocks can use, at what cost, and where formulas for equal blocks fail.
 
 # %%
 from functools import partial
@@ -61,8 +44,8 @@ from experiments.widgets.chain_steps import chain_steps
 schematics.publish(chain_steps(), "06_chain")
 
 # %% [markdown]
-# A *schedule* is the ordered list of what a step computes, frees and recomputes. The animation runs a chain of 12 layers
-# under some schedules of this chapter, and under a plan of `ackpt` ({doc}`07_graph_profiler`) within the same peak as
+# A *schedule* is the ordered list of what a step computes, frees and recomputes. The animation runs a chain of 12
+# layers under schedules of this chapter, and under a plan of `ackpt` ({doc}`07_graph_profiler`) within the same peak as
 # $\sqrt n$ segments.
 #
 # ```{schematic-explorer} ../../results/explorer/06_chain.json
@@ -70,13 +53,16 @@ schematics.publish(chain_steps(), "06_chain")
 # :alt: The forward of a chain as a row of circles and its backward as a row of squares below, with live memory over the operations of one step, for five schedules. The baseline's memory is a triangle. Per-block checkpointing, sqrt(n) segments, Revolve and a plan save fewer circles, and recompute the others before backward reads them. Sqrt(n) and the plan have the same peak, and the plan recomputes less. Revolve has the lowest peak and recomputes most.
 # :start: sqrt
 # ```
+#
+# Why do $\sqrt n$ segments need less memory than per-block checkpointing *and* recompute less? Per-block checkpointing
+# saves the output of every layer and recomputes all 12 matrix products. $\sqrt n$ segments save few outputs, and the
+# last segment is not recomputed.
 
 # %% [markdown]
 # ## A chain of equal blocks
 #
-# A block of the chain is an activation function followed by a linear layer, with a residual connection around both, as
-# in deep networks: $x_i = x_{i-1} + W_i \tanh(x_{i-1})$. What does it save for its backward?
-
+# A block of the chain is $x_i = x_{i-1} + W_i \tanh(x_{i-1})$, for $i$ from 1 to $n$. What does it save for its
+# backward?
 
 # %%
 class Block(nn.Module):
@@ -103,18 +89,16 @@ with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
 print("saved:", *saved.values())
 
 # %% [markdown]
-# Apart from the $4 \times 4$ parameter, each block saves one tensor, $\tanh(x_{i-1})$: the derivative of tanh is
-# computed from its output, and the gradient of $W_i$ needs the same tensor. No backward reads the sum $x_i$. So a
-# baseline step saves $n$ activations, and each block can be recomputed from $x_{i-1}$, which has the same size. This is
-# the unit chain of the theory: everything has size $S$, and every block costs one matrix product of
-# $2 \cdot 4096 \cdot 4 \cdot 4$ FLOPs. (The layers are narrow to keep their gradients small.)
+# Apart from the parameter, a block saves one tensor, $\tanh(x_{i-1})$: the derivative of tanh is computed from its
+# output, and the gradient of $W_i$ needs the same tensor. So a baseline step saves $n$ activations, and each block can
+# be recomputed from $x_{i-1}$. This is the unit chain of the theory: every activation has $S$ bytes, and every block
+# costs one matrix product.
 #
 # ## Segments: the square root
 #
 # Chen et al. 2016 ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)) cut the chain into $k$ segments and save the
 # $k - 1$ tensors between them, the *boundaries*. Backward recomputes one segment after another, starting from the end.
-# Only the last segment is not recomputed: its activations are still live. In PyTorch, `checkpoint` saves the input of a
-# segment and drops the rest:
+# Only the last segment is not recomputed: its activations are still live.
 
 # %%
 # The blocks draw no random numbers, so there is no RNG state to save.
@@ -130,24 +114,31 @@ def in_segments(blocks, lengths, x):
 
 
 # %% [markdown]
-# At the peak, all boundaries and one segment are live:
+# At the peak, all boundaries and one segment of $n / k$ blocks are live. The product of $k$ and $n / k$ is $n$ for
+# every $k$, and two numbers with a given product have the smallest sum if they are equal:
 #
 # $$ k - 1 + \frac{n}{k} \;\ge\; 2 \sqrt n - 1 , \qquad \text{with equality at } k = \sqrt n . $$
 #
-# How much is recomputed? All blocks but those of the last segment, $n - n / k$. But the last product of a segment only
-# computes the boundary, which is saved: PyTorch stops a recomputation as soon as it has all tensors that backward
-# reads. Without these products, $n - n / k - (k - 1)$ remain, which is $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one
-# extra forward for any $n$.
+# How much is recomputed? All blocks outside the last segment, $n - n / k$. But a segment's last product only computes
+# the boundary, which is saved, and PyTorch stops a recomputation as soon as it has all tensors that backward reads.
+# This leaves $n - n / k - (k - 1)$ products, or $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward.
 #
-# Segments need not be equally long. When backward reaches the first segments, few boundaries are live, so these
-# segments may be longer. With decreasing lengths, about $\sqrt{2 n}$ activations are enough
-# ({doc}`02_reentrant_checkpoint`).
+# This book gives four formulas for this peak. They count different tensors:
+#
+# | where | peak | counted | at $k = \sqrt n$ |
+# |---|---|---|--:|
+# | {doc}`02_reentrant_checkpoint` | $k + n / k$ | $k - 1$ boundaries, $n / k$ activations and one gradient, in the last region of a chain without weights | $2 \sqrt n$ |
+# | {doc}`07_graph_profiler` | $(n / \ell - 1) + (\ell - 1) + 2$ | saved and recomputed activations, and two gradients, with segments of length $\ell = n / k$ | $2 \sqrt n$ |
+# | here, above | $k - 1 + n / k$ | saved and recomputed activations alone | $2 \sqrt n - 1$ |
+# | here, measured | $k - 1 + n / k + 3$ | also two gradients and the output of the running operation | $2 \sqrt n + 2$ |
+#
+# When backward reaches the first segments, few boundaries are live, so these segments may be longer. With decreasing
+# lengths $\ell_1 > \ell_2 > \dots$, about $\sqrt{2 n}$ activations are enough ({doc}`02_reentrant_checkpoint`).
 #
 # ## Recursive halving: the logarithm
 #
 # A segment is itself a chain and can be cut again. In the extreme case, save only the tensor in the middle, treat the
 # right half in the same way, then the left half:
-
 
 # %%
 def halves(blocks, x):
@@ -159,16 +150,15 @@ def halves(blocks, x):
 
 # %% [markdown]
 # The memory $g$ of $n$ blocks is one saved tensor plus the memory of half of the other blocks. Every level of the
-# recursion recomputes half of all blocks once. As before, the blocks that only compute a saved tensor need no
-# recomputation, $n - 1$ in all:
+# recursion recomputes half of all blocks once, except for the $n - 1$ blocks in all that only compute a saved tensor:
 #
 # $$ g(n) = 1 + g\Bigl(\frac{n - 1}{2}\Bigr) \approx \log_2 n , \qquad
-# \text{extra forwards} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
+# \text{recomputed blocks} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
 #
 # ## Measuring both
 #
-# We run a chain of 64 blocks by each method. At the peak, the bytes without the gradients of parameters should be a
-# whole number of $S$. The FLOPs in excess of the baseline's should be a whole number of matrix products.
+# We run a chain of 64 blocks by each method. Without the gradients of parameters, the peak should be a whole number of
+# $S$, and the FLOPs in excess of the baseline's a whole number of matrix products.
 
 # %%
 PRODUCT = 2 * 4096 * 4 * 4  # FLOPs of a block's forward; its backward takes two products, the first block's only one
@@ -200,18 +190,8 @@ for method in METHODS:
     print(f"{method:19}  peak {live:2} S, {again:3} blocks recomputed")
 
 # %% [markdown]
-# The theory predicts the saved tensors only. The *other* live tensors, incoming and outgoing gradients and the output
-# of the running operation, are read off these chains: one constant per method, two for recursive halving and three
-# otherwise. Everything else is predicted. Does every measured number equal its prediction?
-#
-# The square root appears in this book with four constants. They count different tensors of the same schedule:
-#
-# | form | counted | at $k = \sqrt n$ |
-# |---|---|--:|
-# | $k + n / k$ | {doc}`02_reentrant_checkpoint`: a chain without weights, at its peak in the last region but one: $k - 2$ boundaries, $n / k$ activations and two gradients | $2 \sqrt n$ |
-# | $n / k + k$ | {doc}`07_graph_profiler`: every $k$-th activation is saved, so $n / k - 1$ of them, $k - 1$ recomputed ones and two gradients | $2 \sqrt n$ |
-# | $k - 1 + n / k$ | here: saved and recomputed tensors alone | $2 \sqrt n - 1$ |
-# | $k - 1 + n / k + 3$ | here: with the three other live tensors, as measured | $2 \sqrt n + 2$ |
+# The *other* live tensors, gradients and the output of the running operation, are a constant per method: two for
+# recursive halving and three otherwise. This constant is measured on these chains; everything else is predicted.
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
@@ -242,7 +222,8 @@ for method, lengths in LENGTHS.items():
         row = {"method": method, "n": n, "theory": theory_live, "live": live}
         rows.append(row | {"theory_again": theory_again, "again": again})
 where = environment("cpu", "notebooks/06_sublinear_memory.py")
-path = Record("sublinear", {"rows": 4096, "width": 4}, {"chains": rows}, where).save("results/cpu/06_chains.json")
+chains = rows
+path = Record("sublinear", {"rows": 4096, "width": 4}, {"chains": chains}, where).save("results/cpu/06_chains.json")
 columns = {"method": "method", "n": "$n$", "theory": "peak in $S$, predicted", "live": "measured"}
 columns |= {"theory_again": "recomputed blocks, predicted", "again": "from FLOPs"}
 caption = "Chains of equal blocks: predicted and measured peak (in activations of $S$ bytes) and recomputation."
@@ -253,8 +234,7 @@ path = write_text_atomic("results/tables/06_chains.md", table)
 # ```{include} ../../results/tables/06_chains.md
 # ```
 #
-# All peaks match, and the recomputation matches the theory to the FLOP. The longest chain of this chapter has 1,024
-# blocks, in segments of decreasing length:
+# All predictions match. The longest chain has 1,024 blocks:
 
 # %%
 deep, deep_live, _ = run_chain(1024, "decreasing segments", warmup=0)
@@ -290,32 +270,52 @@ path = plots.save(figure, "results/figures/06_timelines.png")
 figure
 
 # %% [markdown]
-# *A step of 64 blocks. Each of the eight segments has one tooth, recomputed except for the last segment's, which comes
-# first; recursive halving has many small teeth.*
+# *A step of 64 blocks. Each of the eight segments has one tooth; recursive halving has many small teeth.*
 #
 # :::{admonition} Takeaway
 # :class: tip
 # $\sqrt n$ segments need $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving needs about
-# $\log_2 n$ activations and half an extra forward per doubling of $n$. On equal blocks, measurements match both once the
-# other live tensors are included.
+# $\log_2 n$ activations, for half an extra forward per doubling of $n$.
 # :::
 
 # %% [markdown]
 # ## Revolve: the optimum for equal steps
 #
-# A whole family of schedules lies between these two, and its optimum is known. Revolve (Griewank and Walther 2000,
-# [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states at any time, including
-# the first. Here a block is a *step* and its output a *state*. *Reversing* a step means to rerun it, and then to run
-# its backward. Any other run of a step is an *advance*, and only advances count. After $j$ advances, Revolve saves its
-# second snapshot. The part after it is reversed with one snapshot fewer, because the first one stays saved; the part
-# before it follows with all $s$ snapshots:
+# A block is a *step* and its output a *state*; the chain's input is state 0. Revolve (Griewank and Walther 2000,
+# [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states, *snapshots*, at any
+# time, including state 0. *Reversing* a step means to recompute it, and then to run its backward. Any other run of a
+# step is an *advance*, and only advances count. In the figure at the top, a rising line is a run of advances, and a
+# falling line is a run of reversals.
 #
-# $$ P(n, s) = \min_{1 \le j < n} \; j + P(n - j, s - 1) + P(j, s) , \qquad
-# P(n, 1) = \frac{n (n - 1)}{2} , \quad P(1, s) = 0 . $$
+# **A worked example: 4 steps, 2 snapshots.** The first snapshot is state 0:
+
+# %%
+saved, advances = set(), 0
+for kind, state, *to in revolve.actions(4, 2):
+    if kind == "save":
+        saved.add(state)
+    advances += to[0] - state if kind == "advance" else 0
+    words = {"advance": f"advance to state {to[0] if to else 0}", "step": f"reverse step {state}"}
+    print(f"{words.get(kind, f'{kind} state {state}'):18}  saved: {sorted(saved)}  advances: {advances}")
+    if kind == "step":  # the state before this step is not needed again
+        saved.discard(state - 1)
+
+# %% [markdown]
+# Once the steps after a snapshot are reversed, its memory can hold an earlier state. Let $E(n, s)$ be the fewest
+# advances for $n$ steps with $s$ snapshots. Revolve saves its second snapshot after $j$ advances. The part after it is
+# reversed with one snapshot fewer, because the first remains saved; the part before it follows with all $s$ snapshots:
+#
+# $$ E(n, s) = \min_{1 \le j < n} \; j + E(n - j, s - 1) + E(j, s) , \qquad
+# E(n, 1) = \frac{n (n - 1)}{2} , \quad E(1, s) = 0 . $$
+#
+# In the example, $j = 2$ gives $2 + E(2, 1) + E(2, 2) = 2 + 1 + 1 = 4$; $j = 1$ also gives 4, and $j = 3$ gives 5.
 #
 # The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each step before its reversal, one can
-# reverse $\beta(s, r) = \binom{s + r}{s}$ steps. For the smallest $r$ with $\beta(s, r) \ge n$,
-# $P(n, s) = r \, n - \beta(s + 1, r - 1)$.
+# reverse $\beta(s, r) = \binom{s + r}{s}$ steps. With the smallest $r$ for which $\beta(s, r) \ge n$,
+#
+# $$ E(n, s) = r \, n - \beta(s + 1, r - 1) . $$
+#
+# In the example, $\beta(2, 1) = 3 < 4 \le \beta(2, 2) = 6$, so $r = 2$ and $E(4, 2) = 8 - \beta(3, 1) = 4$.
 
 # %% tags=["hide-input"]
 SNAPSHOTS = (1, 2, 4, 10, 40)
@@ -323,16 +323,13 @@ rows = []
 for n in (64, 256, 1000):
     rows.append({"n": f"{n:,}"} | {str(s): f"{revolve.advances(n, s):,}" for s in SNAPSHOTS})
 columns = {"n": "$n$"} | {str(s): f"$s = {s}$" for s in SNAPSHOTS}
-caption = "Revolve: the fewest advances $P(n, s)$ that reverse $n$ steps with $s$ snapshots."
+caption = "Revolve: the fewest advances $E(n, s)$ that reverse $n$ steps with $s$ snapshots."
 table = markdown_table(rows, columns, caption, "tab-revolve")
 path = write_text_atomic("results/tables/06_revolve.md", table)
 
 # %% [markdown]
 # ```{include} ../../results/tables/06_revolve.md
 # ```
-#
-# The figure shows the schedule for 16 steps and 3 snapshots. A rising line is a forward run, a falling line a reversal.
-# Snapshots are reused: once the end of the chain is reversed, its snapshots are free for the middle.
 
 # %% tags=["hide-input"] alt="State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
 steps, snapshots = 16, 3
@@ -345,33 +342,41 @@ figure
 # %% [markdown]
 # *Revolve reverses 16 steps with three snapshots and runs no step forward more than three times before its reversal.*
 #
-# A *policy* of `ackpt` chooses the schedule for a model, and a simulator predicts its peak; {doc}`07_graph_profiler`
-# builds both. The policy `revolve` runs the schedules of Revolve. The first $n - 1$ of the $P$ advances belong to the
-# forward that every training step runs, and the run within a reversal skips its product, as above. So $P - (n - 1)$
-# products are recomputed. We check this on 16 blocks with 2 and 8 snapshots:
+# A *policy* of `ackpt` chooses the schedule for a model. The first $n - 1$ advances belong to the forward that every
+# training step runs, and the run within a reversal skips its product, as above. So the policy `revolve` recomputes
+# $E(n, s) - (n - 1)$ products. We compare it with the other methods on the chain of 64 blocks:
 
-# %% tags=["hide-input"]
-for s in (2, 8):
-    found = sublinear.run(16, "revolve", s)
-    assert found.recomputed_blocks == revolve.advances(16, s) - 15
-    print(f"{s} snapshots: peak {found.live:2} S, {found.recomputed_blocks:2} products recomputed")
+# %% tags=["hide-input"] alt="Recomputed blocks over the peak in activations, for 64 blocks. From right to left, as the peak falls, recomputation rises: baseline at 67 and 0, Revolve with 32 snapshots, equal segments at 18 and 49, decreasing segments at 14 and 53, recursive halving at 9 and 129, Revolve with 3 snapshots at 8 and 195."
+found = {row["method"]: {row["live"]: row["again"]} for row in chains if row["n"] == 64}
+found["Revolve"] = {}
+for s in (3, 4, 6, 8, 12, 16, 32):
+    run = sublinear.run(64, "revolve", s)
+    assert run.recomputed_blocks == revolve.advances(64, s) - 63
+    found["Revolve"][run.live] = run.recomputed_blocks
+figure = figures.curves_plot(
+    found, {}, "", xlabel="peak, in activations of S bytes", ylabel="recomputed blocks, of 64", logs=()
+)
+path = plots.save(figure, "results/figures/06_cost.png")
+figure
 
 # %% [markdown]
-# Revolve saves states only, never the activations inside a block. It wastes spare memory. *rotor*
-# ({doc}`13_rotor`) decides for each block whether to save its inside, and knows the sizes of unequal blocks.
+# *Measured peak and recomputation of 64 blocks. Revolve has one point for each of seven numbers of snapshots, 3 to 32.*
 #
-# How deep a chain fits into $m$ activations? The depth grows with the square of $m$ for decreasing segments, with its
+# Revolve never saves the inside of a block, so it wastes spare memory. Recursive halving does, and recomputes fewer
+# blocks at the same peak of 9. *rotor* ({doc}`13_rotor`) makes this choice for each block and handles unequal sizes.
+#
+# How deep a chain fits into $s$ activations? The depth grows with the square of $s$ for decreasing segments, with its
 # $r$-th power for Revolve, and exponentially for recursive halving:
 
 # %% tags=["hide-input"]
 rows = []
-for m in (5, 10, 20, 40):
-    row = {"plain": m, "decreasing": m * (m + 1) // 2}
-    row |= {f"r{r}": revolve.beta(m, r) for r in (3, 4)} | {"halves": 2**m - 1}
-    rows.append({"m": m} | {key: f"{value:,}" for key, value in row.items()})
-columns = {"m": "$m$", "plain": "baseline", "decreasing": "decreasing segments"}
+for s in (5, 10, 20, 40):
+    row = {"plain": s, "decreasing": s * (s + 1) // 2}
+    row |= {f"r{r}": revolve.beta(s, r) for r in (3, 4)} | {"halves": 2**s - 1}
+    rows.append({"s": s} | {key: f"{value:,}" for key, value in row.items()})
+columns = {"s": "$s$", "plain": "baseline", "decreasing": "decreasing segments"}
 columns |= {f"r{r}": f"Revolve, {r} runs" for r in (3, 4)} | {"halves": "recursive halving"}
-caption = "The longest chain that saves at most $m$ activations (for Revolve: snapshots) at a time."
+caption = "The longest chain that saves at most $s$ activations (for Revolve: snapshots) at a time."
 table = markdown_table(rows, columns, caption, "tab-depth")
 path = write_text_atomic("results/tables/06_depth.md", table)
 
@@ -386,16 +391,16 @@ path = write_text_atomic("results/tables/06_depth.md", table)
 # :::
 
 # %% [markdown]
-# ## Where the formulas go wrong
+# ## Where the formulas fail
 #
-# **A block saves more than its output.** In a Transformer, the activations inside a block are many times larger than
-# its output. If a block saves $c$ times the bytes of its output, a segment of $\ell$ blocks saves $c \, \ell$ outputs,
-# and the sum to minimize is
+# **A block saves more than its output.** A Transformer block saves $A$ elements per token, and its output has $d$. A
+# segment of $\ell$ blocks saves as much as $\ell A / d$ outputs, and the sum to minimize is
 #
-# $$ k - 1 + \frac{c \, n}{k} , \qquad \text{smallest at } k = \sqrt{c \, n} . $$
+# $$ k - 1 + \frac{A}{d} \, \frac{n}{k} , \qquad \text{smallest at } k = \sqrt{A n / d} . $$
 #
-# This $k$ may exceed $n$; then every block should be a segment. For the blocks of this book $c = 10 + 2 f / d + \dots$,
-# which is 18 or more at $f = 4 d$. We cut sixteen of these blocks into $k$ segments and measure:
+# This $k$ may exceed $n$; then every block should be a segment. For the blocks of this book
+# $A / d = 10 + 2 f / d + \dots$, which is 18 or more at $f = 4 d$. We cut sixteen of these blocks into $k$ segments and
+# measure:
 
 # %%
 config = models.TransformerConfig(dim=32, ff_dim=128, layers=16, head_dim=16)
@@ -403,35 +408,34 @@ T, n = 128, config.layers
 offsets = torch.tensor([0, T], dtype=torch.int32)
 blocks = nn.ModuleList(models.Block(config) for _ in range(n))
 calls = [partial(block, cu_seqlens=offsets, max_seqlen=T) for block in blocks]
-h = torch.randn(T, config.dim)
+hidden = torch.randn(T, config.dim)
 
 
 def train_in(k):
     blocks.zero_grad()
-    ackpt.checkpoint_sequential(calls, k, h).sum().backward()
+    ackpt.checkpoint_sequential(calls, k, hidden).sum().backward()
 
 
 segments = (1, 2, 4, 8, 16)
-transformer = {k: ackpt.measure(partial(train_in, k), resident=[blocks, h], warmup=0, repeats=0) for k in segments}
+transformer = {k: ackpt.measure(partial(train_in, k), resident=[blocks, hidden], warmup=0, repeats=0) for k in segments}
 inside = (transformer[1].timeline.live[transformer[1].timeline.boundary] - 8) / n
-c = inside / h.nbytes
-print(f"c = {c:.1f}, sqrt(n) = {isqrt(n)}, sqrt(c n) = {(c * n) ** 0.5:.1f}")
+ratio = inside / hidden.nbytes
+print(f"A / d = {ratio:.1f}, sqrt(n) = {isqrt(n)}, sqrt(A n / d) = {(ratio * n) ** 0.5:.1f}")
 
 # %% [markdown]
-# The measured peak also contains gradients of parameters. When backward recomputes a segment with $j$ boundaries before
-# it, these are live, and so are the gradients of the $k - 1 - j$ segments after it. The prediction is the largest sum of
-# boundaries, segment and gradients over all $j$:
+# The peak also contains gradients of parameters. When a segment with $j$ boundaries before it is recomputed, the
+# gradients of the $k - 1 - j$ later segments are live. The prediction is the maximum over all $j$:
 
 # %% tags=["hide-input"] alt="Peak memory over the number of segments for 16 Transformer blocks. Measured points fall all the way from one segment to sixteen. The predicted line falls in the same way and runs close below them."
 measured_mib = {k: run.dynamic_peak_bytes / MIB for k, run in transformer.items()}
 weights = sum(parameter.nbytes for parameter in blocks.parameters())
-with_c = {
-    k: max((j + c * n / k) * h.nbytes + (k - 1 - j) / k * weights for j in range(k)) / MIB for k in segments
+predicted_mib = {
+    k: max((j + ratio * n / k) * hidden.nbytes + (k - 1 - j) / k * weights for j in range(k)) / MIB for k in segments
 }
 assert min(segments, key=lambda k: k - 1 + n / k) < min(segments, key=measured_mib.get)
 figure = figures.curves_plot(
     {"16 Transformer blocks": measured_mib},
-    {"16 Transformer blocks": with_c},
+    {"16 Transformer blocks": predicted_mib},
     "",
     xlabel="segments k",
     ylabel="dynamic peak (MiB)",
@@ -440,18 +444,12 @@ path = plots.save(figure, "results/figures/06_transformer.png")
 figure
 
 # %% [markdown]
-# *Transformer blocks need more segments than the formula for unit blocks suggests: the lowest peak is not at $\sqrt n$.*
+# *Sixteen Transformer blocks: the lowest peak is not at $\sqrt n = 4$ segments. The measured points are higher than the
+# line by the temporaries of one block's backward.*
 #
-# The measured points lie above the line by a nearly constant amount: the temporaries of one block's backward.
-#
-# **Blocks differ, and the graph may have more or fewer blocks than the model.** Real networks are not chains of equal
-# blocks. A *pyramid* narrows from front to back, like a convolutional network: ours has four stages of eight blocks, and
-# from one stage to the next the activations halve, while the FLOPs of a block stay the same.
-#
-# The policy *chen-sqrt* cuts equal segments; *rotor* finds the best schedule of a chain. The next table compares the
-# peaks that the unit formulas promise, for the number of blocks in a model's graph, with the lowest simulated peaks of
-# these two policies. For ResNet-18 we also run the schedule of `rotor`, and the measured peak must equal the simulated
-# one.
+# **Blocks differ, and the graph may have more or fewer blocks than the model.** A *pyramid* narrows from front to back,
+# like a convolutional network: ours has four stages of eight blocks, and from stage to stage the activations halve. The
+# policy *chen-sqrt* cuts equal segments; *rotor* finds the best schedule of a chain:
 
 # %% tags=["hide-input"]
 sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}
@@ -492,21 +490,17 @@ path = write_text_atomic("results/tables/06_models.md", table)
 # ```{include} ../../results/tables/06_models.md
 # ```
 #
-# On equal blocks, *chen-sqrt* comes close to the formula. *rotor* goes below recursive
-# halving because it may recompute a block more often. On the other models the formulas are wrong in both directions:
-#
-# - The pyramid and ResNet-18 need *more* memory. Their first blocks are the largest, and one of them must be live in
-#   full, together with its gradients. More blocks do not change that.
-# - The language model needs *less* than $\sqrt n$ promises. Its blocks are halves of layers, attention and MLP. The
-#   single tensor between two blocks is much smaller than what each saves inside, so boundaries are cheap.
-#
-# Some models are not chains at all. If a skip connection spans the whole model, no single tensor separates its front
-# from its end, and there is nowhere to cut. Such a model needs a planner that works on operations, not on blocks.
+# - The pyramid and ResNet-18 need *more* than the formulas promise. Their first blocks are the largest, and all
+#   activations of one must be live at once.
+# - The language model needs *less* than $\sqrt n$ promises. Its blocks are halves of layers, attention and MLP, and the
+#   tensor between two of them is much smaller than what each saves inside.
+# - A model with a skip connection from front to end cannot be cut into a chain. It needs a planner that works on
+#   operations ({doc}`07_graph_profiler`).
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The formulas hold for equal blocks that save only as much as they output. For real models, count bytes, not blocks:
-# let a planner that knows the sizes choose the cuts, and trust only peaks that have been simulated.
+# The formulas hold for equal blocks that save only as much as they output. For real models, count bytes, not blocks,
+# and trust only peaks that have been simulated.
 # :::
 #
 # The numbers on this page were produced in this environment:
@@ -517,12 +511,11 @@ where
 # %% [markdown]
 # ## Exercises
 #
-# :::{admonition} Exercise 1: another activation
+# :::{admonition} Exercise 1: another activation function
 # :class: note
 # With GELU in place of tanh, a block saves two tensors, GELU's input and its output. Into how many equal segments
-# should you cut 32 such blocks? Predict with $c$, then measure with `in_segments`.
+# should you cut 32 such blocks? Predict with $A / d$, then measure with `in_segments`.
 # :::
-
 
 # %% tags=["solution"]
 class Gelu(Block):
@@ -538,15 +531,14 @@ def train_gelu(k):
     in_segments(gelu, k * [32 // k], x).sum().backward()
 
 
-print(f"sqrt(2 n) = {(2 * 32) ** 0.5:.0f}")
+print(f"sqrt(A n / d) = {(2 * 32) ** 0.5:.0f}")
 for k in (2, 4, 8, 16):
     run = ackpt.measure(partial(train_gelu, k), resident=[gelu, x], warmup=0, repeats=0)
     print(f"{k:2} segments: {run.dynamic_peak_bytes / S:4.1f} S, k - 1 + 2 n / k = {k - 1 + 2 * 32 // k}")
 
 # %% [markdown]
-# The more a block saves, the shorter its segments should be. In the first block of a segment, GELU's input is the
-# boundary, which is already live, so the segment saves one tensor fewer. This partly offsets the live tensors that the
-# formula does not count.
+# The more a block saves, the shorter its segments should be. GELU's input in the first block of a segment is the
+# boundary, which is already live; this partly offsets the live tensors that the formula does not count.
 #
 # :::{admonition} Exercise 2: two runs
 # :class: note
@@ -561,17 +553,13 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 
 # %% [markdown]
 # $\beta(s, 2) = (s + 1)(s + 2) / 2$. Segments of decreasing length are Revolve with two runs, of which the first is the
-# forward itself. They need one more activation, because they save the activations inside the segment that is being
-# reversed.
+# forward itself. They need one more activation, because they save the inside of the segment being reversed.
 #
 # ## What we have seen
 #
-# - $\sqrt n$ segments save $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving saves about
-#   $\log_2 n$ for half an extra forward per doubling. Measured chains match both.
-# - Revolve is optimal if only states are saved: $s$ snapshots and $r$ runs reverse $\beta(s, r)$ steps. A chain of
-#   1,024 blocks fits into the memory of a few dozen activations.
-# - On real models the formulas err in both directions. Bytes decide, not the number of blocks, and the largest block
-#   sets a minimum.
+# - $\sqrt n$ segments save $2 \sqrt n - 1$ activations, recursive halving about $\log_2 n$. Measured chains match both.
+# - Revolve is optimal if only states are saved. With one snapshot, the minimum, it needs $n (n - 1) / 2$ advances.
+# - On real models the formulas err in both directions: bytes decide, and the largest block sets a minimum.
 #
 # ## Sources
 #

@@ -7,25 +7,14 @@
 # ```{figure} ../../results/figures/07_orders.png
 # :alt: Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth.
 # :class: dark-light
+# :name: fig-orders
 #
-# Three schedules of the same recomputation: only the order differs, and with it the peak.
+# Measured live memory of one step, which recomputes the same activations in three orders. The order determines the
+# peak. The weight, 1 MiB, is resident.
 # ```
 #
 # After this chapter you can split a training step into operations and storages, say when each byte is allocated and
 # freed, and predict the peak of a step before it runs.
-#
-# :::{admonition} Symbols of this chapter
-# :class: dropdown
-#
-# | symbol | meaning |
-# |:--:|---|
-# | $i$ | the *id* of an operation: its position in the order of execution |
-# | $b_i$, $r_i$ | bytes that $i$ allocates for its results; bytes freed after $i$ |
-# | $w_i$ | bytes that $i$ allocates only while it runs, its *workspace* |
-# | $m_i$ | dynamic bytes that are live after $i$ |
-# | $S$, $n$, $k$ | bytes of one activation of a chain; number of its activations; every $k$-th is saved |
-# | $T$, $V$; $d$, $f$, $h$ | tokens, size of the vocabulary; width of the model, width inside the MLP, heads |
-# :::
 #
 # The chapters before this one measured steps from outside and chose by hand what to recompute. From here on, a planner
 # chooses. It must know every operation before it can decide about any of them.
@@ -38,7 +27,6 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -49,6 +37,7 @@ from ackpt.graph import PlannedStep, lower, rewrite, scheduled, simulate
 from ackpt.metering import plots
 from experiments import graph_profile
 from experiments.models import ResNet, ResNetConfig
+from experiments.reports import schematics
 from experiments.results import environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
@@ -58,10 +47,9 @@ MIB = 2**20
 # %% [markdown]
 # ## Capturing a step
 #
-# `make_fx` runs a function and records every operation, including those of `torch.autograd.grad`. With
+# `make_fx` calls a function and records every operation, including those of `torch.autograd.grad`. With
 # `tracing_mode="fake"`, tensors have shapes but no data, so nothing is computed. The result is a *joint graph* of
-# forward and backward:
-
+# forward and backward, here for a network of two layers:
 
 # %%
 class Tiny(nn.Module):
@@ -83,28 +71,42 @@ def step(parameters, x, labels):
 
 
 joint = make_fx(step, tracing_mode="fake")(dict(tiny.named_parameters()), x, labels).graph
+
+# %% alt="Boxes of operations in three rows with arrows. Forward, from left to right: addmm, relu, addmm_1, log_softmax and nll_loss_forward. Below it backward, from right to left, begins with ones_like and ends with threshold_backward. In the lowest row are the gradients of the parameters. Thick arrows lead from relu, log_softmax and nll_loss_forward down to the operations of backward that read them."
+figure = schematics.joint_figure(graph_profile.operations(joint, "ones_like"))
+path = plots.save(figure, "results/figures/07_graph.png")
+figure
+
+# %% [markdown]
+# *The operations of one step and the bytes that each allocates. Backward runs from right to left and reads what forward
+# saved (thick arrows). Parameters, inputs and views are left out.*
+#
+# Forward ends with the loss; backward begins with `ones_like`. Each layer has one product in forward (`addmm`). The
+# second layer has two in backward: `mm` is the gradient of its input and `mm_1` that of its weight. The first layer needs
+# only `mm_2`, because the input of the model needs no gradient. The graph also has nodes that compute nothing, such as
+# transposes:
+
+# %% tags=["hide-cell"]
 for node in joint.nodes:
     if node.op == "call_function" and torch.is_tensor(node.meta["val"]):
         shape = tuple(node.meta["val"].shape)
         print(f"{node.name:27} {shape!s:8} reads {', '.join(source.name for source in node.all_input_nodes)}")
 
 # %% [markdown]
-# Forward ends with `getitem`, the loss. Backward begins with `ones_like`. Each layer has one product in forward
-# (`addmm`). The second layer has two in backward: `mm` is the gradient of its input and `mm_1` that of its weight. The
-# first layer needs only `mm_2`, because the input of the model needs no gradient.
-#
 # ## Live bytes and the peak
 #
-# Memory is allocated and freed per *storage*, not per node. `t` and `detach` compute nothing: their results are
-# *views*, tensors that share the storage of another tensor. A storage is allocated by its first node and freed after
-# the last node that reads it or a view of it. Before operation $i$, $m_{i-1}$ bytes are live. The results and the
-# workspace of $i$ are allocated before anything is freed, so
+# Memory is allocated and freed per *storage*, not per node. Transposes such as `t` are *views*: tensors that share the
+# storage of another tensor. A storage is allocated by its first node and freed after the last node that reads it or a
+# view of it.
 #
-# $$ m_i = m_{i-1} + b_i - r_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
+# Let $m_{i-1}$ be the bytes that are live before operation $i$. The operation allocates $b_i$ bytes for its results and
+# $w_i$ bytes of *workspace*, which it needs only while it runs. After it, the $b_i^-$ bytes that no later operation
+# reads are freed:
+#
+# $$ m_i = m_{i-1} + b_i - b_i^- , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
 # Parameters and inputs belong to the caller and do not count. The outputs of the graph are live until its end. That is
 # all we need for a simulator:
-
 
 # %%
 def storages(node):
@@ -114,7 +116,7 @@ def storages(node):
 
 
 def live_bytes(graph):
-    """For each node, its name, b_i, r_i and m_i, with all workspaces 0."""
+    """For each node, its name, b_i, b_i^- and m_i, with all workspaces 0."""
     first, last, size = {}, {}, {}
     for i, node in enumerate(graph.nodes):
         for reads in (node, *node.all_input_nodes):
@@ -130,15 +132,14 @@ def live_bytes(graph):
 
 
 rows = list(live_bytes(joint))
-print("node                        b_i  r_i  m_i")
+print("node                       b_i b_i^-  m_i")
 for name, born, freed, live in rows:
     if born or freed:
-        print(f"{name:26} {born:4} {freed:4} {live:4}")
+        print(f"{name:26} {born:3} {freed:5} {live:4}")
 
 # %% [markdown]
-# The peak is the largest $m_{i-1} + b_i = m_i + r_i$. We compare it with the peak of the real step, measured at the
+# The peak is the largest $m_{i-1} + b_i = m_i + b_i^-$. We compare it with the peak of the real step, measured at the
 # allocator:
-
 
 # %%
 def measured(forward, model, *args, **kwargs):
@@ -159,8 +160,9 @@ print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
 # %% [markdown]
 # The prediction is exact to the byte. (In this model the peak comes late, because the gradients are larger than the
 # activations.) `ackpt.trace` captures the same graph from any model, even if it is too large for this machine, and
-# `ackpt.graph.simulate` is the same simulator for any schedule. Which storages must be *saved*? Those that a forward
-# operation allocates and a backward operation accesses:
+# `ackpt.graph.simulate` is the same simulator for any schedule.
+#
+# The saved storages are those that forward writes and backward reads:
 
 # %%
 tiny_graph = ackpt.trace(tiny, x, labels)
@@ -172,20 +174,18 @@ for s in tiny_graph.storages:
 ackpt.plan(tiny_graph, policy="none").saved_bytes
 
 # %% [markdown]
-# The output of the first layer, `addmm`, is read only by ReLU and then freed. The output of ReLU is needed twice, by
-# the backward of ReLU and by the weight gradient of the second layer, but it is saved only once:
-# $4 \cdot 16 \cdot 4 = 256$ bytes. The loss saves the log-probabilities, $4 \cdot 2 \cdot 4 = 32$ bytes, and a count, 4
-# bytes.
+# The output of `addmm` is read only by ReLU and then freed. The output of ReLU is needed twice, by the backward of ReLU
+# and by the weight gradient of the second layer, but it is saved only once: $4 \cdot 16 \cdot 4 = 256$ bytes. The loss
+# saves the log-probabilities, $4 \cdot 2 \cdot 4 = 32$ bytes, and a count, 4 bytes.
 #
 # ## The cost of each operation
 #
 # `ackpt.profile` finds the FLOPs, the bytes moved, the seconds and the workspace of every node. FLOPs and bytes follow
-# from shapes: the product of an $a \times b$ and a $b \times c$ matrix takes $2 \, a b c$ FLOPs. Seconds follow from the
-# rates of a device, as in the roofline model ({cite:t}`williams2009`), or are measured with `mode="measured"`.
+# from shapes: a matrix product takes 2 × rows × columns × summed elements FLOPs. Seconds follow from the rates of a
+# device, as in the roofline model ({cite:t}`williams2009`), or are measured with `mode="measured"`.
 #
-# Workspaces do not follow from shapes. No tensor ever refers to this memory, but it counts while the operation runs. On
-# the CPU, `workspace="measured"` runs each different operation once and measures its workspace. We try it on a small
-# language model:
+# Workspaces do not follow from shapes and do not appear in the graph. On the CPU, `workspace="measured"` runs each
+# different operation once and measures its workspace. We try it on a small language model:
 
 # %%
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
@@ -205,73 +205,15 @@ assert predicted == lm_step.dynamic_peak_bytes
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A step is a list of operations on storages. The first and the last access of a storage determine how long it is live,
-# and its accesses in backward whether it must be saved. Bytes and FLOPs follow from shapes; workspaces must be measured.
+# A step is a list of operations on storages. A storage is live from its first to its last access, and it is saved if
+# forward writes it and backward reads it. Bytes and FLOPs follow from shapes; workspaces must be measured.
 # :::
 #
-# ## The peak of a language model
-#
-# Shapes are enough to study a larger model: six blocks of GPT-2's size, 8 sequences of 512 tokens, and the state of
-# AdamW.
-
-# %%
-GPT2 = models.TransformerConfig(dim=768, ff_dim=3072, layers=6, head_dim=64, vocab_size=50257)
-with FakeTensorMode():
-    words, starts = torch.empty(4096).long(), torch.empty(9).int()
-    language = models.LanguageModel(GPT2)
-    optimizer = torch.optim.AdamW(language.parameters())
-    large = ackpt.trace(language, words, starts, 512, words, optimizer=optimizer)
-plan = ackpt.plan(large, policy="none", profile=ackpt.profile(large, "h200"))
-print(large)
-print(f"peak {plan.peak_bytes / 2**30:.1f} GiB")
-
-# %% alt="Stacked area of the live memory of a training step of the language model over its allocations and frees. Parameters and optimizer state are thick flat layers. Activations rise in six equal stretches until backward begins. Then a spike of temporaries, the gradients in the loss, forms the peak. After it, activations fall while gradients grow."
-account = graph_profile.breakdown(large, plan)
-figure = plots.timeline_plot(account, "")
-path = plots.save(figure, "results/figures/07_language_model.png")
-figure
-
-# %% [markdown]
-# *Live memory of one training step of the language model, without checkpointing, from shapes alone. The peak comes
-# where backward begins.*
-
-# %% tags=["hide-input"]
-rows, at_the_peak = [], account.at(account.peak_index)
-for kind in ("parameters", "optimizer", "inputs", "activations", "temporaries", "gradients"):
-    size = at_the_peak.get(kind, 0)
-    rows.append({"category": kind, "size": round(size / MIB, 1), "share": round(100 * size / account.peak_bytes, 1)})
-rows.append({"category": "total", "size": round(account.peak_bytes / MIB, 1), "share": 100.0})
-columns = {"category": "category", "size": "MiB", "share": "share of the peak, %"}
-caption = "Live bytes at the peak: six blocks of GPT-2's size, 8 x 512 tokens, AdamW, fp32, without checkpointing."
-table = markdown_table(rows, columns, caption, "tab-breakdown")
-path = write_text_atomic("results/tables/07_breakdown.md", table)
-
-# %% [markdown]
-# ```{include} ../../results/tables/07_breakdown.md
-# ```
-#
-# At the peak all activations are live: backward has not yet freed any. The temporaries are two gradients of
-# $T V$ elements, with respect to the log-probabilities and to the logits; {doc}`04_experiments` shows how to reduce
-# them. Each block saves $T \, (10 d + 2 f + 3 h + 2)$ elements, the $A$ per token of {doc}`01_where_memory_goes`. Every
-# node records the module that called it, so we can add up the saved bytes of each block and check both statements:
-
-# %%
-T, V, d, f, h = 4096, GPT2.vocab_size, GPT2.dim, GPT2.ff_dim, GPT2.heads
-saved = collections.Counter()
-for a in plan.activations:
-    saved[".".join(a.module.split(".")[:2])] += a.bytes
-for part, size in saved.items():
-    print(f"{size / MIB:6.1f} MiB  {part or 'the loss'}")
-assert {saved[f"blocks.{i}"] for i in range(GPT2.layers)} == {4 * T * (10 * d + 2 * f + 3 * h + 2)}
-assert at_the_peak["temporaries"] == 4 * (2 * T * V + 1)  # and the gradient of the loss
-
-# %% [markdown]
 # ## What a schedule is
 #
 # A *schedule* is the ordered list of steps that a plan runs: compute this node, free that storage. The baseline computes
-# every node once. `lower` takes the storages to save and recomputes everything else, as late as possible. We use a chain
-# of tanh operations, because the backward of a tanh reads only its output, and recompute the second of four:
-
+# every node once. `lower` takes the storages to save and recomputes the others as late as possible. We use a chain of
+# tanh operations, because the backward of a tanh reads only its output, and recompute the second of four:
 
 # %%
 class Chain(nn.Module):
@@ -310,32 +252,33 @@ for saved in ([a1, a2, a3, a4], [a1, a3, a4]):
 # ## A plan is an order, not a set
 #
 # "Save these, recompute the others" does not say *when* to recompute. Take a chain of $n = 16$ activations of $S$ bytes,
-# save every $k$-th with $k = 4$, and recompute the others in three orders:
+# in segments of length $\ell = 4$. Save the last activation of every segment, and recompute the others in three orders:
 #
 # - **Early**: recompute all missing activations when backward begins. Then all $n$ are live, together with the first
 #   gradient.
-# - **Late**: recompute a segment of $k - 1$ activations when backward reaches it. At the first segment that backward
-#   reaches, the last of the $n / k$ saved activations is already freed, and the other $n / k - 1$ are live. Two
-#   gradients are also live: the one that a tanh's backward reads and the one it computes.
-# - **Again**: rebuild each activation from the nearest saved one just before backward needs it, and then discard it. In
-#   place of $k - 1$ recomputed activations, only one is live.
+# - **Late**: recompute the $\ell - 1$ activations of a segment when backward reaches it. At the first segment that
+#   backward reaches, the last of the $n / \ell$ saved activations is already freed, and the other $n / \ell - 1$ are
+#   live. Two gradients are also live: the one that a tanh's backward reads and the one it computes.
+# - **Again**: recompute each activation from the nearest saved one just before backward needs it, then free it. Only one
+#   recomputed activation is live, in place of $\ell - 1$.
 #
 # In units of $S$, and without the loss and its gradient, the peaks are
 #
 # $$ \begin{aligned}
 #    \text{peak}_\text{early} &= n + 1 &&= 17 \\
-#    \text{peak}_\text{late} &= (n / k - 1) + (k - 1) + 2 &&= 8 \\
-#    \text{peak}_\text{again} &= (n / k - 1) + 1 + 2 &&= 6
+#    \text{peak}_\text{late} &= (n / \ell - 1) + (\ell - 1) + 2 &&= 8 \\
+#    \text{peak}_\text{again} &= (n / \ell - 1) + 1 + 2 &&= 6
 #    \end{aligned} $$
 #
-# `scheduled` takes the order of the backward operations and inserts the frees:
+# {doc}`06_sublinear_memory` derives the best $\ell$ for the late order. Here we check the three peaks. `scheduled` takes
+# the order of the backward operations and inserts the frees:
 
 # %%
-n, k = 16, 4
+n, length = 16, 4
 chain = Chain(n, 2**18)
 graph = ackpt.trace(chain)
-every_kth = activations(graph)[k - 1 :: k]
-late = lower(graph, every_kth)
+ends = activations(graph)[length - 1 :: length]
+late = lower(graph, ends)
 order = [one.id for one in late.backward if one.kind == "compute"]
 recomputed = [i for i in order if i < graph.boundary]
 backward = [i for i in order if i >= graph.boundary]
@@ -343,7 +286,6 @@ early = scheduled(graph, None, recomputed + backward)
 
 # %% [markdown]
 # The third order inserts before each backward operation all nodes that it needs and that are not live:
-
 
 # %% tags=["hide-input"]
 def missing(i, available):
@@ -355,7 +297,7 @@ def missing(i, available):
     return needed
 
 
-available = {graph.storages[s].producer for s in every_kth}
+available = {graph.storages[s].producer for s in ends}
 available |= {node.id for node in graph.nodes if not node.inputs}
 order = []
 for i in backward:
@@ -377,29 +319,25 @@ for name, schedule in {"early": early, "late": late, "again": again}.items():
     print(f"{name:5} simulated {peak:,} B, measured {real.dynamic_peak_bytes:,} B = {peak / S:.1f} S, {runs} tanh recomputed")
     assert peak == real.dynamic_peak_bytes
 
-# %% alt="Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth."
+# %%
 figure = graph_profile.orders_plot(timelines, "", S)
 path = plots.save(figure, "results/figures/07_orders.png")
-figure
 
 # %% [markdown]
-# *Measured live memory with the same saved activations and three orders of recomputation: the order determines the
-# peak. The weight, 1 MiB, is resident.*
-#
-# The early order pays for all recomputation and gains nothing: its peak is the baseline's. The third order recomputes
-# twice as much and has the lowest peak.
+# The three timelines are {ref}`the figure at the top <fig-orders>`. The early order pays for all recomputation and gains
+# nothing: its peak is the baseline's. The third order recomputes twice as much and has the lowest peak.
 #
 # :::{admonition} Takeaway
 # :class: tip
 # The saved set alone does not determine the peak: the order also matters. Recompute late and free at once. If that is
-# not enough, recompute more than once. A planner that chooses only sets leaves the peak to chance.
+# not enough, recompute more than once.
 # :::
 #
 # ## One id for each operation
 #
-# `ackpt` gives each operation an id once, when it captures the graph, and every copy of the node carries this id.
+# `ackpt` gives each operation an *id*, its position $i$ in the captured graph, and every copy of the node carries it.
 # `rewrite` turns a schedule into two modules, forward and backward. In the third order above, backward runs one operation
-# three times, under three names and one id:
+# three times; the copies have three names and one id:
 
 # %% tags=["hide-input"]
 names = collections.defaultdict(list)
@@ -424,9 +362,8 @@ weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
 # Two kinds of operations must not simply run a second time. Dropout would draw another mask, and BatchNorm in training
 # updates its running statistics, which must happen once per step. A planned step *replays* dropout: forward saves the RNG
 # state, and recomputation restores it. It recomputes BatchNorm by an operation that does not update the statistics. We
-# train for three steps, first planned with nothing saved, then with PyTorch's checkpoint. All parameters and statistics
-# are compared bit for bit with the baseline's:
-
+# train for three steps, first planned with nothing saved, then with PyTorch's checkpoint, and compare all parameters and
+# statistics bit for bit with the baseline's:
 
 # %%
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
@@ -454,27 +391,27 @@ for name, state in states.items():
     print(f"{name:10} {state['1.num_batches_tracked']} batches, wrong: {', '.join(wrong) or 'nothing'}")
 
 # %% [markdown]
-# Operations that change their arguments, and collectives, cannot be recomputed: a schedule that recomputes one raises
-# an error that names it.
+# PyTorch's checkpoint updates the statistics twice per step. Operations that change their arguments, and collectives,
+# cannot be recomputed: a schedule that recomputes one raises an error that names it.
 #
 # ## Predicted peaks equal measured peaks
 #
-# All planning rests on one claim: the simulated peak is the measured peak. We check it for two models and three
-# policies. `none` is the baseline. `full` is per-block checkpointing. `manual` takes the fate of each operation from the
-# caller, here from random choices. Every step is planned, rewritten, run and measured, and its gradients are compared
-# with the baseline's.
+# All planning relies on one claim: the simulated peak is the measured peak. We check it for two models: without
+# recomputation, with per-block checkpointing, and with random fates. Every step is planned, rewritten, run and measured
+# on this CPU, and its gradients are compared with the baseline's.
 
 # %% tags=["hide-input"]
 config = ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)
 resnet = (ResNet(config), (torch.randn(4, 3, 64, 64),), {"labels": torch.randint(10, (4,))})
+shown = {"none": "baseline", "full": "per-block", "manual": "random fates"}
 rows = []
 for name, case in {"language model": (lm, call, targets), "ResNet": resnet}.items():
-    for policy, row in graph_profile.compare(*case, ("none", "full", "manual")).items():
+    for policy, row in graph_profile.compare(*case, tuple(shown)).items():
         assert row["is_equal"]
         sizes = {what: round(row[f"{what}_bytes"] / MIB, 2) for what in ("saved", "peak")}
         again = round(100 * row["recompute_ratio"], 1)
-        rows.append({"model": name, "policy": policy, **sizes, "again": again, "off": row["off_bytes"]})
-columns = {"model": "model", "policy": "policy", "saved": "saved, MiB", "peak": "dynamic peak, MiB"}
+        rows.append({"model": name, "plan": shown[policy], **sizes, "again": again, "off": row["off_bytes"]})
+columns = {"model": "model", "plan": "plan", "saved": "saved, MiB", "peak": "dynamic peak, MiB"}
 columns |= {"again": "recomputed FLOPs, %", "off": "simulated - measured, bytes"}
 caption = (
     "Planned steps on the CPU; all gradients are bitwise equal to the baseline's. The dynamic peak omits workspaces; "
@@ -500,7 +437,6 @@ environment("cpu", "notebooks/07_graph_profiler.py")
 # How many bytes does `Tiny` save for backward with GELU in place of ReLU? GELU's derivative is computed from its input.
 # :::
 
-
 # %% tags=["solution"]
 class TinyGelu(Tiny):
     def forward(self, x, labels):
@@ -514,31 +450,12 @@ print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
 # GELU saves 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the
 # next weight. With ReLU, one storage is enough for both.
 #
-# :::{admonition} Exercise 2: the best distance
-# :class: note
-# Which $k$ gives the lowest peak in the late order for $n = 64$, and what is this peak? Derive both, then simulate the
-# divisors of 64.
-# :::
-
-# %% tags=["solution"]
-long_graph = ackpt.trace(Chain(64, 2**10))
-long_profile = ackpt.profile(long_graph, workspace="measured")
-for distance in (2, 4, 8, 16, 32):
-    schedule = lower(long_graph, activations(long_graph)[distance - 1 :: distance])
-    peak = simulate(long_graph, long_profile, schedule).peak_bytes // 2**12
-    print(f"k = {distance:2}: {peak} S, n / k + k = {64 // distance + distance}")
-
-# %% [markdown]
-# $n / k + k$ is lowest at $k = \sqrt n$, where it is $2 \sqrt n$: the square root of {doc}`06_sublinear_memory`. Here
-# the peak is 16 activations; the baseline's is 65.
-#
-# :::{admonition} Exercise 3: a policy of your own
+# :::{admonition} Exercise 2: a policy of your own
 # :class: note
 # Write a policy that recomputes no FLOPs: save the outputs of matrix products and attention, and recompute the rest. By
 # how much does it lower the dynamic peak of the two-block language model? Hint: a policy is a function from a graph to an
 # object with a `schedule`, `PlannedStep(lm, policy)` runs it, and `ackpt.profile(graph).flops` lists the FLOPs by node.
 # :::
-
 
 # %% tags=["solution"]
 def save_products(graph):
@@ -551,15 +468,14 @@ frugal = measured(PlannedStep(lm, save_products), lm, *call, **targets)
 print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs")
 
 # %% [markdown]
-# The policy lowers the peak by more than a third without recomputing a FLOP. It still costs time, because the recomputed
-# elementwise operations move bytes. This is *selective* checkpointing.
+# This *selective* checkpointing lowers the peak by more than a third without recomputing a FLOP. It still costs time,
+# because the recomputed elementwise operations move bytes.
 #
 # ## What we have seen
 #
-# - A training step is one graph. Memory is allocated and freed per storage, and $m_i = m_{i-1} + b_i - r_i$ gives the
+# - A training step is one graph. Memory is allocated and freed per storage, and $m_i = m_{i-1} + b_i - b_i^-$ gives the
 #   peak. The allocator agrees to the byte, for the baseline and for planned steps.
-# - Without checkpointing, the peak of a language model comes where backward begins.
-# - A plan is an order: one set of saved activations has three peaks in three orders.
+# - A plan is an order: in three orders, one set of saved activations has three peaks.
 #
 # ## Appendix: names, positions, shapes
 #
@@ -570,7 +486,7 @@ print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the base
 # - **Positions** shift as soon as operations are recomputed.
 # - **Operations and shapes** are rarely unique in a model of equal blocks.
 # - **Addresses** are reused by the allocator during a step.
-# - **Tensors** share storages. Queries, keys and values are often views of one product, and saving one view saves all.
+# - **Tensors** share storages. Queries, keys and values are often views of one product: saving one view saves all.
 
 # %% tags=["hide-input"]
 values = {node.meta["ackpt_id"]: node.meta.get("val") for node in lm_graph.module.graph.nodes}
@@ -584,11 +500,11 @@ widest = max(lm_graph.storages, key=lambda s: len(s.nodes))
 print(f"nodes of storage {widest.id}:", ", ".join(lm_graph.nodes[i].name for i in widest.nodes))
 
 # %% [markdown]
-# ## Appendix: proof of a rewrite
+# ## Appendix: checking a rewrite
 #
-# Before the rewritten modules run, `ackpt` checks their memory: it runs both once on fake tensors. After every operation,
-# the live bytes must equal the simulated ones, with lifetimes derived from the modules and not from the schedule. Here
-# we replace ReLU by its in-place form after planning:
+# Before the rewritten modules run, `ackpt` runs both once on fake tensors. After every operation, the live bytes must
+# equal the simulated ones, with lifetimes derived from the modules and not from the schedule. Here we replace ReLU by its
+# in-place form after planning:
 
 # %% tags=["hide-input"]
 tampered = ackpt.trace(tiny, x, labels)
@@ -601,4 +517,4 @@ except ackpt.graph.RewriteError as error:
     print(str(error).split(". This")[0])
 
 # %% [markdown]
-# This check covers bytes, not values. Tests compare the values: they run random programs with random fates.
+# This check covers bytes; tests compare values, of random programs with random fates.

@@ -5,34 +5,21 @@
 
 # %% [markdown]
 # ```{figure} ../../results/figures/08_swapped.png
-# :alt: Simulated live memory of one step under three plans. Baseline: a high ramp up to the start of backward, and down again. Recomputed: half as high. Swapped: also half as high; activations leave during forward and return one after the other in backward.
+# :alt: Two pairs of panels over time. Recomputed: the compute lane has brown recomputations between the parts of backward, and the lane of copies is empty. Swapped: the lane of copies has copies out during forward and copies back during backward, and compute is shorter. In both, device memory stays below half of the dotted line, the peak of the baseline; with swaps, host memory rises in forward and falls in backward.
 # :class: dark-light
+# :name: fig-swapped
 #
-# Simulated live memory of one step on a T4: everything saved, activations recomputed, and activations swapped to the
-# host.
+# One step of a language model on a T4, simulated: half of the dynamic peak, once by recomputation and once by copies to
+# the host. The copies overlap with compute, so the swapped step is faster.
 # ```
 #
-# After this chapter you can decide for each activation of a step whether to save, swap or recompute it, as the
-# algorithm mu-TWO does. You know how far its decisions are from the optimum, when a copy to the host is free, and how
-# much larger a batch a plan allows.
-#
-# :::{admonition} Symbols of this chapter
-# :class: dropdown
-#
-# | symbol | meaning |
-# |:--:|---|
-# | $b$ | bytes of an activation |
-# | $t$ | seconds to recompute it, times the number of recomputations |
-# | $b / t$ | its *recompute ratio*: bytes freed per second of recomputation |
-# | $\rho$, $\lambda$ | FLOPs per second of the device; bytes per second of its link to the host, in one direction |
-# | $T$, $d$ | tokens; width of a layer |
-# | $B$, $m_0$, $m_1$ | batch size; bytes of a step that do not depend on it; bytes per sequence of the batch |
-# :::
+# After this chapter you can decide for each activation whether to save, swap or recompute it, and you know how much
+# larger a batch a plan allows. Only the published figures were measured on a GPU.
 #
 # {doc}`06_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
 # 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every activation individually, and may also *swap* it:
-# copy it to host memory during forward, and copy it back for backward. (Elsewhere this book calls that *offload*.) The
-# paper trains several models on one GPU; this chapter applies its algorithms to a single model.
+# offload it to host memory during forward, and copy it back for backward. The paper trains several models on one GPU;
+# this chapter applies its algorithms to a single model.
 
 # %%
 from dataclasses import replace
@@ -50,25 +37,26 @@ from ackpt.planner.costs.devices import device
 from ackpt.planner.policies.mu_two import Link, drop, schedules_of, states
 from ackpt.planner.policies.search.frontier import costs
 from ackpt.planner.schedule.schedule import everything
-from experiments import graph_profile, mu_two
+from experiments import mu_two
 from experiments.predicted_curves import BatchCurves
 from experiments.published import Predictions
 from experiments.published import rows as published_peaks
 from experiments.reports import batch_size as batch_report
+from experiments.reports import schematics
 from experiments.reports.figures import ratio_plot
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import environment, load_reference, markdown_table, write_text_atomic
+from experiments.widgets.offload_lanes import shown
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)
 MIB = 2**20
 
 # %% [markdown]
-# ## Three fates and their prices
+# ## Three fates and their times
 #
 # In plain PyTorch, a part of a model can save its activations, recompute them, or copy them to the host. The fate
 # changes memory and time, but not the gradients:
-
 
 # %%
 class Net(nn.Sequential):
@@ -88,9 +76,9 @@ swapped = torch.autograd.grad(loss, net.parameters())
 all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(saved, recomputed, swapped))
 
 # %% [markdown]
-# The prices of the last two fates follow from a data sheet, here that of a T4. (Nothing on this page runs on a GPU.) An
-# operation takes as long as its FLOPs or its memory traffic, whichever is longer. The network has five layers with
-# tanh, alternately wide and narrow, and each saves the output of its tanh:
+# The times of the last two fates follow from a data sheet, here that of a T4. An operation takes as long as its FLOPs or
+# its memory traffic, whichever is longer. The network has five layers with tanh, alternately wide and narrow, and each
+# saves the output of its tanh:
 
 # %%
 t4 = device("t4")
@@ -107,15 +95,29 @@ for linear, tanh in zip(net[0:10:2], net[1:10:2]):
     h = out
 
 # %% [markdown]
-# The *recompute ratio* ranks activations for recomputation: the higher it is, the more bytes a second of recomputation
-# frees. Swapping frees 8 GB/s, since the link has 16 GB/s in one direction and every byte moves twice. So all five
-# recomputations are faster than the copies. But copies can overlap with compute, and then they cost nothing. Swapping
-# therefore ranks activations by their *inactive time*: the run time of the operations between the last use in forward
-# and the first use in backward. `ackpt` computes both for every activation of a graph ({doc}`07_graph_profiler`):
+# The *recompute ratio* of an activation is its bytes divided by $t$, the seconds that its recomputation takes: the bytes
+# that a second of recomputation frees. The higher it is, the earlier we recompute. Swapping frees 8 GB/s, since the link
+# has 16 GB/s in one direction and every byte moves twice. So all five recomputations are faster than the copies.
+#
+# But copies that overlap with compute add no time. Whether they do depends on the *inactive time* of an activation: the
+# run time of the operations between its last use in forward and its first use in backward.
 
-# %%
+# %% alt="Bars over time. The top lane shows the operations of forward and, from 21 to 62 microseconds, of backward. Each row below is an activation: a short dark bar while forward uses it, a pale bar while it is inactive, and a dark bar while backward uses it. Below each row are the copies out and back, and the recomputation. Both copies of tanh_1 fit into its inactive interval; those of tanh, tanh_2 and tanh_4 end long after it. All recomputations are much shorter than the copies."
 graph = ackpt.trace(net, x)
 profile = ackpt.profile(graph, t4)
+figure = schematics.inactive_figure(mu_two.inactive_intervals(graph, profile))
+path = plots.save(figure, "results/figures/08_inactive.png")
+figure
+
+# %% [markdown]
+# *When the activations of the small network are inactive, at the rates of a T4. If both copies fit into the inactive
+# interval, as for `tanh_1`, a swap is free. If the copy back ends too late, compute waits. `addmm_5` is the output of the
+# network.*
+#
+# `ackpt` computes both quantities for every activation of a graph ({doc}`07_graph_profiler`):
+
+# %%
+
 intermediates = mu_two.intermediates_of(graph, profile)
 for i in intermediates:
     idle = f"inactive for {1e6 * i.inactive_time:4.1f} µs"
@@ -123,8 +125,7 @@ for i in intermediates:
 assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(intermediates, ratios))
 
 # %% [markdown]
-# The first five ratios equal those that we computed by hand. The last line is the output of the network, which the loss
-# reads. Here are the same two quantities for a language model of three blocks:
+# The first five ratios equal those computed by hand. For a language model of three blocks:
 
 # %%
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
@@ -150,16 +151,15 @@ figure
 # *Inactive time and recompute ratio of the activations of a language model, with the rates of a T4. The device recomputes
 # those above the dashed line faster than the link moves them out and back.*
 #
-# Sums and norms have the lowest ratios: their outputs have few bytes, but recomputing them reads a whole tensor.
+# The outputs of sums and norms have few bytes, but recomputing one reads a whole tensor.
 #
 # ## The algorithm
 #
 # mu-TWO compares two candidates: the activation that stays inactive longest, for swapping, and the one with the highest
 # ratio, for recomputation. It takes the one with less overhead, and repeats. The overhead of a swap is the part of its
-# copies that does not overlap with compute. The copy out may begin as soon as the activation is computed, while the
-# next operation still reads it, so a little more than the inactive time is available. The link carries one copy at a
-# time: `Link` keeps a ledger of how much of each operation's time (`costs`) is still free to hide one. `drop` marks an
-# activation for recomputation and updates the prices of the others.
+# copies that does not overlap with compute. The link carries one copy at a time: `Link` records how much of each
+# operation's time (`costs`) can still overlap with a copy. `drop` marks an activation for recomputation and updates the
+# ratios of the others.
 
 # %%
 hiding, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
@@ -177,16 +177,15 @@ while candidates := [i for i in kept if i not in moved]:
     print("recompute" if again < waits else "swap")
 
 # %% [markdown]
-# Swapping wins where the inactive time hides both copies, as for `tanh_1`. Compute would wait for the copies of the
+# Swapping wins where both copies fit into the inactive time, as for `tanh_1`. Compute would wait for the copies of the
 # large `tanh` and `tanh_2`, so these are recomputed.
 #
 # The paper stops as soon as its estimate of the peak fits. `ackpt.plan(graph, budget, policy="mu-two")` continues to
-# the end, simulates the schedule after every choice, and takes the cheapest one that fits the budget. A lower budget
-# therefore never gives a higher peak.
+# the end, simulates the schedule after every choice, and takes the cheapest one that fits.
 #
-# ## Each choice changes the other prices
+# ## Each choice changes the other ratios
 #
-# Suppose that there is no link to the host. Run to its end, mu-TWO then recomputes everything. The table shows the
+# Suppose that there is no link to the host. Then mu-TWO, run to its end, recomputes everything. The table shows the
 # ratio of each activation after every choice, in GB/s:
 
 # %%
@@ -200,14 +199,12 @@ for state in states(graph, no_link):
 
 # %% [markdown]
 # - `tanh_4` has the highest ratio and is dropped first. It is computed from `tanh_3`. If `tanh_3` were dropped, too, it
-#   would be recomputed twice: once for itself and once on the way to `tanh_4`. Its ratio halves. `addmm_5` has lost its
-#   source: recomputing it would now take two layers.
-# - `tanh` is dropped. `tanh_1` has lost its source: recomputing it now takes two layers, and its ratio falls.
-# - `tanh_2` is dropped. The ratio of its source `tanh_1` halves, and `tanh_3` has lost its source.
+#   would be recomputed twice: once for itself and once on the way to `tanh_4`. So the ratio of `tanh_3` halves. `addmm_5`
+#   has lost its source: recomputing it would now take two layers.
+# - `tanh_1` loses its source when `tanh` is dropped, and its ratio halves when `tanh_2` is.
 #
 # The choices do not yet fix the order of recomputation. A chain of dropped activations can be recomputed *once*, with
-# each member saved until its last use. Or it is recomputed for *each* of its members, as in the paper. We compare the two
-# orders with everything dropped:
+# each member live until its last use, or for *each* of its members, as in the paper. With everything dropped:
 
 # %%
 for name, schedule in zip(("once", "each"), schedules_of(graph, no_link, state)):
@@ -217,12 +214,12 @@ for name, schedule in zip(("once", "each"), schedules_of(graph, no_link, state))
 print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes / 1024:.0f} KiB")
 
 # %% [markdown]
-# Recomputing once is cheaper, but if everything is dropped, it needs as much memory as the baseline. `ackpt` tries both
-# orders after every choice.
+# Recomputing once is cheaper, but here it needs as much memory as the baseline. `ackpt` tries both orders after every
+# choice.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Choices depend on each other. An activation that was cheap to recompute becomes expensive once its sources are gone,
+# Choices depend on each other. An activation that was cheap to recompute becomes expensive once its sources are dropped,
 # so all ratios are updated after every choice. A set of choices becomes a plan only when its order is fixed.
 # :::
 #
@@ -245,44 +242,11 @@ assert plans["ilp"].cost <= plans["mu-two"].cost
 # gains nothing: the peak is at the start of backward, which needs `tanh_4` at once. The ratio takes into account bytes
 # and time, but not *when* the bytes are live, and a greedy algorithm never takes back a choice.
 #
-# ## One step, before and after
-#
-# We plan the language model for 40 % of its dynamic peak and run it on this CPU, where there is no link to swap over.
-# The rates are *calibrated*, that is, measured on this CPU:
-
-
-# %%
-def measured(forward):
-    def step():
-        lm.zero_grad()
-        forward(*words).backward()
-
-    return ackpt.measure(step, resident=(lm, words[0], words[1], words[3]), repeats=0)
-
-
-planned = ackpt.compile(lm, *words, budget=0.4, policy="mu-two")
-before, after = measured(lm), measured(planned)
-assert after.dynamic_peak_bytes == planned.plan.dynamic_peak_bytes <= planned.plan.limit_bytes
-print(f"added time {planned.plan.cost:.1%} by calibrated rates, {after.flops / before.flops - 1:.1%} more FLOPs")
-
-# %% alt="Live memory of two training steps of the language model side by side. Before: activations rise in three equal stretches to a peak where backward begins. After: a flat ramp of saved activations, and waves of recomputed activations and temporaries in backward while gradients grow."
-timelines = {"before": before.timeline, "mu-two": after.timeline}
-figure = graph_profile.orders_plot(timelines, "", before.resident_bytes)
-path = plots.save(figure, "results/figures/08_language_model.png")
-figure
-
-# %% [markdown]
-# *Measured live memory of one step of the language model, without a plan and with a mu-TWO plan for 40 % of the
-# baseline's dynamic peak.*
-#
-# The measured peak equals the planned one to the byte (the cell asserts it).
-#
 # ## When a copy is free
 #
-# A copy adds no time to the step as long as it overlaps with compute. Whether it does depends on the device. Take two
-# blocks of a language model with 4,096 tokens, and halve their dynamic peak. The plans follow from shapes and data
+# A copy adds no time to the step as long as it overlaps with compute. Whether it does depends on the device. Take a
+# language model of two blocks with 4,096 tokens, and halve its dynamic peak. The plans follow from shapes and data
 # sheets, and are **simulated** on three streams: compute, copies out, copies in.
-
 
 # %% tags=["hide-input"]
 def wide_graph(width):
@@ -292,72 +256,62 @@ def wide_graph(width):
         return ackpt.trace(models.LanguageModel(models.TransformerConfig(**sizes, layers=2)), ids, starts, 512, ids)
 
 
-rows, shown = [], {}
+rows, lanes = [], {}
 for width in (256, 1024):
     wide = wide_graph(width)
     for name in ("t4", "h200"):
         rates = ackpt.profile(wide, name)
         recomputed = ackpt.plan(wide, 0.5, "mu-two", profile=replace(rates, swap_seconds=None))
         both = ackpt.plan(wide, 0.5, "mu-two", profile=rates)
-        row = {"width": width, "device": name, "without": round(100 * recomputed.cost, 1)}
+        row = {"width": width, "device": name.upper(), "without": round(100 * recomputed.cost, 1)}
         rows.append(row | {"with": round(100 * both.cost, 1), "host": round(both.host_bytes / MIB)})
         if (width, name) == (1024, "t4"):
             baseline = ackpt.plan(wide, policy="none", profile=rates)
-            shown = {"baseline": baseline.timeline, "recomputed": recomputed.timeline, "swapped": both.timeline}
+            lanes = {"height": 2.1, "dotted": "device peak of the baseline"}
+            lanes["without"] = {"peak_bytes": baseline.dynamic_peak_bytes}
+            halved = {"recomputed": recomputed, "swapped": both}
+            lanes["variants"] = [{"label": name} | shown(wide, rates, plan.schedule) for name, plan in halved.items()]
+            lanes["seconds"] = max(each["seconds"] for each in lanes["variants"])
+path = plots.save(schematics.lanes_figure(lanes), "results/figures/08_swapped.png")
 columns = {"width": "width", "device": "rates of", "without": "no link: added time, %"}
 columns |= {"with": "link: added time, %", "host": "link: in host memory, MiB"}
 caption = "mu-TWO plans for half of the dynamic peak, without and with a link; fp32, simulated from data sheets."
 table = markdown_table(rows, columns, caption, "tab-link")
 path = write_text_atomic("results/tables/08_link.md", table)
 
-# %% alt="Simulated live memory of one step under three plans. Baseline: a high ramp up to the start of backward, and down again. Recomputed: half as high. Swapped: also half as high; activations leave during forward and return one after the other in backward."
-figure = graph_profile.orders_plot(shown, "", baseline.resident_bytes)
-path = plots.save(figure, "results/figures/08_swapped.png")
-figure
-
 # %% [markdown]
-# *Simulated live memory of the model of width 1,024 at the rates of a T4: without a plan, and with half the dynamic
-# peak by recomputation and by swapping.*
-#
 # ```{include} ../../results/tables/08_link.md
 # ```
 #
-# The T4 is slow, so the products of width 1,024 hide all copies, and halving the peak is free. The H200 computes narrow
-# layers so fast that hardly any copy overlaps. There mu-TWO with the link is even more expensive than without it: a
-# swap that looked free early on is not taken back.
+# {ref}`The figure at the top <fig-swapped>` shows the plans for width 1,024 and a T4. The T4 is slow, so all copies
+# overlap with the products of this width, and halving the peak is free. The H200 computes narrow layers faster than the
+# link copies their outputs. At width 256, mu-TWO costs even more with the link than without it: a swap that looked free
+# early on is not taken back.
 #
-# Where is the boundary? A layer of width $d$ computes $2 T d^2$ FLOPs in forward, and its output has $4 T d$ bytes in
-# fp32. The product hides the copy of one output if
+# Where is the boundary? With $T$ tokens, a layer of width $d$ computes $2 T d^2$ FLOPs in forward, at a rate of $\rho$
+# FLOPs per second. Its output has $4 T d$ bytes in fp32, and the link moves $\lambda$ bytes per second in one direction.
+# The copy of one output overlaps completely with the product if
 #
 # $$ \frac{4 T d}{\lambda} \;\le\; \frac{2 T d^2}{\rho} \qquad\Longleftrightarrow\qquad d \;\ge\; \frac{2 \rho}{\lambda} , $$
 #
-# for any number of tokens:
-
-# %%
-for name in ("t4", "h200"):
-    rates = device(name)
-    print(f"{name:5} d >= {2 * rates.flops_per_second['float32'] / rates.link_bytes_per_second:,.0f}")
-
-# %% [markdown]
-# The rule of {doc}`05_offload`, $d \ge \rho / (12 \lambda)$, is for whole blocks: there, one copy carries the input of a
-# block in bf16, $2 T d$ bytes, while the block computes $24 T d^2$ FLOPs. A single layer computes far less per byte.
+# for any number of tokens. {ref}`The table <tab-offload-pays>` in {doc}`05_offload` evaluates this for three devices,
+# also in 16 bits, as *outputs of layers*. *Inputs of blocks* allow narrower models: a block computes twelve times as much.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Swap if $d \ge 2 \rho / \lambda$; otherwise recompute.
+# Swap the outputs of all layers if $d \ge 2 \rho / \lambda$. In narrower models only some copies overlap: compare each
+# swap with its recomputation.
 # :::
 #
 # ## The largest batch
 #
-# Users often ask the reverse question: not how small the peak gets, but how large a batch fits. The peak of a step is
-# linear in the batch size, $m_0 + m_1 B$. Parameters, gradients and optimizer state are in $m_0$; the activations are
-# in $m_1 B$, and only they can be recomputed. A limit of $M$ bytes therefore allows
+# The peak of a step is linear in the batch size $B$: it is $C_0 + C_1 B$. Parameters, gradients and optimizer state are
+# in $C_0$; the activations are in $C_1 B$, and only they can be recomputed. A limit of $M$ bytes therefore allows
 #
-# $$ B = \left\lfloor \frac{M - m_0}{m_1} \right\rfloor . $$
+# $$ B = \left\lfloor \frac{M - C_0}{C_1} \right\rfloor . $$
 #
-# We predict $B$ for a Transformer with sequences of 32 tokens, then run it. The limit is the peak of the baseline with
-# 16 sequences.
-
+# We predict $B$ for a Transformer with sequences of 32 tokens, then run it on this CPU. The limit is the peak of the
+# baseline with 16 sequences.
 
 # %%
 def inputs(batch):
@@ -383,7 +337,6 @@ def train(batch, *, regions=False, budget=None):
     resident = model, optimizer, args[0], args[1], args[3]
     return ackpt.measure(step, resident=resident, repeats=0).peak_bytes, getattr(forward, "plan", None)
 
-
 # %%
 limit, _ = train(16)
 options = {"baseline": {}, "per-block": {"regions": True}, "mu-two": {"budget": 0.4}}
@@ -400,10 +353,9 @@ planned_size, plan = train(largest["mu-two"], budget=limit)
 assert max(size, planned_size) <= limit
 print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time")
 
-# %% [markdown] Both steps keep the limit. As memory grows, the factor approaches the ratio of the slopes. With little
-# memory $m_0$ dominates, and no method gains much. (The added time is planned with calibrated rates.
-# `python -m experiments batch-size --model resnet50 --batches 4,8,16 --methods plain,per-block,mu-two` compares other
-# models.)
+# %% [markdown]
+# Both peaks are within the limit. As memory grows, the ratio of the batches approaches that of the slopes. With little
+# memory $C_0$ dominates, and no method gains much. (The added time is estimated from calibrated rates.)
 #
 # ## The published table
 #
@@ -431,9 +383,9 @@ caption = (
 path = write_text_atomic("results/tables/08_published.md", markdown_table(rows, columns, caption, "tab-published"))
 columns = {"batch": "batch", "without peak": "baseline, MiB", "per-block peak": "per-block, MiB"}
 columns |= {"per-block time": "time, %", "mu-two peak": "mu-TWO, MiB", "mu-two time": "time, %"}
-columns |= {"auto peak": "auto, MiB", "auto time": "time, %", "gpu": "on a GPU, MiB"}
+columns |= {"auto peak": "plan, MiB", "auto time": "time, %", "gpu": "on a GPU, MiB"}
 caption = (
-    "Our ResNet-152 with per-block checkpointing, and with plans by mu-TWO and by `auto` within the same peak. Predicted "
+    "Our ResNet-152 with per-block checkpointing, and with plans of mu-TWO and of `ackpt` within the same peak. Predicted "
     "from shapes and an H100's data sheet: forward and backward in fp32, no copies to the host."
 )
 path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, columns, caption, "tab-resnet"))
@@ -442,35 +394,30 @@ path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, col
 # ```{include} ../../results/tables/08_published.md
 # ```
 #
-# - **Largest batch.** The table supports a factor of about 2, the lower end of the claim for the ResNet. (The last row
-#   limits the factor for 32 images.)
+# - **Largest batch.** The table supports a factor of about 2, the lower end of the claim for the ResNet.
 # - **Peak.** Four rows save less than the claimed 45 % to 60 %, the last one a little more.
 # - **Time.** For batches of 8 and more, the step with recomputation is reported as *faster*, although it computes
 #   everything that the baseline computes, and more.
 #
-# The source suggests a reason: the two columns probably do not measure the same thing ({doc}`11_predictions`).
-# *Without* agrees within 3 % with a forward and a backward while a second model is resident; the prediction lacks the
-# workspaces of convolutions. *With* has even numbers of MiB, as only reserved memory has. The script next to the report
-# measures forwards only, so the table probably comes from other versions of it. The pipeline did not run mu-TWO either:
-# its rewriter fell back to `torch.utils.checkpoint` on bottleneck blocks. The last version of the source measures a
-# backward with both methods. Its table is plausible for batches of 8 to 64: memory falls by 28 % to 35 %, time rises by
-# 1 % to 23 %.
-#
-# What would such a table show? We predict per-block checkpointing of the same network, and plans with its peak as their
-# budget:
+# So the two columns probably do not measure the same thing ({doc}`11_predictions` gives the evidence). We cannot predict
+# *with*, whose network and step are not known. Instead, we predict per-block checkpointing of the same network, and plans
+# with its peak as their budget:
 #
 # ```{include} ../../results/tables/08_resnet.md
 # ```
 #
-# Per-block checkpointing lowers the peak by 39 % (batch 4) to 62 % (batch 64), for 30 % more time, about as
-# claimed. mu-TWO adds 10 % to 13 % of time for the same peak.
+# Per-block checkpointing costs 30 % of the step; mu-TWO costs 10 % to 13 % for the same peak.
 
 # %% tags=["hide-input"] alt="Four panels: peak and time of a step against the batch size, for a ResNet-152 and for a Transformer, each with lines for four methods. All are nearly straight. In memory, the three methods that recompute have the same line, with about a third of the baseline's slope for the ResNet and two thirds for the Transformer. In time, per-block checkpointing is the steepest line for the ResNet, and mu-TWO for the Transformer. The published points without the pipeline are slightly above the baseline's line; those with it are between the lines, and the last one is near the lower line."
 marks = {
     name: {batch: row["peak"] for batch, row in table.items()}
     for name, table in {"without": without, "with": with_it}.items()
 }
-named = {"ResNet-152": curves["resnet152"], "Transformer": curves["lm"]}
+NAMES = {"without": "baseline", "per-block": "per-block", "mu-two": "mu-TWO", "auto": "plan"}
+named = {
+    model: {batch: {NAMES[method]: point[method] for method in NAMES} for batch, point in curves[key].items()}
+    for model, key in {"ResNet-152": "resnet152", "Transformer": "lm"}.items()
+}
 figure = batch_report.curves_plot(named, marks, "")
 path = plots.save(figure, "results/figures/08_batches.png")
 figure
@@ -480,15 +427,14 @@ figure
 # which the pipeline was written (6 blocks of width 512, 8 heads, 128 tokens, 30,000 words). Gray marks: published,
 # where *without* includes a second model.*
 #
-# Peaks are linear in the batch, but not in the published column *with*. Its last row is close to per-block
-# checkpointing next to a second model (4,406 MiB); the other rows are above that line. On the Transformer, mu-TWO's
-# greedy choices cost more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of
-# 30,000 words, so at most 36 % of the peak is saved. The last version of the source has 35 %.
+# All peaks are linear in the batch except the published ones *with*. On the Transformer, mu-TWO's greedy choices cost
+# more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of 30,000 words, so the peak
+# falls by at most 36 %.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A peak is linear in the batch size. Its slopes tell how much larger a batch a plan allows. If a step that does more
-# work is reported as faster, something else was measured.
+# A peak is linear in the batch size. In ample memory, the ratio of the slopes is the factor by which a plan enlarges the
+# batch. If a step that does more work is reported as faster, check what was measured.
 # :::
 #
 # The numbers on this page were produced in this environment:
@@ -501,17 +447,16 @@ environment("cpu", "notebooks/08_mu_two.py")
 #
 # :::{admonition} Exercise 1: two readers
 # :class: note
-# Let $a = \tanh(\ldots)$ be read by $b = \sin a$ and $c = e^a$, and let both $b$ and $c$ be dropped. If $a$ were
-# dropped, too, how often would backward compute it?
+# Let $x_1 = \tanh(\ldots)$ be read by $x_2 = \sin x_1$ and $x_3 = \exp x_1$, and let both $x_2$ and $x_3$ be dropped. If
+# $x_1$ were dropped, too, how often would backward compute it?
 # :::
-
 
 # %% tags=["solution"]
 class Fork(nn.Linear):
     def forward(self, x):
-        a = super().forward(x).tanh()
-        b, c = a.sin(), a.exp()
-        return ((b * c) * (b + c)).sigmoid()
+        x1 = super().forward(x).tanh()
+        x2, x3 = x1.sin(), x1.exp()
+        return ((x2 * x3) * (x2 + x3)).sigmoid()
 
 
 fork = ackpt.trace(Fork(4, 4), torch.ones(2, 4))
@@ -522,24 +467,9 @@ for name in ("sin", "exp"):
     print(f"without {name}: tanh would be computed {by_name['tanh'].recomp_cnt} times")
 
 # %% [markdown]
-# Three times: for itself, for $b$ and for $c$.
+# Three times: for itself, for $x_2$ and for $x_3$.
 #
-# :::{admonition} Exercise 2: 16-bit products
-# :class: note
-# Above which width does a layer hide the copy of its output in 16 bits? Compare a T4 (`float16`) and an H200
-# (`bfloat16`) with their results in fp32.
-# :::
-
-# %% tags=["solution"]
-for name, dtype in (("t4", "float16"), ("h200", "bfloat16")):
-    rates = device(name)
-    print(f"{name:5} d >= {rates.flops_per_second[dtype] / rates.link_bytes_per_second:,.0f}")
-
-# %% [markdown]
-# The output has half the bytes, so the condition is $d \ge \rho / \lambda$. But $\rho$ is more than twice as large, so
-# the smallest width grows, too.
-#
-# :::{admonition} Exercise 3: with much more memory
+# :::{admonition} Exercise 2: with much more memory
 # :class: note
 # By the published table, how much larger a batch can the pipeline allow at most, if the memory grows without bound? Use
 # the rows up to 32 images.
@@ -555,15 +485,11 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 #
 # ## What we have seen
 #
-# - mu-TWO compares two prices: the part of a copy that does not overlap with compute, and the time of a recomputation.
-#   Each choice changes the prices of the others.
+# - mu-TWO compares two overheads: the part of a copy that does not overlap with compute, and the time of a recomputation.
+#   Each choice changes the overheads of the others.
 # - The choices are greedy. On a small network the exact optimum recomputes less for the same budget, because a ratio
-#   does not know when the bytes are live.
-# - The same fates allow two orders: recompute each activation once, which is cheaper, or once per use, which can lower
-#   the peak.
-# - Copies overlap with compute if $d \ge 2 \rho / \lambda$ in fp32: swap where layers are wide and the device is slow,
-#   and recompute elsewhere.
-# - Peaks are linear in the batch size, so their slopes predict the largest batch.
+#   ignores when the bytes are live.
+# - A copy is free if it overlaps with compute, as on slow devices and in wide models.
 #
 # ## Sources
 #
@@ -574,7 +500,7 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 #
 # ## Appendix: errors in the printed pseudocode
 #
-# The paper prints algorithms A to H. Followed to the letter, they do not work. `ackpt` corrects them:
+# As printed, the paper's algorithms A to H do not work. `ackpt` corrects them:
 #
 # | | printed | consequence | here |
 # |:--:|---|---|---|
@@ -586,9 +512,8 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 # | D, E, F | lists of sources | shared ancestors count twice | sets of operations |
 # | G | starts with all activations and adds recomputed ones | no choice lowers the estimate | simulated |
 #
-# The next cell shows three of these errors in numbers. For C it uses the language model; for D, repeated applications of
-# $x \leftarrow \sin x \cdot e^x$, each of which doubles the number of paths; for G, the small network.
-
+# Three of these errors in numbers: C for the language model; D for repeated applications of
+# $x \leftarrow \sin x \cdot \exp x$, each of which doubles the number of paths; G for the small network.
 
 # %% tags=["hide-input"]
 class Tower(nn.Linear):

@@ -5,34 +5,26 @@
 
 # %% [markdown]
 # ```{figure} ../../results/figures/11_errors.png
-# :alt: Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by a few percent. Those of the reference experiments are within 0.6 percent, except for the two smallest batches of a ResNet.
+# :alt: Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by a few percent. The reference experiments are within 0.6 percent, except for the two smallest batches of a ResNet.
 # :class: dark-light
+# :name: fig-errors
 #
-# Errors of all predictions of published measurements, by source.
+# Errors of all predictions of published measurements, by source. Most predictions of allocated bytes are exact.
 # ```
 #
-# After this appendix you can say how close a prediction from shapes alone comes to the memory that other people
-# measured on GPUs, how far you can trust predictions of allocated bytes, of reserved bytes and of the driver's figure,
-# and what makes a prediction fail.
+# After this appendix you can say how far to trust a prediction from shapes alone: allocated bytes mostly to the byte,
+# reserved bytes within 10 % to 20 %. And you know what makes a prediction fail. Three metrics are published:
 #
-# :::{admonition} Metrics of this appendix
-# :class: dropdown
+# - *allocated*: `torch.cuda.max_memory_allocated`, the bytes that tensors and workspaces occupied at the peak;
+# - *reserved*: `torch.cuda.max_memory_reserved`, all that the caching allocator holds, free blocks included;
+# - *NVML*: what the driver reports, that is, reserved bytes, the CUDA context, and what libraries allocate by themselves.
 #
-# | metric | meaning |
-# |---|---|
-# | allocated | `torch.cuda.max_memory_allocated`: bytes of the blocks that tensors and workspaces occupied at the peak |
-# | reserved | `torch.cuda.max_memory_reserved`: bytes of all segments that the caching allocator holds, free blocks included |
-# | NVML | what the driver reports through NVIDIA's management library: reserved bytes, the CUDA context, and what libraries allocate by themselves |
-# | error | predicted / published − 1 |
-# | exact | the prediction differs by no more than the rounding of the published figure |
-# :::
+# An error is predicted / published − 1. A prediction is *exact* if it differs by no more than the rounding of the
+# published figure.
 
 # %%
-import contextlib
 import json
 import os
-import tempfile
-import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -48,7 +40,7 @@ from experiments.calculator.sample import difference, rows_of
 from experiments.calculator.settings import Setting, by_formula, by_plan
 from experiments.data import packed_batches, token_stream
 from experiments.published import Predictions, all_predicted, excluded, reference, report, rows, time_ratios
-from experiments.reports.figures import bar_plot
+from experiments.reports.figures import stacked_plot
 from experiments.results import load_reference, markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls transformers by its old names
@@ -59,10 +51,10 @@ torch.set_num_threads(2)
 # %% [markdown]
 # ## One figure by hand
 #
-# The first figure of our list comes from the benchmarks of Liger-Kernel: the cross-entropy of logits for 16384 tokens
-# and 4096 words in float32, forward and backward, on an A100. We write the same step on fake tensors, which have shapes
-# but no data. It runs on any machine. `ackpt.predict` follows every allocation as PyTorch's caching allocator on an
-# A100 would serve it.
+# The first figure of our list comes from the benchmarks of Liger-Kernel: the cross-entropy of logits for 16,384 tokens
+# and 4,096 words in float32, forward and backward, on an A100. We write the same step on fake tensors, which have shapes
+# but no data. `ackpt.predict` follows every allocation as PyTorch's caching allocator on an A100 would serve it, on any
+# machine.
 
 # %%
 fake = FakeTensorMode()
@@ -82,25 +74,16 @@ print(f"published {published['bytes']:,}, predicted {peak:,} bytes")
 assert abs(peak - published["bytes"]) <= published["rounding"]
 
 # %% [markdown]
-# The logits, their gradient, the log-softmax and its gradient have 256 MiB each. A fifth block of 256 MiB is the gradient
-# of the previous step, to which backward adds. The rest are the targets and a few blocks of 512 bytes.
+# Five tensors have 256 MiB each: the logits, the log-softmax, the gradient of each, and the gradient of the previous
+# step, to which backward adds.
 #
 # ## All figures
 #
-# The file `results/reference/published-peaks.json` lists published figures: their source, the GPU, the sizes of the
-# step, the metric and the bytes. We did not copy anyone's code: we wrote each step from its description, in
-# `experiments/published/`. No constant of the predictor comes from these rows. Where a prediction is wrong, this
-# appendix says so. Some first comparisons showed that *our version* of a step was wrong: it left out what the
-# script runs before the step, or held other intermediate tensors than the original function. We corrected these steps
-# after reading the scripts.
-#
-# Units follow from the sources' code: a GB of MONeT has $2^{30}$ bytes, a GB of Cut Cross-Entropy 1000 MiB, and a MB of
-# the reference experiments $2^{20}$ bytes. To predict an NVML figure, we add the size of the CUDA context to
-# the reserved bytes. The documentation of transformers states this size; otherwise we take it from a table of the package.
-#
-# Predicting all rows takes minutes, so predictions are stored, each under a key that depends on the step, its sizes,
-# the GPU and the code that predicts it. A row whose key changed is predicted again. `python -m experiments published`
-# does the same in a terminal and prints every figure; with `--all`, it predicts everything again.
+# `results/reference/published-peaks.json` lists the published figures: source, GPU, sizes of the step, metric and bytes.
+# We wrote each step from its description, in `experiments/published/`. No constant of the predictor comes from these
+# rows. Some first comparisons showed that *our version* of a step was wrong; we corrected these after reading the
+# scripts. What a source means by MB or GB follows from its code. For NVML, we add the size of the CUDA context to the
+# reserved bytes.
 
 # %%
 found = all_predicted()
@@ -128,31 +111,22 @@ by_source = report.summary_table(
 )
 _ = write_text_atomic("results/tables/11_by_metric.md", by_metric)
 _ = write_text_atomic("results/tables/11_by_source.md", by_source)
+path = plots.save(report.errors_plot(found), "results/figures/11_errors.png")
 _ = write_text_atomic("results/cpu/11_badge.md", report.badge(found, "notebooks/11_predictions"))
 
 # %% [markdown]
 # ```{include} ../../results/tables/11_by_metric.md
 # ```
 #
-# Allocated bytes follow from shapes and from the order of operations. Reserved bytes depend, in addition, on where
-# the allocator placed every earlier block. NVML adds what no allocator sees: the CUDA context, which depends on the
-# versions of driver and libraries.
-
-# %% alt="Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by a few percent. Those of the reference experiments are within 0.6 percent, except for the two smallest batches of a ResNet."
-figure = report.errors_plot(found)
-path = plots.save(figure, "results/figures/11_errors.png")
-figure
-
-# %% [markdown]
-# *Most predictions of allocated bytes are exact; a section below explains the largest errors.*
+# Allocated bytes follow from shapes and from the order of operations. Reserved bytes also depend on where the allocator
+# placed every earlier block. NVML adds what the allocator does not manage. By source, as in
+# {ref}`the figure at the top <fig-errors>`:
 #
 # ```{include} ../../results/tables/11_by_source.md
 # ```
 #
-# ## Are the stored predictions current?
-#
-# Stored predictions could be out of date. We predict the smallest figure of every step again, and require the stored
-# bytes. Eight steps of whole Transformers are left out: they take ten seconds or more each.
+# Predictions are stored, because all of them take minutes; `python -m experiments published --all` repeats them. To check
+# the stored ones, we predict the smallest figure of every step again, except eight slow ones:
 
 # %%
 slow = {"vit-large", "gpt", "course-transformer", "bert-classifier", "reference-offload", "reference-language-model"}
@@ -167,27 +141,17 @@ print(f"{len(smallest)} predictions made again, all equal to the stored ones")
 # %% [markdown]
 # ## The largest errors
 #
-# The list shows the largest error of every step, by source and metric, if it is at least 2 %.
+# The largest error of every step, by source and metric, if it is at least 2 %:
 
 # %%
 for row in report.worst(found, 0.02):
     print(f"{row['error']:+7.1%}  {row['metric']:10} {row['step']:24} {row['source']}")
 
 # %% [markdown]
-# For most of them, we can name the reason, or at least narrow it down.
-#
-# **The step ran on another version of torch.** MONeT measured MobileNet V2 with torch 1.5, where backward read the
-# *result* of an in-place ReLU6. Today backward reads its *input*, which torch must copy before it is overwritten:
-
-# %%
-y = torch.randn(4, requires_grad=True) * 2
-print([name for name in dir(F.relu6(y, inplace=True).grad_fn) if name == "_saved_self"])
-
-# %% [markdown]
-# The documentation of transformers measured BERT-large with torch 1.10 and transformers 4.15. With checkpointed layers
-# the predictions are close. Without checkpointing, the published figures are larger by about one attention matrix per
-# layer and sequence, a tensor that checkpointing discards. The old implementation seems to have saved one more such
-# matrix; we cannot check that without these versions.
+# **Other versions of torch.** MONeT measured MobileNet V2 with torch 1.5, where backward read the *result* of an in-place
+# ReLU6. Today it reads its *input*, which torch must copy first. The documentation of transformers measured BERT-large
+# with torch 1.10. Without checkpointing, the published figures are larger by about one attention matrix per layer and
+# sequence, so the old implementation seems to have saved one more; we cannot check that without those versions:
 
 # %%
 bert = [row for row in found if row["step"] == "bert-classifier" and "optimizer" not in row["sizes"]]
@@ -201,36 +165,19 @@ size = bert[0]["sizes"]
 print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**20:.2f} MiB")
 
 # %% [markdown]
-# The repository pytorch-memory-optim used a nightly build of torch 2.1, whose `foreach` implementation of Adam had larger
-# temporaries than today's. Its only step with SGD, which has no temporaries, also has the smallest error. We cannot say
-# how much of the other errors is due to free blocks, since the repository states reserved bytes only.
+# **Memory of libraries.** cuDNN probably chooses fast convolutions with large workspaces for VGG-16, and for a ResNet in
+# small batches. Its sources are not public, so the predictor does not know these workspaces.
 #
-# **Libraries allocate memory of their own.** cuDNN chooses fast convolutions with large workspaces for VGG-16, and for a
-# ResNet in small batches. Its sources are not public, so the predictor does not know these workspaces. What torch's own
-# kernels allocate (sorts, group norm, reductions that convert their input) follows from their sources, which
-# `ackpt/metering/kernel_memory.py` cites; it also lists what is left out.
+# **Free blocks.** The allocated bytes of FitCheck's steps are off by at most 0.05 %. But with eager attention, some
+# predictions lack 6 % to 9 % of the reserved bytes, often just one attention matrix: the real allocator did not reuse a
+# free block of that size.
 #
-# **The memory depends on values.** A router sends tokens to experts. We assume that every expert gets the same number of
-# tokens, which is true only on average.
-#
-# **Free blocks differ.** The allocated bytes of FitCheck's steps are exact or off by at most 0.05 %. But with eager
-# attention, some predictions lack 6 % to 9 % of the reserved bytes, often just one attention matrix: the real allocator
-# could not reuse one free block of that size. FitCheck repeats a quantized run three times, and its reserved bytes differ
-# from run to run.
-
-# %% [markdown]
 # ## Times: how much slower is checkpointing?
 #
-# The rates of a data sheet also predict times, but only as if every kernel ran at these rates. Such a time is called
-# the *roofline*: for each operation, the larger of its FLOPs over the compute rate and its bytes over the bandwidth. A
-# *ratio* of two times of one step requires less: the kernels may fall short of the rates, as long as they do so by the
-# same factor with checkpointing as without. The file `results/reference/published-ratios.json` lists published pairs of
-# times. For each pair we capture the step from shapes, make the schedules of the two methods that were measured, and
-# divide their times. Nothing was fitted. We leave out communication between GPUs and the launch of kernels. The policy
-# `selective` gives the schedules of torchtitan, torchtune and transformers; the fates of the attention core and of
-# DenseNet's concatenations are set by name.
-#
-# These predictions are stored like those of memory. We predict the cheapest ones again.
+# Data sheets predict the times of kernels that run at the printed rates: the *roofline*. The *ratio* of a step's times
+# with and without checkpointing needs less: that kernels fall short of the rates by the same factor in both. For each
+# published pair of times, we capture the step from shapes, make the schedules of the two methods, and divide their times.
+# Nothing was fitted; communication between GPUs and the launch of kernels are left out.
 
 # %%
 compared = time_ratios.ratios()
@@ -254,10 +201,9 @@ _ = write_text_atomic("results/tables/11_time_ratios.md", ratio_table)
 # ```{include} ../../results/tables/11_time_ratios.md
 # ```
 #
-# Where large kernels fill the GPU, the roofline predicts the ratio within a few percent. Megatron-LM's layers recompute
-# communication as well, which the prediction leaves out, but they also overlap some of it. Most of the largest errors
-# are those of steps that run far below the roofline. We divide the predicted times by the published ones, for these and
-# for two of the reference experiments:
+# Where large kernels fill the GPU, the roofline predicts the ratio within a few percent. Errors are large where the two
+# times have different shares of the roofline. These shares, predicted times divided by published ones, for the largest
+# errors and for two of the reference experiments:
 
 # %%
 for row in compared:
@@ -266,23 +212,17 @@ for row in compared:
         print(f"{row['error']:+6.1%}  {row['what']:44} {first:4.0%} of the roofline, baseline {second:3.0%}")
 
 # %% [markdown]
-# **Batches of one sequence do not fill a V100.** The documentation of transformers compares four batches
-# of one sequence with one batch of four. The small batches reach a lower share of the roofline, most of all in float16,
-# where kernels are so short that launching them takes a large part of the time. In the first row of this source, where
-# the batch does not change, the prediction is within one percent.
-#
-# **The reference experiments.** Predicted for the published models, all ratios are within 12 %, those of the language
-# model and of the offload experiment within 5 %. The T4 ran at a nineteenth of its rate for products in float16, but at
-# 86 % of the roofline: half of its time is spent on gradients of slices, which bandwidth limits ({doc}`05_offload`).
-# The language model ran at an eighth of the roofline of an H100, but with and without checkpointing alike, so its
-# ratios agree. The synthetic steps ran even further below. Their shortest lengths have the largest errors: the time of
-# 14 steps includes what the profiler records and exports, see the next section.
+# Small batches reach a lower share of the roofline, most of all in float16, where launching kernels takes a large part of
+# the time. The T4 ran at 86 % of the roofline: half of its time is spent on gradients of slices, which bandwidth limits
+# ({doc}`05_offload`). The language model ran at an eighth of the roofline of an H100, but with and without checkpointing
+# alike, so its ratios agree. The synthetic steps ran even further below: their time includes what a profiler records and
+# exports.
 #
 # ## What the published numbers measured
 #
-# The book regenerates the tables of three small public projects and one documentation page. Their ideas hold, and they
-# taught us much. But a table does not state everything that its numbers depend on, so we read the sources and wrote the
-# same models in `experiments/published/reference.py`. We compare the predictions with the published peaks:
+# The book regenerates the tables of three small public projects and one documentation page. A table does not state
+# everything that its numbers depend on, so we wrote the same models from the sources, in
+# `experiments/published/reference.py`:
 
 # %%
 experiments = {
@@ -298,16 +238,12 @@ for kind, name in experiments.items():
     print(f"{name:34} {len(chosen):2} peaks, largest error {largest['error']:+.4%}, {missing / 2**20:.4f} MiB missing")
 
 # %% [markdown]
-# In the synthetic experiment, two of the allocator's blocks of 512 bytes are missing. The peaks of the language model
-# are off by up to 1.5 MiB: a block that is cut from a larger one keeps a remainder of up to 1 MiB, and the remainders
-# depend on all earlier steps. The offload experiment runs its four modes one after the other in one process, so we
-# expect larger remainders there, but we have not traced its 10 MiB. The ResNet's convolutions have workspaces, which
-# matter most for small batches. The GPU of the first two experiments is not stated. We infer a Hopper GPU: the peaks
-# contain two cuBLAS workspaces of 32 MiB; on other GPUs, the predictions would be 48 MiB lower.
+# The GPU of the first two experiments is not stated. We infer a Hopper GPU: the peaks contain two cuBLAS workspaces of
+# 32 MiB; on other GPUs, the predictions would be 48 MiB lower.
 #
-# **The language model reads the tokens that it has to predict.** Its attention is not causal: `model.py` calls
-# flash-attn without `causal=True`. And it has no positions: each token sees the *set* of all tokens of its sequence,
-# without their order. A small version of the model shows both:
+# **The language model reads the tokens that it has to predict.** `model.py` calls flash-attn without `causal=True`. And
+# it encodes no positions: each token sees the *set* of all tokens of its sequence. So its losses cannot be compared with
+# those of other language models. A small version:
 
 # %%
 def attend(qkv, offsets):
@@ -333,12 +269,8 @@ print(f"token 40 changes the prediction for token 21: {not torch.equal(first[20]
 print(f"the order of the tokens changes nothing: {torch.allclose(permuted, first[order])}")
 
 # %% [markdown]
-# So its losses cannot be compared with those of other language models. The two curves still show what they should:
-# checkpointing does not change them.
-#
-# **The gradients of the language model are never set to zero** in `run_lm_model.py`. They add up over 499 steps, so
-# each step follows the sum of all gradients so far, a momentum that never decays. They also occupy memory during the
-# forward.
+# **Its gradients are never set to zero** in `run_lm_model.py`. They add up over 499 steps, a momentum that never decays,
+# and they occupy memory during the forward:
 
 # %%
 batches = list(packed_batches(token_stream("embedded", 256), 256, batch_size=1, steps=120))
@@ -366,14 +298,13 @@ weights = reference.parameters_of_language_model()
 print(f"resident in the published run: {4 * weights / 2**20:.0f} MiB of gradients")
 
 # %% [markdown]
-# **The loop's variables are part of the peak.** In `run_syntetic.py`, the variable `loss` keeps the graph of the last
-# step until the next forward has ended. Backward frees the saved tensors, but not the result of `mse_loss`, which has a
-# storage as large as the input: 4096 bytes per token. In the same way, `checkpoint.py` of the offload experiment keeps
-# the blocks' inputs in attributes of autograd nodes, and `loss` keeps the nodes.
+# **The loop's variables are part of the peak.** In `run_syntetic.py`, `loss` refers to the result of `mse_loss` until the
+# next forward has ended, in a storage as large as the input: 4,096 bytes per token. In `checkpoint.py` of the offload
+# experiment, attributes of autograd nodes refer to the blocks' inputs.
 #
-# **The ResNet's columns "without" and "with" are different measurements.** Next to the report (commit `2aa6c7f`), the
-# function `measure_memory_and_time` in `starter_code/ac_comparison.py` runs *forwards only*. A forward does not
-# recompute anything, so checkpointing can make it neither slower nor faster:
+# **The ResNet's columns "without" and "with" are different measurements.** Next to the report (commit `2aa6c7f`),
+# `measure_memory_and_time` in `starter_code/ac_comparison.py` runs *forwards only*, and a forward does not recompute
+# anything:
 
 # %%
 blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
@@ -397,55 +328,14 @@ even = {m: all(row["peak"] % 2 == 0 for row in resnet if row["method"] == m) for
 print("all peaks are even whole MiB:", even)
 
 # %% [markdown]
-# The column "without" agrees with a forward *and* a backward while a second model is resident, as our predictions above
-# show. The column "with" has even numbers only. Allocated bytes are multiples of 512 bytes; *reserved* bytes of large
-# blocks are multiples of 2 MiB. So the two columns probably come from different versions of the script. That would
-# explain why the step seems to be 20 % to 26 % faster with checkpointing.
+# "Without" agrees with a forward *and* a backward while a second model is resident. "With" has even numbers only:
+# allocated bytes are multiples of 512 bytes, but *reserved* bytes of large blocks are multiples of 2 MiB. So the columns
+# probably come from different versions of the script, which would explain a step that is 20 % to 26 % faster with
+# checkpointing. The pipeline did not run mu-TWO either: its rewriter fell back to `torch.utils.checkpoint`.
 #
-# **BERT's memory is an average.** The documentation gives the mean of what `nvidia-smi` showed during a run. A mean is
-# below the peak, which is what the step needs:
-
-# %%
-with FakeTensorMode():
-    mlp = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
-    x = torch.empty(4096, 512)
-live = ackpt.predict(lambda: mlp(x).sum().backward(), resident=(mlp, x)).timeline.live
-print(f"mean / peak of the bytes that a step of eight layers allocates: {sum(live) / len(live) / max(live):.2f}")
-
-# %% [markdown]
-# (`nvidia-smi` shows reserved bytes, which rarely decrease during a run, so their mean is closer to the peak.)
+# **BERT's memory is an average** of what `nvidia-smi` showed during a run, and a mean is below the peak.
 #
-# **Times include a profiler.** `run_syntetic.py` times 14 steps under `torch.profiler` with stacks, shapes and memory,
-# including the export of the trace; `run_lm_model.py` does the same for 499 steps. Both record ten of them. The
-# profiler's work per kernel does not depend on the sequence's length, and the checkpointed step launches more kernels:
-
-# %% tags=["measured-time", "nbval-ignore-output"]
-def fourteen(profiled):
-    run, activities = partial(train_small, blocks), [torch.profiler.ProfilerActivity.CPU]
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        if profiled:
-            options = {"record_shapes": True, "profile_memory": True, "with_stack": True, "with_modules": True}
-            export = torch.profiler.tensorboard_trace_handler(folder)
-            stack.enter_context(torch.profiler.profile(activities=activities, on_trace_ready=export, **options))
-        for _ in range(14):
-            run()
-    return time.perf_counter() - begin
-
-
-def train_small(model):
-    model(torch.randn(512, 64)).sum().backward()
-
-
-fourteen(True)
-print(f"14 small steps: {fourteen(True) / fourteen(False):.0f} times as long with the profiler")
-
-# %% [markdown]
 # ## What was left out
-#
-# A figure is left out if the source does not state what the step was, if the step ran code that allocates by itself
-# (Inductor's, Triton's, bitsandbytes'), if it needs an operation or a model of memory that this package does not have, or
-# if it is not a measurement of its own.
 
 # %% tags=["hide-input"]
 left_out = report.reasons(excluded())
@@ -455,24 +345,25 @@ _ = write_text_atomic("results/tables/11_left_out.md", markdown_table(left_out, 
 print(sum(line["n"] for line in left_out), "figures are left out")
 
 # %% [markdown]
+# :::{admonition} The figures that are left out, by reason
+# :class: dropdown
+#
 # ```{include} ../../results/tables/11_left_out.md
 # ```
+# :::
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The allocated peak of a step in plain PyTorch can be known before the step runs, mostly to the byte. Leave 10 % to 20 %
-# for reserved bytes, and ask the driver for the size of the CUDA context. A larger error means that the description of
-# the step is incomplete, or that a library allocates something that shapes do not show.
+# The allocated peak of a step in plain PyTorch can be predicted before the step runs, mostly to the byte. Leave 10 % to
+# 20 % for reserved bytes, and ask the driver for the size of the CUDA context. A larger error means another version, an
+# incomplete description of the step, or a library that allocates what shapes do not show.
 # :::
 #
 # ## The calculator on the first page
 #
-# The memory calculator of the {doc}`first page <../index>` plans nothing itself: it evaluates formulas. Every operation
-# of a step allocates $c\,b^i s^j$ bytes for batch size $b$ and length $s$, a peak is the largest of several sums of such
-# terms, and equal blocks repeat. `nox -s calculator` finds the formulas from plans of a few sizes of models with four
-# blocks, and refuses sizes that they do not reproduce to the byte. Models that are not a chain of equal blocks, such as
-# T5, Whisper and U-Nets, are planned as a whole at these sizes. We compare the formulas with plans of the *whole* models
-# at random settings.
+# The memory calculator of the {doc}`first page <../index>` evaluates formulas: every operation of a step allocates a
+# constant times powers of the batch size $B$ and the length $T_\text{seq}$, and equal blocks repeat. `nox -s calculator`
+# fits these to plans of a few sizes. We compare the formulas with plans of *whole* models at random settings:
 
 # %% tags=["hide-input"]
 grid, sample = (json.loads(Path("results", "calculator", f"{name}.json").read_text()) for name in ("grid", "sample"))
@@ -492,12 +383,8 @@ policies = {
 }
 peaks = {label: by_formula(grid, setting)["at_peak"] for label, setting in policies.items()}
 names = ["parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries"]
-figure = bar_plot(
-    names,
-    {label: [peak.get(name, 0) for name in names] for label, peak in peaks.items()},
-    "LoRA of Llama 3 8B, 4 sequences of 4096 tokens: activations decide",
-    ylabel="memory at the peak (MiB)",
-)
+parts = {name: [peak.get(name, 0) for peak in peaks.values()] for name in names}
+figure = stacked_plot([*peaks], {name: sizes for name, sizes in parts.items() if any(sizes)}, "")
 path = plots.save(figure, "results/figures/11_calculator.png")
 
 # %% [markdown]
@@ -506,7 +393,7 @@ path = plots.save(figure, "results/figures/11_calculator.png")
 # :::{admonition} Exercise 1: three modes
 # :class: note
 # Liger-Kernel's scripts measure a gated MLP in three modes: forward, backward, and both (full). Compare their peaks at
-# 2 sequences of 1024 tokens on the RTX 4090. Why is backward as large as full?
+# 2 sequences of 1,024 tokens on the RTX 4090. Why is backward as large as full?
 # :::
 
 # %% tags=["solution"]
@@ -516,9 +403,10 @@ for row in found:
         print(f"{sizes.get('mode', 'full'):8} published {row['bytes']:,}, predicted {row['predicted']:,}")
 
 # %% [markdown] tags=["solution"]
-# The peak is in the backward pass, while gradients are live next to the saved activations. A backward step begins with
-# these activations allocated. The forward step ends before the first gradient.
-#
+# The backward step begins with the saved activations allocated, and its gradients are added to them. The forward step
+# ends before the first gradient.
+
+# %% [markdown]
 # :::{admonition} Exercise 2: another GPU
 # :class: note
 # Predict the cross-entropy from the beginning of this appendix, and a linear layer that feeds it, for an A100 and for
@@ -540,19 +428,10 @@ for device in ("a100-80g", "h100-80g"):
     print(f"{device}: loss {alone / 2**20:.1f} MiB, with the layer {both / 2**20:.1f} MiB")
 
 # %% [markdown] tags=["solution"]
-# Only the matrix products depend on it: cuBLAS has a workspace for the thread of the forward pass and one for the thread
-# of the backward pass, and both are larger on an H100. (With the layer, the peak is lower because the logits are then an
-# intermediate result: they are freed after the log-softmax, and they have no gradient of a previous step.)
-#
-# ## What we have seen
-#
-# - Predictions that were not fitted to any measurement agree with most published figures of allocated bytes exactly.
-# - Large errors had causes that could be named: temporaries within kernels, a sort's scratch memory, the order of a
-#   benchmark's modes.
-# - Reserved bytes and the driver's figure depend on more than the step, and their errors are larger.
-# - Ratios of times follow from data sheets, mostly within a few percent. The largest errors are those of steps that run
-#   far below the roofline.
-#
+# The layer: its matrix products need cuBLAS workspaces, which are larger on an H100. (With the layer, the peak is lower
+# because the logits are then an intermediate result, without a gradient of a previous step.)
+
+# %% [markdown]
 # ## Sources
 #
 # Each row of `results/reference/published-peaks.json` and `published-ratios.json` names the repository, the file and

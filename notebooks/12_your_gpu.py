@@ -1,9 +1,11 @@
 # %% [markdown]
 # # Run it on your GPU
 #
-# This page checks the promises of `ackpt` on the machine that runs it: a GPU if there is one, otherwise the CPU. To run
-# it on Colab's free GPU, open the notebook with the Colab badge on this page, select a GPU runtime, and choose *Run all*.
-# In a terminal, `ackpt selftest` does the same.
+# **Do the guarantees hold on your machine?**
+#
+# This page checks some {doc}`guarantees <../guarantees>` on a GPU if there is one, otherwise on the CPU. The outputs
+# below are those of a CPU. To use Colab's free GPU, open the notebook with the Colab badge, select a GPU runtime, and
+# choose *Run all*. In a terminal, `ackpt selftest` does the same.
 
 # %%
 import torch
@@ -15,9 +17,9 @@ if device == "cpu":
     torch.set_num_threads(2)
 
 # %% [markdown]
-# A small language model takes the same training step in four ways: as it is, with a checkpointed region around every
-# block, with regions whose inputs are offloaded to host memory, and planned within half of the baseline's peak. The
-# peaks are predicted before anything runs.
+# A small language model runs the same training step in four ways: as the baseline, with a checkpointed region around
+# every block, with regions whose inputs are offloaded to host memory, and planned within half of the baseline's peak.
+# The peaks are predicted before anything runs.
 
 # %%
 record = run_selftest(SelftestConfig(device), "notebooks/12_your_gpu.py")
@@ -32,8 +34,8 @@ for check in record.metrics["checks"]:
 assert failed(record) == []
 
 # %% [markdown]
-# The table adds the times. *Expected* is the planner's estimate from the rates of the device, relative to the baseline;
-# *measured* is the median of interleaved steps.
+# The table adds the times, relative to the baseline. *Expected* is the planner's estimate from the rates of the device;
+# *measured* is the median of interleaved steps. On a CPU, page faults can slow the step with the larger peak.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 print(text_table(record))
@@ -41,17 +43,16 @@ print(text_table(record))
 # %% [markdown]
 # ## Records of the published experiments
 #
-# Chapters 4, 5 and 9 compare predictions with published measurements. With records of a GPU, their tables get
-# additional columns: the measurements of our models on your GPU. One command runs the published experiments, the most
-# important one first:
+# Chapters 4, 5, 8 and 9 compare predictions with published measurements. Records of a GPU fill their columns *on a GPU*
+# with the measurements of our models. One command runs the published experiments, the most important one first:
 #
 # ```bash
 # python -m experiments gpu-suite --out results/gpu --minutes 30
 # nox -s reproduce
 # ```
 #
-# It writes a record after each run, with the machine, the versions, the date and the commit, and stops at the time
-# limit. The next call continues where the last one ended. `nox -s reproduce` adds the columns. To run a single
-# experiment, use `python -m experiments` with `synthetic`, `lm`, `offload`, `batch-size`, `bert` or `frontier` and
-# `--out results/gpu`; `--help` lists their options. On Colab, `run_demo()` of `experiments.colab` runs the offload
-# experiment in one cell and shows its table and figures. {doc}`../status` says which tables have no such records yet.
+# `gpu-suite` writes a record with machine, versions, date and commit after each run, and stops at the time limit; the
+# next call continues. `nox -s reproduce` fills the columns. To run a single experiment, use `python -m experiments` with
+# `synthetic`, `lm`, `offload`, `batch-size`, `bert` or `frontier` and `--out results/gpu`; `--help` lists their options.
+# On Colab, `run_demo()` of `experiments.colab` runs the offload experiment in one cell and shows its table and figures.
+# {doc}`../status` says which tables have no such records yet.

@@ -34,3 +34,7 @@ def test_every_symbol_of_the_notation_is_defined_once():
 def test_meanings_agree_if_they_share_a_word():
     assert alphabet.shares_a_word("tokens in the batch", "a token of a sequence")
     assert not alphabet.shares_a_word("segments of a chain", "chunks of the loss")
+
+
+def test_every_symbol_of_the_book_has_one_meaning(capsys):
+    assert alphabet.main() == 0, capsys.readouterr().out

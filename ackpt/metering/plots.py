@@ -1,7 +1,8 @@
 """The figure of a timeline, the colors of the categories, and PNG files, for light and dark pages.
 
-The ground is white on both: no gray has a contrast of 4.5 on a white page and on a dark one. The caller passes a title
-that states the finding, or "" where a caption does. Sizes are given in bytes and drawn in MiB.
+The ground is white: no gray has a contrast of 4.5 on a white page and on a dark one. On a dark page, the book's style
+sheet inverts figures and keeps their hues. The legend is below the axes, and a figure is narrow enough for a phone. The
+caller passes a title that states the finding, or "" where a caption does. Sizes are given in bytes and drawn in MiB.
 """
 
 from __future__ import annotations
@@ -134,10 +135,10 @@ def png(figure: Figure) -> bytes:
 
 def _axes(title: str, xlabel: str, ylabel: str):
     # No pyplot: it would keep every figure alive and choose a backend for the process.
-    figure = _Figure(figsize=(7.2, 3.9), layout="constrained")
+    figure = _Figure(figsize=(6.0, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    figure.suptitle(textwrap.fill(title, 74), x=0.01, ha="left", fontsize=11, fontweight="bold", color=TEXT)
+    figure.suptitle(textwrap.fill(title, 62), x=0.01, ha="left", fontsize=11, fontweight="bold", color=TEXT)
     axes.set_xlabel(xlabel, color=TEXT, fontsize=9)
     axes.set_ylabel(ylabel, color=TEXT, fontsize=9)
     _style(axes)
@@ -145,7 +146,7 @@ def _axes(title: str, xlabel: str, ylabel: str):
 
 
 def _style(axes) -> None:
-    axes.tick_params(colors=TEXT, labelsize=8)
+    axes.tick_params(colors=TEXT, labelsize=8.5)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     axes.grid(axis="y", color=TEXT, alpha=0.25, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -156,8 +157,9 @@ def _style(axes) -> None:
 
 def _finished(figure, handles, labels):
     if handles:
-        looks = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "handlelength": 1.6, "borderaxespad": 0}
-        figure.axes[0].legend(handles, labels, loc="upper left", bbox_to_anchor=(1.02, 1), **looks)
+        looks = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "handlelength": 1.6}
+        columns = int(figure.get_figwidth() / (0.52 + 0.065 * max(map(len, labels))))  # inches: 0.065 a character
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(max(columns, 1), 4), **looks)
     # The layout is computed once: computing it again from its own result moves things by fractions of a pixel.
     figure.set_dpi(DPI)
     figure.draw_without_rendering()

@@ -70,8 +70,8 @@ const build = (root, data) => {
   for (const name of [...data.categories].reverse()) key(legend, name, { style: `background:${COLORS[name]}` });
   const line = "height:0;vertical-align:.25rem;border-top:";
   key(legend, "budget", { style: `${line}2px dashed var(--pst-color-danger)` });
-  key(legend, "policy auto", { style: `${line}3px solid #0173b2` });
-  key(legend, "torch's own tools", { style: "border:2px solid #b5402f" });
+  key(legend, "plan", { style: `${line}3px solid #0173b2` });
+  key(legend, "PyTorch's tools", { style: "border:2px solid #b5402f" });
 
   element("h4", root, "The fate of every activation, as wide as it has bytes");
   const fateKeys = element("ul", root, "", { class: "legend" });
@@ -100,7 +100,7 @@ const build = (root, data) => {
     const kept = [...plan.fates].filter((fate) => fate === "s").length;
     answer.className = refused ? "answer refused" : "answer";
     answer.textContent = refused
-      ? `Refused: the smallest dynamic peak that policy auto can plan is ${mib(data.least_bytes)}, ` +
+      ? `Refused: the smallest dynamic peak that can be planned is ${mib(data.least_bytes)}, ` +
         `${(data.least_bytes - limit).toLocaleString("en-US")} bytes more than the budget. Below is the plan for the smallest budget shown that it keeps.`
       : `The plan saves ${kept} of ${plan.fates.replaceAll("-", "").length} activations and recomputes ${percent(plan.recompute_flops / data.plain.flops)} ` +
         `of the baseline's FLOPs.`;

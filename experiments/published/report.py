@@ -123,7 +123,7 @@ def errors_plot(rows: list[dict[str, Any]]):
 
     sources = list(dict.fromkeys(row["source"] for row in rows))[::-1]
     with plots.style.context("default"):
-        figure, axes = plots._axes("", "prediction relative to the published figure, %", "")
+        figure, axes = plots._axes("", "prediction relative to the published figure, % (logarithmic beyond ±0.1)", "")
         figure.set_size_inches(7.2, 0.3 * len(sources) + 1.3)
         for metric, color, marker in zip(METRICS, SERIES, MARKERS, strict=False):
             chosen = [row for row in rows if metric_of(row) == metric]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from seaborn import color_palette
 
@@ -110,7 +111,7 @@ def line_plot(
                 if points:
                     axes.plot(*zip(*points), color=color, **looks)
             handle = Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name)
-            if not any(measured.values()):
+            if all(value is None for value in measured.get(name, ())):
                 handle.set(marker="", linestyle=DASHES)
             handles.append(handle)
         if any(predicted.values()) and any(measured.values()):
@@ -125,7 +126,9 @@ def line_plot(
         return plots._finished(figure, handles, [handle.get_label() for handle in handles])
 
 
-def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak", limit: int | None = None):
+def stacked_plot(
+    labels, parts: dict, title: str, *, ylabel="memory at the peak", limit: int | None = None, colors=None
+):
     """One bar per label, made of parts that add up.
 
     Args:
@@ -133,6 +136,7 @@ def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak"
         parts: ``{name: bytes of every bar}``, from the bottom to the top; names of categories have their colors.
         title: the finding.
         limit: bytes at which a dashed line is drawn, the budget or a device's memory.
+        colors: ``{name: color}`` of parts that are not categories.
 
     Returns:
         A Figure in MiB, or in GiB if a bar has at least 10 GiB; every bar has its sum on top.
@@ -143,7 +147,8 @@ def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak"
         bottom = [0.0] * len(labels)
         for name, sizes in parts.items():
             heights = [size / unit for size in sizes]
-            axes.bar(range(len(labels)), heights, 0.6, bottom, color=plots.COLORS.get(name, HIGHLIGHT), label=name)
+            color = (plots.COLORS | (colors or {})).get(name, HIGHLIGHT)
+            axes.bar(range(len(labels)), heights, 0.6, bottom, color=color, label=name)
             bottom = [low + height for low, height in zip(bottom, heights)]
         for index, total in enumerate(bottom):
             look = {"ha": "center", "va": "bottom", "fontsize": 9, "fontweight": "bold", "color": plots.TEXT}
@@ -158,12 +163,44 @@ def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak"
         return plots._finished(figure, handles[::-1], names[::-1])
 
 
+def logits_plot(tokens: int, width: int, vocabulary: int, chunks: int) -> plots.Figure:
+    """The hidden states and the logits of a language model, drawn to scale, with one of `chunks` chunks filled.
+
+    Example:
+        >>> from experiments.reports.figures import logits_plot
+        >>> axes = logits_plot(8192, 1024, 50257, 8).axes[0]
+        >>> [(patch.get_width(), patch.get_height()) for patch in axes.patches]
+        [(1024, 8192), (50257, 8192), (50257, 1024)]
+    """
+    gap = vocabulary // 12
+    with plots.style.context("default"):
+        figure, axes = plots._axes("", "elements per token", "tokens")
+        figure.set_size_inches(7.2, 2.4)
+        axes.grid(False)
+        hidden, logits = plots.COLORS["activations"], HIGHLIGHT
+        axes.add_patch(Rectangle((0, 0), width, tokens, color=hidden, linewidth=0))
+        axes.add_patch(Rectangle((gap, 0), vocabulary, tokens, facecolor=logits, alpha=0.25, linewidth=0))
+        axes.add_patch(Rectangle((gap, 0), vocabulary, tokens // chunks, color=logits, linewidth=0))
+        look = {"ha": "center", "va": "center", "color": plots.TEXT, "fontsize": 9}
+        middle = gap + vocabulary / 2
+        axes.text(middle, tokens * (1 + 1 / chunks) / 2, f"logits: {tokens:,} x {vocabulary:,}", **look)
+        axes.text(middle, tokens / chunks / 2, f"one of {chunks} chunks", **look | {"color": plots.GROUND})
+        axes.text(0, tokens * 1.05, f" hidden states: {tokens:,} x {width:,}", **look | {"ha": "left", "va": "bottom"})
+        axes.set_xticks([width / 2, middle], [f"{width:,}", f"{vocabulary:,}"])
+        axes.set_yticks([0, tokens], ["0", f"{tokens:,}"])
+        axes.set_xlim(0, gap + vocabulary)
+        axes.set_ylim(0, tokens * 1.25)
+        return plots._finished(figure, [], [])
+
+
 def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, ylabel: str, logs=("x",)):
     """A Figure with markers and lines of the same color; an axis in `logs` is logarithmic, the other begins at 0.
 
     Args:
         measured, predicted: ``{name: {x: y}}``; measured values are markers, predicted ones dashed lines.
         title: the finding.
+
+    The legend names both kinds, if something was measured.
     """
     with plots.style.context("default"):
         figure, axes = plots._axes(title, xlabel, ylabel)
@@ -172,10 +209,14 @@ def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, yla
             color, marker = _series(index)
             line, points = predicted.get(name, {}), measured.get(name, {})
             axes.plot(list(line), list(line.values()), color=color, linestyle=DASHES, linewidth=1.6)
-            axes.plot(list(points), list(points.values()), color=color, linestyle="none", marker=marker, markersize=6.5)
-            handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name))
-        handles.append(Line2D([], [], color=plots.TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
-        if measured:
+            looks = {"color": color, "linestyle": "none", "marker": marker, "markersize": 6.5, "clip_on": False}
+            axes.plot(list(points), list(points.values()), **looks)
+            width = 1.6 if line else 0
+            handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=width, label=name))
+            if not measured:
+                handles[-1].set(marker="", linestyle=DASHES)
+        if measured and predicted:
+            handles.append(Line2D([], [], color=plots.TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
             marks = {"linestyle": "none", "marker": "o", "markersize": 6}
             handles.append(Line2D([], [], color=plots.TEXT, label="measured", **marks))
         if "x" in logs:

@@ -12,7 +12,7 @@ from ackpt.metering.meter import memory_format
 from experiments.frontier import OURS
 from experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, PEERS
 
-from .frontier_times import at_the_peak_of_blocks, is_by_inductor
+from .frontier_times import at_the_peak_of_blocks, is_by_inductor, label
 from .tables import machine, table
 
 TIGHT = 0.6  # of the baseline's peak: peers are compared with auto at this peak and below
@@ -182,12 +182,12 @@ def finding(record) -> str:
     result = comparison(record)
     if result["least"] is None:
         return f"What a lower peak costs on {record.config['model']}"
-    ours = f"auto lowers the peak to {result['least']:.2f} of the baseline's"
-    return ours if result["peer_least"] is None else f"{ours}, torch's own tools to {result['peer_least']:.2f}"
+    ours = f"Plans lower the peak to {result['least']:.2f} of the baseline's"
+    return ours if result["peer_least"] is None else f"{ours}, PyTorch's tools to {result['peer_least']:.2f}"
 
 
 def frontier_plot(record, title: str | None = None):
-    """A Figure of measured peak against FLOPs of recomputation: auto's frontier, other policies, peers, lower bound.
+    """A Figure of measured peak against FLOPs of recomputation: the frontier of plans, policies, peers, lower bound.
 
     A cross marks a peer whose gradients or buffers are wrong. Points that recompute far more than the peers, or than
     auto if there are no peers, are outside the axis and are listed next to it.
@@ -209,11 +209,11 @@ def frontier_plot(record, title: str | None = None):
             "recomputed FLOPs",
         )
 
-        def draw(rows_, label, peak="measured_peak_bytes", **looks):
+        def draw(rows_, name, peak="measured_peak_bytes", **looks):
             if rows_:
                 base = record.metrics["baseline"]
                 x = [row[peak] / base["measured_peak_bytes"] for row in rows_]
-                axes.plot(x, [row["recompute_flops"] / base["flops"] for row in rows_], label=label, **looks)
+                axes.plot(x, [row["recompute_flops"] / base["flops"] for row in rows_], label=name, **looks)
 
         # A lower bound for a limit is valid for every smaller peak; a plan fits every larger budget.
         bounds = [row for row in record.metrics["bounds"][::-1] if row["recompute_flops"] is not None]
@@ -223,14 +223,15 @@ def frontier_plot(record, title: str | None = None):
             points = [point for point in measured(record) if point["policy"] == name]
             points.sort(key=lambda point: point["measured_peak_bytes"])
             looks = {"marker": marker, "markersize": 5, "color": color}
-            draw(points, name, linestyle="none", zorder=4 if name == OURS else 2, **looks)
+            draw(points, label(name, record), linestyle="none", zorder=4 if name == OURS else 2, **looks)
             if name == OURS:
                 ours = record.metrics["front"][::-1]
                 draw(ours, None, "peak_bytes", color=color, drawstyle="steps-post", linewidth=2, zorder=3)
         for name, marker in zip(PEERS, "D^s", strict=True):
             rows_ = [row for row in record.metrics["peers"] if row["peer"] == name]
             line = {"linestyle": ":" if name == MEMORY_BUDGET else "none", "linewidth": 1}
-            draw(rows_, f"torch: {name}", marker=marker, markersize=7, color="#b5402f", markerfacecolor="none", **line)
+            line |= {"marker": marker, "markersize": 7, "color": "#b5402f", "markerfacecolor": "none"}
+            draw(rows_, label(name, record), **line)
         wrong = [row for row in record.metrics["peers"] if not is_correct(row, record)]
         draw(wrong, "wrong results", linestyle="none", marker="x", markersize=11, color=plots.TEXT, zorder=5)
         axes.set_xlim(left=0)
@@ -250,11 +251,11 @@ def _above(axes, record) -> float:
     shown = shown or [share for (policy, _), share in shares.items() if policy == OURS]
     highest = 1.5 * max(shown or shares.values(), default=0.0) or 0.1
     above = "\n".join(
-        f"{policy} {share:.0%} at {peak / record.metrics['baseline']['measured_peak_bytes']:.2f}"
+        f"{label(policy, record)} {share:.0%} at {peak / record.metrics['baseline']['measured_peak_bytes']:.2f}"
         for (policy, peak), share in shares.items()
         if share > highest
     )
     if above:
-        below_the_legend = {"xycoords": "axes fraction", "ha": "left", "va": "bottom"}
-        axes.annotate(f"above the edge:\n{above}", (1.03, 0), fontsize=8, color=TEXT, **below_the_legend)
+        corner = {"xycoords": "axes fraction", "ha": "right", "va": "top"}
+        axes.annotate(f"above the edge:\n{above}", (0.98, 0.98), fontsize=8.5, color=TEXT, **corner)
     return highest

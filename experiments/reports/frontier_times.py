@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.frontier import OURS
-from experiments.results import Record
-from experiments.steps.peers import CHECKPOINT, PEERS
+from experiments.results import DASH, Record
+from experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, SELECTIVE
 
 NAMES = {"transformer": "Transformer", "bert": "BERT with dropout", "resnet50": "ResNet-50", "unet": "U-Net"}
 HALF = 0.5  # of the baseline's peak
@@ -19,11 +19,22 @@ COLUMNS = {
     "model": "model",
     "peak": "peak of per-block",
     "blocks": "its added time, %",
-    "auto": "`auto` within its peak, %",
-    "half": "`auto` at 0.5, %",
+    "auto": "plan within its peak, %",
+    "half": "plan at 0.5, %",
+    "bound": "lower bound, %",
     "gap": "gap at 0.5",
 }
 _THEIRS = "#b5402f"
+_LABELS = {
+    OURS: "plan",
+    f"{OURS}, rates": "plan",
+    f"{OURS}, measured": "plan (measured)",
+    "full": "per-block",
+    "mu-two": "mu-TWO",
+    CHECKPOINT: "PyTorch: per-block",
+    SELECTIVE: "PyTorch: selective",
+    MEMORY_BUDGET: "PyTorch's memory budget",
+}
 
 
 def is_by_inductor(record: Record) -> bool:
@@ -37,101 +48,92 @@ def name_of(record: Record) -> str:
     return f"{name}, Inductor" if is_by_inductor(record) else name
 
 
-def time_plot(record: Record, title: str | None = None):
-    """A Figure of measured peak against added time, with its quartiles: policies, and torch's own tools.
+def label(policy_or_peer: str, record: Record) -> str:
+    """The name of a policy or peer in figures: ``"plan (FLOPs)"`` if others of the record's plans minimize seconds."""
+    if policy_or_peer == OURS and len(record.config.get("costs", ())) > 1:
+        return "plan (FLOPs)"
+    return _LABELS.get(policy_or_peer, policy_or_peer)
 
-    One of the points of `auto` is its plan within the peak of per-block checkpointing.
+
+def time_plot(record: Record, title: str | None = None):
+    """A Figure of measured peak against added time, with its quartiles: a curve for plans, a dot for each other method.
+
+    An arrow leads from PyTorch's per-block checkpointing to the plan within its peak. PyTorch's memory budget is drawn
+    only if Inductor compiled the steps: the backend that runs its graphs operation by operation adds time by itself.
 
     Raises:
         ValueError: if the record has no times.
     """
-    from ackpt.metering import plots
-
-    with plots.style.context("default"):
-        title = _finding(record) if title is None else title
-        figure, axes = plots._axes(title, "dynamic peak, fraction of the baseline's", "added time, measured")
-        handles = _draw(axes, record)
-        return plots._finished(figure, [*handles.values()], [*handles])
-
-
-def times_plot(records: Sequence[Record], highest: float, title: str = ""):
-    """A Figure with the panel of `time_plot` for every record, two in a row, added time up to `highest`.
-
-    Points above are drawn at the upper edge.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    from ackpt.metering import plots
-
-    with plots.style.context("default"):
-        lines = -(-len(records) // 2)
-        figure = plots._Figure(figsize=(7.2, 2.6 * lines + 0.7), layout="constrained")
-        FigureCanvasAgg(figure)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=plots.TEXT)
-        panels = figure.subplots(lines, 2, sharex=True, sharey=True, squeeze=False)
-        handles = {}
-        for index, (axes, record) in enumerate(zip(panels.flat, records, strict=False)):
-            plots._style(axes)
-            axes.set_title(name_of(record), fontsize=9.5, color=plots.TEXT)
-            handles |= _draw(axes, record, highest)
-            if index % 2 == 0:
-                axes.set_ylabel("added time, measured", color=plots.TEXT, fontsize=9)
-            if index >= len(records) - 2:
-                axes.set_xlabel("dynamic peak, fraction of the baseline's", color=plots.TEXT, fontsize=9)
-                axes.tick_params(labelbottom=True)
-        panels.flat[0].set_ylim(top=highest)
-        for axes in panels.flat[len(records) :]:
-            axes.set_axis_off()
-        looks = {"frameon": False, "labelcolor": plots.TEXT, "fontsize": 8.5, "handlelength": 1.6}
-        figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=4, **looks)
-        return plots._finished(figure, [], [])
-
-
-def _draw(axes, record: Record, highest: float | None = None) -> dict:
-    """Draw the points of a record, with lines through those of auto; returns ``{label: handle}``."""
     from matplotlib.ticker import PercentFormatter
     from seaborn import color_palette
 
-    from ackpt.metering.plots import TEXT
+    from ackpt.metering import plots
 
     metrics = record.metrics
     if "seconds_ratio" not in metrics["eager"]:
         raise ValueError("the record has no times: run the experiment with timed_rounds of at least 1 (--times)")
-    points = [point for point in metrics["points"] if "seconds_ratio" in point]
-    policies = dict.fromkeys(point["policy"] for point in points)
-    series = {name: [point for point in points if point["policy"] == name] for name in policies}
-    if (ours := _our_policy(record)) in series:
-        series[ours] += [
-            {"measured_peak_bytes": row["auto_peak_bytes"], "seconds_ratio": row["auto_seconds_ratio"]}
-            for row in metrics["peers"]
-            if row["peer"] == CHECKPOINT and "auto_seconds_ratio" in row
-        ]
-    looks: list[dict] = [
-        {"color": color, "marker": marker}
-        for _, color, marker in zip(policies, color_palette("colorblind").as_hex(), "osPXvdhp", strict=False)
-    ]
-    series |= {f"torch: {name}": [row for row in metrics["peers"] if row["peer"] == name] for name in PEERS}
-    looks += [{"color": _THEIRS, "marker": marker, "markerfacecolor": "none"} for marker in "D^s"]
-    top = np.inf if highest is None else highest
-    handles = {}
-    for (name, rows), look in zip(series.items(), looks, strict=True):
-        if not rows:
-            continue
-        rows = sorted(rows, key=lambda row: row["measured_peak_bytes"])
-        x = [row["measured_peak_bytes"] / metrics["baseline"]["measured_peak_bytes"] for row in rows]
-        samples = [row["seconds_ratio"]["samples"] for row in rows]
-        y = np.array([added_time(row) for row in rows])
-        shown = np.minimum(y, top)
-        quartiles = np.transpose([np.quantile(each, (0.25, 0.75)) for each in samples]) - 1
-        spread = abs(np.minimum(quartiles, top) - shown) * (shown == y)
-        style = "-" if name.startswith(OURS) else "none"
-        more = {"linestyle": style, "linewidth": 1.5, "capsize": 2, "markersize": 6, "clip_on": False}
-        handles[name] = axes.errorbar(x, shown, spread, label=name, **more, **look)
-    axes.axhline(0, color=TEXT, linewidth=0.8)
-    axes.set_xlim(left=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    return handles
+    base = metrics["baseline"]["measured_peak_bytes"]
+    with plots.style.context("default"):
+        title = _finding(record) if title is None else title
+        figure, axes = plots._axes(title, "dynamic peak, fraction of the baseline's", "added time, measured")
+        figure.set_size_inches(5.4, 4.0)  # its text can still be read at 360 pixels
+        blocks = next((row["measured_peak_bytes"] / base for row in metrics["peers"] if row["peer"] == CHECKPOINT), 0)
+        near = {"textcoords": "offset points", "fontsize": 8.5, "va": "center"}
+        colors = color_palette("colorblind").as_hex()
+        for (name, rows), marker in zip(_series(record).items(), "osPD^vXdhp*", strict=False):
+            is_plan, is_theirs = name.startswith("plan"), name.startswith("PyTorch")
+            rows = sorted(rows, key=lambda row: row["measured_peak_bytes"])
+            color = _THEIRS if is_theirs else colors.pop(0)
+            x, y = [row["measured_peak_bytes"] / base for row in rows], np.array([added_time(row) for row in rows])
+            quartiles = np.transpose([np.quantile(row["seconds_ratio"]["samples"], (0.25, 0.75)) for row in rows]) - 1
+            look = {"color": color, "marker": marker, "capsize": 2, "markersize": 6, "linewidth": 1.6, "clip_on": False}
+            look["linestyle"] = "-" if is_plan else ":" if len(rows) > 1 else "none"
+            axes.errorbar(x, y, abs(quartiles - y), **look | ({"markerfacecolor": "none"} if is_theirs else {}))
+            at = max(zip(y, x), default=(0.0, 0.0))[::-1]
+            side: dict = {"xytext": (6, 0), "ha": "left"}
+            if is_plan or at[0] > 0.75 or 0 < blocks - at[0] < 0.13:  # to the right is the edge, or the arrow
+                side = {"xytext": (-8, 0 if is_plan else 6), "ha": "right"}
+            text = color if is_plan or is_theirs else plots.TEXT
+            axes.annotate(name, at, color=text, fontweight="bold" if is_plan else "normal", **near, **side)
+        axes.plot([1], [0], "o", color=plots.TEXT, markersize=6, clip_on=False)
+        axes.annotate("baseline", (1, 0), xytext=(4, 11), ha="right", color=plots.TEXT, **near)
+        if (times := at_the_peak_of_blocks(record)) is not None and times[1] < times[0]:
+            _arrow(axes, record, times)
+        axes.axhline(0, color=plots.TEXT, linewidth=0.8)
+        axes.set_xlim(0, max(1.05, axes.get_xlim()[1]))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        return plots._finished(figure, [], [])
+
+
+def _series(record: Record) -> dict[str, list[dict]]:
+    """The timed points by the labels of their methods, different steps only; the plan within the peak of blocks too."""
+    peers = [row for row in record.metrics["peers"] if row["peer"] != MEMORY_BUDGET or is_by_inductor(record)]
+    series: dict[str, list[dict]] = {}
+    for row in (*record.metrics["points"], *peers):
+        if "seconds_ratio" in row:
+            points = series.setdefault(label(row.get("policy") or row["peer"], record), [])
+            if row["measured_peak_bytes"] not in [point["measured_peak_bytes"] for point in points]:
+                points.append(row)
+    ours = label(_our_policy(record), record)
+    for row in peers:
+        if ours in series and row["peer"] == CHECKPOINT and "auto_seconds_ratio" in row:
+            within = {"measured_peak_bytes": row["auto_peak_bytes"], "seconds_ratio": row["auto_seconds_ratio"]}
+            series[ours].append(within)
+    return series
+
+
+def _arrow(axes, record: Record, times: tuple[float, float]) -> None:
+    """From per-block checkpointing down to the plan within its peak, with both times."""
+    from ackpt.metering.plots import GROUND, TEXT
+
+    blocks = next(row for row in record.metrics["peers"] if row["peer"] == CHECKPOINT)
+    x = blocks["measured_peak_bytes"] / record.metrics["baseline"]["measured_peak_bytes"]
+    look = {"arrowstyle": "-|>", "color": TEXT, "linewidth": 1.2, "shrinkA": 7, "shrinkB": 7}
+    axes.annotate("", (x, times[1]), (x, times[0]), arrowprops=look)
+    text = f"{100 * times[0]:.0f} % \N{RIGHTWARDS ARROW} {100 * times[1]:.0f} %\nsame peak"
+    middle = (x, 0.55 * times[0] + 0.45 * times[1])
+    ground = {"facecolor": GROUND, "edgecolor": "none", "pad": 1}
+    axes.annotate(text, middle, (6, 0), textcoords="offset points", va="center", fontsize=8.5, color=TEXT, bbox=ground)
 
 
 def added_time(row: dict, ratio: str = "seconds_ratio") -> float:
@@ -180,10 +182,56 @@ def _our_policy(record: Record) -> str:
     return OURS if len(costs) == 1 else f"{OURS}, {costs[-1]}"
 
 
+def choices(records: Sequence[Record]) -> list[dict]:
+    """Which method when: rows with ``step``, ``use``, ``peak`` and ``time``, the ranges over the records in percent."""
+    eager = [record for record in records if not is_by_inductor(record)]
+    compiled = [record for record in records if is_by_inductor(record)]
+    apply = "`ackpt.apply_budget(model, batch, budget=...)`"
+    rows = [
+        ("is compiled by Inductor", '`torch.compile(model, backend="ackpt", options=...)`', _lowest(compiled)),
+        ("is compiled by Inductor, without `ackpt`", "PyTorch's memory budget, 0.5", _of_peer(compiled, MEMORY_BUDGET)),
+        ("must stay within a number of bytes", f"a plan: {apply}; here for half of the peak", _halves(eager)),
+        ("must need as little as possible", "the same, with the budget that its error names", _lowest(eager)),
+        ("cannot be captured, and is slightly too large", "PyTorch's selective", _of_peer(eager, SELECTIVE)),
+        ("cannot be captured", "per-block; here PyTorch's", _of_peer(eager, CHECKPOINT)),
+    ]
+    table = [{"step": "fits", "use": "no checkpointing", "peak": "100", "time": "0"}]
+    for step, use, points in rows:
+        peaks = [p["measured_peak_bytes"] / each.metrics["baseline"]["measured_peak_bytes"] for each, p in points]
+        row = {"step": step, "use": use, "peak": _span(peaks), "time": _span([added_time(p) for _, p in points])}
+        table.append(row)
+    last = {"step": "does not fit with any of these", "use": "offload, a smaller batch, or shards"}
+    return [*table, {**last, "peak": DASH, "time": DASH}]
+
+
+def _halves(records: Sequence[Record]) -> list[tuple[Record, dict]]:
+    return [(record, point) for record in records if (point := at_half(record)) is not None]
+
+
+def _lowest(records: Sequence[Record]) -> list[tuple[Record, dict]]:
+    """Each record's plan with the lowest peak."""
+    return [(each, min(points, key=lambda p: p["measured_peak_bytes"])) for each in records if (points := _ours(each))]
+
+
+def _of_peer(records: Sequence[Record], peer: str) -> list[tuple[Record, dict]]:
+    """The timed point of a peer in each record that has it; of the memory budget that of the setting `HALF`."""
+    found = []
+    for record in records:
+        rows = [row for row in record.metrics["peers"] if row["peer"] == peer and row["setting"] in (None, HALF)]
+        found += [(record, row) for row in rows if "seconds_ratio" in row]
+    return found
+
+
+def _span(shares: Sequence[float]) -> str:
+    """The lowest and the highest of some fractions, in percent."""
+    ends = sorted({round(100 * share) for share in shares})
+    return " to ".join(map(str, dict.fromkeys((ends[0], ends[-1])))) if ends else DASH
+
+
 def gap(point: dict) -> str:
     """The optimality gap of a point's plan: of the step, and in milliseconds where the profile of the plan has them."""
     if point["lower_bound"] is None:
-        return "–"
+        return DASH
     share = f"{(1 + point['cost']) / (1 + point['lower_bound']) - 1:.1%}"
     return f"{share}, {1e3 * point['gap_seconds']:.1f} ms" if "gap_seconds" in point else share
 
@@ -203,7 +251,8 @@ def times_rows(records: Sequence[Record]) -> list[dict]:
                 "blocks": f"{100 * per_block:.1f}",
                 "auto": "infeasible" if ours is None else f"{100 * ours:.1f}",
                 "half": without if half is None else f"{100 * added_time(half):.1f}",
-                "gap": "–" if half is None else gap(half),
+                "bound": DASH if half is None or half["lower_bound"] is None else f"{100 * half['lower_bound']:.1f}",
+                "gap": DASH if half is None else gap(half),
             }
         )
     return rows

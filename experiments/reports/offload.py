@@ -224,7 +224,7 @@ def timelines_plot(records, title: str, methods=STACKED):
     highest = max(record.metrics["peak_bytes"] for record in shown) / MIB
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "", "")
-        figure.set_size_inches(7.2, 0.8 + 2.1 * len(shown))
+        figure.set_size_inches(6.0, 1.2 + 2.0 * len(shown))
         axes.remove()
         handles: dict = {}
         for index, (record, step) in enumerate(zip(shown, steps)):

@@ -1,4 +1,4 @@
-"""Schematics as figures: stills of the animated ones for readers without JavaScript, and two that are not animated.
+"""Schematics as figures: stills of the animated ones for readers without JavaScript, and four that are not animated.
 
 A still shows the frame at which its animation stops.
 """
@@ -117,7 +117,7 @@ def lanes_figure(data: dict):
     """For each variant the lanes of compute and copies, and below them live memory, of `offload_lanes`' data."""
     variants = data["variants"]
     with plots.style.context("default"):
-        figure = plots._Figure(figsize=(7.2, 2.5 * len(variants)), layout="constrained")
+        figure = plots._Figure(figsize=(7.2, data.get("height", 2.5) * len(variants)), layout="constrained")
         axes = figure.subplots(2 * len(variants), 1, height_ratios=[2, 3] * len(variants), squeeze=False)[:, 0]
         for one, lanes, memory in zip(variants, axes[::2], axes[1::2], strict=True):
             for works, y in ((one["compute"], 1), (one["copies"], 0)):
@@ -129,9 +129,10 @@ def lanes_figure(data: dict):
             lanes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=plots.TEXT)
             for each in (lanes, memory):
                 plots._style(each)
-                each.set_xlim(0, 1e3 * one["seconds"])
+                each.set_xlim(0, 1e3 * data.get("seconds", one["seconds"]))
             lanes.grid(False)
             lanes.set_yticks([0.4, 1.4], ["copies", "compute"])
+            lanes.set_ylim(-0.05, 1.85)
             lanes.set_xticks([])
             times = [1e3 * one["seconds"] * i / len(one["device"]) for i in range(len(one["device"]) + 1)]
             device, host = ([size / MIB for size in (*one[name], one[name][-1])] for name in ("device", "host"))
@@ -146,7 +147,9 @@ def lanes_figure(data: dict):
         handles += [Patch(color=plots.COLORS["other"], label="device memory")]
         handles += [Line2D([], [], color=plots.TEXT, label="host memory")]
         dotted = (0, (2, 3))
-        handles += [Line2D([], [], color=plots.TEXT, linestyle=dotted, label="device peak without offload")]
+        handles += [
+            Line2D([], [], color=plots.TEXT, linestyle=dotted, label=data.get("dotted", "device peak without offload"))
+        ]
         return _with_legend(figure, handles)
 
 
@@ -186,7 +189,8 @@ def gathers_figure(data: dict):
         lanes, memory = figure.subplots(2, 1, height_ratios=[5, 3])
         for what, _, begin, end in data["runs"]:
             lanes.broken_barh([(begin, end - begin)], (-0.4, 0.8), color=runs[what], linewidth=0)
-        for what, color, y in (("buffers", "buffers", 1.02), ("gathered", "parameters", 0.6)):
+        rows = ("buffers", "buffers", 1.02), ("gathered", "parameters", 0.6), ("reductions", "temporaries", 1.02)
+        for what, color, y in rows:
             for group, begin, end in data[what]:
                 bar = [(begin, end - begin)], (group + y, 0.4)
                 lanes.broken_barh(*bar, color=plots.COLORS[color], linewidth=0)
@@ -200,7 +204,9 @@ def gathers_figure(data: dict):
         lanes.set_ylim(len(groups) + 0.6, -0.6)
         lanes.set_yticks([0, *(group + 1 for group in groups)], ["runs", "root", *(f"block {g}" for g in groups[1:])])
         bottom = [0.0] * len(data["live"]["gathered parameters"])
-        for name, color in (("gathered parameters", "parameters"), ("buffers of collectives", "buffers")):
+        shown = {"gathered parameters": "parameters", "buffers of gathers": "buffers"}
+        shown["buffers of reductions"] = "temporaries"
+        for name, color in shown.items():
             top = [low + size / 1024 for low, size in zip(bottom, data["live"][name], strict=True)]
             memory.fill_between(range(len(top)), bottom, top, step="post", color=plots.COLORS[color], linewidth=0)
             bottom = top
@@ -208,10 +214,101 @@ def gathers_figure(data: dict):
         memory.set_xlabel("allocations and frees of one step, in order", color=plots.TEXT, fontsize=9)
         labels = {"f": "forward", "r": "recomputation", "b": "backward"}
         handles = [Patch(color=runs[name], label=label) for name, label in labels.items()]
-        handles += [Patch(color=plots.COLORS["parameters"], label="gathered parameters")]
-        handles += [Patch(color=plots.COLORS["buffers"], label="buffers of collectives")]
+        handles += [Patch(color=plots.COLORS[color], label=name) for name, color in shown.items()]
         handles += [Line2D([], [], **_DASHED, label="backward begins")]
         return _with_legend(figure, handles, columns=3)
+
+
+def joint_figure(operations: list[dict]):
+    """The forward of a step from left to right, and its backward below it from right to left.
+
+    Takes `graph_profile.operations`. What backward writes to a parameter's gradient is in the lowest row.
+    """
+    read = {name for each in operations for name in each["reads"]}
+    forward = [each for each in operations if not each["is_backward"]]
+    backward = [each for each in operations if each["is_backward"]]
+    places = {each["name"]: (column, 2.0) for column, each in enumerate(forward)}
+    column = len(forward)
+    for each in backward:
+        if each["name"] in read:
+            places[each["name"]] = (column, 1.0)
+            column -= 1
+    written = [each for each in backward if each["name"] not in read]
+    by_source = sorted(written, key=lambda each: (-places[_source(each, backward)][0], -backward.index(each)))
+    places |= {each["name"]: (len(forward) - 2 - index, 0.0) for index, each in enumerate(by_source)}
+    saved = {name for each in backward for name in each["reads"]} & {each["name"] for each in forward[:-1]}
+    saved |= {forward[-1]["name"]}
+    colors = {"saved": plots.COLORS["activations"], "gradient": plots.COLORS["gradients"]}
+    with plots.style.context("default"):
+        figure = plots._Figure(figsize=(6.4, 3.3), layout="constrained")
+        axes = figure.subplots()
+        axes.set_axis_off()
+        axes.set_xlim(-0.95, len(forward) + 0.5)
+        axes.set_ylim(-0.4, 2.4)
+        for each in operations:
+            x, y = places[each["name"]]
+            for source in each["reads"]:
+                from_x, from_y = places[source]
+                look = {"arrowstyle": "-|>", "color": plots.TEXT, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+                if from_y == 2 and y < 2 and each is not backward[0]:  # which takes from the loss only its shape
+                    look |= {"color": colors["saved"], "linewidth": 2}
+                start, end = (from_x, from_y - 0.26 if y < from_y else from_y), (x, y + 0.26 if y < from_y else y)
+                if from_y == y:
+                    side = 0.42 if x > from_x else -0.42
+                    start, end = (from_x + side, y), (x - side, y)
+                axes.annotate("", end, start, arrowprops=look, zorder=1)
+            ground = colors["saved"] if each["name"] in saved else colors["gradient"] if y == 0 else plots.GROUND
+            box = {"facecolor": ground, "edgecolor": plots.TEXT, "linewidth": 1, "zorder": 2}
+            axes.add_patch(Rectangle((x - 0.42, y - 0.26), 0.84, 0.52, **box))
+            text = re.sub(r"_(backward|forward)(_data)?$", r"\n\1", each["name"].lstrip("_"))
+            text = f"{text}\n{each['bytes']} B"
+            axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color="black", zorder=3, linespacing=1.1)
+        for y, text in ((2, "forward"), (1, "backward"), (0, "gradients of\nparameters")):
+            axes.text(-0.5, y, text, ha="right", va="center", fontsize=8, color=plots.TEXT)
+        handles = [Patch(facecolor=colors["saved"], edgecolor=plots.TEXT, label="read again in backward: saved")]
+        handles += [Patch(facecolor=plots.GROUND, edgecolor=plots.TEXT, label="freed after its last reader")]
+        return _with_legend(figure, handles, columns=2)
+
+
+def _source(operation: dict, backward: list[dict]) -> str:
+    """The operation of backward that it reads."""
+    names = {each["name"] for each in backward}
+    return next(name for name in operation["reads"] if name in names)
+
+
+def inactive_figure(data: dict):
+    """The operations of a step, and below them when each activation is in use, of `mu_two.inactive_intervals`' data."""
+    rows = data["activations"]
+    with plots.style.context("default"):
+        figure = plots._Figure(figsize=(6.4, 0.45 * len(rows) + 1.2), layout="constrained")
+        axes = figure.subplots()
+        plots._style(axes)
+        axes.grid(False)
+        for phase, start, end in data["compute"]:
+            bar = [(1e6 * start, 1e6 * (end - start))]
+            axes.broken_barh(bar, (-0.4, 0.7), color=LANES[phase], edgecolor=plots.GROUND, linewidth=0.6)
+        saved = plots.COLORS["activations"]
+        for y, row in enumerate(rows, 1):
+            first, leaves, needed, last = (1e6 * row[name] for name in ("first", "leaves", "needed", "last"))
+            place, look = (y - 0.4, 0.36), {"color": saved, "linewidth": 0}
+            axes.broken_barh([(first, leaves - first), (needed, last - needed)], place, **look)
+            axes.broken_barh([(leaves, needed - leaves)], place, **look, alpha=0.3)
+            copy = 1e6 * row["copy"]
+            back = max(leaves + copy, needed - copy)  # the copy back cannot begin before the copy out has ended
+            for begin, kind in ((leaves, "out"), (back, "in")):
+                axes.broken_barh([(begin, copy)], (y - 0.02, 0.2), color=LANES[kind], linewidth=0)
+            again = 1e6 * row["recompute"]
+            axes.broken_barh([(needed - again, again)], (y + 0.2, 0.2), color=LANES["r"], linewidth=0)
+        labels = [f"{row['name']}, {row['bytes'] // 1024} KiB" for row in rows]
+        axes.set_yticks(range(len(rows) + 1), ["compute", *labels])
+        axes.set_ylim(len(rows) + 0.6, -0.6)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("time (µs)", color=plots.TEXT, fontsize=9)
+        handles = [Patch(color=LANES["f"], label="forward"), Patch(color=LANES["b"], label="backward")]
+        handles += [Patch(color=saved, label="activation in use"), Patch(color=saved, alpha=0.3, label="inactive")]
+        named = {"out": "copy out", "in": "copy back", "r": "recomputation"}
+        handles += [Patch(color=LANES[name], label=label) for name, label in named.items()]
+        return _with_legend(figure, handles)
 
 
 def _dot(color: str, label: str) -> Line2D:

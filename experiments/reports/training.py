@@ -10,11 +10,11 @@ PUBLISHED = {
     "method": "method",
     "published": "published, MiB",
     "configured": "predicted, MiB",
-    "error": "error, %",
     "predicted": "ours, predicted, MiB",
     "measured": "ours, on a GPU, MiB",
+    "seconds": "published, s",
+    "ratio": "ratio",
 }
-TIMES = {"seq_len": "tokens", "baseline": "baseline, s", "checkpoint": "checkpoint, s", "ratio": "ratio"}
 SIZES = ("seq_len", "method", "batch_size", "dim", "ff_dim", "layers", "dtype")
 
 
@@ -70,7 +70,8 @@ def published_rows(reference, configured, predicted, measured=(), digits: int = 
         digits: after the decimal point of a published size.
 
     Returns:
-        Rows with the keys of `PUBLISHED`, sizes in MiB as text; a missing figure is None.
+        Rows with the keys of `PUBLISHED`, as text: sizes in MiB, published seconds and their ratio to the baseline's; a
+        missing figure is None.
     """
     ours = {(record.config["seq_len"], record.config["method"]): record for record in predicted}
     theirs = {(row["sizes"]["tokens"], row["sizes"]["method"]): row for row in configured}
@@ -84,27 +85,13 @@ def published_rows(reference, configured, predicted, measured=(), digits: int = 
                 "method": method,
                 "published": f"{row['peak']:,.{digits}f}",
                 "configured": f"{found['predicted'] / MIB:,.{digits}f}",
-                "error": f"{round(100 * found['error'], 5) or 0:+.5f}",
                 "predicted": f"{record.metrics['peak_bytes'] / MIB:,.1f}",
                 "measured": measured_peak(record, measured),
+                "seconds": f"{row['seconds']:.2f}",
+                "ratio": f"{row['seconds'] / printed[tokens, 'baseline']['seconds']:.2f}",
             }
         )
     return rows
-
-
-def published_times(reference) -> list[dict]:
-    """One row per length with the keys of `TIMES`: published seconds of both methods and their ratio."""
-    seconds: dict[int, dict[str, float]] = {}
-    for row in reference["rows"]:
-        seconds.setdefault(row["seq_len"], {})[row["method"]] = row["seconds"]
-    return [
-        {
-            "seq_len": f"{tokens:,}",
-            **{method: f"{value:.2f}" for method, value in times.items()},
-            "ratio": f"{times['checkpoint'] / times['baseline']:.2f}",
-        }
-        for tokens, times in seconds.items()
-    ]
 
 
 def measured_peak(record, measured) -> str | None:

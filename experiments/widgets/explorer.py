@@ -15,6 +15,7 @@ from ackpt.planner.policies import auto
 from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.plan import PACKED, RECOMPUTED, SAVED, Plan
 from experiments.reports.frontier import is_correct
+from experiments.reports.frontier_times import label
 from experiments.results import write_text_atomic
 
 SCHEMA = {"schema": "ackpt.explorer", "version": 1}
@@ -66,7 +67,9 @@ def explorer(graph, profile, record) -> dict:
         "front": record.metrics["front"],
         "peers": [
             {
-                "name": row["peer"] if row["setting"] is None else f"{row['peer']} {row['setting']}",
+                "name": " ".join(
+                    [label(row["peer"], record), *([] if row["setting"] is None else [str(row["setting"])])]
+                ),
                 "peak_bytes": row["measured_peak_bytes"],
                 "recompute_flops": row["recompute_flops"],
             }

@@ -39,8 +39,8 @@ def gather_lanes() -> dict:
     Returns:
         Plain JSON. ``events``: their number. ``runs``: [what, group, begin, end], in events; what is f (forward), r
         (recomputation) or b (backward); the groups are the root, 0, and the blocks. ``gathered``: [group, begin, end],
-        from the allocation of a group's parameters to their free; ``buffers``: the same for the buffers of the gathers.
-        ``live``: the bytes of both, and of the buffers of the reductions, after every event.
+        from the allocation of a group's parameters to their free; ``buffers`` and ``reductions``: the same for the
+        buffers of the gathers and of the reductions. ``live``: the bytes of each after every event.
     """
     request = StepRequest("hf:LlamaConfig", 4, 64, None, FIELDS, torch.bfloat16)
     model = ShardedModel(PlanConfig(request, optimizer="none"), whole=True)
@@ -48,7 +48,11 @@ def gather_lanes() -> dict:
     windows = blocks.windows(blocks.uniform(blocks.choices[1]), SHARDING)  # per-block checkpointing
     live = timeline(windows)
     assert live.live == model.plan(SHARDING, policy="full").timeline.live
-    names = {GATHERED: "gathered parameters", COMMUNICATION: "buffers of collectives"}
+    sizes = [GroupBytes(group, SHARDING) for group in blocks.groups]
+    reductions = [size.reduce for size in sizes]
+    events = [event for window in windows for event in window.events]
+    reducing = [0, *accumulate(size if _is_of(reductions, size, kind) else 0 for size, kind in events)]
+    collectives = live.categories[COMMUNICATION]
     return {
         **SCHEMA,
         "kind": "gathers",
@@ -56,9 +60,19 @@ def gather_lanes() -> dict:
         "events": len(live.live) - 1,
         "runs": _runs(windows),
         "gathered": _gathered(windows),
-        "buffers": _buffers(windows, [GroupBytes(group, SHARDING).gather for group in blocks.groups]),
-        "live": {label: list(live.categories[name]) for name, label in names.items()},
+        "buffers": _buffers(windows, [size.gather for size in sizes]),
+        "reductions": _reductions(windows, reductions),
+        "live": {
+            "gathered parameters": list(live.categories[GATHERED]),
+            "buffers of gathers": [both - one for both, one in zip(collectives, reducing, strict=True)],
+            "buffers of reductions": reducing,
+        },
     }
+
+
+def _is_of(sizes: list[int], size: int, kind: int) -> bool:
+    """Whether an event allocates or frees a buffer of one of `sizes`; each buffer is identified by its size."""
+    return kind == _COMMUNICATION and abs(size) in sizes
 
 
 def _starts(windows: list[Window]) -> list[int]:
@@ -93,10 +107,23 @@ def _gathered(windows: list[Window]) -> list[list[int]]:
 
 
 def _buffers(windows: list[Window], sizes: list[int]) -> list[list[int]]:
-    """Gathers run in the order root, blocks, blocks in reverse; each buffer is identified by its size."""
+    """Gathers run in the order root, blocks, blocks in reverse."""
     numbers = range(1, BLOCKS + 1)
     order = [ROOT, *numbers, *reversed(numbers)]
     events = [event for window in windows for event in window.events]
-    begins = [i for i, (size, kind) in enumerate(events, 1) if kind == _COMMUNICATION and size in sizes]
-    ends = [i for i, (size, kind) in enumerate(events, 1) if kind == _COMMUNICATION and -size in sizes]
+    found = [(i, size) for i, (size, kind) in enumerate(events, 1) if _is_of(sizes, size, kind)]
+    begins, ends = [i for i, size in found if size > 0], [i for i, size in found if size < 0]
     return [[group, begin, end] for group, begin, end in zip(order, begins, ends, strict=True)]
+
+
+def _reductions(windows: list[Window], sizes: list[int]) -> list[list[int]]:
+    """A group's reduction begins in its own window of backward, and its buffer stays until the next reduction."""
+    found, since = [], {}
+    for window, start in zip(windows, _starts(windows)):
+        for event, (size, kind) in enumerate(window.events, start + 1):
+            if _is_of(sizes, size, kind):
+                if size > 0:
+                    since.setdefault(size, []).append((window.group, event))
+                else:
+                    found.append([*since[-size].pop(0), event])
+    return found

@@ -70,13 +70,14 @@ def offload_lanes(config: TransformerConfig = CONFIG, tokens: int = TOKENS, devi
         "layers": config.layers,
         "without": {"seconds": before.seconds, "peak_bytes": before.peak_bytes},
         "variants": [
-            {"name": name, "label": VARIANTS[name][0], "about": VARIANTS[name][1]} | _shown(graph, profile, schedule)
+            {"name": name, "label": VARIANTS[name][0], "about": VARIANTS[name][1]} | shown(graph, profile, schedule)
             for name, schedule in schedules.items()
         ],
     }
 
 
-def _shown(graph: JointGraph, profile: Profile, schedule: Schedule) -> dict:
+def shown(graph: JointGraph, profile: Profile, schedule: Schedule) -> dict:
+    """Times, bytes and lanes of one schedule: a variant of `offload_lanes` without its name."""
     found, steps = simulate(graph, profile, schedule), [*timed(profile, schedule)]
     assert found.seconds is not None
     copies = [(_WAYS[kind], _block(graph, s), start, end) for kind, s, start, end in steps if kind in _WAYS]

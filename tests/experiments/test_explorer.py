@@ -77,7 +77,7 @@ def test_only_correct_peers_are_shown(step):
     graph, profile, record, data = step
     (row,) = record.metrics["peers"]
     shown = {"peak_bytes": row["measured_peak_bytes"], "recompute_flops": row["recompute_flops"]}
-    assert data["peers"] == [{"name": "checkpoint", **shown}]
+    assert data["peers"] == [{"name": "PyTorch: per-block", **shown}]
     changed = copy.deepcopy(record)
     changed.metrics["peers"][0]["gradients_difference"] = 1.0
     assert explorer.explorer(graph, profile, changed)["peers"] == []

@@ -111,8 +111,8 @@ def test_the_record_is_read_back_and_drawn(record, tmp_path):
     figure = report.frontier_plot(record)
     assert png(figure) == png(report.frontier_plot(Record.load(path)))
     assert Image.open(io.BytesIO(png(figure))).width > 500
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels == ["lower bound", "auto", "full", "torch: checkpoint", "torch: selective"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["lower bound", "plan", "per-block", "PyTorch: per-block", "PyTorch: selective"]
 
 
 def test_bert_with_dropout_is_bit_equal():
@@ -129,7 +129,9 @@ def test_points_beyond_the_axis_are_named_at_the_edge(record):
         point["recompute_flops"] = 3 * changed.metrics["baseline"]["flops"]
     (axes,) = report.frontier_plot(changed).axes
     above = [
-        f"full 300% at {p['measured_peak_bytes'] / base:.2f}" for p in report.measured(changed) if p["policy"] == "full"
+        f"per-block 300% at {p['measured_peak_bytes'] / base:.2f}"
+        for p in report.measured(changed)
+        if p["policy"] == "full"
     ]
     (text,) = axes.texts
     assert set(text.get_text().splitlines()) == {"above the edge:", *above} and axes.get_ylim()[1] < 1

@@ -64,7 +64,7 @@ def test_the_gap_is_in_seconds_where_seconds_are_minimized(unet):
 def test_the_table_of_models(made_up):
     assert times.times_rows([made_up]) == [
         {"model": "BERT with dropout", "peak": "0.40", "blocks": "20.0", "auto": "5.0", "half": "3.0"}
-        | {"gap": "1.0%, 1.2 ms"}
+        | {"bound": "4.0", "gap": "1.0%, 1.2 ms"}
     ]
     made_up.config["compiler"] = "inductor"
     assert times.times_rows([made_up])[0]["auto"] == "5.0"
@@ -79,24 +79,46 @@ def test_the_table_of_models(made_up):
     assert times.times_rows([made_up])[0]["half"] == "not run"
 
 
-def test_measured_times_are_drawn_with_their_range(unet, made_up):
+def test_times_are_drawn_with_the_names_of_methods_and_an_arrow_to_the_plan(unet, made_up):
     (axes,) = times.time_plot(unet).axes
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["auto", "auto, rates", "torch: checkpoint"]
+    names = {"plan (FLOPs)", "plan", "PyTorch: per-block", "baseline"}
+    assert names <= {text.get_text() for text in axes.texts}
+    figure = times.time_plot(made_up)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts[-1] == "20 % \N{RIGHTWARDS ARROW} 5 %\nsame peak"
+    assert png(figure) == png(times.time_plot(copy.deepcopy(made_up)))
+    made_up.metrics["peers"][0]["auto_seconds_ratio"]["median"] = 1.3
+    assert not any("same peak" in text.get_text() for text in times.time_plot(made_up).axes[0].texts)
     del made_up.metrics["eager"]["seconds_ratio"]
     with pytest.raises(ValueError, match="no times.*--times"):
         times.time_plot(made_up)
 
 
-def test_several_models_are_drawn_in_panels_below_an_upper_edge(unet, made_up):
-    figure = times.times_plot([unet, made_up, made_up], 0.1)
-    panels = figure.axes
-    assert [axes.get_title() for axes in panels] == ["U-Net", "BERT with dropout", "BERT with dropout", ""]
-    highest = max(max(line.get_ydata()) for line in panels[1].lines)
-    assert highest == 0.1 == panels[1].get_ylim()[1]  # per-block checkpointing adds 0.2
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["auto", "auto, rates", "torch: checkpoint"]
-    assert png(figure) == png(times.times_plot([unet, made_up, copy.deepcopy(made_up)], 0.1))
+def test_the_memory_budget_is_drawn_only_with_inductor(made_up):
+    made_up.metrics["peers"].append({**made_up.metrics["peers"][0], "peer": "memory-budget", "setting": 0.5})
+    name = "PyTorch's memory budget"
+    for compiler, count in (("eager", 0), ("inductor", 1)):
+        made_up.config["compiler"] = compiler
+        assert [text.get_text() for text in times.time_plot(made_up).axes[0].texts].count(name) == count
+
+
+def test_a_plan_is_named_by_what_it_minimizes_if_there_are_several(unet, made_up):
+    assert times.label("auto", unet) == "plan (FLOPs)" and times.label("auto, rates", unet) == "plan"
+    made_up.config["costs"] = ["counted"]
+    assert times.label("auto", made_up) == "plan"
+    assert [times.label(name, unet) for name in ("full", "rotor")] == ["per-block", "rotor"]
+
+
+def test_the_choices_have_the_ranges_over_all_records(made_up):
+    higher, compiled = copy.deepcopy(made_up), copy.deepcopy(made_up)
+    higher.metrics["baseline"]["measured_peak_bytes"] = 80
+    compiled.config["compiler"] = "inductor"
+    compiled.metrics["peers"].append({**compiled.metrics["peers"][0], "peer": "memory-budget", "setting": 0.5})
+    rows = {row["step"]: (row["peak"], row["time"]) for row in times.choices([made_up, higher, compiled])}
+    assert rows["must stay within a number of bytes"] == ("50 to 62", "3")
+    assert rows["is compiled by Inductor, without `ackpt`"] == ("40", "20")
+    assert rows["cannot be captured"] == ("40 to 50", "20")
+    assert rows["cannot be captured, and is slightly too large"] == rows["does not fit with any of these"] == ("–", "–")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, at the import of Inductor

@@ -1,13 +1,15 @@
-"""The account of a step by category, and its comparison with what the allocator hands out."""
+"""The operations of a step, and its comparison with what the allocator hands out."""
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ackpt
 from ackpt.metering.timeline import Timeline
 from ackpt.models import LanguageModel, TransformerConfig
-from experiments.graph_profile import breakdown, compare, orders_plot, panels_plot, random_fates
+from experiments.graph_profile import compare, operations, orders_plot, panels_plot, random_fates
 from experiments.models import ResNet, ResNetConfig
+from experiments.reports import schematics
 
 TOKENS = torch.arange(12) % 7
 OFFSETS = torch.tensor([0, 12], dtype=torch.int32)
@@ -26,18 +28,21 @@ def resnet():
     return model, (torch.randn(2, 3, 32, 32),), {"labels": torch.tensor([0, 2])}
 
 
-def test_breakdown_adds_up_to_every_byte():
-    model, args, kwargs = resnet()
-    graph = ackpt.trace(model, *args, optimizer=torch.optim.AdamW(model.parameters()), **kwargs)
-    planned = ackpt.plan(graph, profile=ackpt.profile(graph))
-    found = breakdown(graph, planned)
-    assert found.peak_bytes == planned.peak_bytes
-    assert found.peak_index == planned.timeline.peak_index and found.boundary == planned.timeline.boundary
-    assert [sum(parts) for parts in zip(*found.categories.values(), strict=True)] == list(found.live)
-    assert found.categories["parameters"][0] == sum(p.nbytes for p in model.parameters())
-    assert found.categories["buffers"][0] == sum(b.nbytes for b in model.buffers())
-    assert found.categories["inputs"][0] == sum(t.nbytes for t in (*args, *kwargs.values()))
-    assert found.categories["optimizer"][0] == graph.optimizer_bytes > 0
+def test_operations_read_storages_and_not_views():
+    def step(weight, x):
+        loss = torch.tanh(x @ weight.t()).sum()
+        start = torch.ones_like(loss)
+        return loss, start, *torch.autograd.grad(loss, [weight], start)
+
+    weight = torch.ones(3, 2, requires_grad=True)
+    steps = operations(make_fx(step, tracing_mode="fake")(weight, torch.ones(4, 2)).graph, "ones_like")
+    found = {each["name"]: each for each in steps}
+    assert list(found)[:3] == ["mm", "tanh", "sum_1"] and not found["sum_1"]["is_backward"]
+    assert found["mm"] == {"name": "mm", "bytes": 48, "reads": [], "is_backward": False}
+    assert found["tanh_backward"]["is_backward"] and "tanh" in found["tanh_backward"]["reads"]
+    assert found["mm_1"]["bytes"] == 24 and found["mm_1"]["reads"] == ["tanh_backward"]
+    texts = [text.get_text() for text in schematics.joint_figure(steps).axes[0].texts]
+    assert "mm\n48 B" in texts and "tanh\nbackward\n48 B" in texts
 
 
 def test_orders_plot_marks_every_peak():

@@ -11,7 +11,8 @@ from ackpt.graph import simulate
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.planner.policies.mu_two import evictions
 from ackpt.planner.policies.search.frontier import costs
-from experiments.mu_two import along_paths, choices, intermediates_of, name_of, printed_overhead
+from experiments.mu_two import along_paths, choices, inactive_intervals, intermediates_of, name_of, printed_overhead
+from experiments.reports import schematics
 from experiments.reports.figures import ratio_plot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,6 +44,19 @@ def test_choices_list_their_changes(chain):
     assert [c.total_recomp_time["tanh_1"] for c in made[:2]] == pytest.approx([2 * one, 4 * one])
     assert made[-1].recomp_time == pytest.approx({"tanh": one, "tanh_1": 2 * one, "tanh_2": 3 * one})
     assert made[-1].saved_bytes == 0 and len(choices(graph, profile, at_most=1)) == 2
+
+
+def test_an_inactive_interval_lasts_for_the_inactive_time(language_model):
+    data = inactive_intervals(*language_model)
+    inactive = {name_of(language_model[0], i): i.inactive_time for i in intermediates_of(*language_model)}
+    assert len(data["activations"]) > 10
+    for row in data["activations"]:
+        assert row["first"] < row["leaves"] < row["needed"] < row["last"] <= data["compute"][-1][2]
+        assert row["needed"] - row["leaves"] == pytest.approx(inactive[row["name"]], rel=1e-6)
+    phases = "".join(phase for phase, *_ in data["compute"])
+    assert phases == phases.count("f") * "f" + phases.count("b") * "b"
+    labels = [text.get_text() for text in schematics.inactive_figure(data).axes[0].get_yticklabels()]
+    assert labels[0] == "compute" and labels[1].startswith(data["activations"][0]["name"])
 
 
 def test_peaks_are_those_of_the_policy(chain):
@@ -97,6 +111,6 @@ def test_paths_double_what_sets_add():
 
 def test_the_figure_names_its_kinds_and_its_line():
     figure = ratio_plot({"wide": [(0.1, 20.0), (0.2, 30.0)], "narrow": [(0.0, 2.0)]}, 8.0, "What is found")
-    (axes,) = figure.axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["wide", "narrow", "the link, both ways"]
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["wide", "narrow", "the link, both ways"]
     assert axes.get_yscale() == "log" and "GB/s" in axes.get_ylabel()

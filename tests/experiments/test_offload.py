@@ -232,7 +232,7 @@ def test_figures_of_one_run(records, tmp_path):
     assert [axes.get_ylabel() for axes in stacked] == [f"{name}\nMiB" for name in report.STACKED]
     assert len({axes.get_xlim() for axes in stacked}) == 1 and len({axes.get_ylim()[1] for axes in stacked}) == 1
     assert stacked[0].get_ylim()[0] == 0 > stacked[1].get_ylim()[0]  # classic copies nothing
-    legend = [text.get_text() for text in stacked[0].get_legend().get_texts()]
+    legend = [text.get_text() for text in figures["timelines"].legends[0].get_texts()]
     assert legend[:2] == ["copy out", "copy in"] and legend[-1] == "resident"
     bars = figures["peak"].axes[0]
     assert [label.get_text() for label in bars.get_yticklabels()] == [

@@ -161,6 +161,11 @@ def test_blocks_are_gathered_before_they_run_and_prefetched_in_backward(gathers)
     assert all(allocated < begin and freed == begin + 1 for (_, begin, _), (_, allocated, freed) in pairs[BLOCKS:])
     early = {group: allocated for group, allocated, _ in buffers[BLOCKS:]}
     assert all(runs["r", group + 1][0] < early[group] < runs["r", group][0] for group in numbers[:-1])
+    reductions = gathers["reductions"]
+    assert [group for group, *_ in reductions] == [*reversed(numbers), 0]
+    freed = {group: end for group, _, end in blocks[BLOCKS:]}
+    assert all(freed[group] <= begin for group, begin, _ in reductions[:BLOCKS])
+    assert [end <= begin for (*_, end), (_, begin, _) in zip(reductions, reductions[1:])] == [True] * BLOCKS
     assert [what for what, *_ in gathers["runs"]].count("r") == BLOCKS
     assert gathers["runs"][-1][-1] == gathers["events"]
 

@@ -58,9 +58,10 @@ def test_policies_keep_their_budgets():
 
 def test_curves_show_points_and_lines():
     values = {"a": {16: 1, 64: 2}, "b": {16: 3}}
-    (axes,) = curves_plot(values, values, "a finding", xlabel="x", ylabel="y", logs=("x", "y")).axes
+    figure = curves_plot(values, values, "a finding", xlabel="x", ylabel="y", logs=("x", "y"))
+    (axes,), (legend,) = figure.axes, figure.legends
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16", "64"]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b", "predicted", "measured"]
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b", "predicted", "measured"]
     assert axes.get_yscale() == "log" and curves_plot(values, {}, "", xlabel="", ylabel="").axes[0].get_ylim()[0] == 0
 
 

@@ -52,7 +52,7 @@ class TestEveryFigure:
         figure = FIGURES[name]()
         axes, renderer = figure.axes[0], figure.canvas.get_renderer()
         title = figure._suptitle.get_window_extent(renderer)
-        parts = [axes.get_legend(), *axes.texts] if axes.get_legend() else axes.texts
+        parts = [*figure.legends, *axes.texts]
         page = figure.bbox
         for part in parts:
             box = part.get_window_extent(renderer)
@@ -84,14 +84,14 @@ def test_a_timeline_marks_its_peak():
     assert texts(FIGURES["timeline"]()) == ["peak 43.0 MiB", "backward begins"]
     figure = FIGURES["with resident"]()
     assert texts(figure)[0] == "peak 143 MiB"
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["temporaries", "activations", "gradients", "resident"]  # from top to bottom, as drawn
 
 
 def test_bars_carry_their_values():
     assert texts(FIGURES["bars"]()) == ["3.00", "5.00", "not measured", "2.00", "not measured", "3.00"]
     assert texts(bar_plot(["x"], {"seconds": [0.5]}, "t", unit=1, ylabel="s")) == ["0.500"]
-    assert bar_plot(["x"], {"only": [1]}, "t").axes[0].get_legend() is None
+    assert bar_plot(["x"], {"only": [1]}, "t").legends == []
 
 
 def test_lines_share_colours_by_name():

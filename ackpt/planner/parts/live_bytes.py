@@ -460,11 +460,16 @@ class AllocatedBytes(Counter):
 
 
 def _workspace(func, args, kwargs) -> int:
-    """The workspace of an operation of torch at these sizes, from a run with made-up values in a thread of its own."""
+    """The workspace of an operation of torch, from another run in a thread of its own; one that writes to its arguments
+    gets made-up values, as sparse tensors cannot be made up.
+    """
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return 0
     try:
         with torch.no_grad():
+            if not func._schema.is_mutable:
+                _, left, peak = run_counted(lambda: func(*args, **kwargs))
+                return peak - left
             return allocation_of(SimpleNamespace(name="", target=func, module=""), func, (args, kwargs)).workspace
     except (MeterError, RuntimeError, NotImplementedError, TypeError):
         return 0

@@ -243,8 +243,8 @@ def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs)
     with _in_use(step):
         result = method(*args, **kwargs)
     if inspect.isgenerator(result) or inspect.iscoroutine(result) or inspect.isasyncgen(result):
-        if not inspect.isasyncgen(result):
-            result.close()
+        if inspect.iscoroutine(result):
+            result.close()  # Python warns of one that nothing awaits
         raise TypeError(
             f"{method.__name__} is a generator or a coroutine, which would call the model without its plan after this "
             "call has ended: call this method of the model itself, or the planned step in a function that returns"

@@ -369,6 +369,20 @@ def test_saved_tensors_hooks_in_a_forward_are_refused():
         ackpt.compile(layers(), X, policy="full")
 
 
+class InferenceView(nn.Linear):
+    def forward(self, x):
+        with torch.inference_mode():
+            first = x[0]
+        return super().forward(x + first.clone()).sum()
+
+
+def test_a_view_under_inference_mode_is_refused_with_the_fix():
+    with pytest.raises(ackpt.TraceError, match=r"a view under torch.inference_mode.*first = x\[0\].*torch.no_grad"):
+        ackpt.compile(InferenceView(8, 8), X)
+    model = InferenceView(8, 8)
+    assert torch.equal(ackpt.compile(model, X, budget="1MiB")(X), model(X))
+
+
 class ReadsGradients(nn.Linear):
     def __init__(self, read):
         super().__init__(8, 8)

@@ -439,6 +439,9 @@ class Methods(nn.Sequential):
         for batch in batches:
             yield self(batch)
 
+    def stored(self):
+        return self.numbers
+
     def waiting(self, batch, ready, go):
         ready.set()
         assert go.wait(60)
@@ -450,6 +453,14 @@ def test_a_method_that_runs_on_after_its_call_is_refused(name):
     step = ackpt.compile(Methods(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), x(), policy="full")
     with pytest.raises(TypeError, match=f"{name} is a generator or a coroutine, which would call the model"):
         getattr(step, name)([x()])
+
+
+def test_a_generator_that_a_method_returns_is_left_as_it_is():
+    model = Methods(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model.numbers = (number for number in range(3))
+    with pytest.raises(TypeError, match="stored is a generator"):
+        ackpt.compile(model, x(), policy="full").stored()
+    assert [*model.numbers] == [0, 1, 2]
 
 
 def test_methods_in_two_threads_both_run_as_planned():

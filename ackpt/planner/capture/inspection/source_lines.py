@@ -57,7 +57,9 @@ _CHECKS = tuple(
 )
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _CLASSES = re.compile("FakeTensor|FunctionalTensor|SymInt|SymFloat|SymBool")
-_OF_CAPTURE = re.compile(f"{_CLASSES.pattern}|subclass|data pointer|storage|meta|symbolic|deepcopy|fake|FX")
+_OF_CAPTURE = re.compile(
+    f"{_CLASSES.pattern}|subclass|data pointer|storage|meta|symbolic|deepcopy|fake|FX|version_counter"
+)
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -309,6 +311,11 @@ def _explained(error, model) -> TraceError:
             f"{module}: its package has registered no fake kernel. Register one by "
             "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
             "the operation itself."
+        )
+    if "version_counter for inference tensor" in reason:
+        return not_repeated(
+            f"{module} makes a view under torch.inference_mode(){where}, which a captured step cannot do. Use "
+            "torch.no_grad() instead"
         )
     if "with symbolic sizes/strides" in reason:
         return TraceError(
