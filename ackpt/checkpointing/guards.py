@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ackpt.core.autograd_state import phase, version, versions
-from ackpt.core.errors import CheckpointError
+from ackpt.core.errors import CheckpointError, add_note
 
 from .reachable import LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data, is_stand_in
 
@@ -501,20 +501,15 @@ def changes_argument(function, arguments) -> CheckpointError:
     )
 
 
-def add_note(error: Exception, function) -> None:
+def note_recomputation(error: Exception, function) -> None:
     """Add a note to an error of the user's code, which was raised during recomputation."""
-    note = (
+    add_note(
+        error,
         f"ackpt: this error was raised while backward recomputed the checkpointed region {name_of(function)}. Its "
         "forward raised no error, so something that its code reads has changed since then, such as a context manager "
         "that has exited, a context variable, or a closed-over list or dict. Keep it unchanged until after backward(), "
-        "or pass what the code reads as an argument of checkpoint()."
+        "or pass what the code reads as an argument of checkpoint().",
     )
-    if any(each.startswith("ackpt: ") for each in getattr(error, "__notes__", ())):  # of a region inside
-        return
-    if hasattr(error, "add_note"):
-        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
-    else:  # Python 3.10
-        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
 
 
 def name_of(function) -> str:

@@ -299,7 +299,7 @@ class Region:
         except Exception as error:
             if object_arguments and tensors_in(object_arguments).keys() != before.keys():
                 raise guards.changes_argument(self.function, object_arguments) from error
-            guards.add_note(error, self.function)
+            guards.note_recomputation(error, self.function)
             raise
         recomputation_ends()
         if object_arguments and tensors_in(object_arguments).keys() != before.keys():

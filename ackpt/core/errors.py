@@ -93,6 +93,16 @@ def warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
+def add_note(error: Exception, note: str) -> None:
+    """Add a note, which begins with "ackpt: ", to an error of the user's code, unless it has one already."""
+    if any(each.startswith("ackpt: ") for each in getattr(error, "__notes__", ())):
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
+    else:  # Python 3.10
+        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
+
+
 def did_you_mean(name, names) -> str:
     """A question to append to an error that lists the valid `names`; empty if none of them is similar to `name`."""
     text = str(name).lower()

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ackpt.core.errors import warn
+from ackpt.core.errors import did_you_mean, warn
 from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
+from ackpt.planner.capture.inspection.model_checks import forward_names
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.devices import Device
@@ -24,6 +25,8 @@ from ackpt.planner.policies.search.schedule_cache import Cache
 from ackpt.planner.request import DynamicArgument, Request, refuse_misplaced_keywords, refuse_values_for_the_model
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
+
+_MISSING: Any = object()
 
 
 def compile(
@@ -139,11 +142,12 @@ _DEFAULTS = {each.name: each.default for each in _KEYWORDS}
 
 def apply_budget(
     model: nn.Module,
-    batch: Any,
+    batch: Any = _MISSING,
     budget: float | str | None = None,
     *,
     slowdown: float | str | None = None,
     policy: Policy = "auto",
+    plan: Plan | None = None,
     optimizer: torch.optim.Optimizer | str | None = None,
     accumulation: bool = False,
     scaler: torch.amp.GradScaler | None = None,
@@ -157,6 +161,7 @@ def apply_budget(
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
     chunk_head: bool | Literal["auto"] = False,
+    **inputs: Any,
 ) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
 
@@ -174,14 +179,15 @@ def apply_budget(
             is no slowdown either. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
-        slowdown, policy, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
+        slowdown, policy, plan, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
         dynamic, cache, device_profile, costs, regions, on_exceed, chunk_head: as in `ackpt.compile`.
+        inputs: refused; the inputs of the model are one batch.
 
     Returns:
         The `PlannedStep`, with its ``plan``, ``history`` and ``prepare``. Keep calling `model` itself.
 
     Raises:
-        BudgetError, TraceError, RecordError, TypeError: as in `ackpt.compile`; the model is then unchanged.
+        BudgetError, TraceError, RecordError, PlanError, TypeError: as in `ackpt.compile`; the model is then unchanged.
 
     Example:
         >>> import torch, ackpt
@@ -192,12 +198,14 @@ def apply_budget(
         (0, 'Sequential')
     """
     request = Request.from_keywords(**{name: value for name, value in locals().items() if name in _DEFAULTS})
+    if batch is _MISSING or inputs:
+        raise TypeError(f"apply_budget() {_not_a_batch(model, inputs)}")
     args, kwargs = call_arguments(batch)
     kwargs = as_trainer_calls(model, kwargs) if isinstance(model, nn.Module) else kwargs
     with without_budget(model):
         step = PlannedStep(model, request)
         step.prepare(*args, **kwargs)
-    if budget is None and slowdown is None and policy == "auto":
+    if budget is None and slowdown is None and plan is None and policy == "auto":
         warn(
             "apply_budget without a budget plans the step for any peak, and recomputes nothing: give budget='22GiB', "
             "bytes of the whole peak, budget='50%' of what the step allocates without ackpt, or slowdown='10%'"
@@ -205,6 +213,17 @@ def apply_budget(
     put_in_place(step)
     torch._dynamo.reset()  # what was compiled before has the model's own operations in it
     return step
+
+
+def _not_a_batch(model, inputs: Mapping[str, Any]) -> str:
+    """What is wrong with arguments of `apply_budget`, among them the keywords `inputs`, and what to do."""
+    if not inputs:
+        return "got no batch: write apply_budget(model, batch, budget=...)"
+    foreign = [name for name in inputs if name not in forward_names(model)]
+    name = next(iter([*foreign, *inputs]))
+    hint = did_you_mean(name, _DEFAULTS) if foreign else ""
+    hint = hint or "; pass the batch as one argument, such as a dict: apply_budget(model, batch, budget=...)"
+    return f"got an unexpected keyword argument {name!r}{hint}"
 
 
 def remove_budget(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,15 @@ class Request:
         return self.regions
 
     @property
+    def in_parts_hint(self) -> str:
+        """With which budget a model that is refused as one graph is planned in parts; empty if other options forbid."""
+        is_fixed = self.regions is not None or self.plan is not None or self.planner is not None
+        if is_fixed or self.policy != "auto" or self.chunk_head:
+            return ""
+        budget = "a budget" if self.slowdown is None else "a budget and without slowdown="
+        return f'With {budget}, as in budget="6GiB", the model is planned in parts.'
+
+    @property
     def may_exclude_opaque_submodules(self) -> bool:
         """Whether a scripted or compiled submodule stays outside of the plan."""
         is_searched = self.plan is None and self.planner is None
@@ -222,8 +231,7 @@ def refuse_misplaced_keywords(model, args, kwargs, request: Request, keywords) -
     if misplaced := sorted((set(kwargs) - forward_names(model)) & set(options)):
         name, policy = misplaced[0], name_of(request.policy)
         raise TypeError(f"{name!r} is an option of policy {policy!r}: give it as options={{{name!r}: ...}}")
-    advice = f". The model is called with all keywords but those of ackpt.compile: {', '.join(keywords)}."
-    check_call(model, args, kwargs, advice)
+    check_call(model, args, kwargs, keywords)
 
 
 def declared(dynamic: DynamicArgument, model: nn.Module, call: Call) -> set[Dimension]:
@@ -255,7 +263,7 @@ def declared_bounds(dynamic: DynamicArgument, model: nn.Module, call: Call) -> d
         raise TypeError(
             f"dynamic must be None, True, False or a dict such as {{'input_ids': {{1: (16, 512)}}}}, got {dynamic!r}"
         )
-    leaves = dict(_named_tensors(model, call))
+    leaves = dict(named_tensors(model, call))
     found: dict[Dimension, Bounds | None] = {}
     for name, dims in dynamic.items():
         if name not in leaves:
@@ -271,7 +279,30 @@ def declared_bounds(dynamic: DynamicArgument, model: nn.Module, call: Call) -> d
     return found
 
 
-def _named_tensors(model: nn.Module, call: Call):
+def undeclared_equals(dynamic: DynamicArgument, model: nn.Module, call: Call, fixed: Iterable[Dimension]) -> str:
+    """What to add to `dynamic` if the model needs equal sizes of `fixed` and of other arguments' dimensions.
+
+    Empty if no other dimension has such a size.
+    """
+    names = {at: name for name, at in named_tensors(model, call)}
+    chosen, bounds = declared(dynamic, model, call), declared_bounds(dynamic, model, call)
+    others: dict[Dimension, Bounds | None] = {}
+    for one in (each for each in fixed if each.leaf in names):
+        tensor = call.leaves[one.leaf]
+        for at in (at for at in names if call.leaves[at] is not tensor):
+            equal = (dim for dim, size in enumerate(call.leaves[at].shape) if size == tensor.shape[one.dim])
+            others |= {each: bounds.get(one) for dim in equal if (each := Dimension(at, dim)) not in chosen}
+    if not others:
+        return ""
+    said = " and ".join(f"dimension {each.dim} of argument {names[each.leaf]}" for each in others)
+    entries = ", ".join(f'"{names[each.leaf]}": {{{each.dim}: {limits}}}' for each, limits in others.items())
+    has, add = "has", f"both must be equal, add {entries} to dynamic"
+    if len(others) > 1:
+        has, add = "have", f"it must equal some of them, add these to dynamic, as in {entries}"
+    return f"{said[0].upper()}{said[1:]} {has} the same size, and a fixed one: if {add}. Otherwise leave"
+
+
+def named_tensors(model: nn.Module, call: Call):
     """(name, index) of every tensor of a call; a positional argument has the name of the forward's parameter."""
     parameters = list(inspect.signature(model.forward).parameters)
     for at, (name, leaf) in enumerate(named_leaves(call.args, call.kwargs)):

@@ -35,7 +35,7 @@ from .inspection.branches import Branch, Branches
 from .inspection.calls import described
 from .inspection.kept_tensors import OF_SHAPES, Held, places
 from .inspection.model_checks import (
-    batch_named,
+    call_named,
     check_call,
     has_data,
     is_tensor,
@@ -375,7 +375,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         if dynamic:
             stack.enter_context(python_arithmetic())
         try:
-            with batch_named(model, args, kwargs):
+            with call_named(model, args, kwargs):
                 captured = _stable(stack, call)
         except TraceError as error:  # many models read tensor values unless they are compiled
             if call.has_data:  # nobody could say how the results of that way differ

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from .print_saved import referred
 
 _LARGEST = 8  # lines of each list
 _MISSING: Any = object()
+_UNKNOWN = "an unknown kind of checkpointing"
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +149,11 @@ def audit(
     call = None if model is None else (model, *call_arguments(batch))
     with warnings.catch_warnings(), about("audit"):
         warnings.simplefilter("ignore")
-        return _audited(step if call is None else lambda: _train(*call), modules, given, call, compare_budget)
+        if call is None:
+            return _audited(step, modules, given, call, compare_budget)
+        said: list[str] = []
+        result = _audited(lambda: said.append(_train(*call)), modules, given, call, compare_budget)
+        return replace(result, notes=(*result.notes, *filter(None, said[:1])))
 
 
 def _checked(step, batch, resident) -> tuple[nn.Module | None, dict[str, nn.Module], list[tuple[str, Any]]]:
@@ -177,8 +182,8 @@ def _checked(step, batch, resident) -> tuple[nn.Module | None, dict[str, nn.Modu
     return model, dict(zip(names, roots)), [(f"input {number}", item) for number, item in enumerate(tensors)]
 
 
-def _train(model, args, kwargs) -> None:
-    """The forward, and the backward of the loss, or else of all outputs that require grad."""
+def _train(model, args, kwargs) -> str:
+    """Run the forward, and the backward of the loss, or else of all outputs that require grad; a note on the latter."""
     outputs = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
     dropped = without_gradient(outputs, "loss")
     outputs = [t for index, t in enumerate(outputs) if index not in dropped and t.requires_grad]
@@ -187,6 +192,13 @@ def _train(model, args, kwargs) -> None:
     gradients = [None if not t.dim() else each.to(t.dtype).view(t.shape) for t, each in zip(outputs, numbers)]
     if outputs:
         torch.autograd.backward(outputs, gradients)
+    if len(outputs) == 1 and not outputs[0].dim():
+        return ""
+    shapes = ", ".join(str(list(each.shape)) for each in outputs)
+    return (
+        f"the model returns no single loss, so all outputs that require grad are differentiated, of shapes {shapes}, "
+        "with fixed gradients; if it computes a loss from labels or the like, add them to the batch"
+    )
 
 
 def _audited(step, modules, given, call, compare_budget) -> Audit:
@@ -241,7 +253,7 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
         plan, no_plan = _planned(call, measured.peak_bytes)
     notes = [f"not restored: {words}" for words in undo.left()]
     notes += [f"differs between two equal runs of the step: {label}" for label in sorted(noise)[:1]]
-    notes += [f"an unknown kind of checkpointing recomputes {modules_text(plain.unknown)}"] * bool(plain.unknown)
+    notes += [f"{_UNKNOWN} recomputes {modules_text(plain.unknown)}"] * bool(plain.unknown)
     found = findings(seen)
     for region in seen.regions:  # nothing of the step is kept
         region.facts = None
@@ -301,7 +313,10 @@ def _planned(call, peak_bytes: int) -> tuple[Plan | None, str]:
 def _rows(audit: Audit) -> list[tuple[str, str]]:
     """The text of an audit, as lines with a name each."""
     count, baseline, measured = len(audit.findings), audit.baseline, audit.measured
-    rows = [("audit", f"{audit.name}: {count or 'no'} finding{'s' * (count != 1)}")]
+    summary = f"{count or 'no'} finding{'s' * (count != 1)}"
+    if not (count or audit.regions or audit.offloaded_bytes or any(_UNKNOWN in note for note in audit.notes)):
+        summary = "no checkpointing found"
+    rows = [("audit", f"{audit.name}: {summary}")]
     rows += [(finding.kind, f"{finding.message}\n{'':<16}fix: {finding.fix}") for finding in audit.findings]
     if measured is not None and audit.saved_bytes is not None:
         change = measured.peak_bytes / max(1, baseline.peak_bytes) - 1

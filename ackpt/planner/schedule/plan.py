@@ -190,6 +190,8 @@ class Plan:
         plain = max(1, self.flops - self.recompute_flops)
         fates = Counter(activation.fate for activation in self.activations)
         again = f"{self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step's"
+        if self.limit_bytes is not None and fates[SAVED] == len(self.activations) and not self.recompute_flops:
+            again = "nothing: the baseline fits the budget"
         lines = [
             f"policy            {self.policy}",
             f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
@@ -236,7 +238,7 @@ class Plan:
 
     def _bound(self) -> str:
         if self.lower_bound is not None:
-            return f"lower bound {self.lower_bound:.1%}, optimality gap {self.gap:.1%}"
+            return f"lower bound {self.lower_bound:.1%}, optimality gap {self.gap:.1%} = (1 + cost) / (1 + bound) - 1"
         return "no lower bound was computed"
 
     def _offload(self) -> list[str]:
@@ -321,19 +323,19 @@ def activations(graph: JointGraph, baseline: Schedule, schedule: Schedule) -> tu
     return tuple(listed)
 
 
-def check_applies(graph: JointGraph, plan: Plan, is_instance: bool = False) -> None:
+def check_applies(graph: JointGraph, plan: Plan, dynamic: object = None) -> None:
     """Refuse a plan of another graph, and one whose bytes are not those of its schedule.
 
     The peak may be higher than the simulated one, since the workspace of operations is unknown here. The resident bytes
-    may be higher by the state of an optimizer that `graph` was traced without. `is_instance`: whether `graph` is an
-    instance of a capture with dynamic dimensions, at the sizes of the plan.
+    may be higher by the state of an optimizer that `graph` was traced without. `dynamic`: if `graph` is an instance, at
+    the sizes of the plan, of a capture with dynamic dimensions, the argument ``dynamic=`` that names them.
     """
     made_for = plan.schedule.graph
-    if made_for != graph.hash and is_instance and not plan.dynamic:
+    if made_for != graph.hash and dynamic and not plan.dynamic:
         raise PlanError(
             f"this plan was made for fixed sizes, and a capture for all sizes has other operations ({made_for[:12]}, "
             f"not {graph.hash[:12]}), or the model or its arguments differ otherwise. Name the dimensions that change "
-            "when you make the plan, as in ackpt.compile(..., dynamic={'input_ids': {1: (16, 512)}}), or plan again."
+            f"when you make the plan, as in ackpt.compile(..., dynamic={dynamic}), or plan again."
         )
     if made_for != graph.hash:
         raise PlanError(

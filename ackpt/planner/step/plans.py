@@ -47,7 +47,7 @@ from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.costs.workspace import DynamicWorkspace, workspace_bytes
 from ackpt.planner.policies import name_of
 from ackpt.planner.policies.search.frontier import baseline_cost, costs, frontier, whole_added_cost
-from ackpt.planner.request import MEASURED, Request
+from ackpt.planner.request import MEASURED, Request, named_tensors
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule, Step, everything
@@ -60,7 +60,8 @@ class CapturedStep:
     """One capture, which serves all sizes for which its guards hold; without dynamic dimensions, its own sizes alone.
 
     ``module``: of a capture with dynamic dimensions. ``sizes``: the sizes of these dimensions in the captured call.
-    ``reference``: the graph at these sizes; schedules of it run at all sizes.
+    ``reference``: the graph at these sizes; schedules of it run at all sizes. ``names``: of the
+    call's tensors, by leaf.
     """
 
     def __init__(self, captured: Capture, call: Call, model, loop: Loop):
@@ -76,6 +77,7 @@ class CapturedStep:
             self.dimensions, self.sizes = captured.symbols.dimensions, captured.symbols.values(call.leaves)
             instance = self.module.at(self.sizes)
         self.reference: JointGraph = captured_graph(captured, model, loop, instance)
+        self.names = {at: name for name, at in named_tensors(model, call)}
         self._functions: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
         self._strides = gradient_strides(self.reference.analysis, None if self.module is None else self.module.fx)
 
@@ -374,7 +376,7 @@ class SavedPlan:
         self.step, self.plan = step, plan
         self._sizes = self._planned_sizes()
         graph = step.graph(self._sizes) if plan.head_chunks == 1 else self._in_chunks()
-        check_applies(graph, plan, is_instance=bool(step.dimensions))
+        check_applies(graph, plan, self._dynamic())
         check_runs(graph, plan)
         self._schedule = replace(plan.schedule, graph=step.reference.hash if plan.head_chunks == 1 else graph.hash)
         self._resident_bytes = graph.resident_bytes
@@ -426,6 +428,14 @@ class SavedPlan:
                 "another path than for the sizes of this call. Plan for these sizes."
             )
         return sizes
+
+    def _dynamic(self) -> dict[str, dict[int, tuple[int, int]]]:
+        """The argument ``dynamic=`` of a plan for its own sizes and those of this call."""
+        found: dict[str, dict[int, tuple[int, int]]] = {}
+        pairs = list(zip(self.step.dimensions, self._sizes, self.step.sizes))
+        for each, planned, now in [pair for pair in pairs if pair[1] != pair[2]] or pairs:
+            found.setdefault(self.step.names[each.leaf], {})[each.dim] = min(planned, now), max(planned, now)
+        return found
 
     def _planned_shapes(self) -> str:
         return ", ".join(str(list(shape)) for shape in self.plan.sizes or ())

@@ -36,7 +36,7 @@ from ackpt.planner.capture.inspection.calls import (
 )
 from ackpt.planner.capture.inspection.model_checks import is_tensor, warn_of_hooks
 from ackpt.planner.parts.planned_regions import PlannedRegions
-from ackpt.planner.request import Request, declared, declared_bounds, named_dimensions
+from ackpt.planner.request import Request, declared, declared_bounds, named_dimensions, undeclared_equals
 from ackpt.planner.schedule.plan import Plan, PlanError
 from ackpt.planner.schedule.rewriting import RewriteError
 
@@ -221,7 +221,11 @@ class Variants:
             with CAPTURING:
                 return self._variant_for(call)
         except TraceError as error:
-            if not (self.request.may_plan_in_parts and error.can_split):
+            if not error.can_split:
+                raise
+            if not self.request.may_plan_in_parts:
+                if hint := self.request.in_parts_hint:
+                    error.args = (f"{str(error).rstrip('.')}. {hint}",)
                 raise
             regions = PlannedRegions(self.model, self.request, self.history, error, error.reason)
             planned = regions.serving(call)
@@ -337,9 +341,10 @@ class Variants:
         if fixed := symbols.fixed():
             named = named_dimensions(self.request.dynamic, self.model, call)
             if named := {each: line for each, line in fixed.items() if each in named}:
+                hint = undeclared_equals(self.request.dynamic, self.model, call, named)
                 raise TraceError(
-                    f"the model works for one size only of {_said(named, call)}. Leave it out of dynamic, or change "
-                    "that line so that it does not compare or convert the size."
+                    f"the model works for one size only of {_said(named, call)}. {hint or 'Leave'} it out of dynamic, "
+                    "or change that line so that it does not compare or convert the size."
                 )
             group.refused |= set(fixed) & group.suspected
             group.suspected |= set(fixed)
@@ -449,7 +454,23 @@ class Variants:
             return setting, setting
         if branch := variant.captured.other_branch(call.leaves):
             return f"the branch that the model takes by its arguments' values changed{branch.line}", _VALUES
-        return "the layout of a tensor changed", "the layout of a tensor"
+        return self._changed_layout(variant, call), "the layout of a tensor"
+
+    def _changed_layout(self, variant: Variant, call: Call) -> str:
+        """The first argument whose memory is laid out otherwise than in the calls of `variant`, and what to pass."""
+        variants = ((sizes, each) for group in self._groups.values() for sizes, each in group.variants.items())
+        sizes = next((sizes for sizes, each in variants if any(one is variant for one in each)), call.sizes)
+        names = [name for name, leaf in named_leaves(call.args, call.kwargs) if is_sized(leaf)]
+        for name, (_, was, unused), (_, now, now_unused) in zip(names, sizes, call.sizes):
+            if unused != now_unused:
+                before, after = (
+                    f"a slice of a tensor with {each} more bytes" if each else "a tensor of its own"
+                    for each in (unused, now_unused)
+                )
+                return f"argument {name} is {after}, and was {before}: pass the clone() of a slice"
+            if was != now:
+                return f"the strides of argument {name} changed from {was} to {now}: pass its contiguous()"
+        return "the memory that tensors share changed"
 
     def _drop_oldest(self) -> None:
         """Keep at most so many captures: of those for calls with other facts, the ones that were used last."""

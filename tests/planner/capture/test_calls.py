@@ -156,6 +156,11 @@ def test_a_misspelt_keyword_is_not_handed_to_the_model(name):
             ackpt.compile(model, X, **{name: 0.5})
 
 
+def test_a_keyword_that_the_forward_cannot_take_is_compared_with_those_of_compile():
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'budjet' \(did you mean 'budget'\?\); its param"):
+        ackpt.compile(nn.Linear(8, 8), X, budjet=0.5)
+
+
 def test_a_misspelt_keyword_of_trace_is_not_handed_to_the_model():
     with pytest.raises(TypeError, match="'optimiser' is not a keyword of ackpt.trace.*: did you mean 'optimizer'"):
         ackpt.trace(Keywords(), X, optimiser=None)

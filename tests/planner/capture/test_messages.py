@@ -1,5 +1,6 @@
 """Errors that name what a user got wrong: dtypes, devices, NumPy, hooks, keywords, globals, evaluation."""
 
+import traceback
 import warnings
 
 import numpy
@@ -27,6 +28,53 @@ def test_arguments_on_meta_for_a_model_with_data_are_refused():
     step = ackpt.compile(layers(), X, budget="1MiB")
     with pytest.raises(ackpt.TraceError, match="argument 0 is on the meta device.*the model has data"):
         step(X.to("meta"))
+
+
+SLICE, COLUMNS = torch.ones(6, 8)[:4], torch.ones(8, 4).t()
+
+
+@pytest.mark.parametrize(
+    ("example", "x", "cause"),
+    [
+        (X, SLICE, "argument 0 is a slice of a tensor with 64 more bytes, and was a tensor of its own: pass the clone"),
+        (SLICE, X, "argument 0 is a tensor of its own, and was a slice of a tensor with 64 more bytes: pass the clone"),
+        (X, COLUMNS, "the strides of argument 0 changed from (8, 1) to (1, 4): pass its contiguous()"),
+    ],
+    ids=["slice", "whole", "strides"],
+)
+def test_a_changed_layout_names_the_argument_and_the_fix(example, x, cause):
+    step = ackpt.compile(layers(), example)
+    step(x).sum().backward()
+    assert step.history[-1].cause.startswith(cause)
+
+
+def test_checkpointing_and_hooks_added_later_are_named_with_the_fix():
+    model = layers()
+    step = ackpt.compile(model, X)
+    model._require_grads_hooks = []
+    step(X)
+    assert "_require_grads_hooks of the model changed; gradient_checkpointing=True changed" in step.history[-1].cause
+    model[0].register_forward_hook(lambda *args: None)
+    with pytest.warns(UserWarning, match="has a hook"):
+        step(X)
+    assert "_forward_hooks of 0 changed; to avoid replanning, register hooks once" in step.history[-1].cause
+
+
+def test_an_error_of_the_model_names_the_arguments_of_its_call():
+    class Ranked(nn.Linear):
+        def forward(self, x, *others, scale=1):
+            if x.dim() > 2:
+                raise ValueError("give rows")
+            return super().forward(x) * scale
+
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        ackpt.compile(Ranked(8, 8), X[None], [X], scale=2)
+    said = "raised by Ranked.forward with x: float32 [1, 4, 8], others: list, scale: int"
+    assert said in "".join(traceback.format_exception(raised.value)) and "give rows" in str(raised.value)
+    with pytest.raises(RuntimeError, match="same reduction dim") as raised:
+        ackpt.compile(nn.Linear(8, 8), torch.ones(4, 7))
+    said = "raised by Linear.forward with input: float32 [4, 7]"
+    assert said in "".join(traceback.format_exception(raised.value))
 
 
 class Policies(nn.Linear):

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import weakref
 from types import SimpleNamespace
 
@@ -140,6 +141,17 @@ def test_a_step_without_checkpointing_says_so():
     audit = ackpt.audit(Net(plain), batch(), compare_budget=False)
     assert audit.ok and audit.regions == ()
     assert "region          none: nothing in this step runs under checkpointing" in str(audit)
+    assert str(audit).startswith("audit           Net: no checkpointing found") and not audit.notes
+
+
+def test_a_model_without_a_loss_says_what_is_differentiated():
+    class Outputs(nn.Linear):
+        def forward(self, x):
+            return {"logits": super().forward(x), "hidden": x.tanh(), "gates": super().forward(x).sum(1)}
+
+    said = r"no single loss, so all outputs that require grad are differentiated, of shapes \[4, 8\], \[4\], with fixed"
+    (note,) = ackpt.audit(Outputs(8, 8), torch.ones(4, 8), compare_budget=False).notes
+    assert re.search(said, note)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 512])

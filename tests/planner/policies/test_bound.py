@@ -90,7 +90,18 @@ def test_without_scipy_the_plan_is_the_same_and_says_that_it_has_no_bound(monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "scipy" else find(name, *args))
     without = ackpt.plan(graph, 0.8, profile=profile)
     assert without.schedule == with_bound.schedule and without.lower_bound is None
-    assert "no lower bound" in without.table() and "optimality gap" in with_bound.table()
+    assert (
+        "no lower bound" in without.table()
+        and f"optimality gap {with_bound.gap:.1%} = (1 + cost) / (1 + bound) - 1" in with_bound.table()
+    )
+
+
+def test_a_budget_that_the_baseline_keeps_is_said_to_need_nothing():
+    graph, profile = traced("line")
+    said = "recomputed        nothing: the baseline fits the budget"
+    assert said in ackpt.plan(graph, "1GiB", profile=profile).table()
+    assert said not in ackpt.plan(graph, policy="none", profile=profile).table()
+    assert said not in ackpt.plan(graph, 0.9, profile=profile).table()
 
 
 @pytest.mark.parametrize("name", MODELS)

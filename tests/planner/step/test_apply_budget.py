@@ -314,6 +314,39 @@ def test_a_later_budget_of_a_part_is_named():
         whole(x).sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (
+            BATCH,
+            r"unexpected keyword argument 'x'; pass the batch as one argument, such as a dict: apply_budget\(model",
+        ),
+        ({**BATCH, "budjet": 0.5}, r"unexpected keyword argument 'budjet' \(did you mean 'budget'\?\)$"),
+        ({}, r"got no batch: write apply_budget\(model, batch, budget=...\)"),
+    ],
+    ids=["unpacked", "misspelt", "none"],
+)
+def test_a_batch_that_is_not_one_argument_is_explained(model, inputs, said):
+    with pytest.raises(TypeError, match=said):
+        ackpt.apply_budget(model, budget=0.5, **inputs)
+
+
+def test_a_dict_in_a_list_says_how_each_function_takes_it(model):
+    with pytest.raises(
+        TypeError, match=r"ackpt.compile\(model, \*\*batch\), or .* ackpt.apply_budget\(model, batch, b"
+    ):
+        ackpt.apply_budget(model, [BATCH], budget=0.5)
+
+
+def test_a_saved_plan_runs_in_place(model, tmp_path):
+    path = ackpt.compile(model, **BATCH, budget=0.7).plan.save(tmp_path / "plan.json")
+    expected = gradients(model)
+    step = ackpt.apply_budget(model, BATCH, plan=ackpt.Plan.load(path))
+    assert all(map(torch.equal, gradients(model), expected)) and step.plan == ackpt.Plan.load(path)
+    with pytest.raises(ValueError, match="either a budget or a plan"):
+        ackpt.apply_budget(model, BATCH, 0.7, plan=step.plan)
+
+
 def test_a_budget_that_is_left_out_is_named():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
     with pytest.warns(UserWarning, match="without a budget .* recomputes nothing: give budget='22GiB'"):

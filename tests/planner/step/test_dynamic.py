@@ -408,6 +408,25 @@ def test_a_size_that_the_model_fixes_is_an_error_if_it_is_declared():
     assert "one size only" in step.history[0].cause
 
 
+class Weighted(nn.Linear):
+    def forward(self, x, weights, biases=None):
+        return (super().forward(x) * weights).tanh() + (0 if biases is None else biases)
+
+
+def test_a_dimension_that_must_equal_one_that_is_not_declared_names_it():
+    x, weights = torch.randn(4, 10, 8), torch.randn(4, 10, 1)
+    said = r"dimension 1 of argument x at .*\. Dimension 1 of argument weights has the same size, and a fixed one: if "
+    said += r'both must be equal, add "weights": \{1: \(4, 10\)\} to dynamic\. Otherwise leave it out'
+    with pytest.raises(ackpt.TraceError, match=said):
+        ackpt.apply_budget(Weighted(8, 8), {"x": x, "weights": weights}, 0.9, dynamic={"x": {1: (4, 10)}})
+    both = r'and dimension 1 of argument biases have .*as in "weights": \{1: None\}, "biases": \{1: None\}\. Otherwise'
+    with pytest.raises(ackpt.TraceError, match=both):
+        ackpt.apply_budget(Weighted(8, 8), [x, weights, weights.clone()], 0.9, dynamic={"x": {1: None}})
+    step = ackpt.compile(Weighted(8, 8), x, weights, dynamic={"x": {1: (4, 10)}, "weights": {1: (4, 10)}})
+    step.prepare(x[:, :6].clone(), weights[:, :6].clone())
+    assert kinds(step) == ["dynamic capture", "plan"]
+
+
 def test_captures_are_logged_once_with_their_cause(caplog):
     model = Words()
     with caplog.at_level(logging.INFO, "ackpt"):

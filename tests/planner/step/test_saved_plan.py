@@ -154,9 +154,21 @@ def test_operations_that_differ_in_a_dynamic_capture_need_a_dynamic_plan(tmp_pat
         def forward(self, x):
             return F.gelu(super().forward(x)[:, slice(0, None), :]).sum()  # an alias for fixed sizes only
 
+    class Pair(Sliced):
+        def forward(self, x, y):
+            return super().forward(x) + (y * y).sum()
+
     plan = saved(tmp_path, ackpt.compile(Sliced(8, 8), torch.ones(4, 6, 8)))
     with pytest.raises(ackpt.PlanError, match=r"fixed sizes.*dynamic=\{"):
         ackpt.compile(Sliced(8, 8), torch.ones(4, 5, 8), plan=plan)
+    model, given = Pair(8, 8), (torch.ones(4, 6, 8), torch.ones(4, 8))
+    plan = saved(tmp_path, ackpt.compile(model, *given))
+    said = r"dynamic=\{'x': \{0: \(3, 4\), 1: \(6, 7\)\}, 'y': \{0: \(3, 4\)\}\}"
+    with pytest.raises(ackpt.PlanError, match=said):
+        ackpt.compile(model, torch.ones(3, 7, 8), torch.ones(3, 8), plan=plan)
+    dynamic = {"x": {0: (3, 4), 1: (6, 7)}, "y": {0: (3, 4)}}
+    plan = saved(tmp_path, ackpt.compile(model, *given, dynamic=dynamic))
+    assert ackpt.compile(model, torch.ones(3, 7, 8), torch.ones(3, 8), plan=plan).plan.policy == "auto"
     model = Sliced(8, 8)
     plan = saved(tmp_path, ackpt.compile(model, torch.ones(4, 6, 8), dynamic={"x": {1: None}}))
     check(ackpt.compile(model, torch.ones(4, 5, 8), plan=plan), model, torch.ones(4, 9, 8))

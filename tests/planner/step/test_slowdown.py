@@ -44,6 +44,22 @@ def test_a_larger_slowdown_gives_a_lower_peak_within_it(graph):
     assert plans[2].limit_bytes is None and plans[2].lower_bound is None
 
 
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [({}, "a budget"), ({"slowdown": "10%"}, "a budget and without slowdown="), ({"regions": False}, "")],
+)
+def test_the_refusal_of_a_model_that_branches_names_the_budget_with_which_it_is_planned(options, budget):
+    class Branching(_Blocks):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    with pytest.raises(ackpt.TraceError, match="looks at the values of a tensor") as raised:
+        ackpt.compile(Branching(), torch.ones(8, 4, 32), **options)
+    hint = f'on its blocks. With {budget}, as in budget="6GiB", the model is planned in parts.'
+    assert str(raised.value).endswith(hint if budget else "on its blocks.")
+    ackpt.compile(Branching(), torch.ones(8, 4, 32), budget="6GiB")
+
+
 def test_no_cheaper_plan_has_a_lower_peak(graph):
     """A budget of one byte less than the lowest peak within a slowdown costs more than it."""
     plan = ackpt.plan(graph, slowdown=0.1)

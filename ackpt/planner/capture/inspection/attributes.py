@@ -33,6 +33,9 @@ OF_EVERY_MODULE = MODULE_FIELDS | {"_compiled_call_impl", *_MARKS}
 _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 
 # What to do about an attribute that changes. Torch's dropout takes no tensor.
+_OF_CHECKPOINTING = "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hooks"
+_CHECKPOINTED = "gradient_checkpointing=True changed the model: remove it, because the plan decides what is recomputed"
+_HOOK = "to avoid replanning, register hooks once, before the first step"
 _BUFFER = "hold it in a buffer that changes in place to avoid replanning"
 _DROPOUT = (
     "to avoid replanning, change it once per epoch, or hold it in a buffer p that changes in place and write "
@@ -79,7 +82,10 @@ def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) 
                 values = [_value_in(each.get(name)) for each in (before, after)]
                 words = "changed" if None in values else f"changed from {values[0]} to {values[1]}"
                 is_dropout = name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
-                return f"{label} {words}; {_DROPOUT if is_dropout else _BUFFER}", label
+                advice = _DROPOUT if is_dropout else _HOOK if name in HOOKS else _BUFFER
+                if name in _OF_CHECKPOINTING:
+                    advice = _CHECKPOINTED
+                return f"{label} {words}; {advice}", label
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ackpt.checkpointing.reachable import HOOKS
-from ackpt.core.errors import TraceError, check_misspelt, did_you_mean, warn
+from ackpt.core.errors import TraceError, add_note, check_misspelt, did_you_mean, warn
 
 from .calls import named_leaves
 from .source_lines import not_repeated
@@ -59,10 +59,10 @@ def check_keywords(model, given, keywords, owner: str) -> None:
     check_misspelt(unnamed, keywords, f"{owner}, nor a parameter of the model's forward")
 
 
-def check_call(model, args, kwargs, advice: str = "") -> None:
+def check_call(model, args, kwargs, keywords: Collection[str] = ()) -> None:
     """Refuse arguments that the model's forward does not take, unless hooks of the model may change them.
 
-    `advice`: what to add to an error about a keyword.
+    `keywords`: those of `ackpt.compile`, if the arguments are all others that it got.
     """
     signature = _signature(model)
     if signature is None or model._forward_pre_hooks:
@@ -74,10 +74,11 @@ def check_call(model, args, kwargs, advice: str = "") -> None:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         unknown = None if takes_all else next((name for name in kwargs if name not in names), None)
         reason = str(error) if unknown is None else f"got an unexpected keyword argument {unknown!r}"
-        hint = "" if unknown is None else did_you_mean(unknown, names)
+        hint = "" if unknown is None else did_you_mean(unknown, [*names, *keywords])
+        advice = f". The model is called with all keywords but those of ackpt.compile: {', '.join(keywords)}."
         raise TypeError(
             f"{type(model).__name__}.forward() {reason}{hint}; its parameters are {', '.join(names)}"
-            f"{'' if unknown is None else advice}"
+            f"{advice if keywords and unknown is not None else ''}"
         ) from None
 
 
@@ -89,18 +90,29 @@ def _signature(model) -> inspect.Signature | None:
 
 
 @contextlib.contextmanager
-def batch_named(model, args, kwargs) -> Iterator[None]:
-    """Inside, an error of a model whose only argument is a dict of all its arguments says how to pass them."""
+def call_named(model, args, kwargs) -> Iterator[None]:
+    """Inside, an error of the model's code names the arguments, or says how to pass a dict of all of them."""
     try:
         yield
-    except (TypeError, AttributeError) as error:
-        given = args[0] if len(args) == 1 and not kwargs else None
-        if not (isinstance(given, Mapping) and given and set(given) <= forward_names(model)):
-            raise
-        name = type(model).__name__
-        raise TypeError(
-            f"{name} got its arguments as one dict, and fails: {error}. Unpack it, as in ackpt.compile(model, **batch)"
-        ) from error
+    except TraceError:
+        raise
+    except Exception as error:
+        name, given = type(model).__name__, args[0] if len(args) == 1 and not kwargs else None
+        is_batch = isinstance(given, Mapping) and given and set(given) <= forward_names(model)
+        if is_batch and isinstance(error, (TypeError, AttributeError)):
+            raise TypeError(
+                f"{name} got its arguments as one dict, and fails: {error}. Unpack it, as in "
+                "ackpt.compile(model, **batch), or give it itself, as in ackpt.apply_budget(model, batch, budget=...)"
+            ) from error
+        names = [*positional_names(model, args), *map(str, range(len(args)))][: len(args)]
+        said = ", ".join(f"{each}: {_kind(value)}" for each, value in {**dict(zip(names, args)), **kwargs}.items())
+        add_note(error, f"ackpt: raised by {name}.forward with {said}")
+        raise
+
+
+def _kind(value) -> str:
+    """The dtype and the shape of a tensor, or the class of another argument."""
+    return f"{value.dtype} {list(value.shape)}".removeprefix("torch.") if is_tensor(value) else type(value).__name__
 
 
 def forward_names(model) -> set[str]:
