@@ -46,14 +46,6 @@ class SizeEnv(ShapeEnv):
         self.constants: dict[Any, str] = {}
         self._symbols: dict[str, sympy.Symbol] = {}
         self._converted: dict[Any, Any] = {}
-        self._results: dict[tuple, SymNode] = {}
-
-    def once(self, original: Callable, *operands: SymNode | None) -> SymNode:
-        """``original(*operands)``, of integers; every layer of a model computes the same sizes again."""
-        key = (original, *((each._expr, each.pytype) if isinstance(each, SymNode) else each for each in operands))
-        if key not in self._results:
-            self._results[key] = original(*operands)
-        return self._results[key]
 
     def derive(self, function: Callable, *operands) -> SymNode:
         """The result of `function` for numbers and `SymNode`s: a symbol for a number, or a truth value."""
@@ -121,7 +113,7 @@ def _of_nodes(method: str, original: Callable) -> Callable:
         has_floats = method in sym_node.always_float_magic_methods or any(each.is_float() for each in nodes)
         if has_floats or (method in _DIVISIONS and not env.bound_sympy(nodes[-1].expr).lower > 0):
             return env.derive(function, *(each for each in operands if each is not None))
-        return env.once(original, *operands)
+        return original(*operands)
 
     return compute
 
