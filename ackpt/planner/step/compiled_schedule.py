@@ -49,16 +49,22 @@ def compiled_schedule(
         schedule: of that graph.
         dynamic: the module of a capture with dynamic dimensions.
     """
+    functions: list[Callable[..., Any]] = []
+
+    def partition(joint, inputs, *, num_fwd_outputs, **_):
+        rewritten = _rewritten(graph, schedule, num_fwd_outputs, dynamic)
+        halves = rewritten.forward_listing, rewritten.backward_listing
+        outlines = [_outline(half) for half in halves]
+        functions.extend(boxed(rewritten.root, half) for half in halves)
+        return outlines
+
     stage("compiling the schedule")
     with like_eager(None if dynamic is None else dynamic.fake_mode):
-        rewritten = rewrite(graph, schedule, dynamic)
-        halves = rewritten.forward_listing, rewritten.backward_listing
-        forward, backward = (boxed(rewritten.root, half) for half in halves)
         run = aot_compile_joint_with_descriptors(
             _fresh(captured.joint),
-            partition_fn=_partition_into([_outline(half) for half in halves], rewritten),
-            fw_compiler=lambda gm, example_inputs: forward,
-            bw_compiler=lambda gm, example_inputs: backward,
+            partition_fn=partition,
+            fw_compiler=lambda gm, example_inputs: functions[0],
+            bw_compiler=lambda gm, example_inputs: functions[1],
         ).__wrapped__  # without the pytrees of all inputs
     depends, read = depends_on(graph), _read_later(graph, schedule)
     saved_outputs = _saved_outputs(graph, schedule)
@@ -134,19 +140,22 @@ def _fresh(joint):
 
 def partitioner(graph: JointGraph, schedule: Schedule):
     """AOTAutograd's ``partition_fn`` that splits `graph` as `schedule` says."""
-    rewritten = rewrite(graph, schedule)
-    return _partition_into((rewritten.forward, rewritten.backward), rewritten)
-
-
-def _partition_into(halves: Sequence[fx.GraphModule], rewritten: Rewritten):
-    """AOTAutograd's ``partition_fn`` that returns these modules of forward and backward."""
 
     def partition(joint, inputs, *, num_fwd_outputs, **_):
-        if num_fwd_outputs != rewritten.num_outputs:
-            raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_fwd_outputs}")
-        return halves
+        rewritten = _rewritten(graph, schedule, num_fwd_outputs)
+        return rewritten.forward, rewritten.backward
 
     return partition
+
+
+def _rewritten(
+    graph: JointGraph, schedule: Schedule, num_outputs: int, dynamic: DynamicModule | None = None
+) -> Rewritten:
+    """The modules of `schedule`; to be called in a ``partition_fn``, where the user's autocast is off."""
+    rewritten = rewrite(graph, schedule, dynamic)
+    if num_outputs != rewritten.num_outputs:
+        raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_outputs}")
+    return rewritten
 
 
 def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:
