@@ -29,6 +29,7 @@ def react(widget: Locator, control: Locator) -> list[str]:
 def test_every_control_of_every_widget_reacts_to_keys(new_page, site, base, with_widgets):
     page = new_page()
     problems = watch(page, base)
+    page.emulate_media(reduced_motion="reduce")  # otherwise an animation begins by itself while its button is pressed
     page.goto(base + with_widgets)
     widgets = built_pages.read(site / with_widgets).widgets
     for name in set(widgets):
