@@ -225,7 +225,7 @@ def test_a_limit_below_batch_size_one_names_its_peak():
         (["--model", "resnet5"], "unknown model 'resnet5' (did you mean 'resnet50'?): choose from resnet18"),
         (["--batches", "0"], "at least 1"),
         (["--batches", "four"], "not a list of whole numbers"),
-        (["--limit", "much"], "not a size in bytes"),
+        (["--limit", "much"], "is not a budget: write bytes with a unit"),
         (["--methods", "magic"], "unknown method 'magic'"),
         (["--methods", "autp@0.5"], "unknown method 'autp@0.5' (did you mean 'auto'?): choose plain"),
         (["--methods", ","], "at least one method"),
