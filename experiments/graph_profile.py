@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ackpt import plan
 from ackpt.metering.meter import measure
@@ -28,7 +29,7 @@ def operations(graph, first_of_backward: str) -> list[dict[str, Any]]:
     owner: dict[int, str | None] = {}
     found, is_backward = [], False
     for node in graph.nodes:
-        tensors = [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if torch.is_tensor(t)]
+        tensors = [t for t in tree_leaves(node.meta.get("val")) if torch.is_tensor(t)]
         sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
         fresh = {storage: size for storage, size in sizes.items() if storage not in owner}
         is_backward |= node.name == first_of_backward
@@ -36,8 +37,9 @@ def operations(graph, first_of_backward: str) -> list[dict[str, Any]]:
             owner.update(dict.fromkeys(fresh))
         elif node.op == "call_function" and fresh:
             owner.update(dict.fromkeys(fresh, node.name))
-            read = [t for source in node.all_input_nodes for t in torch.utils._pytree.tree_leaves(source.meta["val"])]
-            reads = {owner[t.untyped_storage()._cdata] for t in read} - {None}
+            read = [t for source in node.all_input_nodes for t in tree_leaves(source.meta["val"])]
+            owners = (owner[t.untyped_storage()._cdata] for t in read)
+            reads = {name for name in owners if name is not None}
             size = sum(fresh.values())
             found.append({"name": node.name, "bytes": size, "reads": sorted(reads), "is_backward": is_backward})
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -181,11 +182,13 @@ def logits_plot(tokens: int, width: int, vocabulary: int, chunks: int) -> plots.
         axes.add_patch(Rectangle((0, 0), width, tokens, color=hidden, linewidth=0))
         axes.add_patch(Rectangle((gap, 0), vocabulary, tokens, facecolor=logits, alpha=0.25, linewidth=0))
         axes.add_patch(Rectangle((gap, 0), vocabulary, tokens // chunks, color=logits, linewidth=0))
-        look = {"ha": "center", "va": "center", "color": plots.TEXT, "fontsize": 9}
+        look: dict[str, Any] = {"ha": "center", "va": "center", "color": plots.TEXT, "fontsize": 9}
         middle = gap + vocabulary / 2
         axes.text(middle, tokens * (1 + 1 / chunks) / 2, f"logits: {tokens:,} x {vocabulary:,}", **look)
-        axes.text(middle, tokens / chunks / 2, f"one of {chunks} chunks", **look | {"color": plots.GROUND})
-        axes.text(0, tokens * 1.05, f" hidden states: {tokens:,} x {width:,}", **look | {"ha": "left", "va": "bottom"})
+        inside: dict[str, Any] = {**look, "color": plots.GROUND}
+        axes.text(middle, tokens / chunks / 2, f"one of {chunks} chunks", **inside)
+        above: dict[str, Any] = {**look, "ha": "left", "va": "bottom"}
+        axes.text(0, tokens * 1.05, f" hidden states: {tokens:,} x {width:,}", **above)
         axes.set_xticks([width / 2, middle], [f"{width:,}", f"{vocabulary:,}"])
         axes.set_yticks([0, tokens], ["0", f"{tokens:,}"])
         axes.set_xlim(0, gap + vocabulary)

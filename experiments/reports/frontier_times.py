@@ -6,6 +6,7 @@ Added time is relative to the baseline's step, as a median of ratios within roun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -86,10 +87,12 @@ def time_plot(record: Record, title: str | None = None):
             color = _THEIRS if is_theirs else colors.pop(0)
             x, y = [row["measured_peak_bytes"] / base for row in rows], np.array([added_time(row) for row in rows])
             quartiles = np.transpose([np.quantile(row["seconds_ratio"]["samples"], (0.25, 0.75)) for row in rows]) - 1
-            look = {"color": color, "marker": marker, "capsize": 2, "markersize": 6, "linewidth": 1.6, "clip_on": False}
+            look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 6, "linewidth": 1.6}
+            look |= {"capsize": 2, "clip_on": False}
             look["linestyle"] = "-" if is_plan else ":" if len(rows) > 1 else "none"
-            axes.errorbar(x, y, abs(quartiles - y), **look | ({"markerfacecolor": "none"} if is_theirs else {}))
-            at = max(zip(y, x), default=(0.0, 0.0))[::-1]
+            look |= {"markerfacecolor": "none"} if is_theirs else {}
+            axes.errorbar(x, y, abs(quartiles - y), **look)
+            at: Any = max(zip(y, x), default=(0.0, 0.0))[::-1]
             side: dict = {"xytext": (6, 0), "ha": "left"}
             if is_plan or at[0] > 0.75 or 0 < blocks - at[0] < 0.13:  # to the right is the edge, or the arrow
                 side = {"xytext": (-8, 0 if is_plan else 6), "ha": "right"}

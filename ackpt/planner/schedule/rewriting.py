@@ -65,11 +65,11 @@ class Rewritten:
         return fx.GraphModule(self.root, self.backward_listing.graph())
 
 
-def rewrite(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None) -> Rewritten:
+def rewrite(graph: JointGraph, schedule: Schedule, dynamic: Any = None) -> Rewritten:
     """The forward and backward modules of `schedule`.
 
-    `dynamic`: for internal use, a capture with dynamic dimensions of which `graph` is an instance. The modules then
-    serve all of its sizes.
+    `dynamic`: for internal use, the module of a capture with dynamic dimensions of which `graph` is an instance. The
+    modules of forward and backward then serve all of its sizes.
 
     Raises:
         ScheduleError: if the schedule was made for another graph, or cannot run.
