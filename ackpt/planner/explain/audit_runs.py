@@ -463,8 +463,10 @@ def _digest(tensor: torch.Tensor):
 @contextlib.contextmanager
 def intercepted(watch: Watch):
     """Let `watch` see regions and offload in the body; if it is neutral, they are plain calls."""
-    # What `checkpoint` of torch/utils/checkpoint.py looks up, in torch 2.11 to 2.15; it has no public hook.
-    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+    # What `checkpoint` of torch/utils/checkpoint.py looks up, in torch 2.11 to 2.14; it has no public hook.
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" * hasattr(torch_checkpoint, f"{name}_impl")  # from torch 2.14 on
+    generator = getattr(torch_checkpoint, name)
     torch_reentrant = torch_checkpoint.CheckpointFunction
     enter, leave, forward = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, PlannedStep.forward
     apply, first_forward, recompute = torch_reentrant.apply, Region.first_forward, Region.recompute
@@ -477,7 +479,7 @@ def intercepted(watch: Watch):
         if not torch.is_grad_enabled():
             yield
             return
-        arguments = given.get("args"), kwargs
+        arguments = given.get("args", ()), given.get("kwargs", {})
         with watch.region(function, arguments, TORCH, given.get("preserve_rng_state", True)) as region:
             if not watch.neutral:
                 yield from generator(watch.again(region, function), *rest, **kwargs)
@@ -530,7 +532,7 @@ def intercepted(watch: Watch):
         return output
 
     patches = [
-        (torch_checkpoint, "_checkpoint_without_reentrant_generator", non_reentrant),
+        (torch_checkpoint, name, non_reentrant),
         (torch_reentrant, "apply", staticmethod(reentrant_apply)),
         (saved_tensors_hooks, "__enter__", entered),
         (saved_tensors_hooks, "__exit__", left),
