@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
 from torch.autograd.graph import saved_tensors_hooks
 
 from ackpt.core.autograd_state import phase, version
@@ -305,7 +305,8 @@ class OffloadedTensor:
         dtype, device, shape, stride, first_byte, is_conj, is_neg = self.described
         with torch.no_grad():
             tensor = torch.empty(0, dtype=dtype, device=device)
-            with _no_cache(tensor.fake_mode) if isinstance(tensor, FakeTensor) else _NOTHING:
+            # Keys of the cache would keep the storage alive.
+            with disable_fake_tensor_cache(tensor.fake_mode) if isinstance(tensor, FakeTensor) else _NOTHING:
                 tensor.set_(storage, (first_byte - first) // tensor.itemsize, shape, stride)
             tensor = tensor.conj() if is_conj else tensor
             return torch._neg_view(tensor) if is_neg else tensor
@@ -320,16 +321,6 @@ def _refuse_written_later() -> None:
             "Compute it in a region, ackpt.checkpoint(torch.nn.functional.rrelu, x, training=True), or outside of the "
             "offload."
         )
-
-
-@contextlib.contextmanager
-def _no_cache(mode):
-    """Disable the cache of a FakeTensorMode, whose keys would keep the storage alive."""
-    was, mode.cache_enabled = mode.cache_enabled, False
-    try:
-        yield
-    finally:
-        mode.cache_enabled = was
 
 
 def saved_tensors_of(ctx):

@@ -460,8 +460,10 @@ class AllocatedBytes(Counter):
 
 
 def _workspace(func, args, kwargs) -> int:
-    """The workspace of an operation of torch, from another run in a thread of its own; one that writes to its arguments
-    gets made-up values, as sparse tensors cannot be made up.
+    """The workspace of an operation of torch at these sizes, from another run in a thread of its own.
+
+    An operation that only reads gets its own arguments, because sparse tensors cannot be made up. One that writes gets
+    made-up values.
     """
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return 0
