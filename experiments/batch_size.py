@@ -29,7 +29,7 @@ from experiments.steps.largest_batch import (
     largest_predicted,
 )
 from experiments.steps.named_steps import (
-    PLAIN,
+    BASELINE,
     Method,
     NotRun,
     RunStep,
@@ -44,7 +44,7 @@ EXPERIMENT = "batch-size"
 LARGEST = "largest-batch"
 PREDICTED = "-predicted"
 AUTO_LIMIT = "auto"
-METHODS = (PLAIN, "per-block", "auto@0.5", "auto")
+METHODS = (BASELINE, "per-block", "auto@0.5", "auto")
 MODELS = ("resnet18", "resnet50", "resnet152", "transformer", "bert-large")
 
 
@@ -201,7 +201,7 @@ def step_metrics(
     setting = shapes.setting
     methods = [shapes.resolved(each) for each in methods]
     answers: dict[str, dict] = {}
-    baseline = shapes.predicted(Method(PLAIN))
+    baseline = shapes.predicted(Method(BASELINE))
     baseline_fits = not predict_only and does_not_fit(baseline["peak_bytes"], setting.device) is None
     runs = []
     for each in methods:
@@ -209,7 +209,7 @@ def step_metrics(
             runs.append(each)
             continue
         try:
-            metrics = baseline if each.name == PLAIN else shapes.predicted(each)
+            metrics = baseline if each.name == BASELINE else shapes.predicted(each)
         except NotRun as error:
             answers[each.name] = {"not_run": str(error)}
             continue
@@ -235,7 +235,7 @@ def _measured(shapes: Shapes, methods, baseline_fits: bool, timed_rounds: int, f
                 ready.append(each)
             except NotRun as error:
                 answers[each.name] = {"not_run": str(error)}
-    wanted = run.gradients(Method(PLAIN)) if baseline_fits else None
+    wanted = run.gradients(Method(BASELINE)) if baseline_fits else None
     exact = shapes.setting.device == "cpu"
     for each in ready:
         with failures.of(each.name):
@@ -265,10 +265,10 @@ def _limit(config: BatchSizeConfig, shapes, predict_only: bool) -> int:
     if config.limit != AUTO_LIMIT:
         return int(from_text(config.limit)) if isinstance(config.limit, str) else config.limit
     middle = shapes(sorted(config.batches)[len(config.batches) // 2])
-    peak = middle.predicted(Method(PLAIN))["peak_bytes"]
+    peak = middle.predicted(Method(BASELINE))["peak_bytes"]
     if predict_only or does_not_fit(peak, config.device):
         return peak
-    measured = RunStep(middle.setting).measure(Method(PLAIN))
+    measured = RunStep(middle.setting).measure(Method(BASELINE))
     return measured.get("reserved_peak_bytes", measured["peak_bytes"])
 
 

@@ -18,7 +18,7 @@ import torch
 from ackpt.planner.schedule.plan import SAVED, Activation, Plan
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
-from experiments.steps.named_steps import PER_BLOCK, PLAIN, Setting, method, needs_limit
+from experiments.steps.named_steps import BASELINE, PER_BLOCK, Setting, method, needs_limit
 from experiments.steps.settings import record_config
 from experiments.steps.step_shapes import Shapes
 
@@ -26,7 +26,7 @@ from .batch_size import record, step_metrics
 
 EXPERIMENT = "bert"
 MODEL = "bert-large"
-METHODS = (PLAIN, PER_BLOCK, "auto@0.6", "auto@0.5", "auto@0.4", "auto@0.3")
+METHODS = (BASELINE, PER_BLOCK, "auto@0.6", "auto@0.5", "auto@0.4", "auto@0.3")
 _BLOCK = re.compile(r"(?:.*\.)?blocks\.(\d+)(?:\.|$)")
 
 

@@ -69,11 +69,11 @@ def distances(graph, profile, budgets, policies, *, exact: bool = False) -> list
         cost of each policy, None if the policy refuses the budget. If `exact`, also ``ilp``, the cost of the integer
         program's plan, and ``ilp_bound``, its lower bound; both are None if it has no plan.
     """
-    plain = plan(graph, policy="none", profile=profile)
+    baseline = plan(graph, policy="none", profile=profile)
     unit = baseline_cost(graph, profile)
     rows = []
     for budget in budgets:
-        limit = math.floor(budget * plain.dynamic_peak_bytes)
+        limit = math.floor(budget * baseline.dynamic_peak_bytes)
         row: dict = {"budget": budget, "bound": None}
         if exact:
             best = ilp.solve_graph(graph, profile, limit, None)

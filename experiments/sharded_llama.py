@@ -51,11 +51,11 @@ def mixed(ranks: int) -> Sharding:
 
 def rank_row(model: ShardedModel, ranks: int, budget: str) -> dict:
     """Peaks in GiB: without checkpointing, per block, and within the budget, with that plan's recomputed FLOPs in %."""
-    plain, full = (model.plan(mixed(ranks), policy=policy) for policy in ("none", "full"))
+    baseline, full = (model.plan(mixed(ranks), policy=policy) for policy in ("none", "full"))
     row = {
         "ranks": ranks,
-        "resident": round(plain.resident_bytes / GIB, 1),
-        "plain": round(plain.peak_bytes / GIB, 1),
+        "resident": round(baseline.resident_bytes / GIB, 1),
+        "baseline": round(baseline.peak_bytes / GIB, 1),
         "full": round(full.peak_bytes / GIB, 1),
     }
     try:

@@ -186,12 +186,12 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
 # The formulas with the sizes of our model:
 
 # %%
-T_star = P_block / d
+T_bend = P_block / d
 print("bytes per token")
-print(f"baseline:             4 x ({L} x {A} + 2 x {d} + {f}) = {4 * (L * A + 2 * d + f):6}")
-print(f"checkpointed, T < T*: 4 x ({A} + 3 x {d} + {f})      = {4 * (A + 3 * d + f):6}")
-print(f"checkpointed, T > T*: 4 x ({A} + {L + 2} x {d} + {f})     = {4 * (A + (L + 2) * d + f):6}")
-print(f"T* = P_block / d = {T_star:.0f} tokens")
+print(f"baseline:                 4 x ({L} x {A} + 2 x {d} + {f}) = {4 * (L * A + 2 * d + f):6}")
+print(f"checkpointed, T < T_bend: 4 x ({A} + 3 x {d} + {f})      = {4 * (A + 3 * d + f):6}")
+print(f"checkpointed, T > T_bend: 4 x ({A} + {L + 2} x {d} + {f})     = {4 * (A + (L + 2) * d + f):6}")
+print(f"T_bend = P_block / d = {T_bend:.0f} tokens")
 
 # %% tags=["hide-input"] alt="Peak memory of the checkpointed step over 256 to 2,048 tokens. Three measured points are on the predicted line, which bends upwards at 770 tokens. A second dashed line continues its first part and is clearly lower at 2,048 tokens."
 ticks = (256, 512, 770, 1024, 1536, 2048)
@@ -207,12 +207,12 @@ path = plots.save(figure, "results/figures/04_peak_over_tokens.png")
 figure
 
 # %% [markdown]
-# *The checkpointed peak bends at $T^*$: from there on, each token also costs the boundaries of eleven more blocks.*
+# *The checkpointed peak bends at $T_\text{bend}$: from there on, each token also costs the boundaries of eleven more blocks.*
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Up to $T^* = P_\text{block} / d$ tokens, which is about $12 d$ for $f = 4 d$, depth costs no activation memory at all.
-# Beyond $T^*$, every layer adds its boundary.
+# Up to $T_\text{bend} = P_\text{block} / d$ tokens, about $12 d$ for $f = 4 d$, depth costs no activation memory.
+# Beyond, every layer adds its boundary.
 # :::
 
 # %% tags=["hide-input"]
@@ -915,7 +915,7 @@ print(f"measured {lm_runs['checkpoint+chunked-loss'].peak_bytes - tied:,}; 12 V 
 # The peak falls by one weight and its two Adam averages, 12 bytes per element, and by one step count, but not by a
 # gradient: at the peak the head's gradient is live and the embedding's is not yet allocated.
 #
-# ## What we have seen
+# ## Summary
 #
 # - The baseline needs $4 \, (L A + 2 d + f)$ bytes per token, a checkpointed step $4 \, (A + 3 d + f)$ and, beyond
 #   $P_\text{block} / d$ tokens, $4 d$ for each further layer: measured to the byte.

@@ -506,7 +506,7 @@ own_peaks
 # with $4 d$ in the MLP computes
 #
 # $$ t_\text{fwd} = \frac{24 \, d^2 \, T + 4 \, d \, T^2}{\rho} , \qquad
-#    \frac{S}{\lambda} \le t_\text{fwd} \;\Longleftrightarrow\; T \ge T^* = \frac{e \, \rho}{4 \lambda} - 6 d . $$
+#    \frac{S}{\lambda} \le t_\text{fwd} \;\Longleftrightarrow\; T \ge T_\text{hide} = \frac{e \, \rho}{4 \lambda} - 6 d . $$
 #
 # If $d \ge e \, \rho / (24 \lambda)$, offload adds no time at any length. The same comparison applies to other
 # activations: the output of a single layer must overlap with $2 \, d^2 \, T$ FLOPs, so $d \ge e \, \rho / (2 \lambda)$.
@@ -628,7 +628,7 @@ line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="
 
 # %% tags=["solution"]
 rate, bandwidth, d = 4e14, 25e9, 1024
-print(f"d >= {rate / (12 * bandwidth):.0f} for any T; T* = {math.ceil(rate / (2 * bandwidth) - 6 * d)}")
+print(f"d >= {rate / (12 * bandwidth):.0f} for any T; T_hide = {math.ceil(rate / (2 * bandwidth) - 6 * d)}")
 seconds = {T: (24 * d**2 * T + 4 * d * T**2) / rate for T in (1024, 2048, 4096)}
 print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 
@@ -639,7 +639,7 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 # forward and the first use in backward. In a chain, these are the first activations, so the engine copies in the order
 # of the forward. {doc}`08_mu_two` decides between copying and recomputing for each activation.
 #
-# ## What we have seen
+# ## Summary
 #
 # - Four rules about order make overlapping copies correct. A pool of buffers makes them fast.
 # - Offloading inputs lowers the peak of a checkpointed model by $(n - 1 - n_0) \, S$, to the byte.

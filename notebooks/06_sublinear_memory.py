@@ -371,10 +371,10 @@ figure
 # %% tags=["hide-input"]
 rows = []
 for s in (5, 10, 20, 40):
-    row = {"plain": s, "decreasing": s * (s + 1) // 2}
+    row = {"baseline": s, "decreasing": s * (s + 1) // 2}
     row |= {f"r{r}": revolve.beta(s, r) for r in (3, 4)} | {"halves": 2**s - 1}
     rows.append({"s": s} | {key: f"{value:,}" for key, value in row.items()})
-columns = {"s": "$s$", "plain": "baseline", "decreasing": "decreasing segments"}
+columns = {"s": "$s$", "baseline": "baseline", "decreasing": "decreasing segments"}
 columns |= {f"r{r}": f"Revolve, {r} runs" for r in (3, 4)} | {"halves": "recursive halving"}
 caption = "The longest chain that saves at most $s$ activations (for Revolve: snapshots) at a time."
 table = markdown_table(rows, columns, caption, "tab-depth")
@@ -555,7 +555,7 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 # $\beta(s, 2) = (s + 1)(s + 2) / 2$. Segments of decreasing length are Revolve with two runs, of which the first is the
 # forward itself. They need one more activation, because they save the inside of the segment being reversed.
 #
-# ## What we have seen
+# ## Summary
 #
 # - $\sqrt n$ segments save $2 \sqrt n - 1$ activations, recursive halving about $\log_2 n$. Measured chains match both.
 # - Revolve is optimal if only states are saved. With one snapshot, the minimum, it needs $n (n - 1) / 2$ advances.

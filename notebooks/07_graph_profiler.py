@@ -471,7 +471,7 @@ print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the base
 # This *selective* checkpointing lowers the peak by more than a third without recomputing a FLOP. It still costs time,
 # because the recomputed elementwise operations move bytes.
 #
-# ## What we have seen
+# ## Summary
 #
 # - A training step is one graph. Memory is allocated and freed per storage, and $m_i = m_{i-1} + b_i - b_i^-$ gives the
 #   peak. The allocator agrees to the byte, for the baseline and for planned steps.

@@ -90,8 +90,8 @@ for linear, tanh in zip(net[0:10:2], net[1:10:2]):
     product = max(2 * h.numel() * out.shape[1] / rate, moved / memory)
     again = product + 2 * out.nbytes / memory
     ratios.append(out.nbytes / again)
-    prices = f"copy {1e6 * out.nbytes / link:4.1f} µs each way, recompute {1e6 * again:.1f} µs"
-    print(f"{out.nbytes // 1024} KiB: {prices}, ratio {out.nbytes / again / 1e9:.1f} GB/s")
+    times = f"copy {1e6 * out.nbytes / link:4.1f} µs each way, recompute {1e6 * again:.1f} µs"
+    print(f"{out.nbytes // 1024} KiB: {times}, ratio {out.nbytes / again / 1e9:.1f} GB/s")
     h = out
 
 # %% [markdown]
@@ -117,7 +117,6 @@ figure
 # `ackpt` computes both quantities for every activation of a graph ({doc}`07_graph_profiler`):
 
 # %%
-
 intermediates = mu_two.intermediates_of(graph, profile)
 for i in intermediates:
     idle = f"inactive for {1e6 * i.inactive_time:4.1f} µs"
@@ -162,17 +161,17 @@ figure
 # ratios of the others.
 
 # %%
-hiding, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
+link_time, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
 while candidates := [i for i in kept if i not in moved]:
     swap = max(candidates, key=lambda i: i.inactive_time)
     recompute = max(candidates, key=lambda i: i.recompute_ratio)
-    waits, again = hiding.overhead(swap), recompute.total_recomp_time
+    waits, again = link_time.overhead(swap), recompute.total_recomp_time
     names = graph.nodes[swap.rank].name, graph.nodes[recompute.rank].name
     print(f"swap {names[0]:7} for {1e6 * waits:4.1f} µs or recompute {names[1]:7} for {1e6 * again:4.1f} µs? ", end="")
     if again < waits:
         drop(recompute, dropped, kept)
     else:
-        hiding.overhead(swap, spend=True)
+        link_time.overhead(swap, spend=True)
         moved.append(swap)
     print("recompute" if again < waits else "swap")
 
@@ -483,7 +482,7 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 # The limit is the ratio of the slopes. It is below the claimed range; smaller batches reach more because the two lines
 # have different intercepts.
 #
-# ## What we have seen
+# ## Summary
 #
 # - mu-TWO compares two overheads: the part of a copy that does not overlap with compute, and the time of a recomputation.
 #   Each choice changes the overheads of the others.

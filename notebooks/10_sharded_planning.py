@@ -212,7 +212,7 @@ rows = {
     size: [sharded_llama.rank_row(large[size], ranks, BUDGET) for ranks in numbers]
     for size, numbers in {"8B": (8,), "70B": (16, 32, 512)}.items()
 }
-columns = {"size": "model, ranks", "resident": "resident, GiB", "plain": "baseline: peak, GiB"}
+columns = {"size": "model, ranks", "resident": "resident, GiB", "baseline": "baseline: peak, GiB"}
 columns |= {"full": "per-block: peak, GiB", "auto": "plan: peak, GiB", "auto_flops": "plan: recomputed FLOPs, %"}
 table = markdown_table(
     [row | {"size": f"{size}, {row['ranks']}"} for size, own in rows.items() for row in own],
@@ -313,7 +313,7 @@ for reduction in (torch.float32, torch.bfloat16):
 # %% [markdown]
 # Both halve, but the sum over $N$ ranks is less precise.
 #
-# ## What we have seen
+# ## Summary
 #
 # - A rank stores $16 P / N$ bytes, and temporarily the root and about four times a block, however large $N$ is.
 # - Without recomputation, Llama 3 70B fits within 80 GiB on no number of GPUs. On 64, per-block checkpointing recomputes

@@ -72,11 +72,11 @@ def test_the_headline_has_the_times_and_flops_of_the_records(page: str) -> None:
     per_block, plan = (round(100 * time) for time in times)
     said = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     folder = ROOT / "results" / "cpu"
-    plain, plan_of_large, blocks_of_large = (
+    baseline, plan_of_large, blocks_of_large = (
         Record.load(folder / f"09_bert-predicted-B8-L512-{method}.json").metrics["flops"]
-        for method in ("plain", "auto-0.3", "per-block")
+        for method in ("baseline", "auto-0.3", "per-block")
     )
-    on_gpu = [f"{100 * (flops / plain - 1):.1f} %" for flops in (plan_of_large, blocks_of_large)]
+    on_gpu = [f"{100 * (flops / baseline - 1):.1f} %" for flops in (plan_of_large, blocks_of_large)]
     assert "{} of the FLOPs recomputed instead of {}".format(*on_gpu) in said
     headline = "At the peak of PyTorch's per-block checkpointing, a plan adds {} % of the step's time instead of {} %"
     assert headline.format(plan, per_block) in said

@@ -1,7 +1,7 @@
 // Draws what the data of the page say for the budget that the reader chooses; see experiments/widgets/explorer.py.
 const drawTimeline = (svg, data, plan, limit) => {
   const most = Math.max(...data.plans.map((one) => Object.values(one.live)[0].length));
-  const highest = data.plain.peak_bytes * 1.06;
+  const highest = data.baseline.peak_bytes * 1.06;
   const x = (bucket) => LEFT + ((RIGHT - LEFT) * bucket) / most;
   const y = (bytes) => BOTTOM - ((BOTTOM - TOP) * bytes) / highest;
   const parts = [];
@@ -25,14 +25,14 @@ const drawTimeline = (svg, data, plan, limit) => {
 };
 
 const drawFront = (svg, data, plan, limit) => {
-  const share = (bytes) => bytes / data.plain.peak_bytes;
-  const highest = 1.5 * Math.max(0.1, ...data.peers.map((peer) => peer.recompute_flops / data.plain.flops));
+  const share = (bytes) => bytes / data.baseline.peak_bytes;
+  const highest = 1.5 * Math.max(0.1, ...data.peers.map((peer) => peer.recompute_flops / data.baseline.flops));
   const widest = Math.max(1, ...data.peers.map((peer) => share(peer.peak_bytes))) * 1.03;
   const x = (peak) => LEFT + ((RIGHT - LEFT) * share(peak)) / widest;
-  const y = (flops) => Math.max(TOP, BOTTOM - ((BOTTOM - TOP) * flops) / data.plain.flops / highest);
+  const y = (flops) => Math.max(TOP, BOTTOM - ((BOTTOM - TOP) * flops) / data.baseline.flops / highest);
   const parts = [];
   // A plan fits into every larger budget, so its step leads to the right: drawn from the right, heights come late.
-  let path = `M${x(data.plain.peak_bytes).toFixed(1)} ${y(data.front[0].recompute_flops).toFixed(1)}`;
+  let path = `M${x(data.baseline.peak_bytes).toFixed(1)} ${y(data.front[0].recompute_flops).toFixed(1)}`;
   for (const point of data.front) path += `V${y(point.recompute_flops).toFixed(1)}H${x(point.peak_bytes).toFixed(1)}`;
   parts.push(`<path class="front" d="${path}"/>`);
   for (const peer of data.peers) {
@@ -40,10 +40,10 @@ const drawFront = (svg, data, plan, limit) => {
   }
   parts.push(`<path class="limit" d="M${x(limit).toFixed(1)} ${TOP}V${BOTTOM}"/>`);
   parts.push(`<circle class="here" r="6" cx="${x(plan.peak_bytes).toFixed(1)}" cy="${y(plan.recompute_flops).toFixed(1)}"/>`);
-  const xTicks = steps(widest, 6).map((at) => [x(at * data.plain.peak_bytes), +at.toFixed(2)]);
-  const yTicks = steps(highest, 5).map((at) => [y(at * data.plain.flops), `${Math.round(100 * at)}%`]);
+  const xTicks = steps(widest, 6).map((at) => [x(at * data.baseline.peak_bytes), +at.toFixed(2)]);
+  const yTicks = steps(highest, 5).map((at) => [y(at * data.baseline.flops), `${Math.round(100 * at)}%`]);
   svg.innerHTML = frame(xTicks, yTicks, "dynamic peak, fraction of the baseline's", "recomputed FLOPs") + parts.join("");
-  svg.setAttribute("aria-label", `The Pareto frontier: at ${percent(share(plan.peak_bytes))} of the baseline's peak, ${percent(plan.recompute_flops / data.plain.flops)} of the FLOPs are recomputed.`);
+  svg.setAttribute("aria-label", `The Pareto frontier: at ${percent(share(plan.peak_bytes))} of the baseline's peak, ${percent(plan.recompute_flops / data.baseline.flops)} of the FLOPs are recomputed.`);
 };
 
 // One row for every part of the model: blocks by their number, everything else by its first name.
@@ -94,7 +94,7 @@ const build = (root, data) => {
     const row = data.budgets.find((one) => one.percent === +slider.value);
     const refused = row.plan === null;
     const plan = data.plans[refused ? data.budgets.find((one) => one.plan !== null).plan : row.plan];
-    const limit = Math.floor((row.percent * data.plain.peak_bytes) / 100);
+    const limit = Math.floor((row.percent * data.baseline.peak_bytes) / 100);
     root.querySelector(".budget").textContent = `${row.percent} % of the baseline's dynamic peak, ${mib(limit)}`;
     slider.setAttribute("aria-valuetext", `${row.percent} percent, ${refused ? "refused" : `peak ${mib(plan.peak_bytes)}`}`);
     const kept = [...plan.fates].filter((fate) => fate === "s").length;
@@ -102,12 +102,12 @@ const build = (root, data) => {
     answer.textContent = refused
       ? `Refused: the smallest dynamic peak that can be planned is ${mib(data.least_bytes)}, ` +
         `${(data.least_bytes - limit).toLocaleString("en-US")} bytes more than the budget. Below is the plan for the smallest budget shown that it keeps.`
-      : `The plan saves ${kept} of ${plan.fates.replaceAll("-", "").length} activations and recomputes ${percent(plan.recompute_flops / data.plain.flops)} ` +
+      : `The plan saves ${kept} of ${plan.fates.replaceAll("-", "").length} activations and recomputes ${percent(plan.recompute_flops / data.baseline.flops)} ` +
         `of the baseline's FLOPs.`;
     const gap = row.lower_bound === null ? null : (1 + plan.cost) / (1 + row.lower_bound) - 1;
     const texts = {
-      peak: ["dynamic peak", `${mib(plan.peak_bytes)}, ${percent(plan.peak_bytes / data.plain.peak_bytes)}`],
-      again: ["recomputed FLOPs", percent(plan.recompute_flops / data.plain.flops, 2)],
+      peak: ["dynamic peak", `${mib(plan.peak_bytes)}, ${percent(plan.peak_bytes / data.baseline.peak_bytes)}`],
+      again: ["recomputed FLOPs", percent(plan.recompute_flops / data.baseline.flops, 2)],
       cost: ["cost, FLOPs and traffic", percent(plan.cost, 2)],
       bound: ["lower bound of the cost", refused || row.lower_bound === null ? "none" : percent(row.lower_bound, 2)],
       gap: ["optimality gap", refused || gap === null ? "unknown" : percent(gap, 2)],

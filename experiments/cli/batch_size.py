@@ -31,7 +31,7 @@ def add_batch_size(commands) -> None:
     add("--image-size", type=int, metavar="N", help="height and width of images")
     add_named_step(
         add,
-        "plain,per-block,auto@0.5,auto; auto without a budget uses the limit",
+        "baseline,per-block,auto@0.5,auto; auto without a budget uses the limit",
         "width=32 for a resnet, dim=256 layers=2 for the others",
     )
     parser.set_defaults(run=run_batch_size_command)

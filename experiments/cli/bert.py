@@ -16,7 +16,7 @@ def add_bert(commands) -> None:
     )
     add = parser.add_argument
     add("--batch-size", type=int, metavar="N", help="sequences per batch")
-    add_named_step(add, "plain,per-block,auto@0.5 and other budgets", "dim=256 layers=2")
+    add_named_step(add, "baseline,per-block,auto@0.5 and other budgets", "dim=256 layers=2")
     parser.set_defaults(run=run_bert_command)
 
 

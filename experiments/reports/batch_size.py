@@ -6,7 +6,7 @@ from ackpt.core.budget import from_text, readable
 from ackpt.metering.meter import memory_format
 from experiments.batch_size import EXPERIMENT, LARGEST
 from experiments.results import DASH
-from experiments.steps.named_steps import PLAIN, needs_limit
+from experiments.steps.named_steps import BASELINE, needs_limit
 
 from .tables import (
     MIB,
@@ -27,20 +27,20 @@ COLUMNS = {
     "method": "method",
     "how": "",
     "peak": "peak MiB",
-    "vs_plain": "vs plain",
+    "vs_baseline": "vs baseline",
     "flops": "FLOPs",
     "ms": "ms/step",
     "time": "time",
     "published_peak": "published MiB",
     "published_ms": "published ms",
 }
-FORMS = dict.fromkeys(("vs_plain", "flops", "time"), PERCENT)
+FORMS = dict.fromkeys(("vs_baseline", "flops", "time"), PERCENT)
 LARGEST_COLUMNS = {
     "method": "method",
     "largest": "largest batch",
     "how": "",
     "peak": "peak MiB",
-    "vs_plain": "vs plain",
+    "vs_baseline": "vs baseline",
 }
 
 
@@ -61,12 +61,12 @@ def how(record) -> str:
 def rows(records, published=None) -> list[dict]:
     """One row per record of a batch size, with the keys of `COLUMNS`; a missing figure is None.
 
-    Differences are relative to the method ``plain`` at the same batch size, in percent, if both were measured or both
-    predicted. `published` comes from ``results.load_reference("mu-two-resnet")``: its figures "without" are in the rows
-    of ``plain``, its figures "with" in those of every other method.
+    Differences are relative to the method ``baseline`` at the same batch size, in percent, if both were measured or
+    both predicted. `published` comes from ``results.load_reference("mu-two-resnet")``: its figures "without" are in the
+    rows of ``baseline``, its figures "with" in those of every other method.
     """
     steps = [record for record in records if record.experiment.startswith(EXPERIMENT)]
-    baselines = {r.config["batch_size"]: r for r in steps if r.config["method"] == PLAIN}
+    baselines = {r.config["batch_size"]: r for r in steps if r.config["method"] == BASELINE}
     printed = {(row["batch_size"], row["method"]): row for row in (published or {"rows": ()})["rows"]}
     return [_row(record, baselines.get(record.config["batch_size"]), printed) for record in steps]
 
@@ -74,7 +74,7 @@ def rows(records, published=None) -> list[dict]:
 def _row(record, baseline, printed) -> dict:
     config, metrics = record.config, record.metrics
     row = {**dict.fromkeys(COLUMNS), "batch_size": config["batch_size"], "method": config["method"], "how": how(record)}
-    other = printed.get((row["batch_size"], "without" if row["method"] == PLAIN else "with"), {})
+    other = printed.get((row["batch_size"], "without" if row["method"] == BASELINE else "with"), {})
     row["published_peak"], row["published_ms"] = other.get("peak"), other.get("milliseconds")
     if "not_run" in metrics:
         return row
@@ -84,18 +84,18 @@ def _row(record, baseline, printed) -> dict:
 def compared(record, baseline) -> dict:
     """Peak (MiB), FLOPs and time (ms) of a step that was run or predicted, and differences from `baseline` in percent.
 
-    The keys are ``peak``, and if there is such a figure ``vs_plain``, ``flops``, ``ms`` and ``time``.
+    The keys are ``peak``, and if there is such a figure ``vs_baseline``, ``flops``, ``ms`` and ``time``.
     """
     metrics = record.metrics
     figures = {"peak": mib(metrics["peak_bytes"])}
     other = None if baseline is record else baseline
     if other is not None and how(other) == how(record):
-        figures["vs_plain"] = percent_change(metrics["peak_bytes"], other.metrics["peak_bytes"])
+        figures["vs_baseline"] = percent_change(metrics["peak_bytes"], other.metrics["peak_bytes"])
         if metrics["flops"] is not None and other.metrics["flops"]:
             figures["flops"] = percent_change(metrics["flops"], other.metrics["flops"])
     if "seconds_step" in metrics:
         figures["ms"] = milliseconds(metrics["seconds_step"])
-        if other is not None and metrics["seconds_ratio"]["reference"] == PLAIN:
+        if other is not None and metrics["seconds_ratio"]["reference"] == BASELINE:
             figures["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
     return figures
 
@@ -103,14 +103,14 @@ def compared(record, baseline) -> dict:
 def largest_rows(records) -> list[dict]:
     """One row per record of a largest batch, with the keys of `LARGEST_COLUMNS`."""
     answers = [record for record in records if record.experiment.startswith(LARGEST)]
-    baseline = next((r.metrics["largest_batch"] for r in answers if r.config["method"] == PLAIN), 0)
+    baseline = next((r.metrics["largest_batch"] for r in answers if r.config["method"] == BASELINE), 0)
     return [
         {
             "method": record.config["method"],
             "largest": record.metrics["largest_batch"],
             "how": how(record),
             "peak": mib(record.metrics.get("peak_bytes", record.metrics["least_peak_bytes"])),
-            "vs_plain": round(record.metrics["largest_batch"] / baseline, 2) if baseline else None,
+            "vs_baseline": round(record.metrics["largest_batch"] / baseline, 2) if baseline else None,
         }
         for record in answers
     ]
@@ -136,7 +136,7 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
         for method in ("without", "with")
     )
     peaks = {row["sizes"]["batch"]: row for row in predicted}
-    on_gpu = {row["batch_size"]: row["peak"] for row in rows(measured) if row["method"] == PLAIN}
+    on_gpu = {row["batch_size"]: row["peak"] for row in rows(measured) if row["method"] == BASELINE}
     shown = []
     for batch, row in without.items():
         other, ours = with_it[batch], curves[batch]
@@ -217,7 +217,7 @@ def text_table(records) -> str:
         return "no records"
     steps = table(rows(records, _published(records[0].config)), COLUMNS, FORMS, always=("peak",))
     limit = records[0].config["limit_bytes"]
-    largest = table(largest_rows(records), LARGEST_COLUMNS, {"vs_plain": "x{:.2f}"}, left=1, always=LARGEST_COLUMNS)
+    largest = table(largest_rows(records), LARGEST_COLUMNS, {"vs_baseline": "x{:.2f}"}, left=1, always=LARGEST_COLUMNS)
     heading = f"largest batch within {memory_format(limit)} ({limit} bytes)"
     return "\n".join([*steps, "", heading, *largest, "", *_notes(records)])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.results import DASH, load_reference
-from experiments.steps.named_steps import PER_BLOCK, PLAIN
+from experiments.steps.named_steps import BASELINE, PER_BLOCK
 
 from .batch_size import compared, gradients_note, how, named
 from .tables import PERCENT, is_predicted, machine, mib, not_run, percent_change, published, ran, signed, table
@@ -13,15 +13,15 @@ COLUMNS = {
     "method": "method",
     "how": "",
     "peak": "peak MiB",
-    "vs_plain": "vs plain",
+    "vs_baseline": "vs baseline",
     "dynamic": "dynamic MiB",
-    "dynamic_vs_plain": "vs plain",
+    "dynamic_vs_baseline": "vs baseline",
     "flops": "FLOPs",
     "ms": "ms/step",
     "time": "time",
     **{part: part for part in PARTS},
 }
-FORMS = dict.fromkeys(("vs_plain", "dynamic_vs_plain", "flops", "time"), PERCENT)
+FORMS = dict.fromkeys(("vs_baseline", "dynamic_vs_baseline", "flops", "time"), PERCENT)
 
 
 def file_name(record) -> str:
@@ -33,9 +33,9 @@ def file_name(record) -> str:
 def rows(records) -> list[dict]:
     """One row per record of one size, with the keys of `COLUMNS`; a missing figure is None.
 
-    Sizes are in MiB, differences from the method ``plain`` in percent; the last columns are the parts of the peak.
+    Sizes are in MiB, differences from the method ``baseline`` in percent; the last columns are the parts of the peak.
     """
-    baseline = next((record for record in ran(records) if record.config["method"] == PLAIN), None)
+    baseline = next((record for record in ran(records) if record.config["method"] == BASELINE), None)
     return [_row(record, baseline) for record in records]
 
 
@@ -49,7 +49,7 @@ def _row(record, baseline) -> dict:
     row |= {part: mib(metrics["categories"].get(part, 0)) for part in PARTS}
     if baseline is not None and baseline is not record and how(baseline) == row["how"]:
         dynamic = baseline.metrics["dynamic_peak_bytes"]
-        row["dynamic_vs_plain"] = percent_change(metrics["dynamic_peak_bytes"], dynamic)
+        row["dynamic_vs_baseline"] = percent_change(metrics["dynamic_peak_bytes"], dynamic)
     return row
 
 
@@ -57,16 +57,16 @@ def published_rows(predicted, measured=()) -> list[dict]:
     """One row per predicted record: the published figures, our prediction, and the measurement at that size on a GPU.
 
     Args:
-        predicted: records of one size, with that of the method ``plain``.
+        predicted: records of one size, with that of the method ``baseline``.
         measured: records of any size; those of the same size are shown in the rows of their methods.
 
     Returns:
-        Rows with the keys method, ``published``, ``published_memory`` (compared with plain), ``minutes`` and
-        ``published_time``; ``peak`` and ``vs_plain`` (predicted), ``flops``, ``measured`` and ``measured_time``; MiB,
-        minutes and percent, as text. A figure that was not published is a dash, one that was not measured None.
+        Rows with the keys method, ``published``, ``published_memory`` (compared with the baseline), ``minutes``,
+        ``published_time``; ``peak`` and ``vs_baseline`` (predicted), ``flops``, ``measured`` and ``measured_time``:
+        MiB, minutes and percent, as text. A figure that was not published is a dash, one that was not measured None.
     """
     printed = {row["method"]: row for row in load_reference("bert")["rows"]}
-    theirs = {PLAIN: printed["without"], PER_BLOCK: printed["with"]}
+    theirs = {BASELINE: printed["without"], PER_BLOCK: printed["with"]}
     ours = {_size(record): row for record, row in zip(measured, rows(measured))}
     compared_rows = []
     for record, row in zip(predicted, rows(predicted)):
@@ -79,7 +79,7 @@ def published_rows(predicted, measured=()) -> list[dict]:
                 "minutes": f"{other['seconds'] / 60:.1f}" if other else DASH,
                 "published_time": _against(other, printed["without"], "seconds"),
                 "peak": f"{row['peak']:,.1f}",
-                "vs_plain": signed(row["vs_plain"], 1),
+                "vs_baseline": signed(row["vs_baseline"], 1),
                 "flops": signed(row["flops"], 1),
                 "measured": on_gpu.get("peak"),
                 "measured_time": on_gpu.get("time"),

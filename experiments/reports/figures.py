@@ -39,7 +39,7 @@ def bar_plot(
 
     Example:
         >>> from experiments.reports.figures import bar_plot
-        >>> figure = bar_plot(["plain", "planned"], {"peak": [2**21, 2**20]}, "A plan halves the peak")
+        >>> figure = bar_plot(["baseline", "planned"], {"peak": [2**21, 2**20]}, "A plan halves the peak")
         >>> [float(bar.get_height()) for bar in figure.axes[0].patches]
         [2.0, 1.0]
     """

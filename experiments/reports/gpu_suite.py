@@ -9,18 +9,18 @@ from experiments.suite.gpu_suite import Outcome
 
 from .tables import MIB, PERCENT, milliseconds, spread, table
 
-BASELINE = ("baseline", "plain")  # its names in records
+BASELINE = "baseline"  # its name in records
 COLUMNS = {
     "job": "job",
     "method": "method",
     "peak": "peak MiB",
-    "memory": "vs plain",
+    "memory": "vs baseline",
     "requested": "requested",
     "reserved": "reserved",
     "off": "predicted",
     "ms": "ms/step",
     "spread": "low..high",
-    "time": "vs plain",
+    "time": "vs baseline",
 }
 DIFFERENCES = ("memory", "time", "off")
 
@@ -32,7 +32,7 @@ def rows(job: str, records: list[Record]) -> list[dict]:
     predicted peak from the measured one. The peaks of the frontier are dynamic, all others are of the whole memory.
     """
     runs = [run for record in records for run in _runs(record)]
-    baseline = next((run for name, run in runs if name in BASELINE), {})
+    baseline = next((run for name, run in runs if name == BASELINE), {})
     return [{**dict.fromkeys(COLUMNS), "job": job, "method": name, **_row(run, baseline)} for name, run in runs]
 
 
@@ -42,7 +42,7 @@ def _runs(record: Record):
     if "points" not in metrics:
         yield record.config["method"], metrics
         return
-    for name, run in (("plain", metrics["baseline"]), *_frontier(metrics)):
+    for name, run in (("baseline", metrics["baseline"]), *_frontier(metrics)):
         if "measured_peak_bytes" in run:
             yield name, {**run, "peak_bytes": run["measured_peak_bytes"]}
 
@@ -71,8 +71,8 @@ def _row(run: dict, baseline: dict) -> dict:
         row["memory"] = 100 * (peak / baseline["peak_bytes"] - 1)
     if "seconds_step" in run:
         row["ms"], row["spread"] = milliseconds(run["seconds_step"]), spread(run["seconds_step"])
-    reference = run.get("seconds_ratio", {}).get("reference", "plain")
-    if run is not baseline and "seconds_ratio" in run and reference in BASELINE:
+    reference = run.get("seconds_ratio", {}).get("reference", "baseline")
+    if run is not baseline and "seconds_ratio" in run and reference == BASELINE:
         row["time"] = 100 * (run["seconds_ratio"]["median"] - 1)
     return row
 

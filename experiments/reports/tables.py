@@ -25,13 +25,14 @@ def table(rows, headings: Mapping[str, str], forms: Mapping | None = None, left:
 
     Example:
         >>> from experiments.reports.tables import PERCENT, table
-        >>> rows = [{"method": "plain", "peak": 4.0}, {"method": "full", "peak": 1.0, "change": -75.0}]
-        >>> for line in table(rows, {"method": "method", "peak": "MiB", "change": "vs plain"}, {"change": PERCENT}, 1):
+        >>> rows = [{"method": "baseline", "peak": 4.0}, {"method": "full", "peak": 1.0, "change": -75.0}]
+        >>> headings = {"method": "method", "peak": "MiB", "change": "vs baseline"}
+        >>> for line in table(rows, headings, {"change": PERCENT}, 1):
         ...     print(line)
-        method  MiB  vs plain
-        ------  ---  --------
-        plain   4.0         -
-        full    1.0   -75.0 %
+        method    MiB  vs baseline
+        --------  ---  -----------
+        baseline  4.0            -
+        full      1.0      -75.0 %
     """
     forms = forms or {}
     names = [name for name in headings if name in always or any(row.get(name) is not None for row in rows)]

@@ -96,7 +96,7 @@ class Runs:
     def _times(self, call, reference) -> dict:
         if not self.timed_rounds:
             return {}
-        steps = {"plain": partial(self._step, reference), "this": partial(self._step, call)}
+        steps = {"baseline": partial(self._step, reference), "this": partial(self._step, call)}
         times = compare_seconds(steps, self.timed_rounds, device=self.work.device, clock=self.clock).to_json()
         return {"seconds_ratio": times["seconds_ratio"]["this"], "seconds_step": times["seconds"]["this"]}
 

@@ -26,7 +26,7 @@ from experiments.models import BasicBlock, BertBlock, BertForMaskedLM, Bottlenec
 from .settings import record_metrics
 from .training import adamw
 
-PLAIN, PER_BLOCK = "plain", "per-block"
+BASELINE, PER_BLOCK = "baseline", "per-block"
 BLOCKS = (BasicBlock, Bottleneck, Block, BertBlock)
 UNBOUNDED = ("none", "full")  # policies that need no budget
 MASKED_SHARE = 0.15  # of BERT's tokens, Devlin et al. 2018
@@ -72,7 +72,7 @@ class Method:
 
 
 def method(name: str, limit_bytes: int | None = None) -> Method:
-    """The method called ``plain``, ``per-block``, or by a policy of `ackpt.plan` and a budget: ``auto@0.5``.
+    """The method called ``baseline``, ``per-block``, or by a policy of `ackpt.plan` and a budget: ``auto@0.5``.
 
     Budgets are fractions, bytes (``auto@6GiB``), or ``per-block``, the predicted peak of that method. A policy that
     needs a budget and has none gets `limit_bytes`, which bounds the whole peak.
@@ -82,14 +82,14 @@ def method(name: str, limit_bytes: int | None = None) -> Method:
     """
     from ackpt.core.budget import dynamic_limit
 
-    if name in (PLAIN, PER_BLOCK):
+    if name in (BASELINE, PER_BLOCK):
         return Method(name)
     policy, at, text = name.partition("@")
     policies = [policy for policy in POLICIES if policy != NEEDS_FATES]
     if policy not in policies:
-        close = did_you_mean(policy, [PLAIN, PER_BLOCK, *policies])
+        close = did_you_mean(policy, [BASELINE, PER_BLOCK, *policies])
         raise ValueError(
-            f"unknown method {name!r}{close}: choose {PLAIN}, {PER_BLOCK} or a policy with its budget, such as "
+            f"unknown method {name!r}{close}: choose {BASELINE}, {PER_BLOCK} or a policy with its budget, such as "
             f"auto@0.5; the policies are {', '.join(policies)}"
         )
     if not at:
@@ -101,7 +101,7 @@ def method(name: str, limit_bytes: int | None = None) -> Method:
 
 def needs_limit(name: str) -> bool:
     """Whether the method is a policy without the budget that it needs."""
-    return name not in (PLAIN, PER_BLOCK, *UNBOUNDED) and "@" not in name
+    return name not in (BASELINE, PER_BLOCK, *UNBOUNDED) and "@" not in name
 
 
 class NotRun(ValueError):

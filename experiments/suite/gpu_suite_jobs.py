@@ -24,9 +24,9 @@ from experiments.synthetic import SyntheticConfig
 from .gpu_suite import WHOLE, Job
 
 EXPERIMENTS = ("synthetic", "lm", "offload", "batch-size", "bert", "frontier")
-STEPS = ("plain", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.33")
+STEPS = ("baseline", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.33")
 PUBLISHED_PEAK = "mu-two@4392MiB"  # of results/reference/mu-two-resnet.json, at 64 images
-SEARCHED = ("plain", "per-block", "auto")
+SEARCHED = ("baseline", "per-block", "auto")
 BOUNDARIES = (*OURS[:4], "save_on_cpu", "offload_wrapper")  # the other methods offload all activations
 OFFLOADS = ("baseline", "ckpt_classic", "ckpt_async_offload", "save_on_cpu")
 TRANSFORMER = {"layers": 12, "dim": 1024, "heads": 16, "ff_dim": 4096, "vocab_size": 8192, "batch_size": 8}
@@ -95,11 +95,11 @@ def cpu_jobs() -> list[Job]:
         _offload(OffloadConfig(**sizes, **small), 0.1, "cpu"),
         _lm(text, 0.1, tier="cpu"),
         _synthetic(SyntheticConfig((48,), 1, 3, **sizes, methods=synthetic.KNOWN), 0.1, tier="cpu"),
-        _bert(BertStepConfig(2, 24, bert_fields, "cpu", "float32", methods=("plain", "per-block")), 0.1, "cpu"),
-        _steps(BatchSizeConfig("transformer", (4,), **packed, methods=("plain", "per-block", "full")), 0.1, "cpu"),
+        _bert(BertStepConfig(2, 24, bert_fields, "cpu", "float32", methods=("baseline", "per-block")), 0.1, "cpu"),
+        _steps(BatchSizeConfig("transformer", (4,), **packed, methods=("baseline", "per-block", "full")), 0.1, "cpu"),
         _frontier(FrontierConfig("transformer", front, **shares), 0.2, "cpu"),
         replace(_lm(twice, 0.1, "-float32-deterministic", "cpu"), deterministic=True),
-        _largest(BatchSizeConfig("transformer", (1, 4), **packed, methods=("plain",)), 0.1, "cpu"),
+        _largest(BatchSizeConfig("transformer", (1, 4), **packed, methods=("baseline",)), 0.1, "cpu"),
     ]
 
 
@@ -159,7 +159,7 @@ def _largest(config: BatchSizeConfig, minutes: float, tier: str = "gpu") -> Job:
         return batch_size.search_largest(config, command, failures)
 
     def predict(config):
-        predictions = batch_size.predicted(replace(config, batches=config.batches[-1:], methods=("plain",)))
+        predictions = batch_size.predicted(replace(config, batches=config.batches[-1:], methods=("baseline",)))
         return {f"{name} at {config.batches[-1]}": peak for name, peak in _peaks(predictions).items()}
 
     return Job(f"largest-batch-{config.model}", "batch-size", config, minutes, run, predict)

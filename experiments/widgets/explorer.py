@@ -39,24 +39,24 @@ def explorer(graph, profile, record) -> dict:
         frees, at the bucket's peak; ``boundary`` counts the buckets before backward. ``least_bytes``: the smallest
         dynamic peak that can be planned.
     """
-    plain = plan(graph, policy="none", profile=profile)
-    if record.metrics["baseline"]["predicted_peak_bytes"] != plain.dynamic_peak_bytes:
+    baseline = plan(graph, policy="none", profile=profile)
+    if record.metrics["baseline"]["predicted_peak_bytes"] != baseline.dynamic_peak_bytes:
         raise ValueError("the record is of another step than the graph: trace the model with the record's sizes")
     budgets, plans = _plans(graph, profile)
     events = max(len(one.timeline.live) for one in plans)
     width = -(-events // BUCKETS)
     names = [name for name in CATEGORIES if any(any(one.timeline.categories.get(name, ())) for one in plans)]
     order = {node.name: node.id for node in graph.nodes}
-    every = {a.name: a for one in (plain, *plans) for a in one.activations}
+    every = {a.name: a for one in (baseline, *plans) for a in one.activations}
     activations = sorted(every.values(), key=lambda activation: order[activation.name])
     return {
         **SCHEMA,
         "model": record.config["model"],
         "sizes": record.config["sizes"],
-        "plain": {
-            "peak_bytes": plain.dynamic_peak_bytes,
-            "resident_bytes": plain.resident_bytes,
-            "flops": plain.flops,
+        "baseline": {
+            "peak_bytes": baseline.dynamic_peak_bytes,
+            "resident_bytes": baseline.resident_bytes,
+            "flops": baseline.flops,
         },
         "least_bytes": frontier(graph, profile, auto.candidates)[-1].peak_bytes,
         "events_in_bucket": width,

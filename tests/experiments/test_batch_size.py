@@ -23,7 +23,7 @@ from experiments.steps.named_steps import Method, RunStep, method
 
 FIELDS = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
 TINY = BatchSizeConfig(
-    "transformer", (4, 8), seq_len=16, fields=FIELDS, methods=("plain", "per-block", "auto@0.7", "auto")
+    "transformer", (4, 8), seq_len=16, fields=FIELDS, methods=("baseline", "per-block", "auto@0.7", "auto")
 )
 SCRATCH = 64 * 1024  # bytes of CPU flash attention, which shapes do not show
 
@@ -47,7 +47,7 @@ def largest(records):
 
 def test_every_batch_and_method_is_measured_and_its_peak_was_predicted(records):
     found = steps(records)
-    assert list(found) == [(batch, name) for batch in (4, 8) for name in ("plain", "per-block", "auto@0.7")]
+    assert list(found) == [(batch, name) for batch in (4, 8) for name in ("baseline", "per-block", "auto@0.7")]
     assert {r.experiment for r in records} == {"batch-size", "largest-batch"}
     for (_, name), metrics in found.items():
         beyond = metrics["peak_bytes"] - metrics["predicted_peak_bytes"]
@@ -58,49 +58,49 @@ def test_every_batch_and_method_is_measured_and_its_peak_was_predicted(records):
 def test_plans_keep_their_share_of_the_plain_step(records):
     found = steps(records)
     for batch in (4, 8):
-        plain, planned = found[batch, "plain"], found[batch, "auto@0.7"]
-        assert planned["dynamic_peak_bytes"] <= 0.7 * plain["dynamic_peak_bytes"]
-        assert plain["flops"] < planned["flops"] < found[batch, "per-block"]["flops"]
+        baseline, planned = found[batch, "baseline"], found[batch, "auto@0.7"]
+        assert planned["dynamic_peak_bytes"] <= 0.7 * baseline["dynamic_peak_bytes"]
+        assert baseline["flops"] < planned["flops"] < found[batch, "per-block"]["flops"]
 
 
 def test_the_limit_is_the_baseline_peak_at_the_middle_batch(records):
     (limit,) = {r.config["limit_bytes"] for r in records}
-    assert limit == steps(records)[8, "plain"]["peak_bytes"]
+    assert limit == steps(records)[8, "baseline"]["peak_bytes"]
     found = largest(records)
-    assert found["plain"]["largest_batch"] == 8 and found["plain"]["peak_bytes"] == limit
-    assert list(found) == ["plain", "per-block", "auto"]
+    assert found["baseline"]["largest_batch"] == 8 and found["baseline"]["peak_bytes"] == limit
+    assert list(found) == ["baseline", "per-block", "auto"]
     assert 8 < found["per-block"]["largest_batch"] <= found["auto"]["largest_batch"]
     assert all(metrics["peak_bytes"] <= limit for metrics in found.values())
 
 
 def test_the_next_batch_size_does_not_fit(records):
-    batch = largest(records)["plain"]["largest_batch"] + 1
-    peak = RunStep(TINY.setting(batch)).measure(Method("plain"))["peak_bytes"]
+    batch = largest(records)["baseline"]["largest_batch"] + 1
+    peak = RunStep(TINY.setting(batch)).measure(Method("baseline"))["peak_bytes"]
     assert peak > records[0].config["limit_bytes"]
 
 
 def test_tables_mark_measurements_and_show_published_figures(records):
     rows = report.rows(records, load_reference("mu-two-resnet"))
     assert [row["how"] for row in rows] == ["measured"] * 6
-    assert rows[0]["vs_plain"] is None and rows[2]["vs_plain"] < 0 < rows[2]["flops"]
+    assert rows[0]["vs_baseline"] is None and rows[2]["vs_baseline"] < 0 < rows[2]["flops"]
     assert (rows[0]["published_peak"], rows[1]["published_peak"]) == (1449.6, 1128.0)
     text = report.text_table(records)
     assert "published" not in text and "equal to the last bit (checked)" in text  # not the published model
     assert "auto@0.7: at most 0.7 of the baseline's dynamic peak; auto: at most the limit" in text
-    assert report.largest_rows(records)[0]["vs_plain"] == 1.0 and report.text_table([]) == "no records"
+    assert report.largest_rows(records)[0]["vs_baseline"] == 1.0 and report.text_table([]) == "no records"
     assert report.file_name(records[2]) == "batch-size-transformer-B4-auto-0.7.json"
 
 
 def test_a_measured_figure_is_never_compared_with_a_predicted_one(records):
-    plain, planned = records[0], records[2]
+    baseline, planned = records[0], records[2]
     other = Record("batch-size-predicted", planned.config, planned.metrics, planned.environment)
-    assert [row["how"] for row in report.rows([plain, other])] == ["measured", "predicted"]
-    assert report.rows([plain, other])[1]["vs_plain"] is None
+    assert [row["how"] for row in report.rows([baseline, other])] == ["measured", "predicted"]
+    assert report.rows([baseline, other])[1]["vs_baseline"] is None
 
 
 def test_sizes_beyond_the_machine_are_predicted_and_marked(records, monkeypatch):
     monkeypatch.setattr("experiments.steps.step_shapes.free_bytes", lambda device: 1000)
-    config = replace(TINY, batches=(4,), methods=("plain", "auto@0.7"))
+    config = replace(TINY, batches=(4,), methods=("baseline", "auto@0.7"))
     (group, _) = run_batch_size(config)
     measured = steps(records)
     for record in group:
@@ -111,9 +111,9 @@ def test_sizes_beyond_the_machine_are_predicted_and_marked(records, monkeypatch)
 
 
 def test_predictions_depend_on_the_batch_alone(records):
-    found = predicted(replace(TINY, methods=("plain", "auto")))
+    found = predicted(replace(TINY, methods=("baseline", "auto")))
     assert [(r.experiment, r.config["batch_size"]) for r in found] == [("batch-size-predicted", b) for b in (4, 8)]
-    wanted = steps(records)[8, "plain"]["predicted_peak_bytes"]
+    wanted = steps(records)[8, "baseline"]["predicted_peak_bytes"]
     assert found[1].metrics["peak_bytes"] == wanted and "not_measured" in found[1].metrics
 
 
@@ -126,7 +126,7 @@ def test_a_method_that_cannot_keep_its_budget_says_why():
 
 def test_gradients_that_differ_are_refused():
     run = RunStep(TINY.setting(1))
-    wanted = run.gradients(Method("plain"))
+    wanted = run.gradients(Method("baseline"))
     assert require_equal("again", run.gradients(Method("per-block")), wanted, exact=True) == 0
     name = next(iter(wanted))
     wrong = {**wanted, name: wanted[name] * 1.001}
@@ -163,10 +163,10 @@ def test_few_batches_run_where_measured_peaks_exceed_the_limit(monkeypatch):
     monkeypatch.setattr("experiments.steps.largest_batch.largest_predicted", lambda *arguments: predicted)
     monkeypatch.setattr("experiments.steps.largest_batch._peak_on_cpu", measured)
     shapes = lambda batch: SimpleNamespace(setting=TINY.setting(batch), least_bytes=lambda _: 1000 + 100 * batch)  # noqa: E731
-    found = largest_on_cpu(Method("plain"), 5000, shapes, (4, 8))
+    found = largest_on_cpu(Method("baseline"), 5000, shapes, (4, 8))
     assert found == Largest(33, 4300, 1000 + 120 * 33)
     assert 34 in run and len(run) <= 5
-    assert largest_on_cpu(Method("plain"), 1000, shapes, (4, 8)) == Largest(0, None, None, one_peak_bytes=1120)
+    assert largest_on_cpu(Method("baseline"), 1000, shapes, (4, 8)) == Largest(0, None, None, one_peak_bytes=1120)
 
 
 def test_a_line_through_two_peaks():
@@ -197,24 +197,24 @@ COMMAND = ["batch-size", "--model", "transformer", "--seq-len", "8", "--set", *(
 
 
 def test_the_command_predicts_without_running(tmp_path, capsys):
-    arguments = [*COMMAND, "--predict", "--batches", "2,4", "--methods", "plain,per-block", "--limit", "384KiB"]
+    arguments = [*COMMAND, "--predict", "--batches", "2,4", "--methods", "baseline,per-block", "--limit", "384KiB"]
     assert main([*arguments, "--out", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert {record["experiment"] for record in printed} == {"batch-size-predicted", "largest-batch-predicted"}
     assert all(record["config"]["limit_bytes"] == 384 * 2**10 for record in printed)
-    names = [f"batch-size-predicted-transformer-B{b}-{m}.json" for b in (2, 4) for m in ("per-block", "plain")]
-    names += [f"largest-batch-predicted-transformer-{m}.json" for m in ("per-block", "plain")]
+    names = [f"batch-size-predicted-transformer-B{b}-{m}.json" for b in (2, 4) for m in ("baseline", "per-block")]
+    names += [f"largest-batch-predicted-transformer-{m}.json" for m in ("baseline", "per-block")]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_limit_below_batch_size_one_names_its_peak():
-    sizes = {"batches": (1,), "methods": ("plain",), "seq_len": 8, "fields": FIELDS}
+    sizes = {"batches": (1,), "methods": ("baseline",), "seq_len": 8, "fields": FIELDS}
     config = configuration(model="transformer", limit="20KiB", **sizes)
     records = list(itertools.chain(*run_batch_size(config, predict_only=True)))
     step, largest = (record.metrics for record in records)
     assert largest["largest_batch"] == 0 and largest["one_peak_bytes"] == step["peak_bytes"] > 20 * 2**10
     text = report.text_table(records)
-    assert f"no batch fits: plain needs at least {readable(step['peak_bytes'])} for a batch of 1" in text
+    assert f"no batch fits: baseline needs at least {readable(step['peak_bytes'])} for a batch of 1" in text
     assert "transformer changed to " in text
 
 
@@ -227,7 +227,7 @@ def test_a_limit_below_batch_size_one_names_its_peak():
         (["--batches", "four"], "not a list of whole numbers"),
         (["--limit", "much"], "is not a budget: write bytes with a unit"),
         (["--methods", "magic"], "unknown method 'magic'"),
-        (["--methods", "autp@0.5"], "unknown method 'autp@0.5' (did you mean 'auto'?): choose plain"),
+        (["--methods", "autp@0.5"], "unknown method 'autp@0.5' (did you mean 'auto'?): choose baseline"),
         (["--methods", ","], "at least one method"),
         (["--dtype", "float16"], "float16"),
         (["--device", "cuda"], "CUDA GPU"),

@@ -189,11 +189,11 @@ def test_checkpointed_steps_give_the_same_bits(mask, dropout, autocast):
         return [*seen, *model.parameters(), torch.get_rng_state()]
 
     torch.manual_seed(0)
-    plain = BertForMaskedLM(dataclasses.replace(TINY, dropout=dropout))
-    checkpointed = copy.deepcopy(plain)
+    baseline = BertForMaskedLM(dataclasses.replace(TINY, dropout=dropout))
+    checkpointed = copy.deepcopy(baseline)
     names = ackpt.apply_activation_checkpointing(checkpointed)
     assert names == [f"bert.blocks.{index}" for index in range(3)]
-    assert_equal(steps(plain), steps(checkpointed), "step")
+    assert_equal(steps(baseline), steps(checkpointed), "step")
 
 
 # ---------------------------------------------------------------- bytes

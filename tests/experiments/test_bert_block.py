@@ -47,8 +47,8 @@ def test_blocks_that_differ_are_refused():
         for before, after in itertools.pairwise((8, *widths, 8)):
             yield from (torch.nn.Linear(before, after), torch.nn.Tanh())
 
-    assert [row["plain"] for row in saved_in({"plain": plan((4,), (4,))})] == [2, 2]
+    assert [row["baseline"] for row in saved_in({"baseline": plan((4,), (4,))})] == [2, 2]
     with pytest.raises(ValueError, match="different numbers"):
-        saved_in({"plain": plan((4,), (4, 4))})
+        saved_in({"baseline": plan((4,), (4, 4))})
     with pytest.raises(ValueError, match="different sizes"):
-        saved_in({"plain": plan((4,), (6,))})
+        saved_in({"baseline": plan((4,), (6,))})

@@ -11,7 +11,7 @@ from experiments.steps.named_steps import Method
 from experiments.steps.step_shapes import Shapes
 
 FIELDS = {"dim": 32, "ff_dim": 64, "layers": 2, "heads": 2, "vocab_size": 100}
-TINY = BertStepConfig(8, 16, FIELDS, "cpu", "float32", methods=("plain", "per-block", "auto@0.5"))
+TINY = BertStepConfig(8, 16, FIELDS, "cpu", "float32", methods=("baseline", "per-block", "auto@0.5"))
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +20,11 @@ def records():
 
 
 def test_the_plan_keeps_half_the_peak_and_the_gradients_with_dropout_on(records):
-    plain, per_block, planned = (record.metrics for record in records)
+    baseline, per_block, planned = (record.metrics for record in records)
     assert planned["peak_bytes"] == planned["predicted_peak_bytes"]
-    assert planned["dynamic_peak_bytes"] <= plain["dynamic_peak_bytes"] // 2
-    assert [metrics["gradients_difference"] for metrics in (plain, per_block, planned)] == [0, 0, 0]
-    assert plain["flops"] < planned["flops"] < per_block["flops"]
+    assert planned["dynamic_peak_bytes"] <= baseline["dynamic_peak_bytes"] // 2
+    assert [metrics["gradients_difference"] for metrics in (baseline, per_block, planned)] == [0, 0, 0]
+    assert baseline["flops"] < planned["flops"] < per_block["flops"]
 
 
 def test_the_breakdown_adds_up(records):
@@ -33,11 +33,11 @@ def test_the_breakdown_adds_up(records):
 
 
 def test_checkpointed_layers_run_their_forward_again(records):
-    plain, per_block, _ = (record.metrics["flops"] for record in records)
+    baseline, per_block, _ = (record.metrics["flops"] for record in records)
     batch, length, dim, ff = 8, 16, 32, 64
     products = 2 * batch * length * (4 * dim * dim + 2 * dim * ff)
     attention = 4 * batch * length * length * dim
-    assert per_block - plain == 2 * (products + attention)
+    assert per_block - baseline == 2 * (products + attention)
 
 
 def test_the_small_tier_also_predicts_the_published_size(monkeypatch):
@@ -54,15 +54,15 @@ def test_the_small_tier_also_predicts_the_published_size(monkeypatch):
 
 
 def test_a_predicted_step_as_on_a_gpu_has_its_blocks_of_512_bytes():
-    config = BertStepConfig(8, 32, FIELDS, "cuda", "float32", methods=("plain", "none", "auto@0.7"))
+    config = BertStepConfig(8, 32, FIELDS, "cuda", "float32", methods=("baseline", "none", "auto@0.7"))
     (group,) = run_bert(config, predict_only=True)
     for record in group:
         assert record.experiment == "bert-predicted" and record.config["device"] == "cuda"
         assert record.metrics["peak_bytes"] % 512 == 0
         assert sum(record.metrics["categories"].values()) == record.metrics["peak_bytes"]
-    plain, none, planned = (record.metrics for record in group)
-    assert (plain["peak_bytes"], plain["flops"]) == (none["peak_bytes"], none["flops"])
-    assert planned["dynamic_peak_bytes"] <= 0.7 * plain["dynamic_peak_bytes"]
+    baseline, none, planned = (record.metrics for record in group)
+    assert (baseline["peak_bytes"], baseline["flops"]) == (none["peak_bytes"], none["flops"])
+    assert planned["dynamic_peak_bytes"] <= 0.7 * baseline["dynamic_peak_bytes"]
 
 
 def test_the_table_has_the_parts_of_the_peak_and_the_published_figures(records):
@@ -72,7 +72,7 @@ def test_the_table_has_the_parts_of_the_peak_and_the_published_figures(records):
         "activations" in text and "published, checkpointed layers: -34.6 % of average memory, +33.0 % of time" in text
     )
     rows = bert_report.rows(records)
-    assert rows[2]["dynamic_vs_plain"] <= -50 and rows[0]["vs_plain"] is None
+    assert rows[2]["dynamic_vs_baseline"] <= -50 and rows[0]["vs_baseline"] is None
     assert bert_report.file_name(records[2]) == "bert-B8-L16-auto-0.5.json"
     assert bert_report.text_table([]) == "no records"
 
@@ -83,13 +83,13 @@ def test_published_predicted_and_measured_figures_are_in_one_table(records):
         return Record(experiment, config, record.metrics, record.environment)
 
     predicted = [moved(record, "bert-predicted") for record in records]
-    plain, switch, planned = bert_report.published_rows(predicted)
-    assert [row["published"] for row in (plain, switch, planned)] == ["9,141", "5,978", DASH]
-    assert [row["minutes"] for row in (plain, switch, planned)] == ["25.3", "33.6", DASH]
-    assert [row["published_memory"] for row in (plain, switch, planned)] == [DASH, "-34.6", DASH]
-    assert [row["published_time"] for row in (plain, switch, planned)] == [DASH, "+33.0", DASH]
-    assert plain["flops"] == DASH and float(switch["flops"]) > float(planned["flops"]) > 0
-    assert all(row["measured"] is None and row["measured_time"] is None for row in (plain, switch, planned))
+    baseline, switch, planned = bert_report.published_rows(predicted)
+    assert [row["published"] for row in (baseline, switch, planned)] == ["9,141", "5,978", DASH]
+    assert [row["minutes"] for row in (baseline, switch, planned)] == ["25.3", "33.6", DASH]
+    assert [row["published_memory"] for row in (baseline, switch, planned)] == [DASH, "-34.6", DASH]
+    assert [row["published_time"] for row in (baseline, switch, planned)] == [DASH, "+33.0", DASH]
+    assert baseline["flops"] == DASH and float(switch["flops"]) > float(planned["flops"]) > 0
+    assert all(row["measured"] is None and row["measured_time"] is None for row in (baseline, switch, planned))
     measured = [moved(record, "bert") for record in records]
     assert [row["measured"] for row in bert_report.published_rows(predicted, measured[:2])] == [
         round(record.metrics["peak_bytes"] / 2**20, 1) for record in measured[:2]
@@ -101,8 +101,8 @@ def test_published_predicted_and_measured_figures_are_in_one_table(records):
 def test_the_budgets_of_the_small_tier_are_feasible():
     shapes = Shapes(CPU.setting())
     least = shapes.least_bytes(Method("auto", "auto"))
-    plain = shapes.predicted(Method("none", "none"))
-    assert least - plain["resident_bytes"] < 0.3 * plain["dynamic_peak_bytes"]
+    baseline = shapes.predicted(Method("none", "none"))
+    assert least - baseline["resident_bytes"] < 0.3 * baseline["dynamic_peak_bytes"]
 
 
 def test_fields_are_put_over_those_of_the_tier():

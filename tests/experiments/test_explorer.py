@@ -35,7 +35,7 @@ def test_every_budget_has_the_plan_that_is_made_for_it_or_is_refused(step):
         if row["plan"] is None:
             with pytest.raises(BudgetError) as refused:
                 ackpt.plan(graph, row["percent"] / 100, profile=profile)
-            assert refused.value.least_bytes == data["plain"]["resident_bytes"] + data["least_bytes"]
+            assert refused.value.least_bytes == data["baseline"]["resident_bytes"] + data["least_bytes"]
             continue
         plan, shown = ackpt.plan(graph, row["percent"] / 100, profile=profile), data["plans"][row["plan"]]
         assert shown["peak_bytes"] == plan.dynamic_peak_bytes <= plan.limit_bytes
@@ -58,9 +58,9 @@ def test_the_largest_live_bytes_are_the_peak(step):
 
 def test_the_smallest_feasible_budget_is_where_refusals_begin(step):
     _, _, _, data = step
-    plain, least = data["plain"]["peak_bytes"], data["least_bytes"]
+    baseline, least = data["baseline"]["peak_bytes"], data["least_bytes"]
     for row in data["budgets"]:
-        assert (row["plan"] is None) == (row["percent"] * plain // 100 < least)
+        assert (row["plan"] is None) == (row["percent"] * baseline // 100 < least)
     assert least == min(point["peak_bytes"] for point in data["front"])
 
 

@@ -41,7 +41,7 @@ def test_the_peak_of_per_block_is_a_budget():
     assert asked == Method("auto@per-block", "auto", PER_BLOCK)
     shapes = Shapes(setting)
     peak = shapes.predicted(Method(PER_BLOCK))["peak_bytes"]
-    assert shapes.resolved(asked).budget == peak and shapes.resolved(Method("plain")) == Method("plain")
+    assert shapes.resolved(asked).budget == peak and shapes.resolved(Method("baseline")) == Method("baseline")
     assert shapes.predicted(shapes.resolved(asked))["peak_bytes"] <= peak
 
 
@@ -88,7 +88,7 @@ def test_every_kind_of_out_of_memory_error_means_that_a_batch_does_not_fit(no_gp
         return SimpleNamespace(prepare=lambda each: None, step=lambda each: None)
 
     monkeypatch.setattr(largest_batch, "RunStep", refuse)
-    found = largest_batch.largest_on_cuda(Setting("resnet18", 1), Method("plain"), 25, guess=3)
+    found = largest_batch.largest_on_cuda(Setting("resnet18", 1), Method("baseline"), 25, guess=3)
     assert (found.batch, found.measured_peak_bytes) == (5, 7)
     assert set(no_gpu) == {0.25, 1.0} and no_gpu[-1] == 1.0
 
@@ -99,4 +99,4 @@ def test_an_error_that_is_not_about_memory_ends_the_search(no_gpu, monkeypatch):
 
     monkeypatch.setattr(largest_batch, "RunStep", refuse)
     with pytest.raises(RuntimeError, match="illegal"):
-        largest_batch.largest_on_cuda(Setting("resnet18", 1), Method("plain"), 25)
+        largest_batch.largest_on_cuda(Setting("resnet18", 1), Method("baseline"), 25)

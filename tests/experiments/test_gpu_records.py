@@ -30,7 +30,7 @@ HEAD = git("rev-parse", "HEAD")
 in_git = pytest.mark.skipif(not HEAD, reason="needs the repository's history")
 
 
-def a_record(method="plain", peak=100 * MIB, commit=HEAD, device="cuda", **config):
+def a_record(method="baseline", peak=100 * MIB, commit=HEAD, device="cuda", **config):
     where = environment() | {"device": device, "device_name": "a GPU", "commit": commit}
     metrics = {"peak_bytes": peak, "reserved_peak_bytes": 2 * peak}
     return Record("lm", {"seq_len": 8, "dtype": "bfloat16", "method": method, **config}, metrics, where)
@@ -45,15 +45,15 @@ def saved(folder, *records):
 def test_rows_are_those_that_were_asked_for_and_none_was_measured_is_none(tmp_path):
     saved(tmp_path, a_record(), a_record("checkpoint", 25 * MIB), a_record(seq_len=4), a_record(dtype="float32"))
     asked = {"seq_len": 8, "dtype": "bfloat16"}
-    plain, auto, checkpoint = gpu_rows("lm", ("plain", "auto", "checkpoint"), tmp_path, **asked)
-    assert (plain["peak"], plain["reserved"], plain["memory"]) == (100.0, 200.0, None)
+    baseline, auto, checkpoint = gpu_rows("lm", ("baseline", "auto", "checkpoint"), tmp_path, **asked)
+    assert (baseline["peak"], baseline["reserved"], baseline["memory"]) == (100.0, 200.0, None)
     assert (checkpoint["peak"], checkpoint["memory"]) == (25.0, -75.0)
-    assert auto.pop("method") == "auto" and set(auto.values()) == {None} and auto.keys() | {"method"} == plain.keys()
+    assert auto.pop("method") == "auto" and set(auto.values()) == {None} and auto.keys() | {"method"} == baseline.keys()
     assert "| – |" in markdown_table([{"peak": auto["peak"]}], {"peak": "peak"}, "A table.", "tab-a")
-    assert [row["peak"] for row in gpu_rows("synthetic", ("plain",), tmp_path)] == [None]
-    assert gpu_rows("lm", ("plain",), tmp_path / "none")[0]["peak"] is None
-    with pytest.raises(RecordError, match="two records of lm plain"):
-        gpu_rows("lm", ("plain",), tmp_path, seq_len=8)
+    assert [row["peak"] for row in gpu_rows("synthetic", ("baseline",), tmp_path)] == [None]
+    assert gpu_rows("lm", ("baseline",), tmp_path / "none")[0]["peak"] is None
+    with pytest.raises(RecordError, match="two records of lm baseline"):
+        gpu_rows("lm", ("baseline",), tmp_path, seq_len=8)
 
 
 def test_a_record_of_a_cpu_does_not_count_for_a_gpu(tmp_path):

@@ -44,20 +44,22 @@ WHERE = environment(command="python -m experiments gpu-suite")
 
 
 def two_runs(config, command, failures):
-    yield [a_record(config, "plain"), a_record(config, "auto@0.5")]
+    yield [a_record(config, "baseline"), a_record(config, "auto@0.5")]
 
 
-def job(name="one", run=two_runs, minutes=0.001, predict=lambda config: {"plain": 99}, **more):
+def job(name="one", run=two_runs, minutes=0.001, predict=lambda config: {"baseline": 99}, **more):
     return Job(name, "fake", Config(), minutes, run, predict, **more)
 
 
 def test_records_are_written_at_once_with_their_prediction_and_a_second_run_skips_them(tmp_path):
     found = run_suite([job()], tmp_path)
     assert (found.ran, found.skipped, found.left, found.failed) == (["one"], [], [], {})
-    names = ["one-00-plain.json", "one-01-auto-0.5.json"]
+    names = ["one-00-baseline.json", "one-01-auto-0.5.json"]
     assert [path.name for path in sorted(tmp_path.glob("*.json"))] == names
-    plain, planned = load_records(tmp_path)
-    assert plain.metrics == {"peak_bytes": 100, "predicted_peak_bytes": 99} and planned.metrics == {"peak_bytes": 100}
+    baseline, planned = load_records(tmp_path)
+    assert baseline.metrics == {"peak_bytes": 100, "predicted_peak_bytes": 99} and planned.metrics == {
+        "peak_bytes": 100
+    }
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in names}
     again = run_suite([job(run=None)], tmp_path)
     assert (again.ran, again.skipped) == ([], ["one"])
@@ -78,7 +80,7 @@ def test_changed_configurations_commits_and_missing_records_rerun(tmp_path, monk
 
 def test_a_failed_job_leaves_its_error_and_no_figures_and_the_others_run(tmp_path):
     def fails(config, command, failures):
-        yield [a_record(config, "plain")]
+        yield [a_record(config, "baseline")]
         with failures.of("auto"):
             raise ValueError("no\nplan")
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -89,7 +91,7 @@ def test_a_failed_job_leaves_its_error_and_no_figures_and_the_others_run(tmp_pat
     assert found.failed == {"bad": {"auto": "ValueError: no plan", WHOLE: "OutOfMemoryError: CUDA out of memory"}}
     state = json.loads((tmp_path / "jobs" / "bad.json").read_text())
     assert state["state"] == FAILED and state["failed"] == found.failed["bad"]
-    assert [record.config["method"] for record in records_of(jobs, tmp_path, COMMIT)["bad"]] == ["plain"]
+    assert [record.config["method"] for record in records_of(jobs, tmp_path, COMMIT)["bad"]] == ["baseline"]
     assert "failed: bad: auto: ValueError: no plan" in text_outcome(found)
     order = []
     noted = [job(name, lambda *_, name=name: order.append(name) or []) for name in ("bad", "new")]
@@ -105,9 +107,9 @@ def test_a_failed_prediction_is_recorded_and_keeps_the_records(tmp_path):
 
 def test_predictions_are_kept_in_the_folder(tmp_path):
     asked = []
-    each = job(predict=lambda config: asked.append(config) or {"plain": 7})
+    each = job(predict=lambda config: asked.append(config) or {"baseline": 7})
     for _ in range(2):
-        assert gpu_suite.predicted_peaks(each, tmp_path, COMMIT) == {"plain": 7}
+        assert gpu_suite.predicted_peaks(each, tmp_path, COMMIT) == {"baseline": 7}
     assert len(asked) == 1
     gpu_suite.predicted_peaks(replace(each, config=Config(2)), tmp_path, COMMIT)
     gpu_suite.predicted_peaks(each, None, COMMIT)
@@ -135,7 +137,7 @@ def test_estimates_use_measured_times_of_the_job_and_its_experiment(tmp_path):
 
 def test_a_job_that_takes_too_long_is_cut_off_and_its_next_estimate_is_longer(tmp_path):
     def endless(config, command, failures):
-        yield [a_record(config, "plain")]
+        yield [a_record(config, "baseline")]
         with failures.of("auto"):  # takes no end of time for its own error
             time.sleep(60)
 
@@ -158,7 +160,7 @@ from test_gpu_suite import a_record, job
 from experiments.suite.gpu_suite import run_suite
 
 def dies(config, command, failures):
-    yield [a_record(config, "plain")]
+    yield [a_record(config, "baseline")]
     os.kill(os.getpid(), signal.SIGKILL)
 
 provenance._commit = lambda: {commit!r}
@@ -207,16 +209,16 @@ def test_the_table_has_ratios_to_the_plain_run_and_says_how_peaks_were_predicted
     def times(median):
         return {"median": median, "low": median / 2, "high": 2 * median}
 
-    ratio = {"seconds_ratio": {"reference": "plain", "median": 1.25}}
+    ratio = {"seconds_ratio": {"reference": "baseline", "median": 1.25}}
     gpu = {"reserved_peak_bytes": 2**20, "requested_peak_bytes": 2**19}
-    plain = a_record(Config(2**20), "plain", predicted_peak_bytes=99 * 2**20, seconds_step=times(0.1), **gpu)
+    baseline = a_record(Config(2**20), "baseline", predicted_peak_bytes=99 * 2**20, seconds_step=times(0.1), **gpu)
     other = a_record(Config(2**18), "auto", predicted_peak_bytes=26 * 2**20, seconds_step=times(0.2), **ratio)
     refused = Record("fake", {"method": "auto@0.1"}, {"not_run": "too little"}, WHERE)
     predicted = Record("fake-predicted", {"method": "full"}, {"not_measured": "no room", "peak_bytes": 99}, WHERE)
     largest = Record("fake", {"method": "auto"}, {"largest_batch": 7, "peak_bytes": 1}, WHERE)
-    text = text_table({"steps": [plain, other, refused, predicted], "search": [largest]})
+    text = text_table({"steps": [baseline, other, refused, predicted], "search": [largest]})
     lines = [line.split() for line in text.splitlines()]
-    assert lines[2] == ["steps", "plain", "100.0", "-", "0.5", "1.0", "-1.0", "%", "100.0", "50.0..200.0", "-"]
+    assert lines[2] == ["steps", "baseline", "100.0", "-", "0.5", "1.0", "-1.0", "%", "100.0", "50.0..200.0", "-"]
     assert lines[3][:5] == ["steps", "auto", "25.0", "-75.0", "%"] and lines[3][-2:] == ["+25.0", "%"]
     assert "not run" in text and "not measured" in text and "largest batch 7" in text
     assert "predicted peaks of 2 runs are off by 2.50 % on average, 4.00 % at most (steps auto)" in text

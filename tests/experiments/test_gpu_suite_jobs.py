@@ -86,9 +86,9 @@ def test_a_job_of_one_method_that_fails_keeps_the_others(monkeypatch):
     monkeypatch.setattr(batch_size, "require_equal", refuse)
     (job,) = (each for each in cpu_jobs() if each.name.startswith("batch-size"))
     failures = Failures()
-    config = dataclasses.replace(job.config, methods=("plain", "per-block"))
+    config = dataclasses.replace(job.config, methods=("baseline", "per-block"))
     ((record,),) = job.run(config, "", failures)
-    assert record.config["method"] == "plain" and failures.reasons == {"per-block": "RuntimeError: not here"}
+    assert record.config["method"] == "baseline" and failures.reasons == {"per-block": "RuntimeError: not here"}
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_a_file_as_folder_and_a_missing_gpu_are_refused(tmp_path, capsys, monkey
 
 
 def test_predict_lists_the_jobs_and_a_failure(tmp_path, capsys, monkeypatch):
-    found = [dataclasses.replace(job, predict=lambda config: {"plain": 2**20}) for job in gpu_jobs()[:2]]
+    found = [dataclasses.replace(job, predict=lambda config: {"baseline": 2**20}) for job in gpu_jobs()[:2]]
     found[1] = dataclasses.replace(found[1], predict=lambda config: 1 / 0)
     monkeypatch.setattr("experiments.suite.gpu_suite_jobs.jobs", lambda *_: found)
     assert main(["gpu-suite", "--predict"]) == 1
     out = capsys.readouterr()
-    assert "offload-T12000: about 1.5 minutes\n  plain                           1.0 MiB\nlm-L8192" in out.out
+    assert "offload-T12000: about 1.5 minutes\n  baseline                        1.0 MiB\nlm-L8192" in out.out
     assert "lm-L8192: ZeroDivisionError" in out.err

@@ -64,8 +64,8 @@ def test_peaks_are_those_of_the_policy(chain):
     peaks = [simulate(graph, profile, schedule).peak_bytes for schedule in evictions(graph, profile)]
     found = choices(graph, profile)
     assert [peak for c in found[1:] for peak in (c.once_bytes, c.each_bytes)] == peaks
-    plain = found[0]
-    assert plain.printed_bytes == plain.once_bytes == plain.each_bytes
+    baseline = found[0]
+    assert baseline.printed_bytes == baseline.once_bytes == baseline.each_bytes
 
 
 def test_the_printed_estimate_never_falls(chain):

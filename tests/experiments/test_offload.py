@@ -161,10 +161,10 @@ def test_blocks_in_a_model_of_transformers_have_the_same_gradients():
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     model, batch = Transformer(TINY.model()), make_batch(TINY, 0)
-    plain = make_method("baseline", model, "cpu", 0)
-    one_step(TINY, model, plain, batch)
+    baseline = make_method("baseline", model, "cpu", 0)
+    one_step(TINY, model, baseline, batch)
     wanted = [parameter.grad.clone() for parameter in model.parameters()]
-    theirs = dataclasses.replace(plain, forward=_transformers(model, offload=False))
+    theirs = dataclasses.replace(baseline, forward=_transformers(model, offload=False))
     one_step(TINY, model, theirs, batch)
     assert all(torch.equal(a, b.grad) for a, b in zip(wanted, model.parameters()))
 

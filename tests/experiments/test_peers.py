@@ -45,9 +45,9 @@ def test_selective_recomputes_no_product_and_saves_more(runs):
     kept = [parameter.detach().clone() for parameter in runs.work.model.parameters()]
     assert 0 < runs.rounding()["gradients_difference"] < 1e-4
     assert all(map(torch.equal, kept, runs.work.model.parameters()))
-    plain, blocks, found = runs.of(runs.work.model), run(runs, CHECKPOINT), run(runs, SELECTIVE)
-    assert found["recompute_flops"] == plain["recompute_flops"] == 0
-    peaks = [row["measured_peak_bytes"] for row in (blocks, found, plain)]
+    baseline, blocks, found = runs.of(runs.work.model), run(runs, CHECKPOINT), run(runs, SELECTIVE)
+    assert found["recompute_flops"] == baseline["recompute_flops"] == 0
+    peaks = [row["measured_peak_bytes"] for row in (blocks, found, baseline)]
     assert peaks == sorted(peaks) and len({*peaks}) == 3
     assert found["gradients_difference"] == 0.0
 

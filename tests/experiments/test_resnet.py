@@ -160,12 +160,12 @@ def test_checkpointed_steps_give_the_same_bits(config, autocast):
         return [*seen, *model.state_dict().values()]
 
     torch.manual_seed(0)
-    plain = ResNet(config)
-    checkpointed = copy.deepcopy(plain)
+    baseline = ResNet(config)
+    checkpointed = copy.deepcopy(baseline)
     # layer2 has a single block here, so nothing repeats in it
     names = ["layer1.0", "layer1.1", "layer3.0", "layer3.1", "layer4.0", "layer4.1"]
     assert ackpt.apply_activation_checkpointing(checkpointed) == names
-    assert_equal(steps(plain), steps(checkpointed), "step")
+    assert_equal(steps(baseline), steps(checkpointed), "step")
     assert checkpointed.layer1[0].bn1.num_batches_tracked == 2
 
 

@@ -87,11 +87,13 @@ def test_losses_that_differ_are_refused_with_the_step():
 
 
 def test_without_equal_bits_the_first_steps_are_compared_and_the_largest_difference_is_recorded():
-    plain = [1.0] * (COMPARED + 1)
-    late, early = [*plain[1:], 1.5], [1.5, *plain[1:]]
-    assert check_losses({"baseline": plain, "checkpoint": late}, "checkpoint", exact=False)["losses_difference"] == 0.5
+    baseline = [1.0] * (COMPARED + 1)
+    late, early = [*baseline[1:], 1.5], [1.5, *baseline[1:]]
+    assert (
+        check_losses({"baseline": baseline, "checkpoint": late}, "checkpoint", exact=False)["losses_difference"] == 0.5
+    )
     with pytest.raises(LossesDiffer, match="more than 0.01"):
-        check_losses({"baseline": plain, "checkpoint": early}, "checkpoint", exact=False)
+        check_losses({"baseline": baseline, "checkpoint": early}, "checkpoint", exact=False)
 
 
 def test_offload_and_a_plan_at_the_peak_of_checkpoint_change_no_bit_and_keep_it():

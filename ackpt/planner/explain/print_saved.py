@@ -37,8 +37,8 @@ def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
     A line has dtype and shape, bytes, the operation and the argument or result that it saves, the module, and the line
     of code; equal layers share a line. Parameters, buffers and inputs are marked, and so are tensors whose memory
-    another line counts. The last line is the sum of the rest, each storage counted once. The function runs once. It may
-    branch on values, because nothing is captured.
+    another line counts. Views have the bytes of their storage. The last line is the sum of the rest, each storage
+    counted once. The function runs once. It may branch on values, because nothing is captured.
 
     Args:
         function: a module, a method of one, or any other function.
@@ -153,10 +153,11 @@ class _Recorder:
         count = 0
         for saved in filter(None, (record() for record in self.records)):
             tensor, storage = saved.tensor, _storage(saved.tensor)
+            size, held = tensor.numel() * tensor.element_size(), sum(s.nbytes() for s in storages_of(tensor))
             mark = "parameter" if saved.is_parameter or storage in self.parameters else ""
             mark = mark or ("buffer" if storage in self.buffers else "input" if storage in self.inputs else "")
             if storage not in counted:
-                sizes[mark] += sum(storage.nbytes() for storage in storages_of(tensor))
+                sizes[mark] += held
             note = mark or ("shares the memory of another line" if storage in counted else "")
             counted.add(storage)
             count += not note
@@ -164,7 +165,8 @@ class _Recorder:
             module = "" if saved.module is None else f" of {saved.module}"
             operation = saved.operation or "a function"
             source = f", {short_source(saved.source)}" if saved.source else ""
-            size = tensor.numel() * tensor.element_size()
+            if not note and size < held:
+                size, source = held, f"{source} [view of a larger storage]"
             line = _Line(note, size, shape, operation, _NUMBER.sub("*", module), source)
             groups.setdefault(line, []).append(module)
         rows = []

@@ -82,6 +82,13 @@ def test_equal_layers_share_a_line_and_the_largest_are_first(capsys):
     ]
 
 
+def test_a_view_has_the_bytes_of_its_storage_so_that_lines_add_up_to_the_sum(capsys):
+    layer = nn.Linear(8, 24)
+    lines = saved(capsys, lambda x: layer(x).chunk(3, -1)[1].sin(), torch.ones(2, 8))
+    assert lines[0].startswith("float32[2,8]  192 B  Sin.self") and lines[0].endswith("[view of a larger storage]")
+    assert lines[-1].startswith("saved: 192 B in 1 tensor")
+
+
 @pytest.mark.parametrize("batch", [{"x": X, "scale": 2.0}, (X, 2.0), [X, 2.0]])
 def test_a_batch_has_the_forms_of_explain(capsys, batch):
     expected = saved(capsys, Scaled(), X, scale=2.0)
