@@ -1,4 +1,4 @@
-"""Train with accelerate within a budget (needs `pip install "ackpt[hf]"`).
+"""Train with accelerate within a budget (needs `pip install ".[hf]"`).
 
 python examples/accelerate_loop.py
 """

@@ -1,4 +1,4 @@
-"""Train LoRA adapters within a budget (needs `pip install "ackpt[hf]"`).
+"""Train LoRA adapters within a budget (needs `pip install ".[hf]"`).
 
 python examples/lora.py
 """

@@ -1,4 +1,4 @@
-"""Use the transformers Trainer within a budget (needs `pip install "ackpt[hf]"`).
+"""Use the transformers Trainer within a budget (needs `pip install ".[hf]"`).
 
 python examples/trainer.py
 """

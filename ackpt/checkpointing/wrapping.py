@@ -51,8 +51,8 @@ def apply_activation_checkpointing(
         The qualified names of the chosen modules, in the order of ``named_modules``.
 
     Raises:
-        ValueError: if nothing matches, a name does not exist, or a module is scripted or has its ``forward`` replaced
-            on the instance.
+        ValueError: if nothing matches, a name does not exist, or a module is scripted, sharded by
+            ``FullyShardedDataParallel``, or has its ``forward`` replaced on the instance.
         TypeError: if `check_fn` is none of the above, or if the model is planned by `ackpt.compile`.
         CheckpointError: in the first forward with gradients, if parameters of a chosen module were used but the module
             itself was not called and is therefore not checkpointed.
@@ -89,6 +89,11 @@ def apply_activation_checkpointing(
             raise ValueError(
                 f"module {name!r} is scripted, so its forward cannot be replaced. Apply activation checkpointing to "
                 "the module around it, or let that module's forward call ackpt.checkpoint(module, ...)."
+            )
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
+            raise ValueError(
+                f"module {name!r} is a FullyShardedDataParallel, which gathers its parameters outside the region. Call "
+                "apply_activation_checkpointing before FullyShardedDataParallel, or pass the class of the blocks inside."
             )
         if "forward" in vars(module):
             raise ValueError(

@@ -22,6 +22,7 @@ COLUMNS = {
     "blocks": "its added time, %",
     "auto": "plan within its peak, %",
     "half": "plan at 0.5, %",
+    "cost": "its modeled cost, %",
     "bound": "lower bound, %",
     "gap": "gap at 0.5",
 }
@@ -254,6 +255,7 @@ def times_rows(records: Sequence[Record]) -> list[dict]:
                 "blocks": f"{100 * per_block:.1f}",
                 "auto": "infeasible" if ours is None else f"{100 * ours:.1f}",
                 "half": without if half is None else f"{100 * added_time(half):.1f}",
+                "cost": DASH if half is None else f"{100 * half['cost']:.1f}",
                 "bound": DASH if half is None or half["lower_bound"] is None else f"{100 * half['lower_bound']:.1f}",
                 "gap": DASH if half is None else gap(half),
             }

@@ -68,6 +68,19 @@ def shard(model):
     return fully_shard(model)
 
 
+def shard_flat(model, use_orig_params=True):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    options = {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, use_orig_params=use_orig_params, **options)
+
+
+def by_class(model):
+    ackpt.apply_activation_checkpointing(model, nn.Sequential)
+    return model
+
+
 def same(model):
     return model
 
@@ -97,6 +110,9 @@ SCENARIOS = {
     "fully_shard, wrapped before": (Model, by_wrapping, shard, same),
     "fully_shard, wrapped after": (Model, same, shard, by_wrapping),
     "fully_shard, by call": (Model, same, shard, by_call),
+    "FullyShardedDataParallel, wrapped before": (Model, by_wrapping, shard_flat, same),
+    "FullyShardedDataParallel, flat": (Model, by_wrapping, lambda model: shard_flat(model, False), same),
+    "FullyShardedDataParallel, wrapped after": (Model, same, shard_flat, by_class),
     "fully_shard, closures": (lambda: Model(closure=True), same, shard, by_call),
 }
 

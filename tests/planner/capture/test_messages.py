@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import ackpt
 
@@ -110,6 +111,7 @@ def test_numpy_arguments_are_refused_by_name():
         ackpt.compile(layers(), [X, array])
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_a_parallel_model_is_given_a_budget_before_it_is_wrapped(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
@@ -117,6 +119,12 @@ def test_a_parallel_model_is_given_a_budget_before_it_is_wrapped(tmp_path):
         before = r"Call ackpt.apply_budget\(model, ...\) before DistributedDataParallel\(model\)"
         with pytest.raises(TypeError, match=before):
             ackpt.apply_budget(wrapped, X)
+        sharded = FullyShardedDataParallel(nn.Sequential(layers(), layers()), device_id=torch.device("cpu"))
+        with pytest.raises(TypeError, match="Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel"):
+            ackpt.apply_budget(sharded, X)
+        sharded = [FullyShardedDataParallel(layers(), device_id=torch.device("cpu")) for _ in range(2)]
+        with pytest.raises(ValueError, match="module '0' is a FullyShardedDataParallel.*pass the class of the blocks"):
+            ackpt.apply_activation_checkpointing(nn.Sequential(*sharded))
     finally:
         dist.destroy_process_group()
 

@@ -162,9 +162,12 @@ def scenario(name, rank, folder):
     if not (OPTIONS[options] or {}).get("find_unused_parameters"):
         eager.unused = None
     model = copy.deepcopy(eager)
-    step = ackpt.compile(model, torch.randn(3, 4), policy=policy)
+    if policy == "in place":
+        step, call = ackpt.apply_budget(model, (torch.randn(3, 4),), policy="full"), model
+    else:
+        step = call = ackpt.compile(model, torch.randn(3, 4), policy=policy)
     expected = trained(eager, OPTIONS[options], rank, accumulate)
-    found = trained(step, OPTIONS[options], rank, accumulate)
+    found = trained(call, OPTIONS[options], rank, accumulate)
     assert len(found) == len(expected)
     assert [event.kind for event in step.history] == ["capture"]
     assert all(torch.equal(one, other) for one, other in zip(found, expected))
@@ -173,6 +176,7 @@ def scenario(name, rank, folder):
 
 NAMES = [(options, policy, False) for options in OPTIONS for policy in ("none", "full")]
 NAMES += [
+    ("plain", "in place", False),
     ("plain", "full", True),
     ("bucket views", "full", True),
     ("fully_shard", "full", True),

@@ -266,7 +266,8 @@ class Held(TorchFunctionMode):
         if tensor.requires_grad:
             raise TraceError(
                 f"a tensor of shape {tuple(tensor.shape)} that requires grad is used{line()} but is not a parameter "
-                "of the model. Register it: self.name = nn.Parameter(...), or nn.ParameterList for several."
+                "of the model. Register it: self.name = nn.Parameter(...), or nn.ParameterList for several. If "
+                "FullyShardedDataParallel made it, use fully_shard, or ackpt.apply_activation_checkpointing."
             )
         self.new_inputs[id(tensor)] = tensor, line()
         self.traced[id(tensor)] = torch.empty_strided(

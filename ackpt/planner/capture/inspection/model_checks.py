@@ -45,7 +45,7 @@ if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     _WRAPPERS[FullyShardedDataParallel] = (
-        f"{_GATHERS} Remove FSDP, or use ackpt.apply_activation_checkpointing, which works with it."
+        f"{_GATHERS} Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel, or use fully_shard."
     )
     _WRAPPERS[FSDPModule] = (
         f"{_GATHERS} Plan first, fully_shard(ackpt.compile(model, ...)), which gathers the whole model, or shard block "
