@@ -5,7 +5,7 @@
 
 # %% [markdown]
 # ```{figure} ../../results/figures/01_one_step.png
-# :alt: Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward.
+# :alt: Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak comes soon after backward begins.
 # :class: dark-light
 #
 # Live memory of one training step, one allocation or free after another: activations rise until backward begins,
@@ -15,11 +15,12 @@
 # - **Far left:** `zero_grad` frees the gradients of the previous step.
 # - **Up to the dashed line,** the forward: every operation saves what its backward will read.
 # - **Right of it,** backward reads the activations in reverse order and frees them, while the gradients grow to their
-#   full size. The sawtooth on top shows *temporaries*, which are freed as soon as the next operation has read them.
+#   full size. The sawtooth on top shows *temporaries*, such as gradients of activations, each freed after its last use.
 # - **At the end,** the optimizer updates one parameter tensor after another.
 #
-# Activations peak when backward begins, gradients when it ends. So the peak is less than the sum of both maxima. This
-# chapter predicts resident memory and saved activations to the byte.
+# Activations are largest when backward begins, gradients when it ends, so the peak is less than the sum of both maxima.
+# It comes soon after backward begins, in the backward of the last block's MLP ({doc}`04_experiments`). This chapter
+# predicts resident memory and saved activations to the byte.
 #
 # A *storage* is the memory that a tensor refers to. Several tensors (views) can share one storage, so we count the
 # bytes of storages, here in fp32: 4 bytes per element. Memory that is allocated before and after a step is *resident*;
@@ -64,7 +65,7 @@ def step():
 #
 # A block has four square matrices for attention (queries, keys, values, output), two matrices for the MLP of hidden
 # width $f$, two norms of width $d$, and two of width $d / h$ for the queries and keys of $h$ heads. The model has $P$
-# parameters, one block:
+# parameters. One of its blocks has
 #
 # $$ P_\text{block} = 4 d^2 + 2 d f + 2 d + 2 \tfrac{d}{h} $$
 
@@ -78,7 +79,7 @@ print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 # independent of the batch. The parameters and the averages, $12 P$ bytes, are resident. The gradients, $4 P$ bytes, are
 # dynamic, because `zero_grad` frees them and backward allocates them again.
 #
-# `ackpt.measure` runs the step a few times and reads the allocator's events. Inputs also count as resident.
+# `ackpt.measure` runs the step a few times and reads the allocator's events. The input `x` is resident, too.
 
 # %%
 measured = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
@@ -135,6 +136,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 no_dropout = {"resid_pdrop": 0, "attn_pdrop": 0, "attn_implementation": "sdpa"}
+# This GELU is one operation; GPT-2's default, gelu_new, runs as several and saves more.
 gpt2 = GPT2Config(n_embd=d, n_inner=f, n_head=h, activation_function="gelu_pytorch_tanh", **no_dropout)
 llama = LlamaConfig(hidden_size=d, intermediate_size=f, num_attention_heads=h, attn_implementation="sdpa")
 batch = x.view(4, 256, d).clone().requires_grad_()
@@ -163,8 +165,8 @@ for (name, size), per_token in zip(counted.items(), elements):
     print(f"{name:10}  predicted {4 * T * per_token:,}  measured {size:,}")
 
 # %% [markdown]
-# The formula counts the input (resident here), the meter the output, which has the same size. GPT-2 has a fused GELU
-# here; its default, `gelu_new`, runs as several operations and saves more.
+# $A$ includes the block's input. It is resident here, so the meter counts the block's output instead, also $T d$
+# elements.
 #
 # `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line:
 
@@ -197,8 +199,7 @@ print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predic
 
 # %% [markdown]
 # The prediction is 1 MiB and 4 bytes too low. The 4 bytes are the gradient of the loss, a single 1. The 1 MiB is the
-# loss itself. If your count is off, look for a hidden buffer; here `mse_loss` returns its scalar in a storage as large
-# as its input.
+# loss itself: `mse_loss` returns its scalar in a storage as large as its input.
 
 # %%
 loss = F.mse_loss(model(x, sequences, max_seqlen=256), x)
@@ -209,8 +210,7 @@ print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted 
 # :::{admonition} Takeaway
 # :class: tip
 # A step needs $16 P$ bytes for parameters, gradients and optimizer state, and $4 T (L A + d + 1)$ bytes for the
-# activations that its forward saves. The first part does not depend on the batch, and the second does not depend on the
-# optimizer.
+# activations that its forward saves. The first part does not depend on the batch, the second not on the optimizer.
 # :::
 
 # %% tags=["hide-input"]
@@ -220,7 +220,7 @@ figure = plots.timeline_plot(measured.timeline.thinned(1000), "", measured.resid
 path = plots.save(figure, "results/figures/01_one_step.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# ## Tokens or parameters?
+# ## When activations outweigh parameters
 #
 # One block needs $16 P_\text{block}$ bytes for any batch, and saves $4 A$ bytes per token. The two are equal at
 #
@@ -278,8 +278,8 @@ figure
 #     x = torch.utils.checkpoint.checkpoint(block, x, sequences, 256, use_reentrant=False)
 # ```
 #
-# `ackpt.apply_activation_checkpointing` does this in place. Before you run the cell, estimate the new peak: which bytes
-# vanish, and when does the peak occur?
+# `ackpt.apply_activation_checkpointing` does this in place. First estimate the new peak: which bytes vanish, and when
+# does the peak occur?
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
@@ -295,8 +295,9 @@ figure
 # *With checkpointing, the inner activations of at most one block are live at a time: teeth instead of a triangle.*
 #
 # The teeth before the dashed line are activations that each block drops at its end. The teeth after it are *recomputed*
-# activations. The peak has moved to the last tooth, where the gradients are nearly complete. When backward begins, only
-# the inputs of blocks (the first is resident), the last norm's input and scale, its output, and the loss are live:
+# activations. The peak has moved to the rightmost tooth, the first block's backward, where the gradients are nearly
+# complete. When backward begins, only the inputs of blocks (the first is resident), the last norm's input and scale,
+# its output, and the loss are live:
 
 # %%
 counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
@@ -331,9 +332,9 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in FLOPs")
 
 # %% [markdown]
-# Counting the bytes of a step does not require running it: shapes are enough. The calculator on the
-# [first page](../index.md) does it for models of up to 70 billion parameters. Try Llama 3 8B with 1024 and 8192 tokens,
-# and with LoRA: which parts grow, and which disappear?
+# Shapes are enough to count the bytes of a step. The calculator on the [first page](../index.md) does it for models of
+# up to 70 billion parameters. Try Llama 3 8B with 1024 and 8192 tokens, and with LoRA: which parts grow, and which
+# disappear?
 
 # %% tags=["hide-input"]
 where = environment("cpu", "notebooks/01_where_memory_goes.py")
@@ -345,7 +346,7 @@ for label, run in runs.items():
     path = record.save(f"results/cpu/01_one_step_{label}.json")
 
 # %% [markdown]
-# The numbers on this page were measured in this environment:
+# Environment of these measurements:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 where
@@ -371,7 +372,7 @@ print("16 P =", memory_format(16 * P1))
 print("activations of 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
 
 # %% [markdown]
-# The activations: they need three times as many bytes, grow with every token, and can be recomputed. Parameters,
+# The activations: they need about three times as many bytes, grow with every token, and can be recomputed. Parameters,
 # gradients and optimizer state cannot.
 
 # %% [markdown]
@@ -415,9 +416,9 @@ print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and for activations $4 A$ bytes per token
 #   and block.
 # - Activations rise until backward begins and fall while the gradients rise. If activations outweigh gradients, the
-#   peak is at the start of backward.
-# - Above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They are saved only to be read once more, and
-#   they can be recomputed: the subject of the next chapters.
+#   peak comes soon after backward begins.
+# - Above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They can be recomputed: the subject of the next
+#   chapters.
 #
 # ## Sources
 #

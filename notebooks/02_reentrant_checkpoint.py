@@ -12,8 +12,7 @@
 # saves its input. Its backward recomputes the function, builds the inner graph, and frees it at the end.
 # ```
 #
-# After this chapter you can write activation checkpointing in thirty lines of plain PyTorch, predict its peak to the
-# byte, and say where it can go wrong.
+# This chapter writes activation checkpointing in thirty lines of plain PyTorch, and predicts its peak to the byte.
 
 # %%
 import torch
@@ -97,7 +96,7 @@ gradients = [torch.autograd.grad(run(x).sum(), x)[0] for run in (four_sines, che
 torch.equal(*gradients)
 
 # %% [markdown]
-# The gradients are bit-identical. What has changed is autograd's graph, as the figure at the top shows.
+# The gradients are bit-identical; autograd's graph differs (figure at the top).
 #
 # How many bytes are saved when backward begins? A sine saves its input. The first input is $x$, which is allocated
 # anyway, so the baseline saves three activations of $S$ bytes each, and the checkpoint none. The other 8 bytes are the
@@ -118,8 +117,8 @@ for run in (four_sines, checkpointed):
     print(f"{saved_bytes:,} bytes saved; 3 S = {3 * S:,}")
 
 # %% [markdown]
-# The price is recomputation. In backward, each of the two gradients of a matrix product costs as much as the product,
-# so a baseline step costs three forwards and a checkpointed step four:
+# The price is recomputation: a baseline step costs three forwards ({doc}`01_where_memory_goes`), a checkpointed one
+# four:
 
 # %%
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -131,8 +130,8 @@ round(flops / baseline_flops, 3)
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A checkpoint saves the region's input in place of its activations, at the price of one more forward: a third more
-# arithmetic for the checkpointed part of the step.
+# A checkpoint saves the region's input in place of its activations, for one more forward: a third more FLOPs in that
+# part of the step.
 # :::
 
 # %% tags=["hide-input"]
@@ -175,12 +174,14 @@ path = plots.save(figure, "results/figures/02_timeline.png")
 figure
 
 # %% [markdown]
-# *Left of the dashed line, each region drops its activations when it ends, and its output is saved as a boundary. Right
-# of it, each region is recomputed and then freed.* (`ackpt.checkpoint` runs the first forward with a graph, for reasons
-# given below, hence the teeth on the left.)
+# *Left of the dashed line, each region drops its activations when it ends, and its output is saved as a boundary: the
+# tensor that the next region reads. Right of it, each region is recomputed and then freed.* (`ackpt.checkpoint` runs
+# the first forward with a graph, for reasons given below, hence the teeth on the left.)
 #
-# So the peak is in the last region: **$k - 1$ boundaries, $n / k$ recomputed activations and one gradient**. (The
-# region before it reaches the same sum: one boundary less, a gradient more.) The loss and its gradient add 8 bytes:
+# The peak is in the last region of the forward, the first that backward reaches: **$k - 1$ boundaries, $n / k$
+# recomputed activations and one gradient**. (The gradient of its output, the broadcast 1 of `sum()`, needs no memory.
+# In every other region, two gradients are live, of an operation's output and input. So the region before it reaches the
+# same sum, with one boundary less.) The loss and its gradient add 8 bytes:
 #
 # $$ \text{peak} = \Bigl( k + \frac{n}{k} \Bigr) S + 8 \text{ bytes} $$
 
@@ -205,8 +206,8 @@ figure
 # %% [markdown]
 # ## Why one input must require grad
 #
-# A chain of sines is a pure function of one tensor. A model's first region has parameters, and its input is data, which
-# needs no gradient. What does PyTorch's reentrant checkpoint, a full version of the ten lines, do here?
+# A model's first region has parameters, and its input is data, which needs no gradient. What does PyTorch's reentrant
+# checkpoint, a full version of the ten lines, do here?
 
 # %%
 linear, data = nn.Linear(2, 1, bias=False), torch.ones(1, 2)
@@ -217,20 +218,20 @@ print(y.requires_grad, [str(warning.message) for warning in caught])
 # %% [markdown]
 # Autograd makes a node for an `autograd.Function` only if one of its input tensors requires grad. The inputs here are
 # the arguments of the call, not the parameters that the function uses. Without a node, the output does not require
-# grad, backward never reaches the region, and its parameters do not learn. With one, the region's backward recomputes
-# the output and calls `backward` on it, which adds to the `.grad` of the parameters. (The ten lines ask for the
-# gradient of $x$ alone, so their parameters never learn.)
+# grad, backward never reaches the region, and its parameters do not learn. With a node, the region's backward
+# recomputes the output and calls `backward` on it, which adds to the `.grad` of the parameters. (The ten lines ask for
+# the gradient of $x$ alone, so their parameters never learn.)
 #
-# So one *input* must require grad, although only the parameters need a gradient. Frozen embeddings cause the same
-# problem; `enable_input_require_grads` of `transformers` works around it. A better fix: make the parameters inputs of
-# the function, too. Then the node exists whenever one of them requires grad, and they get their gradients through the
-# outer graph.
+# So one *input* must require grad. There are three ways out: call `x.requires_grad_()`, as `enable_input_require_grads`
+# of `transformers` does on the output of frozen embeddings; use the non-reentrant form ({doc}`03_what_pytorch_offers`);
+# or make the parameters inputs of the function, too. With the third, the node exists whenever a parameter requires
+# grad, and the gradients of parameters pass through the outer graph.
 #
 # ## What else the ten lines get wrong
 #
 # ### In-place updates before backward
 #
-# Adversarial training and pipelines change a weight between a forward and its backward. The gradient of the input must
+# GANs and asynchronous pipelines change a weight between a forward and its backward. The gradient of the input must
 # equal the forward's weight, so this ratio must be 1:
 
 # %%
@@ -259,7 +260,8 @@ y.tolist(), x.grad.tolist()
 
 # %% [markdown]
 # The gradient belongs to another dropout mask. The fix: save the state of the random number generator, and set it for
-# the recomputation.
+# the recomputation inside `fork_rng`, which afterwards restores the current state. Otherwise, later steps draw the same
+# numbers again.
 #
 # ### Autocast
 #
@@ -308,7 +310,7 @@ class ThirtyLines(torch.autograd.Function):
             torch.set_rng_state(ctx.rng_state)
             y = ctx.function(x)
         inputs = [x, *parameters]
-        gradients = iter(torch.autograd.grad(y, [t for t in inputs if t.requires_grad], grad))
+        gradients = iter(torch.autograd.grad(y, [t for t in inputs if t.requires_grad], grad, allow_unused=True))
         return None, *(next(gradients) if t.requires_grad else None for t in inputs)
 
 
@@ -335,9 +337,8 @@ for run in (model, functools.partial(checkpoint, model)):
 # ## What thirty lines still miss
 #
 # The table shows 19 steps like those above with five checkpoints. {doc}`../pitfalls` explains them and has their code.
-# PyTorch's non-reentrant form is another design: it intercepts every tensor that autograd would save, drops it, and
-# recomputes the region when backward first reads one. In the third row, *error* is correct: without a checkpoint, the
-# step raises one.
+# PyTorch's non-reentrant form is another design ({doc}`03_what_pytorch_offers`). In the third row, *error* is correct:
+# without a checkpoint, the step raises one.
 
 # %% tags=["hide-input"]
 torch_checkpoints = {
@@ -371,8 +372,7 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 #   and afterwards the new ones. The mode of each module is also restored.
 # - **A closure's variables** are saved, so a lambda in a loop calls the layer that it called in the forward.
 # - **Tensors in dicts, lists, tuples, dataclasses and keyword arguments** are inputs of the autograd node.
-# - **Both runs are compared**, operation by operation, with their numeric arguments. If they differ, it raises an
-#   error.
+# - **Both runs are compared**, operation by operation, with their numeric arguments. A difference raises an error.
 #
 # One case stays wrong: the region builds a tensor from a Python value (`torch.tensor(scale)`) that changes before
 # backward. Both runs look identical to the checks. Pass such a value as an argument, because a region saves its
@@ -423,14 +423,13 @@ print(f"4 x 4 x 4 layers: peak {4 + 4 + 4} S + {nested_peak - 12 * S} bytes")
 print(f"{len(calls)} = 3 n forwards")
 
 # %% [markdown]
-# With one level, the 64 layers needed $16 \, S$ and $2 n$ forwards. {doc}`06_sublinear_memory` nests further.
+# With one level, the 64 layers needed $16 \, S$ and $2 n$ forwards.
 
 # %% [markdown]
 # ## What a region costs
 #
-# The checks take time per region and per operation, whatever the sizes of the tensors. So we time a tiny region, two
-# linear layers of width 8, and a Transformer block with 512 tokens. The steps alternate, and each round gives a ratio
-# to the baseline, in processor time:
+# We time a tiny region, two linear layers of width 8, and a Transformer block with 512 tokens. The steps alternate, and
+# each round gives a ratio to the baseline, in processor time:
 
 # %% tags=["measured-time", "nbval-ignore-output", "hide-input"]
 tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
@@ -446,19 +445,21 @@ def repeated(times, call, *arguments):
 
 for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer block", 1, (block, *inputs))):
     steps = {label: functools.partial(repeated, times, call, *arguments) for label, call in contenders.items()}
-    print(f"{name}: a forward and a backward, median of 7 rounds")
+    flops = {label: ackpt.count_flops(step) for label, step in steps.items()}
+    print(f"{name}: a forward and a backward, relative to the baseline, median of 7 rounds")
     for label, ratio in compare_seconds(steps, repeats=7, clock="processor").ratios.items():
-        print(f"  {label:20} {ratio.median:.2f} times the baseline")
+        print(f"  {label:20} time x {ratio.median:.2f}   FLOPs x {flops[label] / flops['baseline']:.2f}")
 
 # %% [markdown]
 # For the tiny region, every checkpoint takes several times as long as the baseline. For the block, most of the added
-# time is recomputation. PyTorch's non-reentrant checkpoint recomputes less, because it stops as soon as backward has
-# all the tensors that it reads: it skips the last matrix product of the block.
+# time is recomputation. PyTorch's non-reentrant checkpoint recomputes fewer FLOPs, because it stops as soon as backward
+# has all the tensors that it reads: it skips the last matrix product of the block. (Rounds vary by more than the time
+# of this product.)
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The time of the checks does not depend on the sizes of tensors; recomputation takes one forward. Make regions as large
-# as a Transformer block, and leave the checks on.
+# The checks take time per region and per operation, whatever the sizes of the tensors. So make regions as large as a
+# Transformer block.
 # :::
 
 # %% tags=["hide-input"]

@@ -14,10 +14,8 @@
 # recomputed tensors count as temporaries.)
 # ```
 #
-# After this chapter you can build PyTorch's own memory-saving tools in a few lines, say what each one saves and costs,
-# and recognize the situations in which they are silently wrong.
-#
-# All tensors are in fp32. All results and failures come from this version of torch:
+# This chapter rebuilds most of these tools in a few lines each. All tensors are in fp32. All results and failures come
+# from this version of torch:
 
 # %% tags=["hide-input"]
 import contextlib
@@ -55,8 +53,8 @@ torch.set_num_threads(2)
 torch.__version__.partition("+")[0]
 
 # %% [markdown]
-# A small Transformer of $L$ blocks learns to reproduce its $T$ tokens. It calls each block through `run`, so that a
-# checkpoint can take the place of the call.
+# A small Transformer of $L$ blocks learns to reproduce its $T$ tokens. It calls each block through `run`, which a
+# checkpoint can replace.
 
 # %%
 T, L, d, h, V = 512, 3, 128, 4, 256
@@ -97,8 +95,9 @@ baseline = gradients(step)
 #
 # Both designs save a block's input and recompute the rest in backward. {doc}`02_reentrant_checkpoint` implements the
 # *reentrant* one, `use_reentrant=True`, in ten lines. The *non-reentrant* one, `use_reentrant=False`, runs the block
-# with a graph, but saves a number in place of each tensor. When backward asks for the tensor with that number, the
-# block is recomputed, and the tensors that it saves this time are numbered in the same order:
+# with a graph, but saves a number in place of each tensor. It uses `saved_tensors_hooks(pack, unpack)`: autograd saves
+# what `pack` returns for a tensor, and calls `unpack` with it when backward reads the tensor. Here, `unpack` recomputes
+# the block; the tensors that the block saves this time are numbered in the same order:
 
 
 # %%
@@ -123,14 +122,15 @@ for run in (non_reentrant, torch_non_reentrant, reentrant):
     assert all(map(torch.equal, gradients(partial(step, run=run)), baseline))
 
 # %% [markdown]
-# The non-reentrant form keeps the real graph, so parameters and hooks see what they would see without a checkpoint. It
-# assumes that the recomputation saves the same tensors in the same order. PyTorch compares their shapes and dtypes, but
-# not their values.
+# The non-reentrant form keeps the real graph, so gradients accumulate and hooks run as without a checkpoint. It assumes
+# that the recomputation saves the same tensors in the same order. PyTorch compares their shapes and dtypes, but not
+# their values.
 #
 # ## Selective checkpointing
 #
 # Matrix products and attention are expensive; the other operations are cheap. *Selective* checkpointing saves the
-# results of listed operations in a block's forward, and reuses them in its recomputation:
+# results of listed operations in a block's forward, and reuses them in its recomputation. A `TorchDispatchMode` does
+# this: PyTorch calls its `__torch_dispatch__` in place of every operation below autograd:
 
 # %%
 aten = torch.ops.aten
@@ -186,7 +186,7 @@ for train in (partial(on_host, step), partial(step, run=offloaded)):
 #
 # `torch.compile` captures forward and backward as one graph and cuts it. The tensors that cross the cut are saved.
 # Autograd's own cut saves what each operation needs. The *minimum cut* saves the fewest bytes from which cheap
-# operations can recompute the rest, even without a checkpoint. The number of tensors that each cut saves:
+# operations can recompute the rest. The number of tensors that each cut saves for three elementwise operations:
 
 
 # %%
@@ -207,6 +207,9 @@ assert by_cut["minimum"] < by_cut["autograd"]
 by_cut
 
 # %% [markdown]
+# For the model above, both save about the same bytes ({ref}`table below <tab-torch-tools>`): the minimum cut recomputes
+# neither matrix products nor, by default, what they read in backward, such as the outputs of norms and GELU.
+#
 # The *memory budget*, `torch._functorch.config.activation_memory_budget`, is a number between 0, which saves only
 # inputs, and 1, which saves the minimum cut. In between, a knapsack picks tensors to recompute until the saved bytes
 # fit that fraction of the minimum cut's. The budget must be set while `torch.compile` compiles, here with Inductor, its
@@ -333,13 +336,14 @@ assert flops["non-reentrant"] < flops["reentrant"] == flops["`ackpt` regions"]
 # ```{include} ../../results/tables/03_tools.md
 # ```
 #
-# - *Non-reentrant* recomputes less than *reentrant* and `ackpt` regions, because it stops when backward has all that it
-#   needs.
-# - *Selective* recomputes no matrix product, but most of the baseline's peak remains.
+# - *Non-reentrant* recomputes less than *reentrant* and `ackpt` regions, because it stops early
+#   ({doc}`02_reentrant_checkpoint`).
+# - *Selective* recomputes no matrix product, but most of the baseline's peak remains. It takes about as long as
+#   *non-reentrant* (times below), because it handles every operation in Python.
 # - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies, which need no FLOPs.
-# - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it saves less than at 0.5,
-#   recomputes more, and its peak is higher: it chooses a set of tensors, not when each is recomputed.
-#   {doc}`07_graph_profiler` shows three peaks of one set.
+# - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it recomputes more than at 0.5, and
+#   its peak is higher: it chooses a set of tensors, not when each is recomputed. {doc}`07_graph_profiler` shows three
+#   peaks of one set.
 # - The *plan* of 0.45 has a lower peak than both, and recomputes less than the memory budget of 0.2.
 
 # %% tags=["hide-input"]
@@ -349,8 +353,8 @@ figure = panels_plot({label: measured[name].timeline for name, label in drawn.it
 path = plots.save(figure, "results/figures/03_timelines.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# The cell times each step relative to the baseline, or for the memory budget to the step that Inductor compiles without
-# one: median and range of five rounds. On a GPU, copies to the host cost more than NumPy's copies do here.
+# The next cell times each step relative to the baseline, or for the memory budget to the step that Inductor compiles
+# without one: median and range of five rounds. On a GPU, copies to the host cost more than NumPy's copies do here.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for reference in ("baseline", "Inductor"):
@@ -450,8 +454,7 @@ def frozen_embedding(call):
 assert exhibit("a frozen embedding", frozen_embedding) == {"reentrant": "wrong"}
 
 # %% [markdown]
-# In the reentrant form, only the head learns, and PyTorch only warns. {doc}`02_reentrant_checkpoint` explains why one
-# input must require grad.
+# In the reentrant form, only the head learns, and PyTorch only warns ({doc}`02_reentrant_checkpoint` explains why).
 #
 # ### A mask that changes before backward
 #
@@ -634,7 +637,7 @@ for name, tool, verdict in museum:
 table = [{**row, "fails": ", ".join(row["fails"])} for row in rows.values()]
 assert all(row["ackpt"] in ("right", "raises") and row["fails"] for row in table)
 columns = {"exhibit": "exhibit", "fails": "what fails in PyTorch's tools", "ackpt": "`ackpt`"}
-caption = "Exhibits of the bug museum. *Wrong* means a result other than the correct one, without an error."
+caption = "Training steps on which PyTorch's memory-saving tools fail. *Wrong*: another result, and no error."
 path = write_text_atomic("results/tables/03_museum.md", markdown_table(table, columns, caption, "tab-museum"))
 results = {name: {"dynamic_peak_bytes": peak[name], "flops": flops[name]} for name in measured}
 sizes = {"tokens": T, "layers": L, "dim": d, "heads": h, "vocab_size": V}

@@ -34,8 +34,9 @@ for check in record.metrics["checks"]:
 assert failed(record) == []
 
 # %% [markdown]
-# The table adds the times, relative to the baseline. *Expected* is the planner's estimate from the rates of the device;
-# *measured* is the median of interleaved steps. On a CPU, page faults can slow the step with the larger peak.
+# The table adds the times, relative to the baseline. *Expected* is the planner's estimate from the rates of the device,
+# without the checks of regions; *measured* is the median of interleaved steps. On a CPU, page faults can slow the step
+# with the larger peak.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 print(text_table(record))
@@ -44,7 +45,7 @@ print(text_table(record))
 # ## Records of the published experiments
 #
 # Chapters 4, 5, 8 and 9 compare predictions with published measurements. Records of a GPU fill their columns *on a GPU*
-# with the measurements of our models. One command runs the published experiments, the most important one first:
+# with the measurements of our models. To run the published experiments, the most important first:
 #
 # ```bash
 # python -m experiments gpu-suite --out results/gpu --minutes 30
