@@ -158,8 +158,8 @@ print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
 
 # %% [markdown]
 # The prediction is exact to the byte. (In this model the peak comes late, because the gradients are larger than the
-# activations.) `ackpt.trace` captures such a graph from a model, even from one that is too large for this machine, and
-# `ackpt.graph.simulate` is such a simulator for any schedule.
+# activations.) `ackpt.trace` captures such a graph, even of a model that is too large for this machine, and
+# `ackpt.graph.simulate` simulates any schedule.
 #
 # The saved storages are those that forward writes and backward reads. `boundary` is the position of the first node of
 # backward:

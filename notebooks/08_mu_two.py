@@ -99,8 +99,8 @@ for linear, tanh in zip(net[0:10:2], net[1:10:2]):
 # that a second of recomputation frees. The higher it is, the earlier we recompute. Swapping frees 8 GB/s, since the link
 # has 16 GB/s in one direction and every byte moves twice. So all five recomputations are faster than the copies.
 #
-# But copies that overlap with compute add no time. How much can overlap depends on the *inactive time* of an activation:
-# the run time of the operations between its last use in forward and its first use in backward.
+# But copies that overlap with compute add no time. The *inactive time* of an activation is the run time of the operations
+# between its last use in forward and its first use in backward.
 
 # %% alt="Bars over time. The top lane shows the operations of forward and, from 21 to 62 microseconds, of backward. Each row below is an activation: a short dark bar while forward uses it, a pale bar while it is inactive, and a dark bar while backward uses it. Below each row are the copies out and back, and the recomputation. Both copies of tanh_1 fit into its inactive interval; those of tanh, tanh_2 and tanh_4 end long after it. All recomputations are much shorter than the copies."
 graph = ackpt.trace(net, x)
@@ -115,8 +115,8 @@ figure
 # network.*
 #
 # `ackpt` computes both quantities for every activation of a graph ({doc}`07_graph_profiler`). The copy out can overlap
-# with all of forward after the activation is computed, its last use included, and the copy back with all of backward
-# before its first use:
+# with all of forward after the activation is computed, its last use included; the copy back with all of backward before
+# its first use:
 
 # %%
 intermediates = mu_two.intermediates_of(graph, profile)
@@ -222,16 +222,16 @@ print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes /
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Choices depend on each other. An activation that was cheap to recompute becomes expensive once its sources are dropped,
-# so all ratios are updated after every choice. A set of choices becomes a plan only when its order is fixed.
+# An activation that was cheap to recompute becomes expensive once its sources are dropped, so all ratios are updated
+# after every choice. A set of choices becomes a plan only when its order is fixed.
 # :::
 #
 # ## What the optimum says
 #
 # The network is small enough for an exact answer. The policy `ilp` solves an integer program: no plan for this order of
-# operations costs less. `auto`, the default policy of `ackpt` (*plan* in the tables), finds sets of tensors that are
-# useful to save in each block, and combines them over all blocks. Then it improves the plans by a local search.
-# {doc}`13_rotor` describes both. The budget is 80 % of the baseline's dynamic peak:
+# operations costs less. The default policy `auto`, *plan* in the tables, finds the useful sets of tensors to save in each
+# block and combines them over all blocks. Then a local search improves these plans. {doc}`13_rotor` describes both. The
+# budget is 80 % of the baseline's dynamic peak:
 
 # %%
 plans = {policy: ackpt.plan(graph, 0.8, policy, profile=no_link) for policy in ("mu-two", "auto", "ilp")}
@@ -358,8 +358,8 @@ assert max(size, planned_size) <= limit
 print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time")
 
 # %% [markdown]
-# Both peaks are within the limit. As memory grows, the ratio of the batches approaches that of the slopes. With little
-# memory $C_0$ dominates, and no method gains much. (The added time is estimated from the measured rates of a CPU.)
+# Both peaks are within the limit. With little memory, $C_0$ dominates, and no method gains much. (The added time is
+# estimated from the measured rates of a CPU.)
 #
 # ## The published table
 #

@@ -464,10 +464,10 @@ print(f"from {(10 * 1024 + 2 * 4096 + 4) // (3 * 16) + 1} tokens on")
 # (bert-large)=
 # ## BERT-large with a GPU's kernels
 #
-# Now we predict BERT-large for 8 sequences of 512 tokens in bf16, from shapes alone: nothing below was run. On a GPU, a
-# fused kernel saves neither attention weights nor dropout masks (Dao et al. 2022,
-# [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)). Its backward recomputes both from queries, keys, one sum per
-# row and the RNG state: a checkpoint inside an operation. How far do other methods lower the peak beyond that?
+# Now we predict BERT-large for 8 sequences of 512 tokens in bf16, from shapes alone. On a GPU, a fused kernel saves
+# neither attention weights nor dropout masks (Dao et al. 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)).
+# Its backward recomputes both from queries, keys, one sum per row and the RNG state: a checkpoint inside an operation.
+# How far do other methods lower the peak beyond that?
 
 # %% tags=["hide-input"]
 on_gpu = replace(bert.GPU, methods=("baseline", "per-block", "auto@0.5", "auto@0.3"))
@@ -498,9 +498,8 @@ path = write_text_atomic("results/tables/09_published.md", markdown_table(rows, 
 # the rest. So on a GPU a plan gains less: at the peak of per-block checkpointing, it recomputes three fifths as many
 # FLOPs, for the small BERT less than half.
 #
-# The published memory is the mean of what `nvidia-smi` showed, not a peak, and batch, length and precision are not
-# stated, so we do not predict it. The added work can be compared: per-block checkpointing recomputes 30 % of the FLOPs,
-# and the published time grows by 33 %.
+# The published memory is a mean, and batch, length and precision are not stated, so we do not predict it. The added work
+# can be compared: per-block checkpointing recomputes 30 % of the FLOPs, and the published time grows by 33 %.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -528,8 +527,6 @@ path = write_text_atomic("results/tables/09_which_method.md", table)
 #
 # - Every plan with a budget carries a lower bound of its cost. On the Transformer, the optimality gap is below two
 #   percent down to 40 percent of the peak; at the smallest budget it is large.
-# - In FLOPs, no policy and no PyTorch tool has a point below the frontier of plans. PyTorch's memory budget bounds the
-#   saved bytes, and its peak can rise as its setting falls.
 # - A block of BERT saves $10 d + 2 f + 3 h T_\text{seq} + 4$ elements per token where attention is materialized. More than
 #   half of them can be recomputed without a matrix product. With fused attention, most of these are gone.
 #

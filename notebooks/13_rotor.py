@@ -132,8 +132,6 @@ for budget in (7, 6, 5, 4, 3):
         print(error)
 
 # %% [markdown]
-# Below four bytes no schedule exists, and the solver proves that, too.
-#
 # An exact solver does not scale: the number of unknowns grows with the square of the number of operations. The policy
 # `ilp` accepts at most 160 operations, a few layers.
 #
@@ -188,8 +186,8 @@ columns = {"bound": "lower bound", "ilp": "optimum", "auto": "plan", "mu-two": "
 table = markdown_table(
     [{"case": f"{row['model']}, {row['budget']}"} | percent(row, columns) for row in exact],
     {"case": "model, $M$"} | columns,
-    "Cost in % of the baseline's step, for three small models and budgets $M$: lower bound, proved optimum (`ilp`), and "
-    "three policies.",
+    "Cost in % of the baseline's step, for three small models and budgets $M$: lower bound, proved optimum for the graph's "
+    "own order of operations (`ilp`), and three policies.",
     "tab-frontier-exact",
 )
 path = write_text_atomic("results/tables/13_exact.md", table)
@@ -197,8 +195,6 @@ path = write_text_atomic("results/tables/13_exact.md", table)
 # %% [markdown]
 # ```{include} ../../results/tables/13_exact.md
 # ```
-#
-# These optima are proved, for the graph's own order of operations.
 
 # %%
 for row in exact:
@@ -239,8 +235,8 @@ print(f"gradients bit-equal; measured minus predicted: {run.dynamic_peak_bytes -
 #
 # ## How auto searches
 #
-# The policy computes its frontier once per graph; a budget then selects a plan from it. The table shows what each part
-# of the search adds on the Transformer of {doc}`09_frontier`: the lowest cost with all parts up to and including it.
+# The table shows what each part of the search adds on the Transformer of {doc}`09_frontier`: the lowest cost with all
+# parts up to and including it.
 
 # %% tags=["hide-input"]
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "ff_dim": 256, "vocab_size": 256}
