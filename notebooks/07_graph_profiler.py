@@ -104,8 +104,8 @@ for node in joint.nodes:
 #
 # $$ m_i = m_{i-1} + b_i - b_i^- , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
-# Parameters and inputs belong to the caller and do not count. The outputs of the graph are live until its end. That is
-# all we need for a simulator:
+# Parameters and inputs belong to the caller and do not count. The outputs of the graph are live until its end. This is
+# enough for a simulator:
 
 # %%
 def storages(node):

@@ -123,7 +123,7 @@ intermediates = mu_two.intermediates_of(graph, profile)
 for i in intermediates:
     out, back = slice(i.rank + 1, graph.boundary), slice(graph.boundary, i.first_bw_access)
     overlap = " + ".join(f"{1e6 * sum(profile.seconds[part]):4.1f}" for part in (out, back))
-    idle = f"inactive for {1e6 * i.inactive_time:4.1f} µs, copies overlap with {overlap} µs"
+    idle = f"inactive for {1e6 * i.inactive_time:4.1f} µs, copies can overlap with {overlap} µs"
     print(f"{graph.nodes[i.rank].name:8} {i.memory_size // 1024:3} KiB, {idle}, {i.recompute_ratio / 1e9:4.1f} GB/s")
 assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(intermediates, ratios))
 
@@ -230,7 +230,7 @@ print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes /
 #
 # The network is small enough for an exact answer. The policy `ilp` solves an integer program: no plan for this order of
 # operations costs less. The default policy `auto`, *plan* in the tables, finds the useful sets of tensors to save in each
-# block and combines them over all blocks. Then a local search improves these plans. {doc}`13_rotor` describes both. The
+# block and combines them over all blocks. A local search improves these plans. {doc}`13_rotor` describes both. The
 # budget is 80 % of the baseline's dynamic peak:
 
 # %%
@@ -289,12 +289,12 @@ path = write_text_atomic("results/tables/08_link.md", table)
 #
 # {ref}`The figure at the top <fig-swapped>` shows the plans for width 1,024 and a T4. The T4 is slow, so all copies
 # overlap with the products of this width, and halving the peak is free. The H200 computes narrow layers faster than the
-# link copies their outputs. At width 256, mu-TWO costs even more with the link than without it: only states along one
-# greedy sequence are candidates, and the sequence without swaps is not among them.
+# link copies their outputs. At width 256, mu-TWO costs even more with the link than without it: only plans along one
+# greedy sequence are candidates, and the plan without swaps is not among them.
 #
-# From which width on do all copies overlap? With $T$ tokens, a layer of width $d$ computes $2 T d^2$ FLOPs in forward, at a rate of $\rho$
-# FLOPs per second. Its output has $4 T d$ bytes in fp32, and the link moves $\lambda$ bytes per second in one direction.
-# The copy of one output overlaps completely with the product if
+# From which width on do all copies overlap? With $T$ tokens, a layer of width $d$ computes $2 T d^2$ FLOPs in forward, at
+# a rate of $\rho$ FLOPs per second. Its output has $4 T d$ bytes in fp32, and the link moves $\lambda$ bytes per second in
+# one direction. The copy of one output overlaps completely with the product if
 #
 # $$ \frac{4 T d}{\lambda} \;\le\; \frac{2 T d^2}{\rho} \qquad\Longleftrightarrow\qquad d \;\ge\; \frac{2 \rho}{\lambda} , $$
 #

@@ -103,10 +103,10 @@ path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/
 #
 # ## The optimum of a graph
 #
-# Other graphs have an optimum, too. Checkmate (Jain et al. 2020, [arXiv:1910.02653](https://arxiv.org/abs/1910.02653))
-# writes it as an integer program. Fix an order of the operations. Its *stage* $q$ may compute any earlier operation, and
-# ends with the first computation of operation $q$. Every pair of stage and operation has two unknowns: $v_{q,i}$ is 1 if stage
-# $q$ computes $i$, and $u_{q,i}$ is 1 if the result of $i$ is still saved when stage $q$ starts.
+# For other graphs, Checkmate (Jain et al. 2020, [arXiv:1910.02653](https://arxiv.org/abs/1910.02653)) writes the optimum
+# as an integer program. Fix an order of the operations. Its *stage* $q$ may compute any earlier operation, and ends with
+# the first computation of operation $q$. Every pair of stage and operation has two unknowns: $v_{q,i}$ is 1 if stage $q$
+# computes $i$, and $u_{q,i}$ is 1 if the result of $i$ is still saved when stage $q$ starts.
 #
 # $$ \min \sum_q \sum_i c_i v_{q,i} \quad \text{where} \quad v_{q,j} \le v_{q,i} + u_{q,i} \;\; (j \text{ reads } i) ,
 # \qquad u_{q,i} \le v_{q-1,i} + u_{q-1,i} , $$
@@ -209,7 +209,7 @@ for row in missed:
     print(f"{row['model']} at {row['budget']}: the step costs less than 2% more than the optimum")
 
 # %% [markdown]
-# The solution of the integer program is an ordinary plan. We run it on the U-Net:
+# The optimum is an ordinary plan. We run it on the U-Net:
 
 # %%
 step = ackpt.compile(unet, pictures, budget=0.8, policy="ilp")
