@@ -16,8 +16,7 @@
 # After this chapter you can split a training step into operations and storages, say when each byte is allocated and
 # freed, and predict the peak of a step before it runs.
 #
-# The chapters before this one measured steps from outside and chose by hand what to recompute. From here on, a planner
-# chooses. It must know every operation before it can decide about any of them.
+# So far, we chose by hand what to recompute. From here on, a planner chooses, and it must know every operation.
 
 # %%
 import collections
@@ -105,8 +104,8 @@ for node in joint.nodes:
 #
 # $$ m_i = m_{i-1} + b_i - b_i^- , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
-# Parameters and inputs belong to the caller and do not count. The outputs of the graph are live until its end. That is
-# all we need for a simulator:
+# Parameters and inputs belong to the caller and do not count. The outputs of the graph are live until its end. This is
+# enough for a simulator:
 
 # %%
 def storages(node):
@@ -159,10 +158,11 @@ print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
 
 # %% [markdown]
 # The prediction is exact to the byte. (In this model the peak comes late, because the gradients are larger than the
-# activations.) `ackpt.trace` captures the same graph from any model, even if it is too large for this machine, and
-# `ackpt.graph.simulate` is the same simulator for any schedule.
+# activations.) `ackpt.trace` captures such a graph, even of a model that is too large for this machine, and
+# `ackpt.graph.simulate` simulates any schedule.
 #
-# The saved storages are those that forward writes and backward reads:
+# The saved storages are those that forward writes and backward reads. `boundary` is the position of the first node of
+# backward:
 
 # %%
 tiny_graph = ackpt.trace(tiny, x, labels)
@@ -222,10 +222,10 @@ class Chain(nn.Module):
         self.n, self.weight = n, nn.Parameter(torch.randn(elements))
 
     def forward(self):
-        a = self.weight
+        x = self.weight
         for _ in range(self.n):
-            a = a.tanh()
-        return a.sum()
+            x = x.tanh()
+        return x.sum()
 
 
 def activations(graph):
@@ -235,13 +235,13 @@ def activations(graph):
 
 
 short = ackpt.trace(Chain(4, 2**18))
-a1, a2, a3, a4 = activations(short)
-for one in lower(short, [a1, a3, a4]).backward:
+x1, x2, x3, x4 = activations(short)
+for one in lower(short, [x1, x3, x4]).backward:
     if one.kind == "compute" and "tanh" in short.nodes[one.id].target:
         print("compute", short.nodes[one.id].name)
-    elif one.kind == "free" and one.id in (a1, a2, a3, a4):
+    elif one.kind == "free" and one.id in (x1, x2, x3, x4):
         print("free   ", short.nodes[short.storages[one.id].producer].name)
-for saved in ([a1, a2, a3, a4], [a1, a3, a4]):
+for saved in ([x1, x2, x3, x4], [x1, x3, x4]):
     peak = simulate(short, ackpt.profile(short, workspace="measured"), lower(short, saved)).peak_bytes
     print(f"{len(saved)} activations saved: peak {peak / 2**20:.1f} activations")
 
@@ -254,13 +254,13 @@ for saved in ([a1, a2, a3, a4], [a1, a3, a4]):
 # "Save these, recompute the others" does not say *when* to recompute. Take a chain of $n = 16$ activations of $S$ bytes,
 # in segments of length $\ell = 4$. Save the last activation of every segment, and recompute the others in three orders:
 #
-# - **Early**: recompute all missing activations when backward begins. Then all $n$ are live, together with the first
-#   gradient.
-# - **Late**: recompute the $\ell - 1$ activations of a segment when backward reaches it. At the first segment that
-#   backward reaches, the last of the $n / \ell$ saved activations is already freed, and the other $n / \ell - 1$ are
-#   live. Two gradients are also live: the one that a tanh's backward reads and the one it computes.
-# - **Again**: recompute each activation from the nearest saved one just before backward needs it, then free it. Only one
-#   recomputed activation is live, in place of $\ell - 1$.
+# - **Early**: recompute all missing activations when backward begins. Then all $n$ are live, and the last tanh's backward
+#   adds one gradient. The gradient that it reads is that of the sum: a single element, broadcast.
+# - **Late**: recompute the $\ell - 1$ activations of a segment when backward reaches it. The peak is in the segment
+#   nearest the loss: its own saved activation is already freed, and the other $n / \ell - 1$ are live. Two gradients are
+#   also live: the one that a tanh's backward reads and the one that it computes.
+# - **Again**: recompute each activation from the nearest saved one just before backward needs it, then free it. Next to
+#   the two gradients, only one recomputed activation is live, in place of $\ell - 1$.
 #
 # In units of $S$, and without the loss and its gradient, the peaks are
 #
@@ -306,6 +306,10 @@ for i in backward:
 again = scheduled(graph, None, order)
 assert early.saved == late.saved == again.saved
 
+# %% [markdown]
+# `PlannedStep(model, policy)` runs a model by a schedule of ours: it captures the graph, calls the function `policy` with
+# it, and executes the `schedule` of the result.
+
 # %%
 S, profile = chain.weight.nbytes, ackpt.profile(graph, workspace="measured")
 timelines = {}
@@ -324,8 +328,8 @@ figure = graph_profile.orders_plot(timelines, "", S)
 path = plots.save(figure, "results/figures/07_orders.png")
 
 # %% [markdown]
-# The three timelines are {ref}`the figure at the top <fig-orders>`. The early order pays for all recomputation and gains
-# nothing: its peak is the baseline's. The third order recomputes twice as much and has the lowest peak.
+# {ref}`The figure at the top <fig-orders>` shows the three timelines. The early order recomputes twelve activations for
+# nothing: its peak is the baseline's. The third order recomputes twice as many and has the lowest peak.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -397,13 +401,13 @@ for name, state in states.items():
 # ## Predicted peaks equal measured peaks
 #
 # All planning relies on one claim: the simulated peak is the measured peak. We check it for two models: without
-# recomputation, with per-block checkpointing, and with random fates. Every step is planned, rewritten, run and measured
-# on this CPU, and its gradients are compared with the baseline's.
+# recomputation, with per-block checkpointing, and with a randomly chosen saved set. Every step is planned, rewritten, run
+# and measured on this CPU, and its gradients are compared with the baseline's.
 
 # %% tags=["hide-input"]
 config = ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)
 resnet = (ResNet(config), (torch.randn(4, 3, 64, 64),), {"labels": torch.randint(10, (4,))})
-shown = {"none": "baseline", "full": "per-block", "manual": "random fates"}
+shown = {"none": "baseline", "full": "per-block", "manual": "random saved set"}
 rows = []
 for name, case in {"language model": (lm, call, targets), "ResNet": resnet}.items():
     for policy, row in graph_profile.compare(*case, tuple(shown)).items():
@@ -453,8 +457,8 @@ print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
 # :::{admonition} Exercise 2: a policy of your own
 # :class: note
 # Write a policy that recomputes no FLOPs: save the outputs of matrix products and attention, and recompute the rest. By
-# how much does it lower the dynamic peak of the two-block language model? Hint: a policy is a function from a graph to an
-# object with a `schedule`, `PlannedStep(lm, policy)` runs it, and `ackpt.profile(graph).flops` lists the FLOPs by node.
+# how much does it lower the dynamic peak of the two-block language model? Hint: `ackpt.profile(graph).flops` lists the
+# FLOPs by node.
 # :::
 
 # %% tags=["solution"]
@@ -517,4 +521,4 @@ except ackpt.graph.RewriteError as error:
     print(str(error).split(". This")[0])
 
 # %% [markdown]
-# This check covers bytes; tests compare values, of random programs with random fates.
+# This check covers bytes. Tests compare values, of random programs with randomly chosen saved sets.

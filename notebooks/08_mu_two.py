@@ -65,7 +65,7 @@ class Net(nn.Sequential):
 
 
 widths = (64, 256, 64, 256, 32, 128)
-layers = [m for d, e in zip(widths, widths[1:]) for m in (nn.Linear(d, e), nn.Tanh())]
+layers = [layer for pair in zip(widths, widths[1:]) for layer in (nn.Linear(*pair), nn.Tanh())]
 net, x = Net(*layers, nn.Linear(128, 1)), torch.randn(512, 64)
 
 saved = torch.autograd.grad(net(x), net.parameters())
@@ -83,24 +83,24 @@ all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(saved, recomputed
 # %%
 t4 = device("t4")
 rate, memory, link = t4.flops_per_second["float32"], t4.memory_bytes_per_second, t4.link_bytes_per_second
-h, ratios = x, []
+hidden, ratios = x, []
 for linear, tanh in zip(net[0:10:2], net[1:10:2]):
-    out = tanh(linear(h))
-    moved = h.nbytes + linear.weight.nbytes + linear.bias.nbytes + out.nbytes
-    product = max(2 * h.numel() * out.shape[1] / rate, moved / memory)
+    out = tanh(linear(hidden))
+    moved = hidden.nbytes + linear.weight.nbytes + linear.bias.nbytes + out.nbytes
+    product = max(2 * hidden.numel() * out.shape[1] / rate, moved / memory)
     again = product + 2 * out.nbytes / memory
     ratios.append(out.nbytes / again)
     times = f"copy {1e6 * out.nbytes / link:4.1f} µs each way, recompute {1e6 * again:.1f} µs"
     print(f"{out.nbytes // 1024} KiB: {times}, ratio {out.nbytes / again / 1e9:.1f} GB/s")
-    h = out
+    hidden = out
 
 # %% [markdown]
 # The *recompute ratio* of an activation is its bytes divided by $t$, the seconds that its recomputation takes: the bytes
 # that a second of recomputation frees. The higher it is, the earlier we recompute. Swapping frees 8 GB/s, since the link
 # has 16 GB/s in one direction and every byte moves twice. So all five recomputations are faster than the copies.
 #
-# But copies that overlap with compute add no time. Whether they do depends on the *inactive time* of an activation: the
-# run time of the operations between its last use in forward and its first use in backward.
+# But copies that overlap with compute add no time. The *inactive time* of an activation is the run time of the operations
+# between its last use in forward and its first use in backward.
 
 # %% alt="Bars over time. The top lane shows the operations of forward and, from 21 to 62 microseconds, of backward. Each row below is an activation: a short dark bar while forward uses it, a pale bar while it is inactive, and a dark bar while backward uses it. Below each row are the copies out and back, and the recomputation. Both copies of tanh_1 fit into its inactive interval; those of tanh, tanh_2 and tanh_4 end long after it. All recomputations are much shorter than the copies."
 graph = ackpt.trace(net, x)
@@ -114,12 +114,16 @@ figure
 # interval, as for `tanh_1`, a swap is free. If the copy back ends too late, compute waits. `addmm_5` is the output of the
 # network.*
 #
-# `ackpt` computes both quantities for every activation of a graph ({doc}`07_graph_profiler`):
+# `ackpt` computes both quantities for every activation of a graph ({doc}`07_graph_profiler`). The copy out can overlap
+# with all of forward after the activation is computed, its last use included; the copy back with all of backward before
+# its first use:
 
 # %%
 intermediates = mu_two.intermediates_of(graph, profile)
 for i in intermediates:
-    idle = f"inactive for {1e6 * i.inactive_time:4.1f} µs"
+    out, back = slice(i.rank + 1, graph.boundary), slice(graph.boundary, i.first_bw_access)
+    overlap = " + ".join(f"{1e6 * sum(profile.seconds[part]):4.1f}" for part in (out, back))
+    idle = f"inactive for {1e6 * i.inactive_time:4.1f} µs, copies can overlap with {overlap} µs"
     print(f"{graph.nodes[i.rank].name:8} {i.memory_size // 1024:3} KiB, {idle}, {i.recompute_ratio / 1e9:4.1f} GB/s")
 assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(intermediates, ratios))
 
@@ -156,9 +160,9 @@ figure
 #
 # mu-TWO compares two candidates: the activation that stays inactive longest, for swapping, and the one with the highest
 # ratio, for recomputation. It takes the one with less overhead, and repeats. The overhead of a swap is the part of its
-# copies that does not overlap with compute. The link carries one copy at a time: `Link` records how much of each
-# operation's time (`costs`) can still overlap with a copy. `drop` marks an activation for recomputation and updates the
-# ratios of the others.
+# copies that does not overlap with compute, for `tanh` $(32.8 - 15.5) + (32.8 - 28.2) = 21.9$ µs. The link carries one
+# copy at a time: `Link` records how much of each operation's time (`costs`) can still overlap with a copy. `drop` marks
+# an activation for recomputation and updates the ratios of the others.
 
 # %%
 link_time, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
@@ -176,11 +180,11 @@ while candidates := [i for i in kept if i not in moved]:
     print("recompute" if again < waits else "swap")
 
 # %% [markdown]
-# Swapping wins where both copies fit into the inactive time, as for `tanh_1`. Compute would wait for the copies of the
-# large `tanh` and `tanh_2`, so these are recomputed.
+# Swapping wins where both copies overlap, as for `tanh_1`. Compute would wait for the copies of the large `tanh` and
+# `tanh_2`, so these are recomputed.
 #
 # The paper stops as soon as its estimate of the peak fits. `ackpt.plan(graph, budget, policy="mu-two")` continues to
-# the end, simulates the schedule after every choice, and takes the cheapest one that fits.
+# the end, simulates the schedule after every choice, and takes the cheapest of these that fits.
 #
 # ## Each choice changes the other ratios
 #
@@ -218,15 +222,16 @@ print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes /
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Choices depend on each other. An activation that was cheap to recompute becomes expensive once its sources are dropped,
-# so all ratios are updated after every choice. A set of choices becomes a plan only when its order is fixed.
+# An activation that was cheap to recompute becomes expensive once its sources are dropped, so all ratios are updated
+# after every choice. A set of choices becomes a plan only when its order is fixed.
 # :::
 #
 # ## What the optimum says
 #
-# The network is small enough for an exact answer. The policy `ilp` solves an integer program ({doc}`13_rotor`): no
-# plan for this order of operations costs less. `auto` is the default policy of `ackpt`. The budget is 80 % of the
-# baseline's dynamic peak:
+# The network is small enough for an exact answer. The policy `ilp` solves an integer program: no plan for this order of
+# operations costs less. The default policy `auto`, *plan* in the tables, finds the useful sets of tensors to save in each
+# block and combines them over all blocks. A local search improves these plans. {doc}`13_rotor` describes both. The
+# budget is 80 % of the baseline's dynamic peak:
 
 # %%
 plans = {policy: ackpt.plan(graph, 0.8, policy, profile=no_link) for policy in ("mu-two", "auto", "ilp")}
@@ -243,9 +248,9 @@ assert plans["ilp"].cost <= plans["mu-two"].cost
 #
 # ## When a copy is free
 #
-# A copy adds no time to the step as long as it overlaps with compute. Whether it does depends on the device. Take a
-# language model of two blocks with 4,096 tokens, and halve its dynamic peak. The plans follow from shapes and data
-# sheets, and are **simulated** on three streams: compute, copies out, copies in.
+# Whether copies overlap with compute depends on the device, too. Take a language model of two blocks with 4,096 tokens,
+# and halve its dynamic peak. The plans follow from shapes and data sheets, and are **simulated** on three streams:
+# compute, copies out, copies in.
 
 # %% tags=["hide-input"]
 def wide_graph(width):
@@ -284,12 +289,12 @@ path = write_text_atomic("results/tables/08_link.md", table)
 #
 # {ref}`The figure at the top <fig-swapped>` shows the plans for width 1,024 and a T4. The T4 is slow, so all copies
 # overlap with the products of this width, and halving the peak is free. The H200 computes narrow layers faster than the
-# link copies their outputs. At width 256, mu-TWO costs even more with the link than without it: a swap that looked free
-# early on is not taken back.
+# link copies their outputs. At width 256, mu-TWO costs even more with the link than without it: only plans along one
+# greedy sequence are candidates, and the plan without swaps is not among them.
 #
-# Where is the boundary? With $T$ tokens, a layer of width $d$ computes $2 T d^2$ FLOPs in forward, at a rate of $\rho$
-# FLOPs per second. Its output has $4 T d$ bytes in fp32, and the link moves $\lambda$ bytes per second in one direction.
-# The copy of one output overlaps completely with the product if
+# From which width on do all copies overlap? With $T$ tokens, a layer of width $d$ computes $2 T d^2$ FLOPs in forward, at
+# a rate of $\rho$ FLOPs per second. Its output has $4 T d$ bytes in fp32, and the link moves $\lambda$ bytes per second in
+# one direction. The copy of one output overlaps completely with the product if
 #
 # $$ \frac{4 T d}{\lambda} \;\le\; \frac{2 T d^2}{\rho} \qquad\Longleftrightarrow\qquad d \;\ge\; \frac{2 \rho}{\lambda} , $$
 #
@@ -353,8 +358,8 @@ assert max(size, planned_size) <= limit
 print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time")
 
 # %% [markdown]
-# Both peaks are within the limit. As memory grows, the ratio of the batches approaches that of the slopes. With little
-# memory $C_0$ dominates, and no method gains much. (The added time is estimated from calibrated rates.)
+# Both peaks are within the limit. With little memory, $C_0$ dominates, and no method gains much. (The added time is
+# estimated from the measured rates of a CPU.)
 #
 # ## The published table
 #
@@ -376,13 +381,13 @@ columns = {"batch": "batch", "without": "without, MiB", "predicted": "predicted,
 columns |= {"with": "with, MiB", "saved": "peak, %", "without_ms": "without, ms", "with_ms": "with, ms"}
 columns |= {"time": "time, %", "larger": "factor of the batch"}
 caption = (
-    "ResNet-152 without and with a mu-TWO pipeline, as published by others, and *without* as predicted from shapes. "
-    "Factor: the batch that fits *with* the pipeline into the memory of the row *without* it, interpolated."
+    "ResNet-152 without and with a mu-TWO pipeline, as published by others, and *without* as predicted from shapes. Peak "
+    "and time: *with* relative to *without*. Factor: how much larger a batch fits *with* the pipeline into the same memory."
 )
 path = write_text_atomic("results/tables/08_published.md", markdown_table(rows, columns, caption, "tab-published"))
 columns = {"batch": "batch", "without peak": "baseline, MiB", "per-block peak": "per-block, MiB"}
-columns |= {"per-block time": "time, %", "mu-two peak": "mu-TWO, MiB", "mu-two time": "time, %"}
-columns |= {"auto peak": "plan, MiB", "auto time": "time, %", "gpu": "on a GPU, MiB"}
+columns |= {"per-block time": "per-block: added time, %", "mu-two peak": "mu-TWO, MiB", "mu-two time": "mu-TWO: added time, %"}
+columns |= {"auto peak": "plan, MiB", "auto time": "plan: added time, %", "gpu": "on a GPU, MiB"}
 caption = (
     "Our ResNet-152 with per-block checkpointing, and with plans of mu-TWO and of `ackpt` within the same peak. Predicted "
     "from shapes and an H100's data sheet: forward and backward in fp32, no copies to the host."
@@ -432,8 +437,8 @@ figure
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A peak is linear in the batch size. In ample memory, the ratio of the slopes is the factor by which a plan enlarges the
-# batch. If a step that does more work is reported as faster, check what was measured.
+# A peak is linear in the batch size. With ample memory, the ratio of the slopes is the factor by which a plan enlarges
+# the batch. If a step that does more work is reported as faster, check what was measured.
 # :::
 #
 # The numbers on this page were produced in this environment:

@@ -16,9 +16,9 @@
 #
 # After this chapter you can say how far a plan is from the optimum, and choose a method for your step.
 #
-# The *frontier* consists of the plans that no other plan beats in both peak and cost. The *cost* of a plan is its added
-# time as a fraction of the baseline's step, modeled from FLOPs and moved bytes. Peaks and budgets are fractions of the
-# baseline's dynamic peak.
+# A plan is on the (Pareto) *frontier* if no other plan is at least as good in both peak and cost, and better in one. The
+# *cost* of a plan is its added time as a fraction of the baseline's step. Unless rates of a device are named, time is
+# modeled as FLOPs plus ten FLOPs for each moved byte. Peaks and budgets are fractions of the baseline's dynamic peak.
 
 # %%
 import textwrap
@@ -59,7 +59,7 @@ SOURCE = "notebooks/09_frontier.py"
 # $$ \texttt{plan.lower\_bound} \;\le\; \text{optimum} \;\le\; \texttt{plan.cost} , \qquad
 # \texttt{plan.gap} = \frac{1 + \texttt{plan.cost}}{1 + \texttt{plan.lower\_bound}} - 1 . $$
 #
-# The first model is a language model of three layers with 4 sequences of 256 tokens:
+# The first model is a language model of three layers of width 64, with 4 sequences of 256 tokens:
 
 # %%
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "ff_dim": 256, "vocab_size": 256}
@@ -81,7 +81,8 @@ columns = {"bound": "lower bound"} | POLICIES
 table = markdown_table(
     [{"budget": row["budget"]} | percent(row, columns) for row in rows],
     {"budget": "budget"} | columns,
-    "A Transformer of three layers, by budget: lower bound and cost of each policy, in % of the baseline's cost.",
+    "A Transformer (three layers of width 64, 1,024 tokens): lower bound and cost of each policy within a budget, in % of "
+    "the baseline's step. Cost is modeled from FLOPs and moved bytes.",
     "tab-frontier-bound",
 )
 path = write_text_atomic("results/tables/09_bound.md", table)
@@ -100,8 +101,8 @@ print("gap of the plan:", ", ".join(f"{gap:.1%} at {budget}" for budget, gap in 
 
 # %% [markdown]
 # Down to 40 percent of the peak, no other plan's step is more than two percent shorter. At the smallest budget, the gap
-# is large. Part of it comes from the lower bound, which assigns no bytes to recomputed results; here they need most of
-# the memory. We do not know how large that part is.
+# is large. Part of it comes from the lower bound, which assigns no bytes to recomputed results. We do not know how large
+# that part is.
 #
 # ## Plans and PyTorch's tools, in FLOPs
 #
@@ -126,8 +127,8 @@ figure
 # *Plans reach lower peaks than PyTorch's tools, and recompute no more FLOPs at any peak that these reach. Line: the
 # frontier of plans, predicted. Marks: measured.*
 #
-# Is any point below the line? And does each planned step keep its promises: the predicted peak to the byte, within the
-# budget; the predicted FLOPs; and the baseline's gradients, bit for bit?
+# Is any point below the line? Does each planned step have the predicted peak to the byte, within the budget, the
+# predicted FLOPs, and the baseline's gradients, bit for bit?
 
 # %%
 for row in (*record.metrics["peers"], *points):
@@ -135,7 +136,7 @@ for row in (*record.metrics["peers"], *points):
     assert min(plan["recompute_flops"] for plan in within) <= row["recompute_flops"]
 assert frontier_report.broken_promises(record) == []
 peaks = {point["measured_peak_bytes"] for point in points}
-print(f"{len(points)} plans with {len(peaks)} different peaks keep their promises; no point is below the line")
+print(f"{len(points)} plans with {len(peaks)} different peaks are as predicted; no point is below the line")
 
 # %% [markdown]
 # - **per-block** recomputes whole blocks, with their matrix products. Much of a block is nearly free to recompute: norms,
@@ -229,8 +230,9 @@ figure
 #
 # ## Exploring the frontier
 #
-# Choose a budget. The page shows the plan that `ackpt.plan(graph, budget)` returns for the small Transformer: its live
-# memory, its point on the frontier, its cost, the lower bound, and the fate of every activation.
+# `ackpt.plan` searches one frontier per graph, and a budget selects the cheapest plan on it that fits. Choose a budget to
+# see this plan for the Transformer: its live memory, its point on the frontier, its cost, the lower bound, and the fate
+# of every activation.
 
 # %% tags=["hide-input"]
 data = explorer.explorer(graph, profile, record)
@@ -252,8 +254,8 @@ path = plots.save(figure, "results/figures/09_explorer.png")
 # Which activations do the plans recompute first, from 100 % down to 60 %? What does the last layer still save at 40 %,
 # and why? How does the backward grow below 30 %, where operations are recomputed several times?
 #
-# A plan also explains its most expensive decisions: what each of them costs, and how far the peak would be above the
-# budget if the tensor were saved.
+# A plan also lists its most expensive decisions: what each costs, and how far above the budget the peak would be if the
+# tensor were saved.
 
 # %%
 print(ackpt.plan(graph, 0.4, profile=profile).table())
@@ -273,12 +275,12 @@ costs = all(a["cost"] >= b["cost"] for a, b in pairs)
 print(f"peaks in order: {in_order}, costs in order: {costs}")
 
 # %% [markdown]
-# All plans come from one frontier, which does not depend on the budget, and on a frontier the peak falls as the cost
-# rises. A new search for every budget could not guarantee that.
+# All plans come from one frontier, and on a frontier the peak falls as the cost rises. A new search for every budget
+# could not guarantee that.
 #
 # ## What a plan saves: BERT
 #
-# Why does a plan beat per-block checkpointing? A small BERT with dropout shows why: four blocks, an eighth of the width
+# Why does a plan beat per-block checkpointing? We look at a small BERT with dropout: four blocks, an eighth of the width
 # of BERT-large, sequences a quarter as long. With eight heads and a vocabulary of 640, attention and logits need about
 # the same fraction of memory as in BERT-large (Devlin et al. 2018,
 # [arXiv:1810.04805](https://arxiv.org/abs/1810.04805)).
@@ -332,7 +334,10 @@ rows = [
 ]
 columns = {"method": "method", "peak": "peak, MiB", "dynamic": "dynamic peak, MiB"}
 columns |= {"share": "dynamic, % of baseline", "flops": "recomputed FLOPs, %"}
-caption = "One step of the small BERT, measured on the CPU. The plan has the peak of per-block as its budget."
+caption = (
+    "One step of the small BERT, measured on the CPU. The plan minimizes seconds at the rates of this CPU; its budget is "
+    "the peak of per-block."
+)
 path = write_text_atomic("results/tables/09_bert.md", markdown_table(rows, columns, caption, "tab-bert"))
 
 # %% [markdown]
@@ -371,7 +376,7 @@ print(f"recomputed without a matrix product: {(2 * h * T_seq + f + 4 * d) / A:.0
 
 # %% [markdown]
 # Per-block checkpointing saves one of these tensors per block, its input, and recomputes everything else, including the
-# matrix products. A planner decides about single operations: dropout masks can be drawn again, the weights after
+# matrix products. A planner decides about single operations: the RNG state reproduces dropout masks, the weights after
 # dropout are weights times mask, and the outputs of GELU and of the norms follow from their inputs. None of these
 # $2 h T_\text{seq} + f + 4 d$ elements per token needs a matrix product.
 #
@@ -460,10 +465,10 @@ print(f"from {(10 * 1024 + 2 * 4096 + 4) // (3 * 16) + 1} tokens on")
 # (bert-large)=
 # ## BERT-large with a GPU's kernels
 #
-# Now we predict BERT-large for 8 sequences of 512 tokens in bf16, from shapes alone: nothing below was run. On a GPU, a
-# fused kernel saves neither attention weights nor dropout masks (Dao et al. 2022,
-# [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)). Its backward recomputes both from queries, keys, one sum per
-# row and the RNG state: a checkpoint inside an operation. How far do other methods lower the peak beyond that?
+# Now we predict BERT-large for 8 sequences of 512 tokens in bf16, from shapes alone. On a GPU, a fused kernel saves
+# neither attention weights nor dropout masks (Dao et al. 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)).
+# Its backward recomputes both from queries, keys, one sum per row and the RNG state: a checkpoint inside an operation.
+# How far do other methods lower the peak beyond that?
 
 # %% tags=["hide-input"]
 on_gpu = replace(bert.GPU, methods=("baseline", "per-block", "auto@0.5", "auto@0.3"))
@@ -474,13 +479,14 @@ reference = load_reference("bert")
 rows = bert_report.published_rows(large, gpu_records("bert"))
 named = {"auto@0.5": "plan, budget 0.5", "auto@0.3": "plan, budget 0.3"}
 rows = [row | {"method": named.get(row["method"], row["method"])} for row in rows]
-columns = {"method": "method", "published": "published, MiB", "published_memory": "vs baseline, %"}
-columns |= {"minutes": "published, minutes", "published_time": "vs baseline, %", "peak": "ours, MiB"}
-columns |= {"vs_baseline": "vs baseline, %", "flops": "FLOPs, %"}
+columns = {"method": "method", "published": "published, MiB", "published_memory": "published, change of memory, %"}
+columns |= {"minutes": "published, minutes", "published_time": "published, added time, %", "peak": "ours, MiB"}
+columns |= {"vs_baseline": "ours, change of peak, %", "flops": "ours, recomputed FLOPs, %"}
 columns |= {"measured": "on a GPU, MiB", "measured_time": "on a GPU, time, %"}
 caption = (
     f"BERT-large: published memory and time ({reference['hardware']}; the memory is an average that the source prints as "
-    "MB), and predicted peak and recomputed FLOPs of our model with fused attention in bf16."
+    "MB), and predicted peak and recomputed FLOPs of our model with fused attention in bf16. Changes and "
+    "added time are relative to the baseline."
 )
 path = write_text_atomic("results/tables/09_published.md", markdown_table(rows, columns, caption, "tab-bert-published"))
 
@@ -490,12 +496,11 @@ path = write_text_atomic("results/tables/09_published.md", markdown_table(rows, 
 #
 # Within 60 % of the dynamic peak, the plan for our small BERT recomputed no matrix product, because most activations do
 # not need one. The fused kernel already recomputes the largest of these, and matrix products compute a larger part of
-# the rest. So on a GPU a plan gains less than in the figure at the top: at the peak of per-block checkpointing, it
-# recomputes three fifths as many FLOPs.
+# the rest. So on a GPU a plan gains less: at the peak of per-block checkpointing, it recomputes three fifths as many
+# FLOPs, for the small BERT less than half.
 #
-# The published memory is the mean of what `nvidia-smi` showed, not a peak, and batch, length and precision are not
-# stated, so we do not predict it. The added work can be compared: per-block checkpointing recomputes 30 % of the FLOPs,
-# and the published time grows by 33 %.
+# The published memory is a mean, and batch, length and precision are not stated, so we do not predict it. The added work
+# can be compared: per-block checkpointing recomputes 30 % of the FLOPs, and the published time grows by 33 %.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -523,8 +528,7 @@ path = write_text_atomic("results/tables/09_which_method.md", table)
 #
 # - Every plan with a budget carries a lower bound of its cost. On the Transformer, the optimality gap is below two
 #   percent down to 40 percent of the peak; at the smallest budget it is large.
-# - In FLOPs, no policy and no PyTorch tool has a point below the frontier of plans. PyTorch's memory budget bounds the
-#   saved bytes, and its peak can rise as its setting falls.
+# - In FLOPs, no policy and no PyTorch tool is below the frontier of plans.
 # - A block of BERT saves $10 d + 2 f + 3 h T_\text{seq} + 4$ elements per token where attention is materialized. More than
 #   half of them can be recomputed without a matrix product. With fused attention, most of these are gone.
 #

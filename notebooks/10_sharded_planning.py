@@ -126,9 +126,9 @@ figure
 #
 # ## A real sharded step, measured
 #
-# Does FSDP2 behave like this? We run it in two processes on this machine, which communicate over gloo: a Llama of three
-# small blocks, as the baseline and with every block in torch's `checkpoint_wrapper`. Each process measures its own step.
-# The prediction takes the captured graph, as in {doc}`07_graph_profiler`, and inserts the events listed above.
+# We run FSDP2 in two processes on this machine, which communicate over gloo: a Llama of three small blocks, as the
+# baseline and with every block in torch's `checkpoint_wrapper`. Each process measures its own step. The prediction takes
+# the captured graph, as in {doc}`07_graph_profiler`, and inserts the events listed above.
 
 # %% tags=["hide-input"]
 tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}

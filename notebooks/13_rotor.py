@@ -66,8 +66,8 @@ for budget in (16, 13, 11, 9, 8):
 # A stage runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. A slightly
 # smaller budget recomputes only stage 1, whose forward saves 5 bytes and takes 1.
 #
-# Like a convolutional network, our next chain narrows from front to back: it has four stages of eight blocks, and the
-# activations halve from stage to stage, at equal FLOPs per block. We run rotor's plan for a budget of 60 %:
+# Like a convolutional network, our next chain narrows from front to back: it has four groups of eight blocks, and the
+# activations halve from group to group, at equal FLOPs per block. We run rotor's plan for a budget of 60 %:
 
 # %%
 pyramid, pyramid_x = sublinear.pyramid(4, 8, 8), torch.randn(4096, 8)
@@ -99,14 +99,14 @@ path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/
 # %% [markdown]
 # {ref}`The figure at the top <fig-pyramid>` compares the policies. rotor is cheapest by construction: the candidates of
 # our policy `rotor` include the schedules of the other policies, and it takes the cheapest one that fits. The others only
-# count blocks: they ignore that activations in the first stage are eight times as large as those in the last.
+# count blocks: they ignore that activations in the first group are eight times as large as those in the last.
 #
 # ## The optimum of a graph
 #
-# Other graphs have an optimum, too. Checkmate (Jain et al. 2020, [arXiv:1910.02653](https://arxiv.org/abs/1910.02653))
-# writes it as an integer program. Fix an order of the operations. Stage $q$ may compute any earlier operation, and ends
-# with the first computation of operation $q$. Every pair of stage and operation has two unknowns: $v_{q,i}$ is 1 if stage
-# $q$ computes $i$, and $u_{q,i}$ is 1 if the result of $i$ is still saved when stage $q$ starts.
+# For other graphs, Checkmate (Jain et al. 2020, [arXiv:1910.02653](https://arxiv.org/abs/1910.02653)) writes the optimum
+# as an integer program. Fix an order of the operations. Its *stage* $q$ may compute any earlier operation, and ends with
+# the first computation of operation $q$. Every pair of stage and operation has two unknowns: $v_{q,i}$ is 1 if stage $q$
+# computes $i$, and $u_{q,i}$ is 1 if the result of $i$ is still saved when stage $q$ starts.
 #
 # $$ \min \sum_q \sum_i c_i v_{q,i} \quad \text{where} \quad v_{q,j} \le v_{q,i} + u_{q,i} \;\; (j \text{ reads } i) ,
 # \qquad u_{q,i} \le v_{q-1,i} + u_{q-1,i} , $$
@@ -132,8 +132,6 @@ for budget in (7, 6, 5, 4, 3):
         print(error)
 
 # %% [markdown]
-# Below four bytes no schedule exists, and the solver proves that, too.
-#
 # An exact solver does not scale: the number of unknowns grows with the square of the number of operations. The policy
 # `ilp` accepts at most 160 operations, a few layers.
 #
@@ -154,11 +152,8 @@ for budget in (7, 6, 5, 4, 3):
 # gradients, and the inputs and outputs of the current operation.
 #
 # All plans of this package run each backward operation once, in the graph's order. They satisfy these conditions with
-# zeros and ones, so none of them costs less than the linear program's optimum. Each plan with a budget reports this lower
-# bound and its *optimality gap*: how much more the step costs than the bound requires.
-#
-# $$ \texttt{plan.lower\_bound} \;\le\; \text{optimum} \;\le\; \texttt{plan.cost} , \qquad
-# \texttt{plan.gap} = \frac{1 + \texttt{plan.cost}}{1 + \texttt{plan.lower\_bound}} - 1 . $$
+# zeros and ones, so none of them costs less than the linear program's optimum. This is `plan.lower_bound`; `plan.gap`
+# is the optimality gap of {doc}`09_frontier`.
 #
 # ## How far policies are from the optimum
 #
@@ -191,7 +186,8 @@ columns = {"bound": "lower bound", "ilp": "optimum", "auto": "plan", "mu-two": "
 table = markdown_table(
     [{"case": f"{row['model']}, {row['budget']}"} | percent(row, columns) for row in exact],
     {"case": "model, $M$"} | columns,
-    "Cost in %: lower bound, proved optimum (`ilp`), and three policies.",
+    "Cost in % of the baseline's step, for three small models and budgets $M$: lower bound, proved optimum for the graph's "
+    "own order of operations (`ilp`), and three policies.",
     "tab-frontier-exact",
 )
 path = write_text_atomic("results/tables/13_exact.md", table)
@@ -199,8 +195,6 @@ path = write_text_atomic("results/tables/13_exact.md", table)
 # %% [markdown]
 # ```{include} ../../results/tables/13_exact.md
 # ```
-#
-# These optima are proved, for the graph's own order of operations.
 
 # %%
 for row in exact:
@@ -215,7 +209,7 @@ for row in missed:
     print(f"{row['model']} at {row['budget']}: the step costs less than 2% more than the optimum")
 
 # %% [markdown]
-# The solution of the integer program is an ordinary plan. We run it on the U-Net:
+# The optimum is an ordinary plan. We run it on the U-Net:
 
 # %%
 step = ackpt.compile(unet, pictures, budget=0.8, policy="ilp")
@@ -241,8 +235,8 @@ print(f"gradients bit-equal; measured minus predicted: {run.dynamic_peak_bytes -
 #
 # ## How auto searches
 #
-# The policy computes its frontier once per graph; a budget then selects a plan from it. The table shows what each part
-# of the search adds on the Transformer of {doc}`09_frontier`: the lowest cost with all parts up to and including it.
+# The table shows what each part of the search adds on the Transformer of {doc}`09_frontier`: the lowest cost with all
+# parts up to and including it.
 
 # %% tags=["hide-input"]
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "ff_dim": 256, "vocab_size": 256}
@@ -254,7 +248,7 @@ WHAT = {
     "segments": "segments, recomputed as a whole or tensor by tensor",
     "blocks": "the best options of each block, combined over the chain",
     "levels": "blocks that save a part when they are recomputed for a later block",
-    "instead": "smaller tensors saved instead: a product for a sum; dropout masks drawn again",
+    "instead": "a smaller tensor saved in place of a larger one that follows from it without a matrix product",
     "policies": "the plans of `rotor` and `mu-two`",
     "refined": "plans between two neighbors, with more activations saved",
     "evicted": "plans that drop activations which nothing reads at the peak, and recompute them afterwards",
@@ -267,7 +261,10 @@ for name, found in optimum.parts_of_auto(graph, profile).items():
         row[str(budget)] = "none" if cost is None else f"{100 * cost:.2f}"
     table_rows.append(row)
 columns = {"part": "added", "plans": "plans"} | {str(budget): f"$M = {budget}$" for budget in within}
-caption = "The search of `auto`, part by part: plans on the frontier, and lowest cost in % within four budgets."
+caption = (
+    "The search of `auto`, part by part: number of plans on the frontier, and lowest cost, in % of the baseline's step, "
+    "within four budgets $M$."
+)
 table = markdown_table(table_rows, columns, caption, "tab-frontier-parts")
 path = write_text_atomic("results/tables/13_parts.md", table)
 
@@ -277,7 +274,7 @@ path = write_text_atomic("results/tables/13_parts.md", table)
 #
 # At 0.6 and 0.4, the options *within* each block gain most; at 0.24, plans between two neighbors. The search cuts the
 # graph where a single tensor separates earlier from later operations. For each block, it finds the useful sets of tensors
-# to save: no other set saves fewer bytes, has a lower peak and costs less. Then the recursion of rotor combines them over
+# to save: no other set is better in saved bytes, peak and cost at once. Then the recursion of rotor combines them over
 # the chain, with one difference. A block that is recomputed only to reach a later one may save a *part* of its
 # activations for its own backward. Each solution is simulated as a schedule.
 #
@@ -324,5 +321,5 @@ for budget in (5, 4, 3):
 #
 # ## Sources
 #
-# - {cite:t}`jain2020`: the integer program; {cite:t}`kirisame2021`: the greedy eviction from which it starts.
+# - {cite:t}`jain2020`: the integer program; {cite:t}`kirisame2021`: a greedy eviction, one start of our solver.
 # - {cite:t}`beaumont2019`: rotor; {cite:t}`zhao2023`: several options per block.

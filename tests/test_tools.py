@@ -33,6 +33,13 @@ print(time.perf_counter_ns())
 
 # %% tags=["solution"]
 print("done")
+
+# %% [markdown]
+# It is done.
+#
+# ## Summary
+#
+# All is done.
 """
 
 
@@ -64,7 +71,7 @@ def test_reproducing_twice_gives_the_same_bytes_but_for_measured_times(checkout:
     notebook = nbformat.read(tmp_path / "first/book/notebooks/01_first.ipynb", as_version=4)
     nbformat.validate(notebook)
     other = nbformat.read(tmp_path / "second/book/notebooks/01_first.ipynb", as_version=4)
-    assert notebook.cells[-2].outputs != other.cells[-2].outputs
+    assert notebook.cells[-3].outputs != other.cells[-3].outputs
     assert problems(checkout / "notebooks/01_first.py", tmp_path / "first/book/notebooks/01_first.ipynb") == []
 
 
@@ -107,9 +114,11 @@ def test_prepare_adds_the_badge_and_the_colab_cell_from_one_address(checkout: Pa
     assert '"google.colab" in sys.modules' in install.source and ADDRESS in install.source
     assert install.metadata.tags == ["remove-cell"]
     assert compile(TransformerManager().transform_cell(install.source), "cell", "exec")
-    solution = notebook.cells[-1]
+    solution, text = notebook.cells[-2:]
     assert solution.metadata.tags == ["solution", "hide-cell"]
     assert solution.metadata.mystnb.code_prompt_show == "Show the solution"
+    folded = ":::{admonition} Explanation\n:class: dropdown\nIt is done.\n:::"
+    assert text.source == f"{folded}\n\n## Summary\n\nAll is done."
     assert to_text(notebook) == to_text(prepare(checkout / "notebooks/01_first.py", ADDRESS))
 
 
@@ -162,7 +171,7 @@ def test_problems_sees_a_changed_source_and_an_edited_notebook(checkout: Path) -
     source.write_text(CHAPTER + "\n# %%\n2 + 2\n")
     assert problems(source, committed) == [
         "01_first.ipynb: executed from another version of 01_first.py",
-        "01_first.ipynb, cell 6: is not the cell of 01_first.py",
+        "01_first.ipynb, cell 7: is not the cell of 01_first.py",
     ]
 
 

@@ -8,6 +8,8 @@ notebook with its source.
 from __future__ import annotations
 
 import hashlib
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import jupytext
@@ -47,11 +49,15 @@ def prepare(source: Path, address: str | None = None) -> NotebookNode:
     """The notebook of a py:percent source, ready to execute.
 
     The badge and the Colab cell follow the first cell, which must be Markdown and hold the title; NotebookError when
-    it does not. On the page a cell tagged `solution` is folded whole, and one with `alt="..."`, the description of the
-    figure it draws, shows the figure alone.
+    it does not. On the page a cell tagged `solution` is folded whole, and so is the text after it, up to the next
+    heading, label or directive. A cell with `alt="..."`, the description of the figure that it draws, shows the figure
+    alone.
     """
     address = address or repository_address()
     notebook = jupytext.read(source, fmt="py:percent")
+    for before, cell in pairwise(notebook.cells):
+        if "solution" in before.metadata.get("tags", []) and cell.cell_type == "markdown":
+            cell.source = _fold_explanation(cell.source)
     for cell in notebook.cells:
         _add_page_metadata(cell)
     if not notebook.cells or not notebook.cells[0].source.startswith("# "):
@@ -138,6 +144,15 @@ def problems(source: Path, committed: Path, address: str | None = None) -> list[
 def is_measured(cell: NotebookNode) -> bool:
     """Whether the cell's output holds measured times or provenance, and so may differ between two runs."""
     return MEASURED in cell.metadata.get("tags", [])
+
+
+def _fold_explanation(text: str) -> str:
+    """`text`, with what comes before its first heading, label or directive folded."""
+    explanation, *rest = re.split(r"^(?=#|:::|```\{|\([\w-]+\)=$)", text, maxsplit=1, flags=re.MULTILINE)
+    if not explanation.strip():
+        return text
+    folded = f":::{{admonition}} Explanation\n:class: dropdown\n{explanation.strip()}\n:::"
+    return "\n\n".join([folded, *rest])
 
 
 def _add_page_metadata(cell: NotebookNode) -> None:

@@ -86,11 +86,16 @@ def reasons(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def badge(rows: list[dict[str, Any]], chapter: str) -> str:
-    """One sentence in MyST with the number of figures, median and largest error, which links to the chapter."""
+    """One sentence in MyST with the number of figures, median and largest error, which links to the chapter.
+
+    The errors of whole training steps follow if they differ, as printed, from those of all figures.
+    """
     whole = [row for row in rows if row["source"] not in OPERATORS]
     (total,), (steps,) = summary(rows), summary(whole)
     text = f"predicted; validated on {total['n']} published measurements, {_errors(total)}"
-    of_steps = f"the {steps['n']} of whole training steps: {_errors(steps)}"
+    of_steps = f"{steps['n']} of them of whole training steps"
+    if _errors(steps) != _errors(total):
+        of_steps += f": {_errors(steps)}"
     return f"{{doc}}`{text} <{chapter}>` ({of_steps}; {len({row['source'] for row in rows})} sources)\n"
 
 

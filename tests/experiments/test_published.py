@@ -160,7 +160,8 @@ def test_tables_and_badge():
     sentence = badge(made, "there")
     errors = "median error 0.00 %, largest +50.0 %"
     assert sentence.startswith(f"{{doc}}`predicted; validated on 16 published measurements, {errors} <there>`")
-    assert "(the 1 of whole training steps: median error 50.0 %, largest +50.0 %; 3 sources)" in sentence
+    assert "(1 of them of whole training steps: median error 50.0 %, largest +50.0 %; 3 sources)" in sentence
+    assert badge(made[:1], "there").endswith("(1 of them of whole training steps; 1 sources)\n")
     listed = reasons(excluded())
     assert sum(entry["n"] for entry in listed) == sum(row.get("figures", 1) for row in excluded())
     assert [entry["n"] for entry in listed] == sorted((entry["n"] for entry in listed), reverse=True)
