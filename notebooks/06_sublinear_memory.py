@@ -455,9 +455,9 @@ figure
 # line by the temporaries of one block's backward.*
 #
 # **Blocks differ, and the graph may have more or fewer than the model.** In a graph, a block is the operations between
-# two {term}`cut points <cut point>`, tensors through which the whole gradient passes. A *pyramid* narrows from front to
-# back: ours has four stages of eight blocks, and three blocks between stages, which halve the activations. The policy
-# *chen-sqrt* cuts equal segments; *rotor* finds the best schedule of a chain:
+# two *cut points*, tensors through which the whole gradient passes. A *pyramid* narrows from front to back: ours has
+# four stages of eight blocks, and three blocks between stages, which halve the activations. The policy *chen-sqrt* cuts
+# equal segments; *rotor* finds the best schedule of a chain:
 
 # %% tags=["hide-input"]
 sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}
