@@ -174,8 +174,8 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
         caption: one sentence that can be read alone.
         name: the label that pages refer to.
 
-    A value of None is shown as *not yet measured*. A column without any value shows dashes, which a note
-    below the table explains. Floats are shown as given, so round them before, or give them as text.
+    A value of None is shown as *not yet measured*. A column without any value is left out, and a note below the table
+    names it. Floats are shown as given, so round them before, or give them as text.
 
     Example:
         >>> from experiments.results import markdown_table
@@ -183,18 +183,19 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
         :::{table} Peaks.
         :name: tab-peaks
         <BLANKLINE>
-        | layers | peak |
-        |---:|---:|
-        | 4 | – |
+        | layers |
+        |---:|
+        | 4 |
         :::
         *Not yet measured: peak.*
         <BLANKLINE>
     """
     empty = [key for key in columns if all(row.get(key) is None for row in rows)]
     note = [f"*Not yet measured: {'; '.join(columns[key] for key in empty)}.*"] if empty else []
-    cells = [[DASH if key in empty else row.get(key) for key in columns] for row in rows]
-    aligned = ["---:" if all(_is_number(line[place]) for line in cells) else ":---" for place in range(len(columns))]
-    lines = [_line(columns.values()), f"|{'|'.join(aligned)}|", *map(_line, cells)]
+    shown = [key for key in columns if key not in empty]
+    aligned = ["---:" if all(_is_number(row.get(key)) for row in rows) else ":---" for key in shown]
+    lines = [_line(columns[key] for key in shown), f"|{'|'.join(aligned)}|"]
+    lines += [_line(row.get(key) for key in shown) for row in rows]
     return "\n".join([f":::{{table}} {caption}", f":name: {name}", "", *lines, ":::", *note, ""])
 
 

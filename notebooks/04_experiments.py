@@ -207,7 +207,8 @@ path = plots.save(figure, "results/figures/04_peak_over_tokens.png")
 figure
 
 # %% [markdown]
-# *The checkpointed peak bends at $T_\text{bend}$: from there on, each token also costs the boundaries of eleven more blocks.*
+# *The checkpointed peak bends at $T_\text{bend}$: from there on, each token also costs the boundaries of eleven more
+# blocks.*
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -251,8 +252,9 @@ for T in lengths:
     print(f"T = {T:4}: equal to the count: {equal}, ratio {recomputed / base:.4f}")
 
 # %% [markdown]
-# So checkpointing costs at most $4 / 3$ of the FLOPs, and $9 / 7$ where attention dominates. Times are medians of five
-# rounds, with the lowest and the highest ratio; on a busy machine the range is wide.
+# So checkpointing costs at most $4 / 3$ of the FLOPs, and $9 / 7$ where attention dominates. It costs more time here:
+# these blocks are tiny, so the fixed time of each region ({doc}`02_reentrant_checkpoint`) matters. Ratios are medians
+# of five rounds, with the lowest and the highest:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for T in (lengths[0], lengths[-1]):
@@ -262,8 +264,8 @@ for T in (lengths[0], lengths[-1]):
 # %% [markdown]
 # ### Peaks from shapes alone
 #
-# Sizes follow from shapes. `ackpt.predict` runs the same step on *fake tensors*, which have shapes but no data, and
-# follows their allocations and frees:
+# `ackpt.predict` runs the same step on *fake tensors*, which have shapes but no data, and follows their allocations and
+# frees:
 
 # %%
 T = lengths[-1]
@@ -278,8 +280,9 @@ for method in methods:
 # %% [markdown]
 # ### The published table
 #
-# The published model has other layers, another norm and another implementation of AdamW. `experiments.published`
-# contains its step, with weights in fp32 and matrix products in bf16. We predict it at the longest sequence:
+# Do such predictions hold for another implementation, on a GPU? The source has ten measured peaks. Its model has other
+# layers, another norm and another AdamW than ours. `experiments.published` contains its step, with weights in fp32 and
+# matrix products in bf16. We predict it at the longest sequence:
 
 # %%
 profiles = {}
@@ -317,14 +320,14 @@ path = write_text_atomic("results/tables/04_synthetic_published.md", table)
 print(f"largest error: {max(abs(row['predicted'] - row['bytes']) for row in configured):,} bytes")
 
 # %% [markdown]
+# All ten peaks, *published* and *predicted*, agree in every digit shown:
+#
 # ```{include} ../../results/tables/04_synthetic_published.md
 # ```
 #
-# The source prints `torch.cuda.max_memory_allocated` divided by $1024^2$ as MB; we write MiB. The GPU is unknown. The
-# seconds include a profiler; {doc}`11_predictions` predicts their ratios.
+# The GPU is unknown, and the seconds include a profiler. {doc}`11_predictions` discusses ratios and losses.
 #
-# Our baseline needs about a third less per token, because the published block saves more fp32 copies. Up to 4,096
-# tokens, the published checkpointed peak is in the optimizer and includes a temporary of AdamW:
+# Our baseline needs about a third less per token, because the published block saves more fp32 copies.
 
 # %% tags=["hide-input"]
 D, FF = published.dim, published.ff_dim
@@ -367,19 +370,17 @@ path = write_text_atomic("results/tables/04_synthetic_causes.md", markdown_table
 # :::{admonition} Why the published peaks are higher
 # :class: dropdown
 #
+# From our block to the published one, change by change:
+#
 # ```{include} ../../results/tables/04_synthetic_causes.md
 # ```
 #
 # - The published blocks read and write bf16, because a linear layer under autocast comes first.
-# - Separate projections are copied into a stack for the attention kernel; our joint projection needs the same bytes.
-# - The norm of torch 2.8 is not fused: each of four norms saves its input and a product in fp32.
-# - AdamW (`foreach`) allocates a temporary as large as all parameters, in its own step only.
-# :::
-#
-# :::{admonition} Takeaway
-# :class: tip
-# To compare two runs of "the same" model, compare slope and floor. Copies in the blocks change the slope; the optimizer
-# can change the floor.
+# - Separate projections and their stacked copy need the same bytes as our joint projection.
+# - The norm of torch 2.8 is not fused: each of four norms saves its input and a product in fp32, $8 d$ bytes per token,
+#   instead of its input in bf16, $2 d$.
+# - AdamW (`foreach`) allocates a temporary as large as all parameters. Up to 4,096 tokens, the checkpointed peak is in
+#   this step of the optimizer.
 # :::
 #
 # ### Exercises
@@ -404,8 +405,8 @@ for method, (a, b) in zip(methods, ((3, 3.5), (4, 4.5))):
 #
 # :::{admonition} Exercise 2: the omitted length
 # :class: note
-# Measure at 768 tokens. By how much is the formula off? Hint: `predict` does not see what a kernel allocates
-# internally.
+# Measure at 768 tokens. Why is the formula off? Hint: from this length on, the backward of the CPU's attention kernel
+# allocates two fp32 tiles of $256 \times 512$ elements for each of two threads.
 # :::
 
 # %% tags=["solution"]
@@ -416,9 +417,8 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
     print(f"{method:10} {run.peak_bytes - formula(768):,} bytes above the formula")
 
 # %% [markdown]
-# From 768 tokens on, the CPU's attention kernel uses larger tiles. Its backward allocates two of $256 \times 512$
-# elements in fp32 for each of two threads, 2 MiB. At 768 tokens, this lifts the attention of a block above its
-# down-projection, where the formula expects the peak.
+# The tiles, 2 MiB, lift the attention of a block above its down-projection, where the formula expects the peak. At
+# 1,024 tokens, they no longer do.
 #
 # :::{admonition} Exercise 3: what fits
 # :class: note
@@ -439,9 +439,9 @@ for method in methods:
 # %% [markdown]
 # ## The language model
 #
-# The published experiment reads wikitext-103. This page needs no network: its corpus, `embedded`, consists of the names
-# of Unicode's characters. A byte-pair encoding is trained on it. The model reads $T$ tokens and predicts the next one
-# at each position.
+# The published experiment reads wikitext-103, as does `python -m experiments lm --dataset wikitext`. This page needs no
+# network: its corpus, `embedded`, consists of the names of Unicode's characters. A byte-pair encoding is trained on it.
+# The model reads $T$ tokens and predicts the next one at each position.
 
 # %%
 lm_config = TransformerConfig(dim=128, ff_dim=512, layers=4, head_dim=32, vocab_size=4096)
@@ -452,8 +452,6 @@ print(f"{len(stream):,} tokens; the first batch reads {batches[0].tokens[:4].tol
 print(f"and predicts {batches[0].targets[:4].tolist()}...")
 
 # %% [markdown]
-# `python -m experiments lm --dataset wikitext` uses wikitext-103.
-#
 # The model has causal attention, an embedding before the blocks, and after them a head of $V \times d$ weights for a
 # vocabulary of $V$ entries. The head computes the *logits*, one score per token and entry. We compare the baseline,
 # checkpointed blocks, a loss in chunks, and both together.
@@ -633,9 +631,9 @@ for count in (2, 8, 32):
 # Libraries fix the size of a chunk. [TRL](https://github.com/huggingface/trl/pull/5575) takes 256 tokens and
 # checkpoints each chunk, so one of the head's three products is recomputed.
 # [Liger](https://github.com/linkedin/Liger-Kernel) computes the gradient in the forward, as above, and takes so many
-# tokens that a chunk's logits are about as large as all hidden states. Neither looks at the rest of the step.
-# `chunk_head=True` ({doc}`../guides/chunked_head`) takes as few chunks as the budget needs. For the vocabulary and
-# widths of Qwen2-7B, two layers and 4,096 tokens, from shapes alone:
+# tokens that a chunk's logits are about as large as all hidden states. `chunk_head=True`
+# ({doc}`../guides/chunked_head`) takes as few chunks as the budget needs. For the vocabulary and widths of Qwen2-7B,
+# two layers and 4,096 tokens, from shapes alone:
 
 # %% tags=["hide-input"]
 whole, *planned = head_chunks.plans(["60%", "40%"])
@@ -650,7 +648,7 @@ for row in rows:
     row |= {"chunks": -(-size // row["tokens"]), "logits": f"{4 * row['tokens'] * entries / 2**20:,.1f}"}
     row |= {"tokens": f"{row['tokens']:,}", "share": row.get("share", ""), "time": row.get("time", "")}
 columns = {"who": "head", "tokens": "tokens in a chunk", "chunks": "chunks", "logits": "fp32 logits of a chunk, MiB"}
-columns |= {"products": "products, ratio", "share": "live logits at most, of dynamic peak", "time": "added time"}
+columns |= {"products": "matrix products, ratio", "share": "largest logits, of dynamic peak", "time": "added time"}
 caption = "The head in chunks, for 4,096 tokens: fixed chunks of two libraries, and plans within two budgets."
 path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows, columns, caption, "tab-head-chunks"))
 
@@ -658,8 +656,7 @@ path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows
 # ```{include} ../../results/tables/04_head_chunks.md
 # ```
 #
-# The rows of the libraries follow from their documented rules; their code does not run here. Added time is modeled for
-# an H200.
+# The rows of the libraries follow from their documented rules. Added time is modeled for an H200.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -698,7 +695,7 @@ for method in lm_methods:
     print(f"{method:24} measured - by hand: {lm_runs[method].peak_bytes - by_hand(method, T)} bytes")
 
 # %% [markdown]
-# Which alone lowers the peak more, checkpointing or the chunked loss? Decide, then look:
+# Which alone lowers the peak more, checkpointing or the chunked loss?
 
 # %% tags=["hide-input"]
 base = lm_runs["baseline"]
@@ -719,7 +716,7 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# The figure at the top shows what is live at each of these peaks:
+# What is live at each of these peaks:
 
 # %% tags=["hide-input"] alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
 logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 8 * math.ceil(T / chunks) * V}
@@ -748,7 +745,7 @@ print(f"chunking adds {lm_runs['chunked-loss'].flops - base.flops} FLOPs")
 print(f"checkpointing adds {lm_runs['checkpoint'].flops - base.flops:,}; one forward of the blocks is {blocks_forward:,}")
 
 # %% [markdown]
-# Ratios to the baseline: median, lowest and highest of five rounds.
+# The times as ratios to the baseline's:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 times = ackpt.compare_seconds({m: partial(step, batches[0]) for m, step in lm_steps.items()}, repeats=5)
@@ -758,8 +755,7 @@ for method, ratio in times.ratios.items():
 # %% [markdown]
 # ### The published language model
 #
-# The published model has GPT-2's vocabulary, 50,257 entries. Predictions for our model miss a copy inside `logsumexp`:
-# if the peak is in the chunked head, add up to $4 \, T_\text{chunk} V$ bytes.
+# The published model has GPT-2's vocabulary, 50,257 entries:
 
 # %%
 published_lm = lm.GPU
@@ -797,15 +793,18 @@ path = write_text_atomic("results/tables/04_chunked.md", markdown_table(rows, co
 print(f"largest error: {max(abs(row['error']) for row in configured):.3%}")
 
 # %% [markdown]
+# Published and predicted peaks differ by at most this error. Here the peak of `checkpoint` grows with the tokens,
+# because the logits do:
+#
 # ```{include} ../../results/tables/04_lm_published.md
 # ```
 #
-# The GPU is unknown. The source's table says 500 steps; its loop, `range(1, 500)`, runs 499. The seconds include
-# reading the text, and a profiler in ten steps. {doc}`11_predictions` discusses ratios and losses. For a chunked loss,
-# we have only predictions:
+# With checkpointing *and* a chunked loss (predicted only), the peak hardly grows:
 #
 # ```{include} ../../results/tables/04_chunked.md
 # ```
+#
+# (Predictions miss the copy inside `logsumexp`: if the peak is in the head, add $4 \, T_\text{chunk} V$ bytes.)
 
 # %%
 lm_ours = {(p.config["method"], p.config["seq_len"]): p.metrics["peak_bytes"] for p in lm_predictions}
@@ -813,9 +812,10 @@ best = lm_ours["checkpoint+chunked-loss", 8192]
 print(f"at 8,192 tokens, weights, gradients and Adam states are {16 * parameters / best:.0%} of the lowest peak")
 
 # %% [markdown]
-# At which vocabulary do the logits need as much memory as all blocks? In bf16 a block saves $24 d + 4 f + 12 h + 8$
-# bytes per token, a boundary has $4 d$, and a logit needs 10 bytes when backward begins: the log-probability in bf16, a
-# copy of it in fp32, and the gradient in fp32. So $10 V = L \, (24 d + 4 f + 12 h + 8)$:
+# At which vocabulary do the logits need as much memory as all blocks? Under autocast, $2 d + 3 h + 2$ of a block's $A$
+# elements per token remain in fp32: the inputs of the norms of attention and MLP, all norms' scales, and the
+# attention's log-sum-exp. The others have 2 bytes each, so a block saves $24 d + 4 f + 12 h + 8$ bytes. A boundary has
+# $4 d$. A logit needs 10 when backward begins: the log-probability in bf16, and its copy and gradient in fp32.
 
 # %%
 block_bytes = 24 * D + 4 * FF + 12 * H + 8
@@ -859,10 +859,13 @@ path = write_text_atomic("results/tables/04_lm_causes.md", markdown_table(rows, 
 # ```
 #
 # - Autocast converts the common input of separate projections three times.
-# - The unfused norms save products in fp32. The final norm is applied after every block.
+# - Two of the unfused norms read fp32 here and copy no input: $2 \cdot 2 d$ bytes less than in
+#   {ref}`the synthetic experiment <tab-synthetic-causes>`.
+# - The final norm is applied after every block.
 # - A logit needs 14 bytes: bf16, referenced by a variable (2), and the log-probability and two gradients in fp32.
 # - Gradients are never set to zero, so they are live when the loss is computed.
 # - Embedding and head share one weight, which saves 12 bytes per element.
+# - The seconds include reading the text and, in ten steps, a profiler.
 # :::
 #
 # ### Exercises
@@ -876,8 +879,12 @@ path = write_text_atomic("results/tables/04_lm_causes.md", markdown_table(rows, 
 # %% tags=["solution"]
 two = ("checkpoint", "checkpoint+chunked-loss")
 larger = replace(published_lm, vocab_size=128_256, seq_lens=(8192,), methods=two)
-print(f"weights, gradients, Adam: {16 * (parameters + 2 * D * (128_256 - vocabulary)) / 2**30:.1f} GiB")
-print(f"logits: {10 * 128_256 * 8192 / 2**30:.1f} GiB")
+elements, logits = parameters + 2 * D * (128_256 - vocabulary), 10 * 128_256 * 8192
+print(f"weights, gradients, Adam: {16 * elements / 2**30:.1f} GiB; logits: {logits / 2**30:.1f} GiB")
+# Their sum exceeds the peak of `checkpoint`: when backward begins, no weight has a gradient yet. Also live are the
+# boundaries, the input of the last norm, and the head's input and weights in bf16.
+by_hand = 12 * elements + logits + 8192 * D * (4 * layers + 4 + 2) + 2 * 128_256 * D
+print(f"when backward begins: {by_hand / 2**30:.1f} GiB")
 # Both peaks are in the head, so the second prediction may miss logsumexp's copy, 4 T_chunk V bytes or 0.5 GiB.
 (answers,) = predict_experiment(larger)
 for record in answers:
@@ -898,7 +905,7 @@ for count in (2, 4, 8, 16):
 
 # %% [markdown]
 # Once the logits of a chunk are small enough, the peak is in the recomputation of the first block, with nearly all
-# gradients complete. More chunks only make the matrix products smaller.
+# gradients complete.
 #
 # :::{admonition} Exercise 6: one matrix for both ends
 # :class: note
@@ -917,11 +924,10 @@ print(f"measured {lm_runs['checkpoint+chunked-loss'].peak_bytes - tied:,}; 12 V 
 #
 # ## Summary
 #
-# - The baseline needs $4 \, (L A + 2 d + f)$ bytes per token, a checkpointed step $4 \, (A + 3 d + f)$ and, beyond
-#   $P_\text{block} / d$ tokens, $4 d$ for each further layer: measured to the byte.
+# - Both peaks follow from the sizes, to the byte. Beyond $P_\text{block} / d$ tokens, a checkpointed step needs a
+#   boundary for every layer.
 # - The ten published peaks of the synthetic experiment are predicted to within 1,024 bytes.
-# - Logits cost tokens times vocabulary times 10 to 14 bytes. A loss in chunks limits them to one chunk and adds no
-#   FLOPs.
+# - Logits cost tokens times vocabulary times 10 to 14 bytes; with a loss in chunks, only those of one chunk.
 # - With checkpointed blocks, logits fill the memory. With a chunked loss too, at 8,192 tokens, 94% is weights,
 #   gradients and Adam states.
 #

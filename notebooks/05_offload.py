@@ -56,8 +56,8 @@ SOURCE = "notebooks/05_offload.py"
 # :::{admonition} Without a GPU
 # :class: note
 # On this page the CPU simulates the device. The store gets its memory directly from the operating system, so its bytes
-# are counted separately. Worker threads simulate the streams of a GPU. The code that decides when to copy and when to
-# free is the code that runs on a GPU.
+# are counted separately. Worker threads simulate the streams of a GPU. The code that decides when to copy and free is
+# the same on a GPU.
 # :::
 #
 # ## Saved tensors on the host
@@ -104,7 +104,9 @@ for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
 # %% [markdown]
-# Only what one layer needs is live at the peak. Three flaws remain, also in `save_on_cpu`:
+# Both peaks are in the backward of the square, with four temporaries of $S$ bytes and all weights' gradients, together
+# $S$. The baseline adds the 16 activations that autograd saved besides `rows`; the pair adds one, the square's input.
+# Three flaws remain, also in `save_on_cpu`:
 #
 # 1. **It waits.** Compute stops for every copy.
 # 2. **It copies weights.** A linear layer also saves its weight, as the view `w.t()`. Copying it frees nothing.
@@ -179,8 +181,8 @@ all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_asyn
 # ## Five rules for copies
 #
 # In `pack_async`, the submitted work refers to `tensor` until the copy has run. Without this reference, the allocator
-# could give the memory to the next tensor before it is copied. This *race* fails here every time, because the copy is
-# delayed until the next tensor has been written:
+# could give the memory to the next tensor before it is copied. Here this *race* always corrupts the copy, because the
+# copy is delayed until the next tensor has been written:
 
 # %%
 def race(wait_for_copy):
@@ -322,16 +324,14 @@ path = plots.save(figure, "results/figures/05_regions.png")
 figure
 
 # %% [markdown]
-# *Without offload, each region adds one input to the peak. With offload, the peak does not depend on the number of
-# regions.*
+# *Without offload, each region adds one input to the peak. With offload, the peak is constant.*
 #
 # `async` prefetches the inputs in the reverse order of the forward. `lookahead_bytes` bounds what is prefetched, by
 # default to one input. Prefetching everything at once would move the ramp to the beginning of backward.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# With offloaded inputs, the device needs memory for one region at a time, however deep the model is. The peak falls by
-# $(n - 1 - n_0) \, S$.
+# With offloaded inputs, the device needs memory for one region at a time, however deep the model is.
 # :::
 #
 # :::{admonition} Exercise 1: no input has another owner
@@ -348,8 +348,7 @@ print(f"{(pair[0] - pair[1]) / S:.0f} S; n - 1 = {8 - 1}")
 # %% [markdown]
 # ## With and without recomputation
 #
-# We train 12 Transformer blocks in five ways. Which has the lowest peak, and which needs the most host memory? Decide
-# before you look at the table:
+# We train 12 Transformer blocks in five ways. Which has the lowest peak, and which needs the most host memory?
 
 # %%
 config = TransformerConfig(dim=64, ff_dim=256, layers=12, head_dim=16)
@@ -407,8 +406,8 @@ path = plots.save(figure, "results/figures/05_timelines.png")
 figure
 
 # %% [markdown]
-# *Offloading the inputs removes the ramp. Bars below the timelines are copies: with `sync`, compute waits for each;
-# with `async`, they overlap with compute.*
+# *Offloading the inputs removes the ramp. Bars below the timelines are copies; with `async`, they overlap with
+# compute.*
 #
 # The store can also be a disk, with `store="disk"`.
 #
@@ -430,8 +429,9 @@ figure
 # :::
 
 # %% tags=["solution"]
-# Autograd saves the activations of both forwards: about twice the baseline. A validation needs no graph. Within 6 MiB,
-# the blocks are checkpointed and their inputs offloaded.
+# Autograd saves the activations of both forwards: less than twice the baseline, because the gradients and the
+# temporaries of backward count once. A validation needs no graph. Within 6 MiB, the blocks are checkpointed and their
+# inputs offloaded.
 others = torch.randn(512, 64)
 offloaded = functools.partial(ackpt.checkpoint, offload="async")
 
@@ -535,11 +535,13 @@ path = write_text_atomic("results/tables/05_pays.md", markdown_table(width_rows,
 # ```{include} ../../results/tables/05_pays.md
 # ```
 #
-# A real GPU computes more slowly than its data sheet says. At half the rate, half the width is enough.
+# In 16 bits, copies of block inputs add no time on any of the three at width 4,096, and on a T4 at width 512. Copies of
+# all activations add time even at width 4,096. A real GPU computes more slowly than its data sheet says. At half the
+# rate, half the width is enough.
 #
 # With measured times, `ackpt.offload_pays` evaluates the condition. To see a crossover on this machine, we use
-# attention alone, and copies that sleep to simulate a slow link. We set its bandwidth so that a copy at 1,024 tokens
-# takes exactly the available time:
+# attention alone, and copies that sleep to simulate a slow link. With its bandwidth, a copy at 1,024 tokens takes just
+# the time measured as available; the fitted curves may cross elsewhere:
 
 # %%
 def attend(a):
@@ -611,8 +613,8 @@ curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
 line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
 
 # %% [markdown]
-# *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer.* The fits, the
-# crossover and the measured shares vary widely, because they come from times of threads on a busy CPU.
+# *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer.* Times of threads on
+# a busy CPU vary widely.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -641,7 +643,6 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 #
 # ## Summary
 #
-# - Four rules about order make overlapping copies correct. A pool of buffers makes them fast.
 # - Offloading inputs lowers the peak of a checkpointed model by $(n - 1 - n_0) \, S$, to the byte.
 # - Copies of inputs add no time if $S / \lambda \le t_\text{fwd}$: in wide models or with long sequences.
 #
@@ -654,7 +655,7 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 # ## Appendix: the published experiment on a T4
 #
 # The repository `polkadot21/activation-ckpt-offload` trains 12 blocks in fp16 on a T4, with 12,000 tokens in 48
-# sequences. We predict its peaks and our model's from shapes alone. `python -m experiments offload` runs our model.
+# sequences. We predict its peaks and our model's from shapes alone:
 
 # %% tags=["hide-input"]
 reference = load_reference("offload")

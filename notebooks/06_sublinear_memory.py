@@ -45,8 +45,8 @@ schematics.publish(chain_steps(), "06_chain")
 
 # %% [markdown]
 # A *schedule* is the ordered list of what a step computes, frees and recomputes. The animation runs a chain of 12
-# layers under schedules of this chapter, and under a plan of `ackpt` ({doc}`07_graph_profiler`) within the same peak as
-# $\sqrt n$ segments.
+# layers under schedules of this chapter, and under a plan of `ackpt`, which says what to save and recompute
+# ({doc}`07_graph_profiler`), within the same peak as $\sqrt n$ segments.
 #
 # ```{schematic-explorer} ../../results/explorer/06_chain.json
 # :image: ../../results/figures/06_chain.png
@@ -114,8 +114,8 @@ def in_segments(blocks, lengths, x):
 
 
 # %% [markdown]
-# At the peak, all boundaries and one segment of $n / k$ blocks are live. The product of $k$ and $n / k$ is $n$ for
-# every $k$, and two numbers with a given product have the smallest sum if they are equal:
+# At the peak, all boundaries and one segment of $n / k$ blocks are live. The product of $k$ and $n / k$ is always $n$,
+# so their sum is smallest if they are equal:
 #
 # $$ k - 1 + \frac{n}{k} \;\ge\; 2 \sqrt n - 1 , \qquad \text{with equality at } k = \sqrt n . $$
 #
@@ -123,17 +123,18 @@ def in_segments(blocks, lengths, x):
 # the boundary, which is saved, and PyTorch stops a recomputation as soon as it has all tensors that backward reads.
 # This leaves $n - n / k - (k - 1)$ products, or $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward.
 #
-# This book gives four formulas for this peak. They count different tensors:
+# This book gives four formulas for this peak, which count different tensors:
 #
 # | where | peak | counted | at $k = \sqrt n$ |
 # |---|---|---|--:|
-# | {doc}`02_reentrant_checkpoint` | $k + n / k$ | $k - 1$ boundaries, $n / k$ activations and one gradient, in the last region of a chain without weights | $2 \sqrt n$ |
+# | {doc}`02_reentrant_checkpoint` | $k + n / k$ | $k - 1$ boundaries, $n / k$ activations and one gradient, in a chain without weights | $2 \sqrt n$ |
 # | {doc}`07_graph_profiler` | $(n / \ell - 1) + (\ell - 1) + 2$ | saved and recomputed activations, and two gradients, with segments of length $\ell = n / k$ | $2 \sqrt n$ |
 # | here, above | $k - 1 + n / k$ | saved and recomputed activations alone | $2 \sqrt n - 1$ |
-# | here, measured | $k - 1 + n / k + 3$ | also two gradients and the output of the running operation | $2 \sqrt n + 2$ |
+# | here, measured | $k - 1 + n / k + 3$ | also input, product and output of the last block, at the end of the forward | $2 \sqrt n + 2$ |
 #
-# When backward reaches the first segments, few boundaries are live, so these segments may be longer. With decreasing
-# lengths $\ell_1 > \ell_2 > \dots$, about $\sqrt{2 n}$ activations are enough ({doc}`02_reentrant_checkpoint`).
+# While backward processes the segments nearest the input, few boundaries are live, so these segments may be longer.
+# With decreasing lengths $\ell_1 > \ell_2 > \dots$, about $\sqrt{2 n}$ activations are enough
+# ({doc}`02_reentrant_checkpoint`).
 #
 # ## Recursive halving: the logarithm
 #
@@ -157,8 +158,8 @@ def halves(blocks, x):
 #
 # ## Measuring both
 #
-# We run a chain of 64 blocks by each method. Without the gradients of parameters, the peak should be a whole number of
-# $S$, and the FLOPs in excess of the baseline's a whole number of matrix products.
+# We run a chain of 64 blocks by each method. Without gradients of parameters, and the loss and its gradient, the peak
+# should be a whole number of $S$, and the FLOPs in excess of the baseline's a whole number of matrix products.
 
 # %%
 PRODUCT = 2 * 4096 * 4 * 4  # FLOPs of a block's forward; its backward takes two products, the first block's only one
@@ -180,18 +181,23 @@ def run_chain(n, method, **options):
 
     run = ackpt.measure(train, resident=[chain, x], repeats=0, **options)
     gradients = run.timeline.at(run.timeline.peak_index).get("gradients", 0)
+    live, rest = divmod(run.dynamic_peak_bytes - gradients, S)
+    assert rest in (0, 8) and (run.flops or 0) % PRODUCT == 0  # 8: the loss and its gradient
     again = None if run.flops is None else run.flops // PRODUCT - (3 * n - 1)
-    return run, (run.dynamic_peak_bytes - gradients) // S, again
+    return run, live, again
 
 
 METHODS = "baseline", "equal segments", "decreasing segments", "recursive halving"
 for method in METHODS:
-    _, live, again = run_chain(64, method)
-    print(f"{method:19}  peak {live:2} S, {again:3} blocks recomputed")
+    run, live, again = run_chain(64, method)
+    boundary = run.timeline.boundary
+    forward, backward = (max(part) // S for part in (run.timeline.live[:boundary], run.timeline.live[boundary:]))
+    print(f"{method:19}  peak {live:2} S (forward {forward:2}, backward {backward:2}), {again:3} blocks recomputed")
 
 # %% [markdown]
-# The *other* live tensors, gradients and the output of the running operation, are a constant per method: two for
-# recursive halving and three otherwise. This constant is measured on these chains; everything else is predicted.
+# Every method reaches its peak in the last addition of the forward. Three *other* tensors are live there: the last
+# block's input, product and output. For recursive halving there are two, because this input is itself a boundary.
+# Backward has up to three gradients instead. With decreasing segments and recursive halving, it reaches the same peak.
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
@@ -270,7 +276,7 @@ path = plots.save(figure, "results/figures/06_timelines.png")
 figure
 
 # %% [markdown]
-# *A step of 64 blocks. Each of the eight segments has one tooth; recursive halving has many small teeth.*
+# *A step of 64 blocks: one tooth for each of eight segments, and many small ones with recursive halving.*
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -308,7 +314,7 @@ for kind, state, *to in revolve.actions(4, 2):
 # $$ E(n, s) = \min_{1 \le j < n} \; j + E(n - j, s - 1) + E(j, s) , \qquad
 # E(n, 1) = \frac{n (n - 1)}{2} , \quad E(1, s) = 0 . $$
 #
-# In the example, $j = 2$ gives $2 + E(2, 1) + E(2, 2) = 2 + 1 + 1 = 4$; $j = 1$ also gives 4, and $j = 3$ gives 5.
+# In the example, $j = 2$ gives the minimum, $2 + E(2, 1) + E(2, 2) = 2 + 1 + 1 = 4$.
 #
 # The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each step before its reversal, one can
 # reverse $\beta(s, r) = \binom{s + r}{s}$ steps. With the smallest $r$ for which $\beta(s, r) \ge n$,
@@ -360,10 +366,11 @@ path = plots.save(figure, "results/figures/06_cost.png")
 figure
 
 # %% [markdown]
-# *Measured peak and recomputation of 64 blocks. Revolve has one point for each of seven numbers of snapshots, 3 to 32.*
+# *Measured peak and recomputation of 64 blocks; Revolve with seven numbers of snapshots, 3 to 32.*
 #
-# Revolve never saves the inside of a block, so it wastes spare memory. Recursive halving does, and recomputes fewer
-# blocks at the same peak of 9. *rotor* ({doc}`13_rotor`) makes this choice for each block and handles unequal sizes.
+# Revolve never saves the inside of a block, so it wastes spare memory. Recursive halving saves it for the last block of
+# each part, and recomputes fewer blocks at the same peak of 9. The policy *rotor* ({doc}`13_rotor`) decides this for
+# each block and handles unequal sizes.
 #
 # How deep a chain fits into $s$ activations? The depth grows with the square of $s$ for decreasing segments, with its
 # $r$-th power for Revolve, and exponentially for recursive halving:
@@ -387,7 +394,7 @@ path = write_text_atomic("results/tables/06_depth.md", table)
 # :::{admonition} Takeaway
 # :class: tip
 # With $s$ snapshots and $r$ runs, Revolve reverses $\beta(s, r)$ steps: a thousand steps with ten snapshots and four
-# runs. No schedule reduces the memory of a single block.
+# runs.
 # :::
 
 # %% [markdown]
@@ -447,9 +454,10 @@ figure
 # *Sixteen Transformer blocks: the lowest peak is not at $\sqrt n = 4$ segments. The measured points are higher than the
 # line by the temporaries of one block's backward.*
 #
-# **Blocks differ, and the graph may have more or fewer blocks than the model.** A *pyramid* narrows from front to back,
-# like a convolutional network: ours has four stages of eight blocks, and from stage to stage the activations halve. The
-# policy *chen-sqrt* cuts equal segments; *rotor* finds the best schedule of a chain:
+# **Blocks differ, and the graph may have more or fewer than the model.** In a graph, a block is the operations between
+# two *cut points*, tensors through which the whole gradient passes. A *pyramid* narrows from front to back: ours has
+# four stages of eight blocks, and three blocks between stages, which halve the activations. The policy *chen-sqrt* cuts
+# equal segments; *rotor* finds the best schedule of a chain:
 
 # %% tags=["hide-input"]
 sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}
@@ -490,17 +498,18 @@ path = write_text_atomic("results/tables/06_models.md", table)
 # ```{include} ../../results/tables/06_models.md
 # ```
 #
+# - For equal blocks, `rotor` needs $6 \, S$ in all, as the formula promises, but the baseline $39 \, S$ instead of 36.
 # - The pyramid and ResNet-18 need *more* than the formulas promise. Their first blocks are the largest, and all
 #   activations of one must be live at once.
-# - The language model needs *less* than $\sqrt n$ promises. Its blocks are halves of layers, attention and MLP, and the
-#   tensor between two of them is much smaller than what each saves inside.
-# - A model with a skip connection from front to end cannot be cut into a chain. It needs a planner that works on
-#   operations ({doc}`07_graph_profiler`).
+# - The language model needs *less* than $\sqrt n$ promises. Most blocks are halves of layers, attention and MLP, and
+#   the tensor between two of them is much smaller than what each saves inside.
+# - A model with a skip connection from front to end cannot be cut. It needs a planner that works on operations
+#   ({doc}`07_graph_profiler`).
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The formulas hold for equal blocks that save only as much as they output. For real models, count bytes, not blocks,
-# and trust only peaks that have been simulated.
+# The formulas hold for equal blocks that save only as much as they output. For real models, trust only peaks that have
+# been simulated.
 # :::
 #
 # The numbers on this page were produced in this environment:
@@ -537,8 +546,8 @@ for k in (2, 4, 8, 16):
     print(f"{k:2} segments: {run.dynamic_peak_bytes / S:4.1f} S, k - 1 + 2 n / k = {k - 1 + 2 * 32 // k}")
 
 # %% [markdown]
-# The more a block saves, the shorter its segments should be. GELU's input in the first block of a segment is the
-# boundary, which is already live; this partly offsets the live tensors that the formula does not count.
+# The more a block saves, the shorter its segments should be. The formula omits the last block's product and output, and
+# counts one tensor twice: GELU's input in the first block of a segment is the boundary.
 #
 # :::{admonition} Exercise 2: two runs
 # :class: note
@@ -557,8 +566,8 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 #
 # ## Summary
 #
-# - $\sqrt n$ segments save $2 \sqrt n - 1$ activations, recursive halving about $\log_2 n$. Measured chains match both.
-# - Revolve is optimal if only states are saved. With one snapshot, the minimum, it needs $n (n - 1) / 2$ advances.
+# - $\sqrt n$ segments save $2 \sqrt n - 1$ activations, recursive halving about $\log_2 n$.
+# - Revolve is optimal if only states are saved.
 # - On real models the formulas err in both directions: bytes decide, and the largest block sets a minimum.
 #
 # ## Sources

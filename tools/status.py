@@ -40,18 +40,23 @@ MISSING_CELLS = {"table": "table", "column": "column", "cells": "rows not yet me
 
 @dataclass(frozen=True)
 class Table:
-    """A file of results/tables: its caption and label, the headings of its columns, and the rows below them."""
+    """A file of results/tables: its caption and label, the headings of its columns, and the rows below them.
+
+    ``left_out``: the columns without any value, which only the note below the table names.
+    """
 
     path: Path
     caption: str
     label: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def on_gpu(self) -> tuple[str, ...]:
-        """The columns of what is measured on a GPU."""
-        return tuple(self.columns[place] for place in gpu_columns(f"| {' | '.join(self.columns)} |"))
+        """The columns of what is measured on a GPU, also those left out."""
+        names = tuple(dict.fromkeys((*self.columns, *self.left_out)))
+        return tuple(names[place] for place in gpu_columns(f"| {' | '.join(names)} |"))
 
     def missing(self) -> dict[str, int]:
         """How many cells of each column were not measured; only columns that have such."""
@@ -59,6 +64,7 @@ class Table:
             name: sum(MISSING in row[place] or (name in self.on_gpu and row[place] == DASH) for row in self.rows)
             for place, name in enumerate(self.columns)
         }
+        counts |= dict.fromkeys(self.left_out, len(self.rows))
         return {name: count for name, count in counts.items() if count}
 
 
@@ -73,7 +79,8 @@ def read_table(path: Path) -> Table:
     ]
     if label is None or len(lines) < 2 or any(len(line) != len(lines[0]) for line in lines):
         raise ValueError(f"{path} is no table of experiments.results.markdown_table: write it with that")
-    return Table(path, label[1], label[2], lines[0], tuple(lines[2:]))
+    note = re.search(r"^\*Not yet measured: (.*)\.\*$", text, re.MULTILINE)
+    return Table(path, label[1], label[2], lines[0], tuple(lines[2:]), tuple(note[1].split("; ")) if note else ())
 
 
 def tables(root: Path = ROOT) -> list[Table]:
