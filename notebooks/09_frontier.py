@@ -5,7 +5,7 @@
 
 # %% [markdown]
 # ```{figure} ../../results/figures/09_time.png
-# :alt: Added time over the measured dynamic peak, as fractions of the baseline. Two curves of plans rise slowly from a peak of 0.8 to 0.4, and steeply below; plan (FLOPs) lies above plan. Three dots lie above the lower curve: per-block, PyTorch's per-block at a peak of 0.52, and PyTorch's selective at 0.67. An arrow leads from PyTorch's per-block, 42 percent, down to the plan within the same peak, 7 percent.
+# :alt: Added time over the measured dynamic peak, as fractions of the baseline. Two curves of plans rise slowly from a peak of 0.8 to 0.4, and steeply below; plan (FLOPs) lies above plan. Three dots lie above the lower curve: per-block, PyTorch's per-block at a peak of 0.52, and PyTorch's selective at 0.67. An arrow leads from PyTorch's per-block, 44 percent, down to the plan within the same peak, 5 percent.
 # :class: dark-light
 #
 # Added time and peak of one training step, measured: three layers of BERT with dropout, two CPU cores, eager. A *plan*

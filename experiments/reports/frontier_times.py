@@ -195,7 +195,7 @@ def choices(records: Sequence[Record]) -> list[dict]:
         ("is compiled by Inductor", '`torch.compile(model, backend="ackpt", options=...)`', _lowest(compiled)),
         ("is compiled by Inductor, without `ackpt`", "PyTorch's memory budget, 0.5", _of_peer(compiled, MEMORY_BUDGET)),
         ("must stay within a number of bytes", f"a plan: {apply}; here for half of the peak", _halves(eager)),
-        ("must need as little as possible", "the same, with the budget that its error names", _lowest(eager)),
+        ("must need as little as possible", "the same, with the smallest feasible budget, which its error names", _lowest(eager)),
         ("cannot be captured, and is slightly too large", "PyTorch's selective", _of_peer(eager, SELECTIVE)),
         ("cannot be captured", "per-block; here PyTorch's", _of_peer(eager, CHECKPOINT)),
     ]
