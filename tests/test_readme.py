@@ -8,8 +8,9 @@ import pytest
 from address import colab_address, project, repository_address
 from forked import output_of
 
-from experiments.reports.frontier_times import at_the_peak_of_blocks
+from experiments.reports.frontier_times import added_time, at_the_peak_of_blocks
 from experiments.results import Record
+from experiments.steps.peers import MEMORY_BUDGET
 
 ROOT = Path(__file__).resolve().parent.parent
 BETWEEN = "=" * 10  # printed between the outputs of two examples
@@ -76,8 +77,21 @@ def test_the_headline_has_the_times_and_flops_of_the_records(page: str) -> None:
     )
     on_gpu = [f"{100 * (flops / baseline - 1):.1f} %" for flops in (plan_of_large, blocks_of_large)]
     assert "{} of the FLOPs recomputed instead of {}".format(*on_gpu) in said
-    headline = "In the memory that PyTorch's per-block checkpointing needs, a plan adds {} % of the step's time instead of {} %"
-    assert headline.format(plan, per_block) in said
+    headline = f"per-block checkpointing needs, a plan adds {plan} % of the step's time instead of {per_block} %"
+    assert headline in said
+
+
+def test_the_first_page_has_the_peaks_of_plans_and_the_memory_budget_with_inductor() -> None:
+    metrics = Record.load(ROOT / "results" / "frontiers" / "frontier-bert-inductor.json").metrics
+    budgets = [row for row in metrics["peers"] if row["peer"] == MEMORY_BUDGET]
+    shares = []
+    for points in (metrics["points"], budgets):
+        lowest = min(points, key=lambda point: point["measured_peak_bytes"])
+        shares.append(round(100 * lowest["measured_peak_bytes"] / metrics["baseline"]["measured_peak_bytes"]))
+        assert abs(added_time(lowest)) < 0.02
+    said = " ".join((ROOT / "book" / "index.md").read_text(encoding="utf-8").split())
+    plan, memory_budget = shares
+    assert f"needs {plan} % of its peak with a plan, and {memory_budget} % with PyTorch's memory budget" in said
 
 
 def test_the_cost_of_blocks_on_gpus_is_that_of_the_published_times() -> None:

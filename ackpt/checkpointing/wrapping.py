@@ -93,7 +93,7 @@ def apply_activation_checkpointing(
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
             raise ValueError(
                 f"module {name!r} is a FullyShardedDataParallel, which gathers its parameters outside the region. Call "
-                "apply_activation_checkpointing before FullyShardedDataParallel, or pass the class of the blocks inside."
+                "apply_activation_checkpointing before it, or pass the class of the blocks inside."
             )
         if "forward" in vars(module):
             raise ValueError(

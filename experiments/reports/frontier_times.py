@@ -134,7 +134,9 @@ def _arrow(axes, record: Record, times: tuple[float, float]) -> None:
     x = blocks["measured_peak_bytes"] / record.metrics["baseline"]["measured_peak_bytes"]
     look = {"arrowstyle": "-|>", "color": TEXT, "linewidth": 1.2, "shrinkA": 7, "shrinkB": 7}
     axes.annotate("", (x, times[1]), (x, times[0]), arrowprops=look)
-    text = f"{100 * times[0]:.0f} % \N{RIGHTWARDS ARROW} {100 * times[1]:.0f} %\nsame peak"
+    text = f"{100 * times[0]:.0f} % \N{RIGHTWARDS ARROW} {100 * times[1]:.0f} %\nsame peak".replace(
+        "-", "\N{MINUS SIGN}"
+    )
     middle = (x, 0.55 * times[0] + 0.45 * times[1])
     ground = {"facecolor": GROUND, "edgecolor": "none", "pad": 1}
     axes.annotate(text, middle, (6, 0), textcoords="offset points", va="center", fontsize=8.5, color=TEXT, bbox=ground)
@@ -156,17 +158,17 @@ def _finding(record: Record) -> str:
 def at_the_peak_of_blocks(record: Record) -> tuple[float, float] | None:
     """Added time of per-block checkpointing, and of auto's plan within its peak; None if one was not timed.
 
-    With Inductor, measured peaks are below the predicted ones, so plans with a larger budget may fit, too: the plan is
-    the one with the highest measured peak among those that fit.
+    With Inductor, measured peaks differ from the predicted ones: the plan is the one with the highest measured peak
+    among all plans that fit.
     """
     blocks = next((row for row in record.metrics["peers"] if row["peer"] == CHECKPOINT), {})
     if not {"seconds_ratio", "auto_seconds_ratio"} <= set(blocks):
         return None
-    peak, ours = blocks["auto_peak_bytes"], added_time(blocks, "auto_seconds_ratio")
+    plans = [(blocks["auto_peak_bytes"], added_time(blocks, "auto_seconds_ratio"))]
     if is_by_inductor(record):
-        fitting = [point for point in _ours(record) if point["measured_peak_bytes"] <= blocks["measured_peak_bytes"]]
-        peak, ours = max([(peak, ours), *((point["measured_peak_bytes"], added_time(point)) for point in fitting)])
-    return added_time(blocks), ours
+        plans += [(point["measured_peak_bytes"], added_time(point)) for point in _ours(record)]
+    fitting = [one for one in plans if one[0] <= blocks["measured_peak_bytes"]]
+    return (added_time(blocks), max(fitting)[1]) if fitting else None
 
 
 def at_half(record: Record) -> dict | None:
@@ -195,7 +197,11 @@ def choices(records: Sequence[Record]) -> list[dict]:
         ("is compiled by Inductor", '`torch.compile(model, backend="ackpt", options=...)`', _lowest(compiled)),
         ("is compiled by Inductor, without `ackpt`", "PyTorch's memory budget, 0.5", _of_peer(compiled, MEMORY_BUDGET)),
         ("must stay within a number of bytes", f"a plan: {apply}; here for half of the peak", _halves(eager)),
-        ("must need as little as possible", "the same, with the smallest feasible budget, which its error names", _lowest(eager)),
+        (
+            "must need as little as possible",
+            "the same, with the smallest feasible budget, which its error names",
+            _lowest(eager),
+        ),
         ("cannot be captured, and is slightly too large", "PyTorch's selective", _of_peer(eager, SELECTIVE)),
         ("cannot be captured", "per-block; here PyTorch's", _of_peer(eager, CHECKPOINT)),
     ]

@@ -120,7 +120,9 @@ def test_a_parallel_model_is_given_a_budget_before_it_is_wrapped(tmp_path):
         with pytest.raises(TypeError, match=before):
             ackpt.apply_budget(wrapped, X)
         sharded = FullyShardedDataParallel(nn.Sequential(layers(), layers()), device_id=torch.device("cpu"))
-        with pytest.raises(TypeError, match="Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel"):
+        with pytest.raises(
+            TypeError, match="Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel"
+        ):
             ackpt.apply_budget(sharded, X)
         sharded = [FullyShardedDataParallel(layers(), device_id=torch.device("cpu")) for _ in range(2)]
         with pytest.raises(ValueError, match="module '0' is a FullyShardedDataParallel.*pass the class of the blocks"):
