@@ -218,7 +218,7 @@ below = {
     for point in frontier_report.measured(compiled)
     if point["policy"] == "auto"
 }
-print(f"measured below predicted peak of plans, by budget: {below}")
+print("measured below predicted peak:", ", ".join(f"{share} at {budget}" for budget, share in below.items()))
 figure
 
 # %% [markdown]

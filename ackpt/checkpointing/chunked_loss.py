@@ -33,7 +33,7 @@ def chunked_cross_entropy(
             dtype, like ``F.linear``).
         targets: class indices, ``[N]``, int64; `ignore_index` marks rows to ignore.
         chunks: the number of chunks; the largest temporary has ``ceil(N / chunks) * V``
-            elements, in fp32 (fp64 for fp64 inputs).
+            elements, in fp32 (fp64 for fp64 inputs), and in 16 bits a second one in that dtype.
         reduction: ``"mean"`` over the rows that are not ignored, or ``"sum"``.
         ignore_index: the target of rows to ignore.
 
@@ -113,12 +113,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunk(inputs, head, targets, counted, precise):
-    """The summed loss of one chunk of rows, and its gradient with respect to the logits, in the dtype of `inputs`."""
+    """The summed loss of one chunk of rows, and its gradient with respect to the logits, in the dtype of `inputs`.
+
+    The logits become the probabilities in place; torch.logsumexp would make a copy.
+    """
     logits = (inputs @ head.T).to(precise)
-    log_normalizer = torch.logsumexp(logits, dim=1)
+    logits -= logits.amax(dim=1, keepdim=True)
     index = targets.where(counted, 0).unsqueeze(1)  # gather raises for any other index outside the vocabulary
     try:
-        losses = log_normalizer - logits.gather(1, index).squeeze(1)
+        of_targets = logits.gather(1, index).squeeze(1)
     except RuntimeError as error:
         if "out of bounds" not in str(error):
             raise
@@ -126,7 +129,10 @@ def _chunk(inputs, head, targets, counted, precise):
             f"targets holds classes from {int(targets[counted].min())} to {int(targets[counted].max())}, outside of "
             f"the {head.shape[0]} rows of weight; rows that do not count hold ignore_index"
         ) from error
-    probabilities = logits.sub_(log_normalizer.unsqueeze(1)).exp_()
+    probabilities = logits.exp_()
+    sums = probabilities.sum(dim=1, keepdim=True)
+    losses = sums.squeeze(1).log() - of_targets
+    probabilities /= sums
     probabilities.scatter_add_(1, index, torch.full_like(index, -1, dtype=precise))
     probabilities.mul_(counted.unsqueeze(1))
     return torch.where(counted, losses, 0).sum(), probabilities.to(inputs.dtype)
