@@ -212,7 +212,7 @@ rows = {
     size: [sharded_llama.rank_row(large[size], ranks, BUDGET) for ranks in numbers]
     for size, numbers in {"8B": (8,), "70B": (16, 32, 512)}.items()
 }
-columns = {"size": "model, ranks", "resident": "resident, GiB", "baseline": "baseline: peak, GiB"}
+columns = {"size": "model, ranks", "resident": "12 P / N, GiB", "baseline": "baseline: peak, GiB"}
 columns |= {"full": "per-block: peak, GiB", "auto": "plan: peak, GiB", "auto_flops": "plan: recomputed FLOPs, %"}
 table = markdown_table(
     [row | {"size": f"{size}, {row['ranks']}"} for size, own in rows.items() for row in own],
@@ -226,7 +226,7 @@ path = write_text_atomic("results/tables/10_llama.md", table)
 # ```{include} ../../results/tables/10_llama.md
 # ```
 #
-# The baseline of 8B just fits on 8 GPUs. That of 70B fits on no number of GPUs, because its activations are not sharded.
+# On 8 GPUs, the baseline of 8B is within 80 GiB. That of 70B fits on no number of GPUs: activations are not sharded.
 # With per-block checkpointing, 70B fits on 32 GPUs, but about a third of the FLOPs are recomputed however much memory
 # remains unused. A plan recomputes only as much as the budget requires, here on 64 GPUs:
 
@@ -282,8 +282,8 @@ print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 #
 # :::{admonition} Exercise 1: the floor
 # :class: note
-# How much memory does a rank of Llama 3 8B need in the limit of many GPUs, with per-block checkpointing? What is most
-# of it? `sharded_llama.layers(plan)` lists the parts of a plan's peak.
+# How much memory does a rank of Llama 3 8B need in the limit of many GPUs, with per-block checkpointing? What is
+# largest? `sharded_llama.layers(plan)` lists the parts of a plan's peak.
 # :::
 
 # %% tags=["solution"]

@@ -16,7 +16,7 @@
 # reserved bytes within 10 % to 20 %. And you know what makes a prediction fail. Three metrics are published:
 #
 # - *allocated*: `torch.cuda.max_memory_allocated`, the bytes that tensors and workspaces occupied at the peak;
-# - *reserved*: `torch.cuda.max_memory_reserved`, all that the caching allocator holds, free blocks included;
+# - *reserved*: `torch.cuda.max_memory_reserved`, allocated bytes and the allocator's cached free blocks;
 # - *NVML*: what the driver reports, that is, reserved bytes, the CUDA context, and what libraries allocate by themselves.
 #
 # An error is predicted / published − 1. A prediction is *exact* if it differs by no more than the rounding of the
@@ -53,8 +53,8 @@ torch.set_num_threads(2)
 #
 # The first figure of our list comes from the benchmarks of Liger-Kernel: the cross-entropy of logits for 16,384 tokens
 # and 4,096 words in float32, forward and backward, on an A100. We write the same step on fake tensors, which have shapes
-# but no data. `ackpt.predict` follows every allocation as PyTorch's caching allocator on an A100 would serve it, on any
-# machine.
+# but no data. `ackpt.predict` follows, on any machine, every allocation as an A100's caching allocator would serve
+# it.
 
 # %%
 fake = FakeTensorMode()
@@ -81,7 +81,7 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 #
 # `results/reference/published-peaks.json` lists the published figures: source, GPU, sizes of the step, metric and bytes.
 # We wrote each step from its description, in `experiments/published/`. No constant of the predictor comes from these
-# rows. Some first comparisons showed that *our version* of a step was wrong; we corrected these after reading the
+# rows. Early comparisons showed that some of our steps were wrong; we corrected these after reading the
 # scripts. What a source means by MB or GB follows from its code. For NVML, we add the size of the CUDA context to the
 # reserved bytes.
 
@@ -97,7 +97,7 @@ assert total["n"] >= 100 and len({row["source"] for row in found}) >= 8
 by_metric = report.summary_table(
     found,
     "metric",
-    caption="Predictions of published figures by metric. Allocated bytes include those at the ends of phases of a step.",
+    caption="Predictions of published figures by metric. Exact: within rounding. Median: of absolute errors.",
     name="tab-predictions-metric",
 )
 by_source = report.summary_table(
@@ -134,7 +134,7 @@ smallest = {row["step"]: row for row in sorted(rows(), key=lambda row: -row["byt
 stored = Predictions()
 again = Predictions()
 for row in smallest.values():
-    assert again.of(row, anew=True)["predicted"] == stored.of(row)["predicted"], row["step"]
+    assert again.of(row, repeat=True)["predicted"] == stored.of(row)["predicted"], row["step"]
 print(f"{len(smallest)} predictions repeated, all equal to the stored ones")
 
 # %% [markdown]
@@ -178,7 +178,7 @@ print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**2
 # ## Times: how much slower is checkpointing?
 #
 # Data sheets predict the times of kernels that run at the printed rates: the *roofline*. The *ratio* of a step's times
-# with and without checkpointing needs less: that kernels fall short of the rates by the same factor in both. For each
+# with and without checkpointing assumes less: kernels miss the rates by the same factor in both. For each
 # published pair of times, we capture the step from shapes, make the schedules of the two methods, and divide their times.
 # Nothing was fitted; communication between GPUs and the launch of kernels are left out.
 
@@ -190,12 +190,12 @@ assert len(compared) >= 10 and len({row["source"] for row in compared}) >= 3
 times = time_ratios.Times()
 for row in compared:
     if row["what"].startswith("layer of 22B"):
-        assert times.of(row, anew=True) == time_ratios.Times().of(row)
+        assert times.of(row, repeat=True) == time_ratios.Times().of(row)
 
 # %% tags=["hide-input"]
 ratio_table = time_ratios.table(
     compared,
-    caption="Published ratios of step times, and those that data sheets predict. Bold: errors of more than 15 %.",
+    caption="Step-time ratios (first / second step), published and from data sheets. Bold: errors over 15 %.",
     name="tab-time-ratios",
 )
 _ = write_text_atomic("results/tables/11_time_ratios.md", ratio_table)
@@ -222,7 +222,7 @@ for row in compared:
 # alike, so its ratios agree. The synthetic steps ran even further below: their time includes what a profiler records and
 # exports.
 #
-# ## What the published numbers measured
+# ## Errors in the published sources
 #
 # The book regenerates the tables of three small public projects. A table does not state everything that its numbers
 # depend on, so we wrote the same models from the sources, in `experiments/published/reference.py`:
@@ -338,7 +338,7 @@ print("all peaks are even whole MiB:", even)
 #
 # **BERT's memory is an average** of what `nvidia-smi` showed during a run, and a mean is below the peak.
 #
-# ## What was left out
+# ## Omitted figures
 
 # %% tags=["hide-input"]
 left_out = report.reasons(excluded())
@@ -358,8 +358,8 @@ print(sum(line["n"] for line in left_out), "figures are left out")
 # :::{admonition} Takeaway
 # :class: tip
 # The allocated peak of a step in plain PyTorch can be predicted before the step runs, mostly to the byte. Leave 10 % to
-# 20 % for reserved bytes, and ask the driver for the size of the CUDA context. A larger error means another version, an
-# incomplete description of the step, or a library that allocates what shapes do not show.
+# 20 % for reserved bytes, and ask the driver for the size of the CUDA context. Larger errors come from
+# versions, descriptions, libraries or free blocks, or are unexplained.
 # :::
 #
 # ## The calculator on the first page
@@ -432,7 +432,7 @@ for device in ("a100-80g", "h100-80g"):
 
 # %% [markdown]
 # The layer: its matrix products need cuBLAS workspaces, which are larger on an H100. (With the layer, the peak is lower
-# because the logits are then an intermediate result, without a gradient of a previous step.)
+# because the logits are freed early and have no gradient of a previous step.)
 #
 # ## Sources
 #

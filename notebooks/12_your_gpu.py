@@ -34,8 +34,8 @@ for check in record.metrics["checks"]:
 assert failed(record) == []
 
 # %% [markdown]
-# The table adds the times, relative to the baseline. *Expected* is the planner's estimate from the rates of the device,
-# without the checks of regions; *measured* is the median of interleaved steps. On a CPU, page faults can slow the step
+# The table adds the times, relative to the baseline. *Expected* is the planner's estimate, which omits the checks that
+# regions make; *measured* is the median of interleaved steps. On a CPU, page faults can slow the step
 # with the larger peak.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
@@ -44,8 +44,8 @@ print(text_table(record))
 # %% [markdown]
 # ## Records of the published experiments
 #
-# Chapters 4, 5, 8 and 9 compare predictions with published measurements. Records of a GPU fill their columns *on a GPU*
-# with the measurements of our models. To run the published experiments, the most important first:
+# Chapters 4, 5, 8 and 9 compare predictions with published measurements. GPU records fill their columns *on a GPU* with
+# our measurements. To run the published experiments, the most important first:
 #
 # ```bash
 # python -m experiments gpu-suite --out results/gpu --minutes 30

@@ -104,9 +104,9 @@ path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/
 # ## The optimum of a graph
 #
 # For other graphs, Checkmate (Jain et al. 2020, [arXiv:1910.02653](https://arxiv.org/abs/1910.02653)) writes the optimum
-# as an integer program. Fix an order of the operations. Its *stage* $q$ may compute any earlier operation, and ends with
+# as an integer program. Fix an order of the operations. *Stage* $q$ may compute any earlier operation, and ends with
 # the first computation of operation $q$. Every pair of stage and operation has two unknowns: $v_{q,i}$ is 1 if stage $q$
-# computes $i$, and $u_{q,i}$ is 1 if the result of $i$ is still saved when stage $q$ starts.
+# computes $i$, and $u_{q,i}$ is 1 if the output of $i$ is still saved when stage $q$ starts.
 #
 # $$ \min \sum_q \sum_i c_i v_{q,i} \quad \text{where} \quad v_{q,j} \le v_{q,i} + u_{q,i} \;\; (j \text{ reads } i) ,
 # \qquad u_{q,i} \le v_{q-1,i} + u_{q-1,i} , $$
@@ -230,7 +230,8 @@ print(f"gradients bit-equal; measured minus predicted: {run.dynamic_peak_bytes -
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The optimum is known for a few layers only. For every graph there is a lower bound. Judge a plan by its gap.
+# The optimum is known for a few layers only, a lower bound for every graph. A small gap proves a plan good; a large gap
+# proves nothing.
 # :::
 #
 # ## How auto searches
@@ -272,7 +273,8 @@ path = write_text_atomic("results/tables/13_parts.md", table)
 # ```{include} ../../results/tables/13_parts.md
 # ```
 #
-# At 0.6 and 0.4, the options *within* each block gain most; at 0.24, plans between two neighbors. The search cuts the
+# The options *within* each block gain most at 0.6 and 0.4, parts of recomputed blocks at 0.3, and plans between two
+# neighbors at 0.24; the fourth and fifth rows add nothing here. The search cuts the
 # graph where a single tensor separates earlier from later operations. For each block, it finds the useful sets of tensors
 # to save: no other set is better in saved bytes, peak and cost at once. Then the recursion of rotor combines them over
 # the chain, with one difference. A block that is recomputed only to reach a later one may save a *part* of its
@@ -321,5 +323,5 @@ for budget in (5, 4, 3):
 #
 # ## Sources
 #
-# - {cite:t}`jain2020`: the integer program; {cite:t}`kirisame2021`: a greedy eviction, one start of our solver.
+# - {cite:t}`jain2020`: the integer program; {cite:t}`kirisame2021`: a greedy heuristic that drops tensors, a start for our solver.
 # - {cite:t}`beaumont2019`: rotor; {cite:t}`zhao2023`: several options per block.

@@ -68,7 +68,7 @@ def test_a_run_is_shown_with_its_place_and_an_older_source_is_said_to_be_one(boo
     assert first["seconds"] == second["seconds"] == "not recorded"
     record(book, "notebook", source="notebooks/01_one.py", sha256=source_hash(book / "notebooks" / "01_one.py"))
     first, second = status.notebook_rows(book)
-    assert (first["seconds"], first["commit"], first["source"]) == (13, "aaaaaaaaa and changes", "this one")
+    assert (first["seconds"], first["commit"], first["source"]) == (13, "aaaaaaaaa and changes", "unchanged")
     assert first["machine"].startswith("some cpu") and second["seconds"] == "not recorded"
     assert [row["cpu"].split(",")[0] for row in status.table_rows(book)] == ["some cpu", "not recorded"]
     (book / "notebooks" / "01_one.py").write_text("other = 1  # results/tables/01_one.md")

@@ -152,7 +152,7 @@ def notebook_rows(root: Path = ROOT) -> list[dict]:
                 "versions": f"torch {at['torch']}, Python {at['python']}, ackpt {at['ackpt']}",
                 "date": at["date"],
                 "commit": _commit(at),
-                "source": "this one" if is_current else "an older one",
+                "source": "unchanged" if is_current else "an older one",
             }
         rows.append({name: row.get(name, "") for name in NOTEBOOKS})
     return rows

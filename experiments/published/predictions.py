@@ -110,18 +110,18 @@ class Predictions:
         """Changes with the row's step, sizes and GPU, and with the code that predicts them."""
         return digest([*group(row), self._code(row["step"])])
 
-    def entry(self, row: dict[str, Any], anew: bool = False) -> dict[str, Any]:
-        """What `predicts` returns for the row: now if the file has no prediction for its inputs, or if `anew`."""
+    def entry(self, row: dict[str, Any], repeat: bool = False) -> dict[str, Any]:
+        """What `predicts` returns for the row: now if the file has no prediction for its inputs, or if `repeat`."""
         key = self.key(row)
-        if anew or key not in self.stored:
+        if repeat or key not in self.stored:
             self.stored[key] = {"step": row["step"], "bytes": self.predicts(*group(row))}
             self.predicted += 1
             gc.collect()
         return self.stored[key]["bytes"]
 
-    def of(self, row: dict[str, Any], anew: bool = False) -> dict[str, Any]:
+    def of(self, row: dict[str, Any], repeat: bool = False) -> dict[str, Any]:
         """The row with ``predicted`` bytes and relative ``error``, from its `entry`."""
-        size = self.entry(row, anew)[row["metric"]]
+        size = self.entry(row, repeat)[row["metric"]]
         if row["metric"] == "NVML" and "context" in row:
             size += row["context"] - gpu(row["gpu"] or ANY).context_bytes
         return {**row, "predicted": size, "error": size / row["bytes"] - 1}
@@ -143,16 +143,16 @@ def _version(library: str) -> str | None:
 
 
 def all_predicted(
-    steps: Iterable[str] = STEPS, anew: bool = False, file: Path = FILE, report: Callable[[str], object] | None = None
+    steps: Iterable[str] = STEPS, repeat: bool = False, file: Path = FILE, report: Callable[[str], object] | None = None
 ) -> list[dict[str, Any]]:
     """The rows of these steps with their predictions, as `Predictions.of` gives them; stores new ones in `file`.
 
-    `anew`: predict all of them, not only those whose step, sizes, GPU or code changed. `report` gets a line for each
+    `repeat`: predict all of them, not only those whose step, sizes, GPU or code changed. `report` gets a line for each
     step that is predicted.
     """
     predictions, everything = Predictions(file), rows()
     chosen = [row for row in everything if row["step"] in set(steps)]
-    if anew:
+    if repeat:
         for row in chosen:
             predictions.stored.pop(predictions.key(row), None)
     found = []

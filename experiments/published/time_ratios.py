@@ -75,13 +75,13 @@ class Times:
         except (ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{self.file} cannot be read: delete it and predict again") from error
 
-    def of(self, row: dict[str, Any], is_second: bool = False, anew: bool = False) -> float:
+    def of(self, row: dict[str, Any], is_second: bool = False, repeat: bool = False) -> float:
         """Seconds of the step of a row by its method; `is_second`: those in the denominator of its ratio."""
         sizes = {**row["sizes"], **row.get("sizes_against", {})} if is_second else row["sizes"]
         arguments = (row["step"], row["gpu"], row["against" if is_second else "method"], sizes)
         key = digest([*arguments, self._code])
         self.used.add(key)
-        if anew or key not in self.stored:
+        if repeat or key not in self.stored:
             self.stored[key] = float(f"{_seconds(*arguments):.9g}")
             self.predicted += 1
         return self.stored[key]
@@ -92,10 +92,10 @@ class Times:
         write_text_atomic(self.file, f'{{\n  "seconds": {{\n{lines}\n  }}\n}}\n')
 
 
-def ratios(times: Times | None = None, anew: bool = False) -> list[dict[str, Any]]:
+def ratios(times: Times | None = None, repeat: bool = False) -> list[dict[str, Any]]:
     """The published ratios with ``ratio``, ``predicted`` and relative ``error``, in the order of their file.
 
-    Times that were not predicted before are stored. `anew`: predict all of them, and store nothing.
+    Times that were not predicted before are stored. `repeat`: predict all of them, and store nothing.
 
     Example:
         >>> from experiments.published.time_ratios import ratios
@@ -103,17 +103,17 @@ def ratios(times: Times | None = None, anew: bool = False) -> list[dict[str, Any
         'checkpointing'
     """
     times = times or Times()
-    found = [compared(row, times, anew) for row in load_reference(REFERENCE)["rows"]]
-    if times.predicted and not anew:
+    found = [compared(row, times, repeat) for row in load_reference(REFERENCE)["rows"]]
+    if times.predicted and not repeat:
         times.save()
     return found
 
 
-def compared(row: dict[str, Any], times: Times, anew: bool = False) -> dict[str, Any]:
+def compared(row: dict[str, Any], times: Times, repeat: bool = False) -> dict[str, Any]:
     """A row with its ratio, the predicted one and the error."""
     first, second = row["figures"]
     ratio = second / first if row["unit"].endswith("/s") else first / second
-    predicted = times.of(row, False, anew) / times.of(row, True, anew)
+    predicted = times.of(row, False, repeat) / times.of(row, True, repeat)
     return {**row, "ratio": ratio, "predicted": predicted, "error": predicted / ratio - 1}
 
 

@@ -93,7 +93,7 @@ class TestStoredPredictions:
         first.save([ROW])
         assert Predictions(tmp_path / "file.json", counting).of(ROW)["predicted"] == 80
         assert counting.calls == first.predicted == 1
-        assert Predictions(tmp_path / "file.json", counting).of(ROW, anew=True)["predicted"] == 80
+        assert Predictions(tmp_path / "file.json", counting).of(ROW, repeat=True)["predicted"] == 80
         assert counting.calls == 2
 
     @pytest.mark.parametrize("change", [{"gpu": "l4"}, {"sizes": {"rows": 9, "vocabulary": 2}}, {"step": "softmax"}])

@@ -63,7 +63,7 @@ def test_predictions_are_kept(tmp_path):
     again = Times(file)
     assert compared(ROW, again) and (times.predicted, again.predicted) == (2, 0)
     assert len(json.loads(file.read_text())["seconds"]) == 2
-    assert times.of(ROW) == again.of(ROW, anew=True)
+    assert times.of(ROW) == again.of(ROW, repeat=True)
     file.write_text("{")
     with pytest.raises(RecordError, match="delete it"):
         Times(file)

@@ -13,7 +13,7 @@ from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, 
 
 @part()
 class MovingAverage(Part):
-    """A buffer with a moving average, updated in place or bound anew, read before or after that."""
+    """A buffer with a moving average, updated in place or bound repeat, read before or after that."""
 
     def __init__(self, draw, inner=()):
         super().__init__(draw)

@@ -20,7 +20,7 @@ _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Parameter
 class Variant:
     """A name, what prepares the model, and what is promised: ``budget`` a share of the baseline's peak.
 
-    ``plans``: a planned step, whose peak is promised; ``recomputes``: regions, which group sums of gradients anew and
+    ``plans``: a planned step, whose peak is promised; ``recomputes``: regions, which group sums of gradients repeat and
     repeat side effects in lists and dicts.
     """
 
