@@ -23,9 +23,9 @@
 # predicts resident memory and saved activations to the byte.
 #
 # A *storage* is the memory that a tensor refers to. Several tensors (views) can share one storage, so we count the
-# bytes of storages, here in fp32: 4 bytes per element. Memory that is allocated before and after a step is *resident*;
-# what the step allocates is *dynamic*. The *peak* is the largest number of bytes allocated at one time, and the
-# *dynamic peak* the largest number of dynamic bytes.
+# bytes of storages, here in fp32: 4 bytes per element. Parameters, optimizer state and inputs are *resident*; all other
+# memory is *dynamic*. The *peak* is the largest number of bytes allocated at one time, and the *dynamic peak* the
+# largest number of dynamic bytes.
 
 # %%
 import torch
@@ -124,8 +124,8 @@ assert measured.categories["optimizer"] == 8 * P + counters
 # Attention computes a score for every pair of tokens in a sequence, yet no row contains the length of a sequence: the
 # fused kernel (FlashAttention) saves one sum per query and head, and recomputes the scores in backward.
 #
-# The next cell measures the three blocks. `timeline.boundary` is the moment between forward and backward, and `.at`
-# gives the live bytes of each category.
+# The next cell measures the three blocks. `timeline.boundary` is the moment when backward begins, and `.at` gives the
+# live bytes of each category.
 
 # %% tags=["hide-input"]
 import warnings
@@ -165,7 +165,7 @@ for (name, size), per_token in zip(counted.items(), elements):
     print(f"{name:10}  predicted {4 * T * per_token:,}  measured {size:,}")
 
 # %% [markdown]
-# $A$ includes the block's input. It is resident here, so the meter counts the block's output instead, also $T d$
+# $A$ includes the block's input. It is resident here, so `ackpt.measure` counts the block's output instead, also $T d$
 # elements.
 #
 # `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line:
@@ -210,7 +210,7 @@ print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted 
 # :::{admonition} Takeaway
 # :class: tip
 # A step needs $16 P$ bytes for parameters, gradients and optimizer state, and $4 T (L A + d + 1)$ bytes for the
-# activations that its forward saves. The first part does not depend on the batch, the second not on the optimizer.
+# activations that its forward saves. The first part does not depend on the batch, nor the second on the optimizer.
 # :::
 
 # %% tags=["hide-input"]
@@ -250,7 +250,7 @@ saved = [saved_by(n) for n in tokens]
 formula = [4 * n * (L * A + d + 1) for n in tokens]
 print("measured minus predicted bytes:", [a - b for a, b in zip(saved, formula)])
 
-# %% tags=["hide-input"] alt="Memory over the number of tokens: the saved activations lie on the straight line of the formula and cross the constant 16 bytes per parameter near 680 tokens."
+# %% tags=["hide-input"] alt="Memory over the number of tokens: the saved activations lie on the straight line of the formula and cross the constant 16 bytes per parameter near 670 tokens."
 figure = line_plot(
     tokens,
     measured={"saved by the forward": saved},
@@ -294,10 +294,10 @@ figure
 # %% [markdown]
 # *With checkpointing, the inner activations of at most one block are live at a time: teeth instead of a triangle.*
 #
-# The teeth before the dashed line are activations that each block drops at its end. The teeth after it are *recomputed*
-# activations. The peak has moved to the rightmost tooth, the first block's backward, where the gradients are nearly
-# complete. When backward begins, only the inputs of blocks (the first is resident), the last norm's input and scale,
-# its output, and the loss are live:
+# The teeth before the dashed line (temporaries) are activations that each block drops. The teeth after it are
+# *recomputed* activations. At this length, the peak is in the rightmost tooth, the first block's backward: gradients
+# are nearly complete. With more tokens, it is in the last block's ({doc}`04_experiments`). When backward begins, only
+# the inputs of blocks (the first is resident), the last norm's input and scale, its output, and the loss are live:
 
 # %%
 counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
@@ -309,12 +309,12 @@ names = [name for name in measured.categories if any(run.categories[name] for ru
 
 
 def table_row(name, sizes):
-    return {"what": name} | {label: round(size / 2**20, 1) for label, size in sizes.items()}
+    return {"category": name} | {label: round(size / 2**20, 1) for label, size in sizes.items()}
 
 
 rows = [table_row(n, {label: run.categories[n] for label, run in runs.items()}) for n in names]
 rows += [table_row("**peak**", {label: run.peak_bytes for label, run in runs.items()})]
-columns = {"what": "at the peak", "baseline": "baseline, MiB", "checkpointed": "checkpointed, MiB"}
+columns = {"category": "at the peak", "baseline": "baseline, MiB", "checkpointed": "checkpointed, MiB"}
 caption = "Memory at the peak of one training step, by category, without and with checkpointed blocks."
 table = markdown_table(rows, columns, caption, "tab-one-step")
 path = write_text_atomic("results/tables/01_one_step.md", table)
@@ -340,8 +340,8 @@ print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in F
 where = environment("cpu", "notebooks/01_where_memory_goes.py")
 setting = {"tokens": T, "dim": d, "ff_dim": f, "layers": L, "heads": h, "dtype": "float32"}
 for label, run in runs.items():
-    kept = run.timeline.at(run.timeline.boundary)["activations"]
-    metrics = run.to_json() | {"kept_bytes": kept}
+    saved_bytes = run.timeline.at(run.timeline.boundary)["activations"]
+    metrics = run.to_json() | {"saved_bytes": saved_bytes}
     record = Record("one_step", setting | {"method": label}, metrics, where)
     path = record.save(f"results/cpu/01_one_step_{label}.json")
 
@@ -354,26 +354,25 @@ where
 # %% [markdown]
 # ## Exercises
 #
-# :::{admonition} Exercise 1: the published model
+# :::{admonition} Exercise 1: a larger model
 # :class: note
-# The published model of {doc}`04_experiments` has 12 blocks with $d = 1024$, $f = 4096$ and heads of width 128. How
-# many GiB do parameters, gradients and optimizer state need, and how many the activations of 8192 tokens? Which would
-# you reduce? Check your $P$ by building the model on the `meta` device, which allocates no memory.
+# Our model at the published sizes ({doc}`04_experiments`) has 12 blocks with $d = 1024$, $f = 4096$ and heads of width
+# 128. In fp32, how many GiB do parameters, gradients and optimizer state need, and how many the activations of 8192
+# tokens? Which would you reduce? Check your $P$ by building the model on the `meta` device, which allocates no memory.
 # :::
 
 # %% tags=["solution"]
 with torch.device("meta"):
-    published = Transformer(PUBLISHED)
+    larger = Transformer(PUBLISHED)
 d1, f1, h1, L1 = PUBLISHED.dim, PUBLISHED.ff_dim, PUBLISHED.heads, PUBLISHED.layers
 P1 = L1 * (4 * d1**2 + 2 * d1 * f1 + 2 * d1 + 2 * d1 // h1) + d1
 A1 = 10 * d1 + 2 * f1 + 3 * h1 + 2
-print(f"P = {P1:,}, counted on meta: {sum(p.numel() for p in published.parameters()):,}")
+print(f"P = {P1:,}, counted on meta: {sum(p.numel() for p in larger.parameters()):,}")
 print("16 P =", memory_format(16 * P1))
 print("activations of 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
 
 # %% [markdown]
-# The activations: they need about three times as many bytes, grow with every token, and can be recomputed. Parameters,
-# gradients and optimizer state cannot.
+# The activations: they need about three times as many bytes, grow with every token, and can be recomputed.
 
 # %% [markdown]
 # :::{admonition} Exercise 2: another optimizer
@@ -382,7 +381,7 @@ print("activations of 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)
 # :::
 
 # %% tags=["solution"]
-switched_off = ackpt.remove_activation_checkpointing(model)
+ackpt.remove_activation_checkpointing(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 sgd = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
 print(f"predicted: {8 * P + counters:,} bytes, AdamW's averages and step counters")
@@ -397,15 +396,15 @@ print(f"measured:  {measured.peak_bytes - sgd.peak_bytes:,} bytes")
 
 
 # %% tags=["solution"]
-def kept_per_token(nonlinearity):
+def saved_per_token(nonlinearity):
     up, down = torch.nn.Linear(d, f, bias=False), torch.nn.Linear(f, d, bias=False)
     mlp = torch.nn.Sequential(up, nonlinearity, down)
     run = ackpt.measure(lambda: mlp(x).backward(x), resident=[mlp, x], repeats=0)
     return run.timeline.at(run.timeline.boundary)["activations"] // (4 * T)
 
 
-print("GELU:", kept_per_token(torch.nn.GELU()), "= d + 2 f =", d + 2 * f)
-print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
+print("GELU:", saved_per_token(torch.nn.GELU()), "= d + 2 f =", d + 2 * f)
+print("ReLU:", saved_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 
 # %% [markdown]
 # ReLU's output is also the input of the down-projection, so one storage serves both.
@@ -415,10 +414,9 @@ print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 #
 # - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and for activations $4 A$ bytes per token
 #   and block.
-# - Activations rise until backward begins and fall while the gradients rise. If activations outweigh gradients, the
-#   peak comes soon after backward begins.
-# - Above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They can be recomputed: the subject of the next
-#   chapters.
+# - If activations outweigh gradients, the peak comes soon after backward begins.
+# - With $f = 4 d$, above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They can be recomputed: the
+#   subject of the next chapters.
 #
 # ## Sources
 #

@@ -12,7 +12,8 @@
 # saves its input. Its backward recomputes the function, builds the inner graph, and frees it at the end.
 # ```
 #
-# This chapter writes activation checkpointing in thirty lines of plain PyTorch, and predicts its peak to the byte.
+# This chapter writes activation checkpointing in twenty lines of plain PyTorch, and predicts a chain's peak to the
+# byte.
 
 # %%
 import torch
@@ -111,10 +112,15 @@ path = plots.save(figure, "results/figures/02_autograd.png")  # the figure at th
 
 # %%
 S = x.nbytes
+
+
+def saved_bytes(function, *resident):
+    timeline = measured(function, *resident).timeline
+    return timeline.at(timeline.boundary)["activations"]
+
+
 for run in (four_sines, checkpointed):
-    timeline = measured(run).timeline
-    saved_bytes = timeline.at(timeline.boundary)["activations"]
-    print(f"{saved_bytes:,} bytes saved; 3 S = {3 * S:,}")
+    print(f"{saved_bytes(run):,} bytes saved; 3 S = {3 * S:,}")
 
 # %% [markdown]
 # The price is recomputation: a baseline step costs three forwards ({doc}`01_where_memory_goes`), a checkpointed one
@@ -153,7 +159,7 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 # %% [markdown]
 # ## The peak of a chain
 #
-# A single region around all $n$ layers of a chain gains nothing: its recomputation holds all $n$ activations again. One
+# A single region around all $n$ layers of a chain gains nothing: its recomputation needs all $n$ activations. One
 # region per layer saves all $n$ inputs. The optimum is in between: cut the chain into $k$ regions of $n / k$ layers
 # ({cite:t}`chen2016` call them segments). This is the step with $n = 64$ and $k = 8$:
 
@@ -178,7 +184,7 @@ figure
 # tensor that the next region reads. Right of it, each region is recomputed and then freed.* (`ackpt.checkpoint` runs
 # the first forward with a graph, for reasons given below, hence the teeth on the left.)
 #
-# The peak is in the last region of the forward, the first that backward reaches: **$k - 1$ boundaries, $n / k$
+# The peak is in the backward of the last region, the first that backward reaches: **$k - 1$ boundaries, $n / k$
 # recomputed activations and one gradient**. (The gradient of its output, the broadcast 1 of `sum()`, needs no memory.
 # In every other region, two gradients are live, of an operation's output and input. So the region before it reaches the
 # same sum, with one boundary less.) The loss and its gradient add 8 bytes:
@@ -201,7 +207,7 @@ figure
 
 # %% [markdown]
 # So with $\sqrt n$ regions, $n$ activations become $2 \sqrt n$, for one more forward of the chain.
-# {doc}`06_sublinear_memory` derives this and reduces it further.
+# {doc}`06_sublinear_memory` compares this count with others, and reduces the peak further.
 
 # %% [markdown]
 # ## Why one input must require grad
@@ -219,8 +225,8 @@ print(y.requires_grad, [str(warning.message) for warning in caught])
 # Autograd makes a node for an `autograd.Function` only if one of its input tensors requires grad. The inputs here are
 # the arguments of the call, not the parameters that the function uses. Without a node, the output does not require
 # grad, backward never reaches the region, and its parameters do not learn. With a node, the region's backward
-# recomputes the output and calls `backward` on it, which adds to the `.grad` of the parameters. (The ten lines ask for
-# the gradient of $x$ alone, so their parameters never learn.)
+# recomputes the output and calls `backward` on it, which adds to the `.grad` of the parameters. (The ten lines never
+# train parameters; the longer version below, only a module's.)
 #
 # So one *input* must require grad. There are three ways out: call `x.requires_grad_()`, as `enable_input_require_grads`
 # of `transformers` does on the output of frozen embeddings; use the non-reentrant form ({doc}`03_what_pytorch_offers`);
@@ -286,13 +292,13 @@ dtypes
 # %% [markdown]
 # The recomputation runs in fp32. The fix: save the autocast settings.
 #
-# ## Thirty lines
+# ## Twenty lines
 #
 # The four fixes together:
 
 
 # %%
-class ThirtyLines(torch.autograd.Function):
+class TwentyLines(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, x, *parameters):
         ctx.function = function
@@ -316,7 +322,7 @@ class ThirtyLines(torch.autograd.Function):
 
 def checkpoint(function, x):
     parameters = function.parameters() if isinstance(function, nn.Module) else ()
-    return ThirtyLines.apply(function, x, *parameters)
+    return TwentyLines.apply(function, x, *parameters)
 
 
 # %% [markdown]
@@ -334,7 +340,7 @@ for run in (model, functools.partial(checkpoint, model)):
 [torch.equal(a, b) for a, b in zip(*results)]
 
 # %% [markdown]
-# ## What thirty lines still miss
+# ## What twenty lines still miss
 #
 # The table shows 19 steps like those above with five checkpoints. {doc}`../pitfalls` explains them and has their code.
 # PyTorch's non-reentrant form is another design ({doc}`03_what_pytorch_offers`). In the third row, *error* is correct:
@@ -346,7 +352,7 @@ torch_checkpoints = {
     "torch non-reentrant": functools.partial(torch_checkpoint, use_reentrant=False),
 }
 pitfalls = verdicts(
-    {"ten lines": TenLines.apply, "thirty lines": checkpoint, **torch_checkpoints, "ackpt": ackpt.checkpoint}
+    {"ten lines": TenLines.apply, "twenty lines": checkpoint, **torch_checkpoints, "ackpt": ackpt.checkpoint}
 )
 bold = {"wrong": "**wrong**"}
 shown = [{key: bold.get(text, text) for key, text in row.items()} for row in pitfalls]
@@ -361,7 +367,7 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside autograd's
 # own graph, which can be differentiated again, and it reads the tensors that the recomputation saves, not its outputs.
 #
-# `ackpt.checkpoint` is the thirty lines with these additions:
+# `ackpt.checkpoint` is the twenty lines with these additions:
 #
 # - **The first forward runs in grad mode**, and its graph is dropped when the region ends. So code that checks the grad
 #   mode takes the same path as without a checkpoint. The graph also shows which outputs require grad and which
@@ -374,7 +380,7 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # - **Tensors in dicts, lists, tuples, dataclasses and keyword arguments** are inputs of the autograd node.
 # - **Both runs are compared**, operation by operation, with their numeric arguments. A difference raises an error.
 #
-# One case stays wrong: the region builds a tensor from a Python value (`torch.tensor(scale)`) that changes before
+# One row stays wrong: the region builds a tensor from a Python value (`torch.tensor(scale)`) that changes before
 # backward. Both runs look identical to the checks. Pass such a value as an argument, because a region saves its
 # arguments.
 #
@@ -446,19 +452,19 @@ def repeated(times, call, *arguments):
 for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer block", 1, (block, *inputs))):
     steps = {label: functools.partial(repeated, times, call, *arguments) for label, call in contenders.items()}
     flops = {label: ackpt.count_flops(step) for label, step in steps.items()}
-    print(f"{name}: a forward and a backward, relative to the baseline, median of 7 rounds")
+    print(f"{name}: a forward and a backward, relative to the baseline, median and range of 7 rounds")
     for label, ratio in compare_seconds(steps, repeats=7, clock="processor").ratios.items():
-        print(f"  {label:20} time x {ratio.median:.2f}   FLOPs x {flops[label] / flops['baseline']:.2f}")
+        time = f"time x {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+        print(f"  {label:20} {time:30} FLOPs x {flops[label] / flops['baseline']:.2f}")
 
 # %% [markdown]
 # For the tiny region, every checkpoint takes several times as long as the baseline. For the block, most of the added
 # time is recomputation. PyTorch's non-reentrant checkpoint recomputes fewer FLOPs, because it stops as soon as backward
-# has all the tensors that it reads: it skips the last matrix product of the block. (Rounds vary by more than the time
-# of this product.)
+# has all the tensors that it reads: it skips the last matrix product of the block.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The checks take time per region and per operation, whatever the sizes of the tensors. So make regions as large as a
+# The overhead is per region and per operation, whatever the sizes of the tensors. So make regions as large as a
 # Transformer block.
 # :::
 
@@ -509,14 +515,13 @@ narrow = [nn.Sequential(up, nn.GELU(), down)] * 4
 wide = [up, *[nn.Sequential(nn.GELU(), down, up)] * 3, nn.Sequential(nn.GELU(), down)]
 
 
-def saved_by(parts):
+def saved_by(regions):
     def forward(a):
-        for part in parts:
-            a = part(a) if part is up else ackpt.checkpoint(part, a)
+        for region in regions:
+            a = region(a) if region is up else ackpt.checkpoint(region, a)
         return a
 
-    timeline = measured(forward, up, down).timeline
-    return timeline.at(timeline.boundary)["activations"] - 8
+    return saved_bytes(forward, up, down) - 8
 
 
 size = 4 * len(rows) * 64  # bytes of one narrow activation
@@ -529,7 +534,7 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 # - A reentrant checkpoint is ten lines: save the input, run without a graph, and recompute with a graph in backward.
 #   One of its inputs must require grad.
 # - A chain of $n$ layers then needs $2 \sqrt n$ activations, and $3 \sqrt[3] n$ with two levels of regions.
-# - The ten lines are wrong wherever the second run differs from the first. Most of these errors are silent, also in
+# - The ten lines fail wherever the second run differs from the first. Most of these errors are silent, even in
 #   PyTorch's own checkpoint.
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases
 #   <not-guaranteed>`. Its code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.

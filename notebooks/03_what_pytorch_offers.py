@@ -10,8 +10,8 @@
 #
 # Why PyTorch's memory budget bounds no peak: it bounds the bytes that are saved when backward begins (circle). The peak
 # (triangle) comes later, when recomputed tensors are live. From a budget of 0.5 to 0.2, saved bytes fall and the peak
-# rises. A plan of `ackpt` bounds the peak. (MiB, measured on a CPU. Inductor compiles the first three steps; their
-# recomputed tensors count as temporaries.)
+# rises. A plan of `ackpt` bounds the peak. (MiB, measured on a CPU. Inductor, `torch.compile`'s backend, compiles the
+# first three steps; their recomputed tensors count as temporaries.)
 # ```
 #
 # This chapter rebuilds most of these tools in a few lines each. All tensors are in fp32. All results and failures come
@@ -102,18 +102,18 @@ baseline = gradients(step)
 
 # %%
 def non_reentrant(function, *args, context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())):
-    first, again = context_fn()
+    forward, recomputing = context_fn()
     numbers, tensors = itertools.count(), {}
 
     def unpack(number):
         if number not in tensors:
             saved = []
-            with torch.enable_grad(), again, saved_tensors_hooks(saved.append, lambda nothing: nothing):
+            with torch.enable_grad(), recomputing, saved_tensors_hooks(saved.append, lambda nothing: nothing):
                 function(*args)
             tensors.update(enumerate(saved))
         return tensors.pop(number)
 
-    with first, saved_tensors_hooks(lambda tensor: next(numbers), unpack):
+    with forward, saved_tensors_hooks(lambda tensor: next(numbers), unpack):
         return function(*args)
 
 
@@ -129,7 +129,7 @@ for run in (non_reentrant, torch_non_reentrant, reentrant):
 # ## Selective checkpointing
 #
 # Matrix products and attention are expensive; the other operations are cheap. *Selective* checkpointing saves the
-# results of listed operations in a block's forward, and reuses them in its recomputation. A `TorchDispatchMode` does
+# outputs of listed operations in a block's forward, and reuses them in its recomputation. A `TorchDispatchMode` does
 # this: PyTorch calls its `__torch_dispatch__` in place of every operation below autograd:
 
 # %%
@@ -138,22 +138,22 @@ EXPENSIVE = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash
 
 
 class Stored(TorchDispatchMode):
-    def __init__(self, results, recomputing):
+    def __init__(self, outputs, recomputing):
         super().__init__()
-        self.results, self.recomputing = results, recomputing
+        self.outputs, self.recomputing = outputs, recomputing
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if self.recomputing and operation in EXPENSIVE:
-            return self.results.pop(0)
-        result = operation(*args, **(kwargs or {}))
+            return self.outputs.pop(0)
+        output = operation(*args, **(kwargs or {}))
         if operation in EXPENSIVE:
-            self.results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
-        return result
+            self.outputs.append(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+        return output
 
 
 def two_modes():
-    results = []
-    return Stored(results, recomputing=False), Stored(results, recomputing=True)
+    outputs = []
+    return Stored(outputs, recomputing=False), Stored(outputs, recomputing=True)
 
 
 torch_selective = partial(torch_non_reentrant, context_fn=partial(create_selective_checkpoint_contexts, EXPENSIVE))
@@ -164,7 +164,7 @@ for run in (partial(non_reentrant, context_fn=two_modes), torch_selective):
 # ## Saving to the CPU
 #
 # `save_on_cpu` recomputes nothing. Its hooks copy each saved tensor to host memory, and back when backward reads it.
-# Here, NumPy arrays stand in for host memory, because our meter counts only torch's allocator:
+# Here, NumPy arrays stand in for host memory, because `ackpt.measure` counts only torch's allocator:
 
 # %%
 to_host = saved_tensors_hooks(lambda tensor: tensor.numpy(force=True).copy(), torch.tensor)
@@ -212,8 +212,7 @@ by_cut
 #
 # The *memory budget*, `torch._functorch.config.activation_memory_budget`, is a number between 0, which saves only
 # inputs, and 1, which saves the minimum cut. In between, a knapsack picks tensors to recompute until the saved bytes
-# fit that fraction of the minimum cut's. The budget must be set while `torch.compile` compiles, here with Inductor, its
-# default backend:
+# fit that fraction of the minimum cut's. The budget must be set while `torch.compile` compiles, here with Inductor:
 
 
 # %%
@@ -270,9 +269,9 @@ for layer in llama.model.layers[::2]:
 #
 # *Saved* bytes are the activations that are live when backward begins. FLOPs count matrix products and attention; those
 # of Inductor's rows are counted with a backend that cuts the same graph and runs operations one by one. The last rows
-# show `ackpt`: a region around every block, and plans for 0.75 and 0.45 of the baseline's peak. A *plan* says for each
-# activation whether it is saved or recomputed ({doc}`07_graph_profiler`). Gradients equal the baseline's to the last
-# bit, in Inductor's rows up to rounding.
+# show `ackpt`: a region around every block, and plans for 0.75 and 0.45 of the baseline's peak. A *plan* says what is
+# saved, and when the rest is recomputed ({doc}`07_graph_profiler`). Gradients equal the baseline's to the last bit, in
+# Inductor's rows up to rounding.
 
 
 # %% tags=["hide-input"]
@@ -329,6 +328,7 @@ path = write_text_atomic("results/tables/03_tools.md", markdown_table(rows, colu
 half, fifth, plan = "Inductor, memory budget 0.5", "Inductor, memory budget 0.2", "`ackpt` plan, 0.45"
 assert saved[fifth] < saved[half] and peak[fifth] > peak[half] > peak[plan] and flops[plan] < flops[fifth]
 assert min(peak, key=peak.get) == "`save_on_cpu`"
+assert peak["non-reentrant, `save_on_cpu`"] == peak["non-reentrant"]
 assert flops["`ackpt` plan, 0.75"] == flops["selective"] == flops["baseline"]
 assert flops["non-reentrant"] < flops["reentrant"] == flops["`ackpt` regions"]
 
@@ -338,12 +338,13 @@ assert flops["non-reentrant"] < flops["reentrant"] == flops["`ackpt` regions"]
 #
 # - *Non-reentrant* recomputes less than *reentrant* and `ackpt` regions, because it stops early
 #   ({doc}`02_reentrant_checkpoint`).
-# - *Selective* recomputes no matrix product, but most of the baseline's peak remains. It takes about as long as
+# - *Selective* recomputes no matrix product, but most of the baseline's peak remains. It is not faster than
 #   *non-reentrant* (times below), because it handles every operation in Python.
-# - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies, which need no FLOPs.
+# - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies. It does not lower the peak of
+#   *non-reentrant*, in the first block's backward: only this block's input is live there anyway.
 # - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it recomputes more than at 0.5, and
-#   its peak is higher: it chooses a set of tensors, not when each is recomputed. {doc}`07_graph_profiler` shows three
-#   peaks of one set.
+#   its peak is higher: it ignores when tensors are recomputed, so many may be live together. {doc}`07_graph_profiler`
+#   shows three peaks of one set.
 # - The *plan* of 0.45 has a lower peak than both, and recomputes less than the memory budget of 0.2.
 
 # %% tags=["hide-input"]
@@ -353,8 +354,8 @@ figure = panels_plot({label: measured[name].timeline for name, label in drawn.it
 path = plots.save(figure, "results/figures/03_timelines.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# The next cell times each step relative to the baseline, or for the memory budget to the step that Inductor compiles
-# without one: median and range of five rounds. On a GPU, copies to the host cost more than NumPy's copies do here.
+# We time each step relative to the baseline, or with a memory budget to Inductor without one: median and range of five
+# rounds. On a GPU, copies to the host cost more than NumPy's copies do here.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for reference in ("baseline", "Inductor"):
@@ -376,7 +377,7 @@ calls["ackpt"] = ackpt.checkpoint
 museum = []
 
 
-def exhibit(name, experiment, tools=calls):
+def exhibit(name, experiment, tools=calls, failure="wrong"):
     """Run the experiment with each tool; return the verdicts of the tools whose result is not the baseline's."""
     verdicts, truth = {}, None
     for tool, call in tools.items():
@@ -386,11 +387,11 @@ def exhibit(name, experiment, tools=calls):
                 warnings.simplefilter("ignore")
                 result = experiment(call)
             truth = result if tool == "baseline" else truth
-            verdicts[tool] = "right" if result == truth else "wrong"
+            verdicts[tool] = "right" if result == truth else failure
         except (RuntimeError, ValueError, ackpt.CheckpointError, ackpt.OffloadError) as error:
             result, verdicts[tool] = type(error).__name__, "error"
             result += textwrap.shorten(f": {error}".partition(". ")[0], 90, placeholder=" ...")
-        print(f"{tool:17} {verdicts[tool]:5} {result}")
+        print(f"{tool:17} {verdicts[tool]:9} {result}")
     museum.extend([name, tool, verdict] for tool, verdict in verdicts.items() if tool != "baseline")
     return {tool: verdict for tool, verdict in verdicts.items() if verdict != "right"}
 
@@ -426,12 +427,12 @@ assert exhibit("a shared block under DDP", sent_and_seen) == {"reentrant": "wron
 
 # %% [markdown]
 # The first number was sent; the optimizer sees the second. A reentrant backward delivers the gradient in two parts. DDP
-# averages the first and ignores the second, so the processes drift apart. If another layer's gradient is still missing,
-# the second part makes DDP raise an error:
+# averages only the first part, so the processes drift apart. If another layer's gradient is still missing, the second
+# part makes DDP raise an error:
 
 # %%
 with_layer_below = partial(sent_and_seen, below=partial(nn.Linear, 4, 4))
-assert exhibit("the same, with a layer below", with_layer_below) == {"reentrant": "error"}
+assert exhibit("a shared block above another layer, under DDP", with_layer_below) == {"reentrant": "error"}
 dist.destroy_process_group()
 
 # %% [markdown]
@@ -484,8 +485,7 @@ assert exhibit("a mask that changes", two_batches) == {"reentrant": "wrong", "no
 #
 # ### A mixture of experts
 #
-# Each forward of the router lowers the bias of an expert with too many tokens, so the recomputation chooses other
-# experts.
+# Each forward of the router adjusts every expert's bias by its load, so the recomputation chooses other experts.
 
 
 # %%
@@ -567,7 +567,7 @@ def offload_products(ctx, operation, *args, **kwargs):
 
 
 def some_effect(choice):
-    if choice is None:  # a manual plan of ackpt
+    if choice is None:  # a manual plan of ackpt: the fates of activations, by name
         ackpt.compile(model.head, torch.ones(2, d), policy="manual", options={"fates": {"linear": "saved"}})
     contexts = partial(create_selective_checkpoint_contexts, choice)
     train = partial(step, run=partial(torch_non_reentrant, context_fn=contexts))
@@ -576,8 +576,8 @@ def some_effect(choice):
 
 
 tools = {"baseline": EXPENSIVE, "list [linear]": [aten.linear.default], "MUST_CPU_OFFLOAD": offload_products, "ackpt": None}
-failures = {"list [linear]": "wrong", "MUST_CPU_OFFLOAD": "wrong", "ackpt": "error"}
-assert exhibit("a choice that has no effect", some_effect, tools) == failures
+failures = {"list [linear]": "no effect", "MUST_CPU_OFFLOAD": "no effect", "ackpt": "error"}
+assert exhibit("a choice that has no effect", some_effect, tools, failure="no effect") == failures
 
 # %% [markdown]
 # No. Both are ignored without a warning, and the step recomputes everything. The names also depend on the device:
@@ -660,11 +660,11 @@ path = record.save("results/cpu/03_what_pytorch_offers.json")
 # :::{admonition} Exercise 1: predict before measuring
 # :class: note
 # How many more bytes does *selective* save per block than *non-reentrant*? A linear layer of width $d$ writes $d$
-# elements per token; attention writes its result and one element per head. Which of these results is saved in vain?
+# elements per token; attention writes its output and one element per head. Which of these outputs is saved in vain?
 # :::
 
 # %% tags=["solution"]
-# Queries, keys and values 3 d, attention d + h, out d, up 4 d, down d. The result of `down` is saved in vain: it is only
+# Queries, keys and values 3 d, attention d + h, out d, up 4 d, down d. The output of `down` is saved in vain: it is only
 # added to the residual stream, and the backward of an addition reads nothing.
 predicted = 4 * T * (3 * d + d + h + d + 4 * d + d)
 difference = saved["selective"] - saved["non-reentrant"]
@@ -716,21 +716,21 @@ for (name, arguments), most in zip(variants.items(), (16, 8, 5)):
 # :::
 
 # %% tags=["solution"]
-before = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
+baseline_run = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
 expected = [parameter.grad.clone() for parameter in llama.parameters()]
-batch, budget = {"input_ids": tokens, "labels": tokens}, before.peak_bytes * 3 // 4
+batch, budget = {"input_ids": tokens, "labels": tokens}, baseline_run.peak_bytes * 3 // 4
 llama.train()
 ackpt.apply_budget(llama, batch, budget=budget)
-after = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
+planned_run = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
 ackpt.remove_budget(llama)
-print(f"{before.peak_bytes / 2**20:.1f} MiB -> {after.peak_bytes / 2**20:.1f} MiB")
-assert after.peak_bytes <= budget
+print(f"{baseline_run.peak_bytes / 2**20:.1f} MiB -> {planned_run.peak_bytes / 2**20:.1f} MiB")
+assert planned_run.peak_bytes <= budget
 assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(llama.parameters(), expected))
 
 # %% [markdown]
 # ## Summary
 #
 # - PyTorch's tools are short: hooks on saved tensors, a dispatch mode, a minimum cut. None bounds the peak in bytes.
-# - They fail where the recomputation differs from the forward, where gradients arrive in parts, and where a choice has
-#   no effect. Most of these failures are silent.
+# - They fail where the recomputation differs from the forward, where gradients arrive in parts, and where a check or an
+#   effect is missing. Most of these failures are silent.
 # - In every exhibit, `ackpt` is right or raises an error. Its budget in bytes bounds the measured peak.

@@ -53,7 +53,7 @@ def offloading(x: Tensor) -> None:
         assert_type(engine, Engine)
     assert_type(engine.stats(), dict[str, int | float])
     assert_type(ackpt.checkpoint(double, x, offload=offload), Tensor)
-    assert_type(ackpt.offload_pays(4096, {1024: 0.001}, bandwidth=2e9).hidden_from, int | None)
+    assert_type(ackpt.offload_pays(4096, {1024: 0.001}, bandwidth=2e9).overlapped_from, int | None)
     ackpt.offload_saved_tensors(store="cloud")  # pyright: ignore[reportArgumentType]
 
 

@@ -30,35 +30,35 @@ class OffloadPays:
     """The time of one block's copies and compute at ``tokens`` tokens; ``print`` shows it as a sentence.
 
     ``copy_seconds``: one copy, in one direction. ``forward_seconds``, ``backward_seconds``: compute without
-    recomputation. ``hidden_share``: the fraction of the copies' time that overlaps with compute; ``hidden``: whether it
-    is 1. ``hidden_from``: the number of tokens from which on all copies overlap completely; 1 for any number, None for
-    no number. ``bandwidth``: bytes per second, given or measured.
+    recomputation. ``overlapped_share``: the fraction of the copies' time that overlaps with compute; ``overlapped``:
+    whether it is 1. ``overlapped_from``: the number of tokens from which on all copies overlap completely; 1 for any
+    number, None for no number. ``bandwidth``: bytes per second, given or measured.
 
     Example:
         >>> import ackpt
         >>> pays = ackpt.offload_pays(4096, {1024: 0.002}, bandwidth=16e9)
-        >>> pays.copy_seconds, pays.hidden
+        >>> pays.copy_seconds, pays.overlapped
         (0.000262144, True)
         >>> str(pays).split(":")[0]
         'At 1024 tokens, copies overlap completely with compute'
     """
 
     tokens: int
-    hidden: bool
-    hidden_share: float
+    overlapped: bool
+    overlapped_share: float
     copy_seconds: float
     forward_seconds: float
     backward_seconds: float
-    hidden_from: int | None
+    overlapped_from: int | None
     bandwidth: float
 
     def __str__(self) -> str:
-        share = f"{math.floor(100 * self.hidden_share)} % of the copies' time overlaps"
-        at_tokens = "copies overlap completely" if self.hidden else share
-        if self.hidden_from is None:
+        share = f"{math.floor(100 * self.overlapped_share)} % of the copies' time overlaps"
+        at_tokens = "copies overlap completely" if self.overlapped else share
+        if self.overlapped_from is None:
             at_others = "Copies overlap completely at no length"
-        elif self.hidden_from > 1:
-            at_others = f"Copies overlap completely from {self.hidden_from} tokens on"
+        elif self.overlapped_from > 1:
+            at_others = f"Copies overlap completely from {self.overlapped_from} tokens on"
         else:
             at_others = "Copies overlap completely at any length"
         return (
@@ -101,9 +101,9 @@ def offload_pays(
 
     Model: a copy out overlaps with one forward, because the next copy waits for it. A copy in overlaps with all of a
     backward, or with half of it (``recompute=True``), because it starts when half of the recomputed activations have
-    been freed. ``hidden_share`` is the mean of both directions. If backward takes twice the forward, the condition is
-    ``copy <= forward``. The model ignores latencies, the first and the last block, and any slowdown of one direction by
-    the other.
+    been freed. ``overlapped_share`` is the mean of both directions. If backward takes twice the forward, the condition
+    is ``copy <= forward``. The model ignores latencies, the first and the last block, and any slowdown of one direction
+    by the other.
 
     Source: derived from the points at which ``ackpt/offloading/engine.py`` starts its copies; overlapping copies with a
     layer's compute is from Rhu et al. 2016, vDNN (arXiv:1602.08124).
@@ -111,7 +111,7 @@ def offload_pays(
     Example:
         >>> import ackpt
         >>> pays = ackpt.offload_pays(4096, {1024: 0.001, 4096: 0.007}, bandwidth=2e9)
-        >>> pays.hidden, pays.hidden_from
+        >>> pays.overlapped, pays.overlapped_from
         (False, 5518)
     """
     size = _positive("bytes_per_token", bytes_per_token)
@@ -132,12 +132,12 @@ def offload_pays(
     finite = [start for start in starts if start is not None]
     return OffloadPays(
         tokens=tokens,
-        hidden=min(covered) == 1,
-        hidden_share=sum(covered) / 2,
+        overlapped=min(covered) == 1,
+        overlapped_share=sum(covered) / 2,
         copy_seconds=copy * tokens,
         forward_seconds=_at(forward, tokens),
         backward_seconds=_at(backward, tokens),
-        hidden_from=max(finite) if len(finite) == len(starts) else None,
+        overlapped_from=max(finite) if len(finite) == len(starts) else None,
         bandwidth=bandwidth,
     )
 

@@ -39,11 +39,11 @@ def test_no_time_is_negative():
         ((0, 2, 0), 1, 1),
         ((0, 1, 0), 1, 1),
         ((0, 1, 0), 2, None),
-        ((9, 1, 0), 2, None),  # short ones hide behind the fixed part, long ones do not
+        ((9, 1, 0), 2, None),  # short ones overlap with the fixed part, long ones do not
         ((0, 0, 1), 10, 10),
         ((0, 3, 1), 10, 7),
         ((0, 0, 2), 5, 3),  # 2.5
-        ((6, 0, 1), 5, 3),  # (T - 2)(T - 3): hidden up to 2 and from 3 on
+        ((6, 0, 1), 5, 3),  # (T - 2)(T - 3): complete up to 2 and from 3 on
         ((7, 0, 1), 5, 1),  # no root
         ((0, 6, 1), 5, 1),
     ],
@@ -53,16 +53,16 @@ def test_the_length_from_which_compute_covers_a_copy(window, copy, start):
 
 
 def test_a_region_at_one_length():
-    # 1000 tokens of 4000 bytes: 4 MB, at 1 GB/s 4 ms. Forward 8 ms, half of backward (16 ms) 8 ms: both hide it.
+    # 1000 tokens of 4000 bytes: 4 MB, at 1 GB/s 4 ms. Forward 8 ms, half of backward (16 ms) 8 ms: both cover it.
     pays = offload_pays(4000, {1000: 8 * MS}, bandwidth=1e9)
     assert pays == OffloadPays(
         tokens=1000,
-        hidden=True,
-        hidden_share=1.0,
+        overlapped=True,
+        overlapped_share=1.0,
         copy_seconds=pytest.approx(4 * MS),
         forward_seconds=pytest.approx(8 * MS),
         backward_seconds=pytest.approx(16 * MS),
-        hidden_from=1,
+        overlapped_from=1,
         bandwidth=1e9,
     )
 
@@ -70,25 +70,25 @@ def test_a_region_at_one_length():
 def test_the_share_of_overlapped_copy_time_is_reported():
     # A copy of 8 ms, a forward of 2 ms, half of a backward of 8 ms: 1/4 of the copy out, 1/2 of the copy in.
     pays = offload_pays(8000, {1000: 2 * MS}, backward_seconds={1000: 8 * MS}, bandwidth=1e9)
-    assert not pays.hidden
-    assert pays.hidden_share == pytest.approx((1 / 4 + 1 / 2) / 2)
-    assert pays.hidden_from is None
+    assert not pays.overlapped
+    assert pays.overlapped_share == pytest.approx((1 / 4 + 1 / 2) / 2)
+    assert pays.overlapped_from is None
     # Without recompute all of the backward is there for the copy in.
     pays = offload_pays(8000, {1000: 2 * MS}, backward_seconds={1000: 8 * MS}, bandwidth=1e9, recompute=False)
-    assert pays.hidden_share == pytest.approx((1 / 4 + 1) / 2)
+    assert pays.overlapped_share == pytest.approx((1 / 4 + 1) / 2)
 
 
 def test_the_length_from_which_offload_pays():
-    # Forward T^2 ns, copy 500 T ns: hidden from 500 on. At 100 tokens a fifth.
+    # Forward T^2 ns, copy 500 T ns: complete overlap from 500 on. At 100 tokens a fifth.
     seconds = {n: n**2 * 1e-9 for n in (100, 1000)}
     pays = offload_pays(500, seconds, bandwidth=1e9, tokens=100)
-    assert (pays.hidden, pays.hidden_from) == (False, 500)
-    assert pays.hidden_share == pytest.approx(0.2)
-    assert offload_pays(500, seconds, bandwidth=1e9, tokens=500).hidden_share == pytest.approx(1)
+    assert (pays.overlapped, pays.overlapped_from) == (False, 500)
+    assert pays.overlapped_share == pytest.approx(0.2)
+    assert offload_pays(500, seconds, bandwidth=1e9, tokens=500).overlapped_share == pytest.approx(1)
     assert offload_pays(500, seconds, bandwidth=1e9).tokens == 1000
-    # A backward that is only as long as the forward hides the copy in from 1000 tokens on: that decides.
+    # A backward that is only as long as the forward covers the copy in from 1000 tokens on: that decides.
     slow = offload_pays(500, seconds, backward_seconds=seconds, bandwidth=1e9)
-    assert slow.hidden_from == 1000
+    assert slow.overlapped_from == 1000
 
 
 def test_the_answer_is_printed_in_words():
