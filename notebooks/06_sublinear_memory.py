@@ -8,10 +8,8 @@
 # :alt: State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end.
 # :class: dark-light
 #
-# Revolve reverses a chain of 16 steps with three snapshots: the line is the state that runs, thin lines are snapshots.
+# Revolve reverses a chain of 16 steps with three snapshots: thick lines run or reverse steps, thin lines are snapshots.
 # ```
-#
-# Goal: say how little memory a chain of $n$ blocks can use, at what cost, and where formulas for equal blocks fail.
 
 # %%
 from functools import partial
@@ -44,9 +42,9 @@ from experiments.widgets.chain_steps import chain_steps
 schematics.publish(chain_steps(), "06_chain")
 
 # %% [markdown]
-# A *schedule* is the ordered list of what a step computes, frees and recomputes. The animation runs a chain of 12
-# layers under schedules of this chapter, and under a plan of `ackpt`, which says what to save and recompute
-# ({doc}`07_graph_profiler`), within the same peak as $\sqrt n$ segments.
+# A *schedule* is the ordered list of what a training step computes, frees and recomputes. The animation runs a chain of
+# $n = 12$ layers under schedules of this chapter, and under a plan of `ackpt` ({doc}`07_graph_profiler`) with the peak
+# of $\sqrt n$ segments.
 #
 # ```{schematic-explorer} ../../results/explorer/06_chain.json
 # :image: ../../results/figures/06_chain.png
@@ -123,14 +121,18 @@ def in_segments(blocks, lengths, x):
 # the boundary, which is saved, and PyTorch stops a recomputation as soon as it has all tensors that backward reads.
 # This leaves $n - n / k - (k - 1)$ products, or $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward.
 #
-# This book gives four formulas for this peak, which count different tensors:
+# Other chapters count other tensors:
+#
+# :::{table} Four formulas for the peak of $k$ equal segments.
+# :name: tab-segment-peaks
 #
 # | where | peak | counted | at $k = \sqrt n$ |
 # |---|---|---|--:|
 # | {doc}`02_reentrant_checkpoint` | $k + n / k$ | $k - 1$ boundaries, $n / k$ activations and one gradient, in a chain without weights | $2 \sqrt n$ |
 # | {doc}`07_graph_profiler` | $(n / \ell - 1) + (\ell - 1) + 2$ | saved and recomputed activations, and two gradients, with segments of length $\ell = n / k$ | $2 \sqrt n$ |
-# | here, above | $k - 1 + n / k$ | saved and recomputed activations alone | $2 \sqrt n - 1$ |
-# | here, measured | $k - 1 + n / k + 3$ | also input, product and output of the last block, at the end of the forward | $2 \sqrt n + 2$ |
+# | above | $k - 1 + n / k$ | saved and recomputed activations alone | $2 \sqrt n - 1$ |
+# | measured below | $k - 1 + n / k + 3$ | also input, product and output of the last block, at the end of the forward | $2 \sqrt n + 2$ |
+# :::
 #
 # While backward processes the segments nearest the input, few boundaries are live, so these segments may be longer.
 # With decreasing lengths $\ell_1 > \ell_2 > \dots$, about $\sqrt{2 n}$ activations are enough
@@ -151,7 +153,8 @@ def halves(blocks, x):
 
 # %% [markdown]
 # The memory $g$ of $n$ blocks is one saved tensor plus the memory of half of the other blocks. Every level of the
-# recursion recomputes half of all blocks once, except for the $n - 1$ blocks in all that only compute a saved tensor:
+# recursion recomputes half of all blocks once. In total, $n - 1$ of these are skipped, because they only compute a saved
+# tensor:
 #
 # $$ g(n) = 1 + g\Bigl(\frac{n - 1}{2}\Bigr) \approx \log_2 n , \qquad
 # \text{recomputed blocks} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
@@ -183,21 +186,22 @@ def run_chain(n, method, **options):
     gradients = run.timeline.at(run.timeline.peak_index).get("gradients", 0)
     live, rest = divmod(run.dynamic_peak_bytes - gradients, S)
     assert rest in (0, 8) and (run.flops or 0) % PRODUCT == 0  # 8: the loss and its gradient
-    again = None if run.flops is None else run.flops // PRODUCT - (3 * n - 1)
-    return run, live, again
+    recomputed = None if run.flops is None else run.flops // PRODUCT - (3 * n - 1)
+    return run, live, recomputed
 
 
 METHODS = "baseline", "equal segments", "decreasing segments", "recursive halving"
 for method in METHODS:
-    run, live, again = run_chain(64, method)
-    boundary = run.timeline.boundary
-    forward, backward = (max(part) // S for part in (run.timeline.live[:boundary], run.timeline.live[boundary:]))
-    print(f"{method:19}  peak {live:2} S (forward {forward:2}, backward {backward:2}), {again:3} blocks recomputed")
+    run, live, recomputed = run_chain(64, method)
+    start = run.timeline.boundary  # the index at which backward begins
+    forward, backward = (max(part) // S for part in (run.timeline.live[:start], run.timeline.live[start:]))
+    print(f"{method:19}  peak {live:2} S (forward {forward:2}, backward {backward:2}), {recomputed:3} blocks recomputed")
 
 # %% [markdown]
 # Every method reaches its peak in the last addition of the forward. Three *other* tensors are live there: the last
 # block's input, product and output. For recursive halving there are two, because this input is itself a boundary.
-# Backward has up to three gradients instead. With decreasing segments and recursive halving, it reaches the same peak.
+# Backward has up to three gradients instead, but not the last boundary, which autograd does not save. With decreasing
+# segments and recursive halving, backward reaches the same peak.
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
@@ -207,13 +211,13 @@ def predicted(n, method):
     """The peak in activations, and the recomputed blocks."""
     lengths = {"equal segments": isqrt(n) * [n // isqrt(n)], "decreasing segments": segment_lengths(n)}
     if method == "baseline":
-        saved, again = n, 0
+        saved, recomputed = n, 0
     elif method == "recursive halving":
-        saved, again = chen.recursive_peak(n), chen.recursive_extra_forwards(n)
+        saved, recomputed = chen.recursive_peak(n), chen.recursive_extra_forwards(n)
     else:
         saved = max(before + length for before, length in enumerate(lengths[method]))
-        again = n - lengths[method][-1] - (len(lengths[method]) - 1)
-    return saved + OTHERS[method], again
+        recomputed = n - lengths[method][-1] - (len(lengths[method]) - 1)
+    return saved + OTHERS[method], recomputed
 
 
 # %% tags=["hide-input"]
@@ -221,12 +225,12 @@ LENGTHS = {method: (16, 64) if method == "recursive halving" else (16, 64, 256) 
 runs, rows = {}, []
 for method, lengths in LENGTHS.items():
     for n in lengths:
-        run, live, again = run_chain(n, method)
-        theory_live, theory_again = predicted(n, method)
-        assert (live, again) == (theory_live, theory_again)
+        run, live, recomputed = run_chain(n, method)
+        theory_live, theory_recomputed = predicted(n, method)
+        assert (live, recomputed) == (theory_live, theory_recomputed)
         runs[method, n] = run
         row = {"method": method, "n": n, "theory": theory_live, "live": live}
-        rows.append(row | {"theory_again": theory_again, "again": again})
+        rows.append(row | {"theory_again": theory_recomputed, "again": recomputed})
 where = environment("cpu", "notebooks/06_sublinear_memory.py")
 chains = rows
 path = Record("sublinear", {"rows": 4096, "width": 4}, {"chains": chains}, where).save("results/cpu/06_chains.json")
@@ -249,10 +253,10 @@ of_baseline = deep_live / predicted(1024, "baseline")[0]
 print(f"1,024 blocks in {deep_live} activations, {deep.dynamic_peak_bytes / MIB:.2f} MiB: {of_baseline:.1%} of the baseline")
 
 # %% tags=["hide-input"] alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points lie on predicted lines, which extend to 1,024 blocks. The baseline rises straight to a thousand; equal and decreasing segments rise half as steeply, to 66 and 48; recursive halving rises least, to 13."
-found = {method: {row["n"]: row["live"] for row in rows if row["method"] == method} for method in METHODS}
-found["decreasing segments"][1024] = deep_live
+peaks = {method: {row["n"]: row["live"] for row in rows if row["method"] == method} for method in METHODS}
+peaks["decreasing segments"][1024] = deep_live
 figure = figures.curves_plot(
-    found,
+    peaks,
     {method: {n: predicted(n, method)[0] for n in (16, 64, 256, 1024)} for method in METHODS},
     "",
     xlabel="blocks n",
@@ -263,7 +267,7 @@ path = plots.save(figure, "results/figures/06_peaks.png")
 figure
 
 # %% [markdown]
-# *Both axes are logarithmic: segments need about the square root of $n$, recursive halving about its logarithm.*
+# *Peak over $n$, both axes logarithmic: it grows as $\sqrt n$ with segments, and as $\log_2 n$ with recursive halving.*
 
 # %% tags=["hide-input"] alt="Live memory of three training steps side by side. The baseline is a tall triangle. With equal segments the memory stays below a third of its height: a low ramp in the forward, then one tooth of saved activations for the last segment and seven of recomputed activations for the others. With recursive halving it is lower still, with many small teeth."
 drawn = "baseline", "equal segments", "recursive halving"
@@ -287,7 +291,7 @@ figure
 # %% [markdown]
 # ## Revolve: the optimum for equal steps
 #
-# A block is a *step* and its output a *state*; the chain's input is state 0. Revolve (Griewank and Walther 2000,
+# Here, *step* means a block, and *state* its output; the chain's input is state 0. Revolve (Griewank and Walther 2000,
 # [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states, *snapshots*, at any
 # time, including state 0. *Reversing* a step means to recompute it, and then to run its backward. Any other run of a
 # step is an *advance*, and only advances count. In the figure at the top, a rising line is a run of advances, and a
@@ -353,14 +357,14 @@ figure
 # $E(n, s) - (n - 1)$ products. We compare it with the other methods on the chain of 64 blocks:
 
 # %% tags=["hide-input"] alt="Recomputed blocks over the peak in activations, for 64 blocks. From right to left, as the peak falls, recomputation rises: baseline at 67 and 0, Revolve with 32 snapshots, equal segments at 18 and 49, decreasing segments at 14 and 53, recursive halving at 9 and 129, Revolve with 3 snapshots at 8 and 195."
-found = {row["method"]: {row["live"]: row["again"]} for row in chains if row["n"] == 64}
-found["Revolve"] = {}
+points = {row["method"]: {row["live"]: row["again"]} for row in chains if row["n"] == 64}
+points["Revolve"] = {}
 for s in (3, 4, 6, 8, 12, 16, 32):
     run = sublinear.run(64, "revolve", s)
     assert run.recomputed_blocks == revolve.advances(64, s) - 63
-    found["Revolve"][run.live] = run.recomputed_blocks
+    points["Revolve"][run.live] = run.recomputed_blocks
 figure = figures.curves_plot(
-    found, {}, "", xlabel="peak, in activations of S bytes", ylabel="recomputed blocks, of 64", logs=()
+    points, {}, "", xlabel="peak, in activations of S bytes", ylabel="recomputed blocks, of 64", logs=()
 )
 path = plots.save(figure, "results/figures/06_cost.png")
 figure
@@ -439,7 +443,7 @@ weights = sum(parameter.nbytes for parameter in blocks.parameters())
 predicted_mib = {
     k: max((j + ratio * n / k) * hidden.nbytes + (k - 1 - j) / k * weights for j in range(k)) / MIB for k in segments
 }
-assert min(segments, key=lambda k: k - 1 + n / k) < min(segments, key=measured_mib.get)
+assert min(segments, key=lambda k: k - 1 + n / k) == isqrt(n) and min(segments, key=measured_mib.get) == n
 figure = figures.curves_plot(
     {"16 Transformer blocks": measured_mib},
     {"16 Transformer blocks": predicted_mib},
@@ -451,10 +455,10 @@ path = plots.save(figure, "results/figures/06_transformer.png")
 figure
 
 # %% [markdown]
-# *Sixteen Transformer blocks: the lowest peak is not at $\sqrt n = 4$ segments. The measured points are higher than the
-# line by the temporaries of one block's backward.*
+# *Sixteen Transformer blocks: the lowest peak is at 16 segments, not at $\sqrt n = 4$. The measured points are higher
+# than the line by the temporaries of one block's backward.*
 #
-# **Blocks differ, and the graph may have more or fewer than the model.** In a graph, a block is the operations between
+# **Real blocks differ, and a graph has other blocks than its model.** In a graph, a block is the operations between
 # two *cut points*, tensors through which the whole gradient passes. A *pyramid* narrows from front to back: ours has
 # four stages of eight blocks, and three blocks between stages, which halve the activations. The policy *chen-sqrt* cuts
 # equal segments; *rotor* finds the best schedule of a chain:

@@ -5,7 +5,7 @@
 
 # %% [markdown]
 # ```{figure} ../../results/figures/07_orders.png
-# :alt: Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth.
+# :alt: Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. On demand: more and still lower teeth.
 # :class: dark-light
 # :name: fig-orders
 #
@@ -98,7 +98,7 @@ for node in joint.nodes:
 # storage of another tensor. A storage is allocated by its first node and freed after the last node that reads it or a
 # view of it.
 #
-# Let $m_{i-1}$ be the bytes that are live before operation $i$. The operation allocates $b_i$ bytes for its results and
+# Let $m_{i-1}$ be the bytes that are live before operation $i$. The operation allocates $b_i$ bytes for its outputs and
 # $w_i$ bytes of *workspace*, which it needs only while it runs. After it, the $b_i^-$ bytes that no later operation
 # reads are freed:
 #
@@ -209,11 +209,11 @@ assert predicted == lm_step.dynamic_peak_bytes
 # forward writes it and backward reads it. Bytes and FLOPs follow from shapes; workspaces must be measured.
 # :::
 #
-# ## What a schedule is
+# ## Schedules
 #
 # A *schedule* is the ordered list of steps that a plan runs: compute this node, free that storage. The baseline computes
-# every node once. `lower` takes the storages to save and recomputes the others as late as possible. We use a chain of
-# tanh operations, because the backward of a tanh reads only its output, and recompute the second of four:
+# every node once. `lower` takes the storages to save and recomputes every other storage once, when it is first read. We
+# use a chain of tanh operations, because the backward of a tanh reads only its output, and recompute the second of four:
 
 # %%
 class Chain(nn.Module):
@@ -259,15 +259,15 @@ for saved in ([x1, x2, x3, x4], [x1, x3, x4]):
 # - **Late**: recompute the $\ell - 1$ activations of a segment when backward reaches it. The peak is in the segment
 #   nearest the loss: its own saved activation is already freed, and the other $n / \ell - 1$ are live. Two gradients are
 #   also live: the one that a tanh's backward reads and the one that it computes.
-# - **Again**: recompute each activation from the nearest saved one just before backward needs it, then free it. Next to
-#   the two gradients, only one recomputed activation is live, in place of $\ell - 1$.
+# - **On demand**: recompute each activation from the nearest saved one just before backward needs it, then free it. Next
+#   to the two gradients, only one recomputed activation is live, in place of $\ell - 1$.
 #
 # In units of $S$, and without the loss and its gradient, the peaks are
 #
 # $$ \begin{aligned}
 #    \text{peak}_\text{early} &= n + 1 &&= 17 \\
 #    \text{peak}_\text{late} &= (n / \ell - 1) + (\ell - 1) + 2 &&= 8 \\
-#    \text{peak}_\text{again} &= (n / \ell - 1) + 1 + 2 &&= 6
+#    \text{peak}_\text{on demand} &= (n / \ell - 1) + 1 + 2 &&= 6
 #    \end{aligned} $$
 #
 # {doc}`06_sublinear_memory` derives the best $\ell$ for the late order. Here we check the three peaks. `scheduled` takes
@@ -285,7 +285,7 @@ backward = [i for i in order if i >= graph.boundary]
 early = scheduled(graph, None, recomputed + backward)
 
 # %% [markdown]
-# The third order inserts before each backward operation all nodes that it needs and that are not live:
+# The on-demand order inserts before each backward operation all nodes that it needs and that are not live:
 
 # %% tags=["hide-input"]
 def missing(i, available):
@@ -303,8 +303,8 @@ order = []
 for i in backward:
     order += [*missing(i, available), i]
     available.add(i)
-again = scheduled(graph, None, order)
-assert early.saved == late.saved == again.saved
+on_demand = scheduled(graph, None, order)
+assert early.saved == late.saved == on_demand.saved
 
 # %% [markdown]
 # `PlannedStep(model, policy)` runs a model by a schedule of ours: it captures the graph, calls the function `policy` with
@@ -313,14 +313,15 @@ assert early.saved == late.saved == again.saved
 # %%
 S, profile = chain.weight.nbytes, ackpt.profile(graph, workspace="measured")
 timelines = {}
-for name, schedule in {"early": early, "late": late, "again": again}.items():
+for name, schedule in {"early": early, "late": late, "on demand": on_demand}.items():
     forward = PlannedStep(chain, lambda graph: SimpleNamespace(schedule=schedule))
     real = measured(forward, chain)
     timelines[name] = real.timeline
     computed = [graph.nodes[one.id].target for one in schedule.backward if one.kind == "compute"]
     runs = computed.count("aten.tanh.default")
     peak = simulate(graph, profile, schedule).peak_bytes
-    print(f"{name:5} simulated {peak:,} B, measured {real.dynamic_peak_bytes:,} B = {peak / S:.1f} S, {runs} tanh recomputed")
+    nbytes = f"simulated {peak:,} B, measured {real.dynamic_peak_bytes:,} B"
+    print(f"{name:9} {nbytes} = {peak / S:.1f} S, {runs} tanh recomputed")
     assert peak == real.dynamic_peak_bytes
 
 # %%
@@ -329,7 +330,7 @@ path = plots.save(figure, "results/figures/07_orders.png")
 
 # %% [markdown]
 # {ref}`The figure at the top <fig-orders>` shows the three timelines. The early order recomputes twelve activations for
-# nothing: its peak is the baseline's. The third order recomputes twice as many and has the lowest peak.
+# nothing: its peak is the baseline's. The on-demand order recomputes twice as many and has the lowest peak.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -340,12 +341,12 @@ path = plots.save(figure, "results/figures/07_orders.png")
 # ## One id for each operation
 #
 # `ackpt` gives each operation an *id*, its position $i$ in the captured graph, and every copy of the node carries it.
-# `rewrite` turns a schedule into two modules, forward and backward. In the third order above, backward runs one operation
+# `rewrite` turns a schedule into two modules, forward and backward. In the on-demand order, backward runs one operation
 # three times; the copies have three names and one id:
 
 # %% tags=["hide-input"]
 names = collections.defaultdict(list)
-for node in rewrite(graph, again).backward.graph.nodes:
+for node in rewrite(graph, on_demand).backward.graph.nodes:
     if node.op == "call_function":
         names[node.meta["ackpt_id"]].append(node.name)
 often = max(names, key=lambda i: len(names[i]))
@@ -353,15 +354,15 @@ print(f"node {often}, {graph.nodes[often].name} in the capture, runs as {names[o
 
 # %% [markdown]
 # A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
-# Other weights do not change the hash, but another number of rows does. Applying a plan to another graph raises an
-# error. When sizes change, `ackpt.compile` replans, or simulates an existing schedule at the new sizes before it runs it.
+# The hash ignores the values of weights, but not the number of rows. Applying a plan to another graph raises an error.
+# When sizes change, `ackpt.compile` replans, or simulates an existing schedule at the new sizes before it runs it.
 
 # %%
 weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
 weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
 
 # %% [markdown]
-# ## Random numbers, and what must not happen twice
+# ## Dropout and BatchNorm in recomputation
 #
 # Two kinds of operations must not simply run a second time. Dropout would draw another mask, and BatchNorm in training
 # updates its running statistics, which must happen once per step. A planned step *replays* dropout: forward saves the RNG
@@ -412,11 +413,11 @@ rows = []
 for name, case in {"language model": (lm, call, targets), "ResNet": resnet}.items():
     for policy, row in graph_profile.compare(*case, tuple(shown)).items():
         assert row["is_equal"]
-        sizes = {what: round(row[f"{what}_bytes"] / MIB, 2) for what in ("saved", "peak")}
-        again = round(100 * row["recompute_ratio"], 1)
-        rows.append({"model": name, "plan": shown[policy], **sizes, "again": again, "off": row["off_bytes"]})
+        sizes = {kind: round(row[f"{kind}_bytes"] / MIB, 2) for kind in ("saved", "peak")}
+        recomputed = round(100 * row["recompute_ratio"], 1)
+        rows.append({"model": name, "plan": shown[policy], **sizes, "recomputed": recomputed, "off": row["off_bytes"]})
 columns = {"model": "model", "plan": "plan", "saved": "saved, MiB", "peak": "dynamic peak, MiB"}
-columns |= {"again": "recomputed FLOPs, %", "off": "simulated - measured, bytes"}
+columns |= {"recomputed": "recomputed FLOPs, %", "off": "simulated - measured, bytes"}
 caption = (
     "Planned steps on the CPU; all gradients are bitwise equal to the baseline's. The dynamic peak omits workspaces; "
     "the peaks in the last column include those of this machine."
@@ -499,7 +500,7 @@ for node in lm_graph.nodes[: lm_graph.boundary]:
     if node.inputs and torch.is_tensor(values[node.id]):
         kinds[node.target, tuple(values[node.id].shape)] += 1
 alone = sum(count == 1 for count in kinds.values())
-print(f"{alone} of {sum(kinds.values())} results in the forward have a unique operation and shape")
+print(f"{alone} of {sum(kinds.values())} outputs in the forward have a unique operation and shape")
 widest = max(lm_graph.storages, key=lambda s: len(s.nodes))
 print(f"nodes of storage {widest.id}:", ", ".join(lm_graph.nodes[i].name for i in widest.nodes))
 
@@ -521,4 +522,4 @@ except ackpt.graph.RewriteError as error:
     print(str(error).split(". This")[0])
 
 # %% [markdown]
-# This check covers bytes. Tests compare values, of random programs with randomly chosen saved sets.
+# This check covers bytes. Tests compare values, for random programs and saved sets.

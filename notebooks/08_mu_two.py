@@ -88,10 +88,10 @@ for linear, tanh in zip(net[0:10:2], net[1:10:2]):
     out = tanh(linear(hidden))
     moved = hidden.nbytes + linear.weight.nbytes + linear.bias.nbytes + out.nbytes
     product = max(2 * hidden.numel() * out.shape[1] / rate, moved / memory)
-    again = product + 2 * out.nbytes / memory
-    ratios.append(out.nbytes / again)
-    times = f"copy {1e6 * out.nbytes / link:4.1f} µs each way, recompute {1e6 * again:.1f} µs"
-    print(f"{out.nbytes // 1024} KiB: {times}, ratio {out.nbytes / again / 1e9:.1f} GB/s")
+    seconds = product + 2 * out.nbytes / memory
+    ratios.append(out.nbytes / seconds)
+    times = f"copy {1e6 * out.nbytes / link:4.1f} µs each way, recompute {1e6 * seconds:.1f} µs"
+    print(f"{out.nbytes // 1024} KiB: {times}, ratio {out.nbytes / seconds / 1e9:.1f} GB/s")
     hidden = out
 
 # %% [markdown]
@@ -110,9 +110,9 @@ path = plots.save(figure, "results/figures/08_inactive.png")
 figure
 
 # %% [markdown]
-# *When the activations of the small network are inactive, at the rates of a T4. If both copies fit into the inactive
-# interval, as for `tanh_1`, a swap is free. If the copy back ends too late, compute waits. `addmm_5` is the output of the
-# network.*
+# *When the activations of the small network are inactive, at the rates of a T4. If the copy out overlaps with forward and
+# the copy back with backward, as for `tanh_1`, a swap is free. If a copy ends too late, compute waits. `addmm_5` is the
+# output of the network.*
 #
 # `ackpt` computes both quantities for every activation of a graph ({doc}`07_graph_profiler`). The copy out can overlap
 # with all of forward after the activation is computed, its last use included; the copy back with all of backward before
@@ -162,22 +162,22 @@ figure
 # ratio, for recomputation. It takes the one with less overhead, and repeats. The overhead of a swap is the part of its
 # copies that does not overlap with compute, for `tanh` $(32.8 - 15.5) + (32.8 - 28.2) = 21.9$ µs. The link carries one
 # copy at a time: `Link` records how much of each operation's time (`costs`) can still overlap with a copy. `drop` marks
-# an activation for recomputation and updates the ratios of the others.
+# an activation for recomputation and updates the ratios and times of the others.
 
 # %%
-link_time, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
-while candidates := [i for i in kept if i not in moved]:
+link_time, retained, dropped, swaps = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
+while candidates := [i for i in retained if i not in swaps]:
     swap = max(candidates, key=lambda i: i.inactive_time)
     recompute = max(candidates, key=lambda i: i.recompute_ratio)
-    waits, again = link_time.overhead(swap), recompute.total_recomp_time
+    waits, seconds = link_time.overhead(swap), recompute.total_recomp_time
     names = graph.nodes[swap.rank].name, graph.nodes[recompute.rank].name
-    print(f"swap {names[0]:7} for {1e6 * waits:4.1f} µs or recompute {names[1]:7} for {1e6 * again:4.1f} µs? ", end="")
-    if again < waits:
-        drop(recompute, dropped, kept)
+    print(f"swap {names[0]:7} for {1e6 * waits:4.1f} µs or recompute {names[1]:7} for {1e6 * seconds:4.1f} µs? ", end="")
+    if seconds < waits:
+        drop(recompute, dropped, retained)
     else:
         link_time.overhead(swap, spend=True)
-        moved.append(swap)
-    print("recompute" if again < waits else "swap")
+        swaps.append(swap)
+    print("recompute" if seconds < waits else "swap")
 
 # %% [markdown]
 # Swapping wins where both copies overlap, as for `tanh_1`. Compute would wait for the copies of the large `tanh` and
@@ -211,9 +211,9 @@ for state in states(graph, no_link):
 
 # %%
 for name, schedule in zip(("once", "each"), schedules_of(graph, no_link, state)):
-    found = simulate(graph, no_link, schedule)
-    again = found.recompute_flops / (found.flops - found.recompute_flops)
-    print(f"{name}: peak {found.peak_bytes / 1024:.0f} KiB, {again:.0%} more FLOPs")
+    simulated = simulate(graph, no_link, schedule)
+    added = simulated.recompute_flops / (simulated.flops - simulated.recompute_flops)
+    print(f"{name}: peak {simulated.peak_bytes / 1024:.0f} KiB, {added:.0%} more FLOPs")
 print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes / 1024:.0f} KiB")
 
 # %% [markdown]
@@ -226,25 +226,25 @@ print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes /
 # after every choice. A set of choices becomes a plan only when its order is fixed.
 # :::
 #
-# ## What the optimum says
+# ## The exact optimum
 #
 # The network is small enough for an exact answer. The policy `ilp` solves an integer program: no plan for this order of
-# operations costs less. The default policy `auto`, *plan* in the tables, finds the useful sets of tensors to save in each
-# block and combines them over all blocks. A local search improves these plans. {doc}`13_rotor` describes both. The
+# operations adds less time. The default policy `auto`, *plan* in the tables, finds the useful sets of tensors to save in
+# each block and combines them over all blocks. A local search improves these plans. {doc}`13_rotor` describes both. The
 # budget is 80 % of the baseline's dynamic peak:
 
 # %%
 plans = {policy: ackpt.plan(graph, 0.8, policy, profile=no_link) for policy in ("mu-two", "auto", "ilp")}
 for policy, plan in plans.items():
-    again = ", ".join(name for name, fate in plan.fates.items() if fate == "recomputed")
+    names = ", ".join(name for name, fate in plan.fates.items() if fate == "recomputed")
     peak = plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes
-    print(f"{policy:6} recomputes {again:12} peak {peak:.0%}, added time {plan.cost:.1%}")
+    print(f"{policy:6} recomputes {names:12} peak {peak:.0%}, added time {plan.cost:.1%}")
 assert plans["ilp"].cost <= plans["mu-two"].cost
 
 # %% [markdown]
 # The optimum recomputes only `tanh`. mu-TWO also recomputes `tanh_4`, which it dropped first for its high ratio. This
-# gains nothing: the peak is at the start of backward, which needs `tanh_4` at once. The ratio takes into account bytes
-# and time, but not *when* the bytes are live, and a greedy algorithm never takes back a choice.
+# gains nothing: `tanh_4` is already freed at the peak. The ratio takes into account bytes and time, but not *when* the
+# bytes are live, and a greedy algorithm never takes back a choice.
 #
 # ## When a copy is free
 #
@@ -289,8 +289,8 @@ path = write_text_atomic("results/tables/08_link.md", table)
 #
 # {ref}`The figure at the top <fig-swapped>` shows the plans for width 1,024 and a T4. The T4 is slow, so all copies
 # overlap with the products of this width, and halving the peak is free. The H200 computes narrow layers faster than the
-# link copies their outputs. At width 256, mu-TWO costs even more with the link than without it: only plans along one
-# greedy sequence are candidates, and the plan without swaps is not among them.
+# link copies their outputs: at width 256, mu-TWO even costs more with the link than without. Only plans along one greedy
+# sequence are candidates, and the plan without swaps is not among them.
 #
 # From which width on do all copies overlap? With $T$ tokens, a layer of width $d$ computes $2 T d^2$ FLOPs in forward, at
 # a rate of $\rho$ FLOPs per second. Its output has $4 T d$ bytes in fp32, and the link moves $\lambda$ bytes per second in
@@ -299,7 +299,8 @@ path = write_text_atomic("results/tables/08_link.md", table)
 # $$ \frac{4 T d}{\lambda} \;\le\; \frac{2 T d^2}{\rho} \qquad\Longleftrightarrow\qquad d \;\ge\; \frac{2 \rho}{\lambda} , $$
 #
 # for any number of tokens. {ref}`The table <tab-offload-pays>` in {doc}`05_offload` evaluates this for three devices,
-# also in 16 bits, as *outputs of layers*. *Inputs of blocks* allow narrower models: a block computes twelve times as much.
+# also in 16 bits, as *outputs of layers*. For *inputs of blocks*, $d$ may be smaller: a block computes twelve times as
+# much.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -309,12 +310,12 @@ path = write_text_atomic("results/tables/08_link.md", table)
 #
 # ## The largest batch
 #
-# The peak of a step is linear in the batch size $B$: it is $C_0 + C_1 B$. Parameters, gradients and optimizer state are
-# in $C_0$; the activations are in $C_1 B$, and only they can be recomputed. A limit of $M$ bytes therefore allows
+# The peak of a step is nearly linear in the batch size $B$: $C_0 + C_1 B$. Parameters, gradients and optimizer state are
+# in $C_0$; the activations are in $C_1 B$, and only they can be recomputed. A budget of $M$ bytes therefore allows
 #
 # $$ B = \left\lfloor \frac{M - C_0}{C_1} \right\rfloor . $$
 #
-# We predict $B$ for a Transformer with sequences of 32 tokens, then run it on this CPU. The limit is the peak of the
+# We predict $B$ for a Transformer with sequences of 32 tokens, then run it on this CPU. The budget is the peak of the
 # baseline with 16 sequences.
 
 # %%
@@ -342,28 +343,28 @@ def train(batch, *, regions=False, budget=None):
     return ackpt.measure(step, resident=resident, repeats=0).peak_bytes, getattr(forward, "plan", None)
 
 # %%
-limit, _ = train(16)
+budget, _ = train(16)
 options = {"baseline": {}, "per-block": {"regions": True}, "mu-two": {"budget": 0.4}}
 largest = {}
 for method, how in options.items():
     small, large = (train(batch, **how)[0] for batch in (16, 32))
     slope = (large - small) / 16
-    largest[method] = int((limit - (small - 16 * slope)) / slope)
-    print(f"{method:9} {slope / 1024:5.1f} KiB per sequence: {largest[method]} sequences in {limit / MIB:.2f} MiB")
+    largest[method] = int((budget - (small - 16 * slope)) / slope)
+    print(f"{method:9} {slope / 1024:5.1f} KiB per sequence: {largest[method]} sequences in {budget / MIB:.2f} MiB")
 
 # %%
 size, _ = train(largest["per-block"], regions=True)
-planned_size, plan = train(largest["mu-two"], budget=limit)
-assert max(size, planned_size) <= limit
+planned_size, plan = train(largest["mu-two"], budget=budget)
+assert max(size, planned_size) <= budget
 print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time")
 
 # %% [markdown]
-# Both peaks are within the limit. With little memory, $C_0$ dominates, and no method gains much. (The added time is
+# Both peaks are within the budget. With little memory, $C_0$ dominates, and no method gains much. (The added time is
 # estimated from the measured rates of a CPU.)
 #
 # ## The published table
 #
-# A reproduction of mu-TWO published memory and time of a ResNet-152 without and with it, and three claims:
+# One reproduction of mu-TWO reports memory and time of a ResNet-152 without and with it, and claims:
 
 # %%
 reference = load_reference("mu-two-resnet")
@@ -381,8 +382,9 @@ columns = {"batch": "batch", "without": "without, MiB", "predicted": "predicted,
 columns |= {"with": "with, MiB", "saved": "peak, %", "without_ms": "without, ms", "with_ms": "with, ms"}
 columns |= {"time": "time, %", "larger": "factor of the batch"}
 caption = (
-    "ResNet-152 without and with a mu-TWO pipeline, as published by others, and *without* as predicted from shapes. Peak "
-    "and time: *with* relative to *without*. Factor: how much larger a batch fits *with* the pipeline into the same memory."
+    "ResNet-152 without and with a mu-TWO pipeline, as published by others, and *without* (plus a second model) as "
+    "predicted from shapes. Peak and time: *with* relative to *without*. Factor: how much larger a batch fits *with* the "
+    "pipeline into the same memory."
 )
 path = write_text_atomic("results/tables/08_published.md", markdown_table(rows, columns, caption, "tab-published"))
 columns = {"batch": "batch", "without peak": "baseline, MiB", "per-block peak": "per-block, MiB"}
@@ -400,12 +402,11 @@ path = write_text_atomic("results/tables/08_resnet.md", markdown_table(rows, col
 #
 # - **Largest batch.** The table supports a factor of about 2, the lower end of the claim for the ResNet.
 # - **Peak.** Four rows save less than the claimed 45 % to 60 %, the last one a little more.
-# - **Time.** For batches of 8 and more, the step with recomputation is reported as *faster*, although it computes
-#   everything that the baseline computes, and more.
+# - **Time.** For batches of 8 and more, the step with recomputation is reported as *faster*, although it computes more.
 #
-# So the two columns probably do not measure the same thing ({doc}`11_predictions` gives the evidence). We cannot predict
-# *with*, whose network and step are not known. Instead, we predict per-block checkpointing of the same network, and plans
-# with its peak as their budget:
+# So the two columns probably do not measure the same thing, and the pipeline did not run mu-TWO ({doc}`11_predictions`
+# gives the evidence). We cannot predict *with*, whose network and step are not known. Instead, we predict per-block
+# checkpointing of the same network, and plans with its peak as their budget:
 #
 # ```{include} ../../results/tables/08_resnet.md
 # ```
@@ -431,14 +432,14 @@ figure
 # which the pipeline was written (6 blocks of width 512, 8 heads, 128 tokens, 30,000 words). Gray marks: published,
 # where *without* includes a second model.*
 #
-# All peaks are linear in the batch except the published ones *with*. On the Transformer, mu-TWO's greedy choices cost
-# more than per-block checkpointing, 26 % against 14 %. Recomputation cannot free the logits of 30,000 words, so the peak
-# falls by at most 36 %.
+# From a batch of 8 on, all peaks are nearly linear except the published ones *with*. mu-TWO's greedy choices then add
+# 26 % to the Transformer's step, per-block checkpointing and the plan at most 14 %. Recomputation cannot free the logits
+# of 30,000 words, so the peak falls by at most 36 %.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A peak is linear in the batch size. With ample memory, the ratio of the slopes is the factor by which a plan enlarges
-# the batch. If a step that does more work is reported as faster, check what was measured.
+# A peak is nearly linear in the batch size. With ample memory, the ratio of the slopes is the factor by which a plan
+# enlarges the batch. If a step that does more work is reported as faster, check what was measured.
 # :::
 #
 # The numbers on this page were produced in this environment:
@@ -464,10 +465,10 @@ class Fork(nn.Linear):
 
 
 fork = ackpt.trace(Fork(4, 4), torch.ones(2, 4))
-kept = mu_two.intermediates_of(fork, ackpt.profile(fork))
-by_name, dropped = {mu_two.name_of(fork, i): i for i in kept}, []
+retained = mu_two.intermediates_of(fork, ackpt.profile(fork))
+by_name, dropped = {mu_two.name_of(fork, i): i for i in retained}, []
 for name in ("sin", "exp"):
-    drop(by_name[name], dropped, kept)
+    drop(by_name[name], dropped, retained)
     print(f"without {name}: tanh would be computed {by_name['tanh'].recomp_cnt} times")
 
 # %% [markdown]
@@ -504,11 +505,11 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 #
 # ## Appendix: errors in the printed pseudocode
 #
-# As printed, the paper's algorithms A to H do not work. `ackpt` corrects them:
+# As printed, the paper's algorithms B to G have errors, which `ackpt` corrects:
 #
-# | | printed | consequence | here |
+# | algorithm | printed | consequence | here |
 # |:--:|---|---|---|
-# | B | evicts, then asks whether the peak fits | a step that fits loses an activation | asks first |
+# | B | drops, then asks whether the peak fits | a step that fits loses an activation | asks first |
 # | B | recomputes the candidate for swapping | expensive activations are recomputed | the one with the best ratio |
 # | C | may return a negative overhead | such swaps always win | at least 0 |
 # | E | leaves the total recomputation time stale | chains look cheaper than they are | updated after every choice |

@@ -14,8 +14,6 @@
 # each.
 # ```
 #
-# After this chapter you can say how far a plan is from the optimum, and choose a method for your step.
-#
 # A plan is on the (Pareto) *frontier* if no other plan is at least as good in both peak and cost, and better in one. The
 # *cost* of a plan is its added time as a fraction of the baseline's step. Unless rates of a device are named, time is
 # modeled as FLOPs plus ten FLOPs for each moved byte. Peaks and budgets are fractions of the baseline's dynamic peak.
@@ -82,7 +80,7 @@ table = markdown_table(
     [{"budget": row["budget"]} | percent(row, columns) for row in rows],
     {"budget": "budget"} | columns,
     "A Transformer (three layers of width 64, 1,024 tokens): lower bound and cost of each policy within a budget, in % of "
-    "the baseline's step. Cost is modeled from FLOPs and moved bytes.",
+    "the baseline's step. Cost is modeled from FLOPs and moved bytes. Plan: the default policy, `auto`.",
     "tab-frontier-bound",
 )
 path = write_text_atomic("results/tables/09_bound.md", table)
@@ -101,8 +99,8 @@ print("gap of the plan:", ", ".join(f"{gap:.1%} at {budget}" for budget, gap in 
 
 # %% [markdown]
 # Down to 40 percent of the peak, no other plan's step is more than two percent shorter. At the smallest budget, the gap
-# is large. Part of it comes from the lower bound, which assigns no bytes to recomputed results. We do not know how large
-# that part is.
+# is large. Part of it comes from the lower bound, which counts no recomputed bytes. We do not know how large that part
+# is.
 #
 # ## Plans and PyTorch's tools, in FLOPs
 #
@@ -125,7 +123,7 @@ figure
 
 # %% [markdown]
 # *Plans reach lower peaks than PyTorch's tools, and recompute no more FLOPs at any peak that these reach. Line: the
-# frontier of plans, predicted. Marks: measured.*
+# frontier in cost, predicted. Marks: measured.*
 #
 # Is any point below the line? Does each planned step have the predicted peak to the byte, within the budget, the
 # predicted FLOPs, and the baseline's gradients, bit for bit?
@@ -141,11 +139,11 @@ print(f"{len(points)} plans with {len(peaks)} different peaks are as predicted; 
 # %% [markdown]
 # - **per-block** recomputes whole blocks, with their matrix products. Much of a block is nearly free to recompute: norms,
 #   activation functions, sums.
-# - **rotor** saves all activations of a block, or only its input.
-# - **mu-TWO** evicts one tensor at a time. The more it evicts, the more often each is recomputed to obtain others.
+# - **rotor** saves all activations of a block, its input, or nothing.
+# - **mu-TWO** drops one tensor at a time. The more it drops, the more often each is recomputed to obtain others.
 # - **PyTorch: selective** recomputes no matrix product. It takes no budget: one point.
 # - **PyTorch's memory budget** bounds the bytes saved at the end of forward, not the live bytes. Below a setting of 0.6
-#   its peak rises; {doc}`03_what_pytorch_offers` shows why.
+#   its peak rises; {doc}`03_what_pytorch_offers` shows this.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -157,15 +155,15 @@ print(f"{len(points)} plans with {len(peaks)} different peaks are as predicted; 
 #
 # Equal FLOPs can take different times. The figure at the top shows measured time: each step alternates with the
 # baseline's, and every round gives their ratio. This takes minutes, so the page reads the records of
-# `python -m experiments frontier`. The second line below shows the noise:
+# `python -m experiments frontier`. The second line below is a control:
 
 
 # %% tags=["hide-input"]
 def record_of(name: str) -> Record:
     """The record of measured times in `results/frontiers`; its plans keep their promises."""
-    found = Record.load(f"results/frontiers/frontier-{name}.json")
-    assert frontier_report.broken_promises(found) == []
-    return found
+    loaded = Record.load(f"results/frontiers/frontier-{name}.json")
+    assert frontier_report.broken_promises(loaded) == []
+    return loaded
 
 
 timed = record_of("bert")
@@ -190,7 +188,8 @@ records = [timed, *map(record_of, names)]
 table_rows = frontier_times.times_rows(records)
 caption = (
     "Added time, measured, in % of the baseline's step: PyTorch's per-block checkpointing at its peak, a plan within the "
-    "same peak, and one within half of the baseline's; in modeled time, the latter's cost, lower bound and optimality gap."
+    "same peak, and one within half of the baseline's, with its modeled (not measured) cost, lower bound and optimality "
+    "gap."
 )
 table = markdown_table(table_rows, frontier_times.COLUMNS, caption, "tab-frontier-models")
 path = write_text_atomic("results/tables/09_models.md", table)
@@ -225,21 +224,22 @@ figure
 # *Added time and peak of the same three layers of BERT, compiled by Inductor. The memory budget is set to 0.5 (left) and
 # 0 (right).*
 #
-# Inductor fuses and reorders operations, so a plan is no guarantee: most measured peaks are lower than predicted, because
-# some tensors that a plan counts never exist, and the planner rejects budgets that are feasible. Compiled dropout draws other masks in every version of the
-# step, so only the Transformer's gradients can be compared: they agree up to rounding.
+# Inductor fuses and reorders operations, so a plan is no guarantee. Measured peaks can be lower than predicted, because
+# some tensors that a plan counts never exist; so the planner rejects budgets that are feasible. Compiled dropout draws
+# other masks in every version of the step, so only the Transformer's gradients can be compared: they agree up to
+# rounding.
 #
 # ## Exploring the frontier
 #
 # `ackpt.plan` searches one frontier per graph, and a budget selects the cheapest plan on it that fits. Choose a budget to
-# see this plan for the Transformer: its live memory, its point on the frontier, its cost, the lower bound, and the fate
-# of every activation.
+# see its plan for the Transformer: live memory, the point on the frontier, cost, lower bound, and the fate of every
+# activation.
 
 # %% tags=["hide-input"]
 data = explorer.explorer(graph, profile, record)
 path = explorer.save(data, "results/explorer/09_frontier.json")
-kept = [row for row in data["budgets"] if row["plan"] is not None]
-print(f"{len(kept)} budgets, {len(data['plans'])} different plans")
+feasible = [row for row in data["budgets"] if row["plan"] is not None]
+print(f"{len(feasible)} budgets, {len(data['plans'])} different plans")
 three = {
     f"{budget:.0%}": ackpt.plan(graph, budget, profile=profile).timeline.thinned(400) for budget in (0.8, 0.5, 0.3)
 }
@@ -269,7 +269,7 @@ print(ackpt.plan(graph, 0.4, profile=profile).table())
 # :::
 
 # %% tags=["solution"]
-from_small = [data["plans"][row["plan"]] for row in kept]
+from_small = [data["plans"][row["plan"]] for row in feasible]
 pairs = list(zip(from_small, from_small[1:], strict=False))
 in_order = all(a["peak_bytes"] <= b["peak_bytes"] for a, b in pairs)
 costs = all(a["cost"] >= b["cost"] for a, b in pairs)
@@ -356,8 +356,8 @@ figure
 #
 # We count the elements per token that a block's backward reads. A linear layer needs its input. Attention needs queries,
 # keys and values, and three matrices with $T_\text{seq}$ elements for each head and token: its weights before and after
-# dropout, and the dropout mask. A norm needs its input and two statistics, dropout its mask, GELU its input. With $A$ for
-# their sum, $d$ for the width, $f$ for the hidden width and $h$ heads:
+# dropout, and the dropout mask. A norm needs its input and two statistics, dropout its mask, GELU its input. In this
+# block, with width $d$, hidden width $f$ and $h$ heads, their sum $A$ is
 #
 # $$ A = \underbrace{3 d + 3 h T_\text{seq}}_\text{attention} + \underbrace{d}_\text{its output} +
 #    \underbrace{2 \, (3 d + 2)}_\text{masks, sums, norms} + \underbrace{2 f}_\text{GELU}
@@ -381,26 +381,26 @@ print(f"recomputed without a matrix product: {(2 * h * T_seq + f + 4 * d) / A:.0
 # dropout are weights times mask, and the outputs of GELU and of the norms follow from their inputs. None of these
 # $2 h T_\text{seq} + f + 4 d$ elements per token needs a matrix product.
 #
-# In how many blocks do plans for four budgets save each activation?
+# In how many blocks do plans in modeled time, for four budgets, save each activation?
 
 # %% tags=["hide-input"]
 shown = (80, 60, 40, 30)
 plans = {share: ackpt.plan(graph, share / 100, profile=profile) for share in shown}
-places = bert.saved_in({"baseline": none} | {str(share): plans[share] for share in shown})
+counts = bert.saved_in({"baseline": none} | {str(share): plans[share] for share in shown})
 kinds = "queries", "keys", "attention weights", "dropout mask of weights", "weights after dropout", "values"
 kinds += "attention output", "dropout mask, first branch", "first sum", "first norm", "", ""
 kinds += "up-projection output", "GELU output"
 kinds += "dropout mask, second branch", "second sum", "second norm", "", ""
 rows, always = [], []
-for name, place in zip(kinds, places, strict=True):
-    elements = place["bytes"] // (4 * B * T_seq)
+for name, count in zip(kinds, counts, strict=True):
+    elements = count["bytes"] // (4 * B * T_seq)
     if elements == 1:  # statistics of a norm
         continue
     size = {d: "$d$", f: "$f$", h * T_seq: "$h T_\\text{seq}$"}[elements]
-    if all(place[str(share)] == L for share in shown):
+    if all(count[str(share)] == L for share in shown):
         always.append(name)
     else:
-        rows.append({"activation": name, "size": size} | {str(share): place[str(share)] for share in shown})
+        rows.append({"activation": name, "size": size} | {str(share): count[str(share)] for share in shown})
 columns = {"activation": "activation", "size": "elements per token"}
 columns |= {str(share): f"budget {share} %" for share in shown}
 caption = f"The number of blocks, out of {L}, that save each activation, by budget; the other blocks recompute it."
@@ -447,7 +447,7 @@ print(f"half the dynamic peak: {more_flops(ackpt.plan(dry_graph, 0.5)):.1%} more
 
 # %% [markdown]
 # Without dropout there are no masks, which removes $2 d + h T_\text{seq}$ elements. The fused kernel saves no matrices,
-# only one element per head and token. That gives $A = 8 d + 2 f + h + 4$. Most of the activations that were cheap to
+# only one element per head and token. Here, $A = 8 d + 2 f + h + 4$. Most of the activations that were cheap to
 # recompute are gone, so a plan for half the memory must recompute matrix products.
 #
 # :::{admonition} Exercise 3: when attention dominates
@@ -460,8 +460,8 @@ print(f"half the dynamic peak: {more_flops(ackpt.plan(dry_graph, 0.5)):.1%} more
 print(f"from {(10 * 1024 + 2 * 4096 + 4) // (3 * 16) + 1} tokens on")
 
 # %% [markdown]
-# The condition is $3 h T_\text{seq} > 10 d + 2 f + 4$. With heads of width 64 and $f = 4 d$, this length is the same at
-# any width.
+# The condition is $3 h T_\text{seq} > 10 d + 2 f + 4$. With heads of width 64 and $f = 4 d$, this length hardly varies
+# with the width.
 #
 # (bert-large)=
 # ## BERT-large with a GPU's kernels
@@ -529,7 +529,7 @@ path = write_text_atomic("results/tables/09_which_method.md", table)
 #
 # - Every plan with a budget carries a lower bound of its cost. On the Transformer, the optimality gap is below two
 #   percent down to 40 percent of the peak; at the smallest budget it is large.
-# - In FLOPs, no policy and no PyTorch tool is below the frontier of plans.
+# - On it, no policy and no PyTorch tool recomputes fewer FLOPs than a plan within the same peak.
 # - A block of BERT saves $10 d + 2 f + 3 h T_\text{seq} + 4$ elements per token where attention is materialized. More than
 #   half of them can be recomputed without a matrix product. With fused attention, most of these are gone.
 #
@@ -541,7 +541,7 @@ environment("cpu", SOURCE)
 # %% [markdown]
 # ## Sources
 #
-# - {cite:t}`purandare2023`: the evictions of mu-TWO.
+# - {cite:t}`purandare2023`: mu-TWO.
 # - {cite:t}`devlin2018`: model and task.
 # - {cite:t}`chen2016`: per-block checkpointing.
 # - {cite:t}`dao2022`, {cite:t}`dao2023`: recomputation inside attention.

@@ -93,9 +93,9 @@ def test_the_budget_can_be_dragged(explorer):
     assert higher > budget and lower_cost < cost and other_timeline != timeline
 
 
-def test_a_budget_that_no_plan_keeps_is_refused(explorer):
+def test_a_budget_that_no_plan_keeps_is_infeasible(explorer):
     explorer.locator("input").press("Home")
-    expect(explorer.locator(".answer")).to_contain_text("Refused: the smallest dynamic peak")
+    expect(explorer.locator(".answer")).to_contain_text("Infeasible: the smallest feasible budget is")
 
 
 CALM = "matchMedia('(prefers-reduced-motion: reduce)').matches"

@@ -112,8 +112,8 @@ def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
 def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
     baseline, sent = plan.flops - plan.recompute_flops, plan.communication
     lines = [
-        f"  peak            {memory_format(plan.peak_bytes)} per rank, of it "
-        f"{memory_format(plan.resident_bytes)} resident (baseline: {memory_format(plan.baseline_peak_bytes)})",
+        f"  peak            {memory_format(plan.peak_bytes)} per rank, "
+        f"{memory_format(plan.resident_bytes)} of it resident (baseline: {memory_format(plan.baseline_peak_bytes)})",
         f"  at the peak     {sizes_text(plan.at_peak())}",
         f"  cost            {plan.cost:.1%} of the time of a rank's baseline step, which computes {baseline:.3g} FLOPs",
     ]

@@ -116,8 +116,8 @@ class Measurement:
         unknown = ", ".join(self.unknown_workspace)
         flops += f", without the workspace of {unknown}" if unknown else ""
         return (
-            f"<Measurement on {self.device}: peak {memory_format(self.peak_bytes)}, of it "
-            f"{memory_format(self.resident_bytes)} resident{seconds}{flops}>"
+            f"<Measurement on {self.device}: peak {memory_format(self.peak_bytes)}, "
+            f"{memory_format(self.resident_bytes)} of it resident{seconds}{flops}>"
         )
 
     @property

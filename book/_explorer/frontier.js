@@ -96,12 +96,12 @@ const build = (root, data) => {
     const plan = data.plans[refused ? data.budgets.find((one) => one.plan !== null).plan : row.plan];
     const limit = Math.floor((row.percent * data.baseline.peak_bytes) / 100);
     root.querySelector(".budget").textContent = `${row.percent} % of the baseline's dynamic peak, ${mib(limit)}`;
-    slider.setAttribute("aria-valuetext", `${row.percent} percent, ${refused ? "refused" : `peak ${mib(plan.peak_bytes)}`}`);
+    slider.setAttribute("aria-valuetext", `${row.percent} percent, ${refused ? "infeasible" : `peak ${mib(plan.peak_bytes)}`}`);
     const kept = [...plan.fates].filter((fate) => fate === "s").length;
     answer.className = refused ? "answer refused" : "answer";
     answer.textContent = refused
-      ? `Refused: the smallest dynamic peak that can be planned is ${mib(data.least_bytes)}, ` +
-        `${(data.least_bytes - limit).toLocaleString("en-US")} bytes more than the budget. Below is the plan for the smallest budget shown that it keeps.`
+      ? `Infeasible: the smallest feasible budget is ${mib(data.least_bytes)}, ` +
+        `${(data.least_bytes - limit).toLocaleString("en-US")} bytes more. Below is the plan for the smallest feasible budget of the slider.`
       : `The plan saves ${kept} of ${plan.fates.replaceAll("-", "").length} activations and recomputes ${percent(plan.recompute_flops / data.baseline.flops)} ` +
         `of the baseline's FLOPs.`;
     const gap = row.lower_bound === null ? null : (1 + plan.cost) / (1 + row.lower_bound) - 1;

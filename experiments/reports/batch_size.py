@@ -129,7 +129,8 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
         Rows with the keys batch; without, with, ``saved``, ``without_ms``, ``with_ms``, ``time`` and ``larger`` as
         published, or computed from it; ``predicted`` and ``error`` of "without"; ``ours`` and the ``time`` of each
         method of the curves, such as ``mu-two time``; ``gpu``. MiB, ms and percent, as text. ``larger``: which batch
-        fits with the pipeline into the memory of the row without it, interpolated, relative to the row's batch.
+        fits with the pipeline into the memory of the row without it, interpolated, relative to the row's batch;
+        ``"≥ 2.0"`` if even the largest published batch fits.
     """
     without, with_it = (
         {row["batch_size"]: row for row in reference["rows"] if row["method"] == method}
@@ -171,7 +172,9 @@ def _larger(row: dict, with_it: dict[int, dict]) -> str:
     pairs = list(zip(batches, batches[1:]))
     low, high = next((pair for pair in pairs if row["peak"] <= with_it[pair[1]]["peak"]), pairs[-1])
     slope = (with_it[high]["peak"] - with_it[low]["peak"]) / (high - low)
-    fitting = min(batches[-1], low + (row["peak"] - with_it[low]["peak"]) / slope)
+    fitting = low + (row["peak"] - with_it[low]["peak"]) / slope
+    if fitting > batches[-1]:
+        return f"≥ {batches[-1] / row['batch_size']:.1f}"
     return f"{fitting / row['batch_size']:.1f}"
 
 

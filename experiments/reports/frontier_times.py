@@ -196,9 +196,9 @@ def choices(records: Sequence[Record]) -> list[dict]:
     rows = [
         ("is compiled by Inductor", '`torch.compile(model, backend="ackpt", options=...)`', _lowest(compiled)),
         ("is compiled by Inductor, without `ackpt`", "PyTorch's memory budget, 0.5", _of_peer(compiled, MEMORY_BUDGET)),
-        ("must stay within a number of bytes", f"a plan: {apply}; here for half of the peak", _halves(eager)),
+        ("must stay within a budget", f"a plan: {apply}; here for half of the peak", _halves(eager)),
         (
-            "must need as little as possible",
+            "must use the least memory",
             "the same, with the smallest feasible budget, which its error names",
             _lowest(eager),
         ),

@@ -261,12 +261,13 @@ def curves():
 def test_published_rows_have_all_published_figures_and_predictions(curves):
     reference = load_reference("mu-two-resnet")
     peaks = [{"sizes": {"batch": batch}, "predicted": 2**30, "error": -0.0263} for batch in curves]
-    first, second, *_, last = report.published_rows(reference, peaks, curves)
+    first, second, _, fourth, last = report.published_rows(reference, peaks, curves)
     assert (first["without"], first["with"], first["saved"]) == ("1,449.6", "1,128.0", "-22.2")
     assert (first["without_ms"], first["with_ms"], first["time"]) == ("102.3", "138.9", "+35.8")
     assert (first["predicted"], first["error"]) == ("1,024.0", "-2.63")
     assert (second["time"], last["saved"], last["larger"]) == ("-19.8", "-62.4", DASH)
     assert first["larger"] == f"{(8 + 8 * (1449.6 - 1420) / (2148 - 1420)) / 4:.1f}"
+    assert fourth["larger"] == "≥ 2.0"  # 64 images need less than 32 without
     assert (first["without peak"], first["mu-two peak"], first["mu-two time"]) == ("140.0", "120.0", "+50.0")
     assert {first["gpu"], last["gpu"]} == {None}
 

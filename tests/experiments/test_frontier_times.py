@@ -115,7 +115,7 @@ def test_the_choices_have_the_ranges_over_all_records(made_up):
     compiled.config["compiler"] = "inductor"
     compiled.metrics["peers"].append({**compiled.metrics["peers"][0], "peer": "memory-budget", "setting": 0.5})
     rows = {row["step"]: (row["peak"], row["time"]) for row in times.choices([made_up, higher, compiled])}
-    assert rows["must stay within a number of bytes"] == ("50 to 62", "3")
+    assert rows["must stay within a budget"] == ("50 to 62", "3")
     assert rows["is compiled by Inductor, without `ackpt`"] == ("40", "20")
     assert rows["cannot be captured"] == ("40 to 50", "20")
     assert rows["cannot be captured, and is slightly too large"] == rows["does not fit with any of these"] == ("–", "–")

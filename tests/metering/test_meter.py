@@ -243,10 +243,10 @@ def test_a_measurement_is_printed_without_its_timeline(mlp):
     model, x = mlp
     measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=1)
     sizes = memory_format(measured.peak_bytes), memory_format(measured.resident_bytes)
-    said = re.fullmatch(r"<Measurement on cpu: peak (.+), of it (.+) resident, \S+ ms, \S+ GFLOP>", repr(measured))
+    said = re.fullmatch(r"<Measurement on cpu: peak (.+), (.+) of it resident, \S+ ms, \S+ GFLOP>", repr(measured))
     assert said and said.groups() == sizes
     plain = replace(measured, seconds=None, flops=None)
-    assert repr(plain) == f"<Measurement on cpu: peak {sizes[0]}, of it {sizes[1]} resident>"
+    assert repr(plain) == f"<Measurement on cpu: peak {sizes[0]}, {sizes[1]} of it resident>"
 
 
 def test_measuring_prints_nothing():

@@ -107,7 +107,7 @@ class RegionsPlan:
             baseline, peak = self.baseline_dynamic_peak_bytes, self.dynamic_peak_bytes or 0
             relative = "" if not baseline else f" = {peak / baseline:.3f} of the baseline's"
             resident = memory_format(self.resident_bytes)
-            lines.append(f"peak              {memory_format(self.peak_bytes)}, of it {resident} resident")
+            lines.append(f"peak              {memory_format(self.peak_bytes)}, {resident} of it resident")
             lines.append(f"dynamic peak      {memory_format(peak)}{relative} (all blocks saved, from the first step)")
             lines.append(f"saved             {memory_format(self.saved_bytes or 0)} by the saved blocks")
             lines.append(f"cost              {self.cost or 0.0:.1%} of the step")

@@ -194,7 +194,7 @@ class Plan:
             again = "nothing: the baseline fits the budget"
         lines = [
             f"policy            {self.policy}",
-            f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
+            f"peak              {memory_format(self.peak_bytes)}, {memory_format(self.resident_bytes)} of it resident",
             f"dynamic peak      {memory_format(dynamic)} = {dynamic / max(1, baseline):.3f} of the baseline's "
             f"{memory_format(baseline)}",
             f"reached at        {self.peak_node}",
@@ -238,7 +238,8 @@ class Plan:
 
     def _bound(self) -> str:
         if self.lower_bound is not None:
-            return f"lower bound {self.lower_bound:.1%}, optimality gap {self.gap:.1%} = (1 + cost) / (1 + bound) - 1"
+            gap = f"{self.gap:.1%} = (1 + cost) / (1 + lower bound) - 1"
+            return f"lower bound {self.lower_bound:.1%}, optimality gap {gap}"
         return "no lower bound was computed"
 
     def _offload(self) -> list[str]:

@@ -92,7 +92,7 @@ def test_without_scipy_the_plan_is_the_same_and_says_that_it_has_no_bound(monkey
     assert without.schedule == with_bound.schedule and without.lower_bound is None
     assert (
         "no lower bound" in without.table()
-        and f"optimality gap {with_bound.gap:.1%} = (1 + cost) / (1 + bound) - 1" in with_bound.table()
+        and f"optimality gap {with_bound.gap:.1%} = (1 + cost) / (1 + lower bound) - 1" in with_bound.table()
     )
 
 
