@@ -543,8 +543,8 @@ def other_outputs(count: int, expected: dict, recomputed: list) -> CheckpointErr
 def other_draws(name: str, function) -> CheckpointError:
     return CheckpointError(
         f"the recompute of a checkpointed region ({name_of(function)}) drew other random numbers from {name} than its "
-        "forward: its code seeds it differently each time, as torch.seed(), random.seed() and a seed from a counter do. "
-        "Seed outside of the region, or with a number that stays the same, as in torch.manual_seed(5)."
+        "forward: its code seeds it differently each time, as torch.seed(), random.seed() and a seed from a counter "
+        "do. Seed outside of the region, or with a number that stays the same, as in torch.manual_seed(5)."
     )
 
 

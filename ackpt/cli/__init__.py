@@ -1,4 +1,4 @@
-"""The command line of ``ackpt``: ``plan``, ``selftest`` and ``doctor``, one module per command; also ``python -m ackpt``.
+"""The command line of ``ackpt``, also ``python -m ackpt``: ``plan``, ``selftest``, ``doctor``; one module each.
 
 Read `command_line` first: it holds the parser, the exit statuses and the options that commands share. `plan_text`
 writes the output of ``ackpt plan``, `plan_fsdp` that for a model sharded by FSDP2, and `plan_sweep` that for several
