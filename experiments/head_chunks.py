@@ -97,24 +97,24 @@ def plans(
     fields = {**(fields or QWEN2_7B), "num_hidden_layers": layers}
     step = StepRequest("hf:Qwen2Config", 1, tokens, None, fields, DTYPES["bfloat16"])
     whole = run_plan(PlanConfig(step, optimizer="none", device=on))
-    where, vocabulary, width = device(on), fields["vocab_size"], fields["hidden_size"]
+    planned_device, vocabulary, width = device(on), fields["vocab_size"], fields["hidden_size"]
 
     def in_chunks(count: int) -> tuple[JointGraph, Profile]:
-        one = allocated_on(where, chunked(whole.graph, count))
-        return one, with_gpu_workspace(one, profile(one, where))
+        one = allocated_on(planned_device, chunked(whole.graph, count))
+        return one, with_gpu_workspace(one, profile(one, planned_device))
 
     def described(budget: str, plan: Plan, graph: JointGraph, costs: Profile) -> HeadPlan:
         most = head_bytes(graph, plan, costs, vocabulary, width)
         return HeadPlan(budget, plan.head_chunks, plan.dynamic_peak_bytes, most, plan.cost)
 
-    found: list[HeadPlan | BudgetError] = [described("", whole.plan, whole.graph, whole.profile)]
+    head_plans: list[HeadPlan | BudgetError] = [described("", whole.plan, whole.graph, whole.profile)]
     for budget in budgets:
         try:
             made = plan_in_chunks(whole.graph, Request(budget, chunk_head=True), whole.profile, in_chunks)
-            found.append(described(budget, *made))
+            head_plans.append(described(budget, *made))
         except BudgetError as error:
-            found.append(error)
-    return found
+            head_plans.append(error)
+    return head_plans
 
 
 def head_bytes(graph: JointGraph, plan: Plan, costs: Profile, vocabulary: int, width: int) -> int:
@@ -135,7 +135,7 @@ def head_bytes(graph: JointGraph, plan: Plan, costs: Profile, vocabulary: int, w
     return most
 
 
-def table(found: Sequence[HeadPlan | BudgetError], tokens: int = 4096, fields: dict | None = None) -> str:
+def table(head_plans: Sequence[HeadPlan | BudgetError], tokens: int = 4096, fields: dict | None = None) -> str:
     """The chunks of the libraries, and below them what each budget chooses."""
     width, vocabulary = (fields or QWEN2_7B)["hidden_size"], (fields or QWEN2_7B)["vocab_size"]
     lines = [f"{'':18}{'tokens':>8}{'chunks':>8}{'fp32 logits':>14}{'products':>10}"]
@@ -144,7 +144,7 @@ def table(found: Sequence[HeadPlan | BudgetError], tokens: int = 4096, fields: d
         logits = memory_format(4 * size * vocabulary)
         lines.append(f"{each.name:18}{size:>8}{-(-tokens // size):>8}{logits:>14}{each.products:>10.2f}")
     lines += ["", f"{'budget':18}{'tokens':>8}{'chunks':>8}{'head':>14}{'of peak':>10}{'added time':>12}"]
-    for row in found:
+    for row in head_plans:
         if isinstance(row, BudgetError):
             lines.append(f"{row.budget!s:18}{'infeasible':>16}")
             continue

@@ -187,11 +187,12 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
         |---:|
         | 4 |
         :::
-        *Not yet measured: peak.*
+        *Not shown, because not yet measured: "peak".*
         <BLANKLINE>
     """
     empty = [key for key in columns if all(row.get(key) is None for row in rows)]
-    note = [f"*Not yet measured: {'; '.join(columns[key] for key in empty)}.*"] if empty else []
+    names = ", ".join(f'"{columns[key]}"' for key in empty)
+    note = [f"*Not shown, because not yet measured: {names}.*"] if empty else []
     shown = [key for key in columns if key not in empty]
     aligned = ["---:" if all(_is_number(row.get(key)) for row in rows) else ":---" for key in shown]
     lines = [_line(columns[key] for key in shown), f"|{'|'.join(aligned)}|"]

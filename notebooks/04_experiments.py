@@ -11,7 +11,7 @@
 # Memory at the peak of one step on a CPU, with four methods: only the loss in chunks reduces the logits.
 # ```
 #
-# Goal: predict the peak of a step for any sequence length, and compute a loss without ever allocating all logits.
+# Goal: predict the peak of a step for a given sequence length, and compute a loss without ever allocating all logits.
 
 # %%
 import math
@@ -105,7 +105,7 @@ for T in lengths:
     print(f"T = {T:4}  losses equal at all 4 steps: {losses['baseline'] == losses['checkpoint']}")
 
 # %% [markdown]
-# Checkpointing changes no bit of the losses.
+# The losses are bit-identical.
 #
 # ### The two steps side by side
 
@@ -116,8 +116,7 @@ path = plots.save(figure, "results/figures/04_side_by_side.png")
 figure
 
 # %% [markdown]
-# *Live memory of one step at 1,024 tokens. With boundaries and one recomputed block at a time, the peak is about a
-# quarter of the baseline's.*
+# *Live memory of one step at 1,024 tokens. With checkpointed blocks, the peak is about a quarter of the baseline's.*
 #
 # - The baseline's ramp has $L$ equal pieces, one per block, live until backward reads them.
 # - With checkpointing, only the input of each block is saved, its *boundary*. The forward of a block is a spike.
@@ -280,9 +279,9 @@ for method in methods:
 # %% [markdown]
 # ### The published table
 #
-# Do such predictions hold for another implementation, on a GPU? The source has ten measured peaks. Its model has other
-# layers, another norm and another AdamW than ours. `experiments.published` contains its step, with weights in fp32 and
-# matrix products in bf16. We predict it at the longest sequence:
+# Do such predictions hold for another implementation, on a GPU? The published repository (see Sources) has ten peaks.
+# Its model has other layers, another norm and another AdamW than ours. `experiments.published` contains its step, with
+# weights in fp32 and matrix products in bf16. We predict it at the longest sequence:
 
 # %%
 profiles = {}
@@ -354,16 +353,23 @@ changes = [size - before for before, size in zip((0, *blocks.values()), blocks.v
 rows = [{"cause": cause, "block": f"{change:+,}" if change else "0"} for cause, change in zip(blocks, changes)]
 rows[0]["block"] = f"{changes[0]:,}"
 rows += [{"cause": "sum: the published block", "block": f"{A_theirs:,}"}]
-rows += [{"cause": "the loss of the last step", "token": f"{4 * D:+,}"}]
+theirs_at = {row["sizes"]["tokens"]: row["predicted"] for row in configured if row["sizes"]["method"] == "baseline"}
+ours_at = {p.config["seq_len"]: p.metrics["peak_bytes"] for p in predictions if p.config["method"] == "baseline"}
+per_token = [(peaks[16384] - peaks[12288]) // 4096 for peaks in (theirs_at, ours_at)]
+outside = per_token[0] - per_token[1] - L * (A_theirs - changes[0]) - 4 * D
+rows += [
+    {"cause": "the loss of the last step", "token": f"{4 * D:+,}"},
+    {"cause": "other tensors outside the blocks", "token": f"{outside:+,}"},
+]
 once = {
-    "the temporary of AdamW": 4 * P_theirs,
-    "more parameters": 16 * (P_theirs - P_ours),
+    "more parameters, with Adam states and bf16 copies": 14 * (P_theirs - P_ours),
     "workspaces of cuBLAS": WORKSPACES,
+    "in the optimizer only: the temporary of AdamW": 4 * P_theirs,
 }
 rows += [{"cause": cause, "once": f"{size / 2**20:+,.1f}"} for cause, size in once.items()]
 columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
 rows = [{name: row.get(name, "") for name in columns} for row in rows]
-caption = "Why the published peaks of the synthetic experiment are higher than our model's, from shapes."
+caption = "Why the published baseline of the synthetic experiment has a higher peak than ours, from shapes."
 path = write_text_atomic("results/tables/04_synthetic_causes.md", markdown_table(rows, columns, caption, "tab-synthetic-causes"))
 
 # %% [markdown]
@@ -479,11 +485,10 @@ def build_lm(method, tied=False):
         optimizer.zero_grad()
         return loss.detach()
 
-    def measure(batch):
-        resident = (model, optimizer, batch.tokens, batch.targets, batch.cu_seqlens)
-        return ackpt.measure(partial(step, batch), resident=resident, repeats=0)
+    def metered(meter, batch):
+        return meter(partial(step, batch), resident=(model, optimizer, batch.tokens, batch.targets, batch.cu_seqlens))
 
-    return step, measure
+    return step, metered
 
 
 # %% [markdown]
@@ -492,15 +497,16 @@ def build_lm(method, tied=False):
 # %%
 lm_methods = ("baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss")
 lm_runs, lm_steps, lm_losses = {}, {}, {}
+measure = partial(ackpt.measure, repeats=0)
 print(f"ln V = {math.log(V):.4f}")
 for method in lm_methods:
-    lm_steps[method], measure = build_lm(method)
+    lm_steps[method], metered = build_lm(method)
     lm_losses[method] = [float(lm_steps[method](batch)) for batch in batches]
-    lm_runs[method] = measure(batches[0])
+    lm_runs[method] = metered(measure, batches[0])
     print(f"{method:24} losses {lm_losses[method][0]:.4f} ... {lm_losses[method][-1]:.4f}")
 
 # %% [markdown]
-# Again, checkpointing changes no bit. The chunked loss sums in another order, so its last digits may differ.
+# Again, the losses are bit-identical. The chunked loss sums in another order, so its last digits may differ.
 
 # %%
 base, checkpointed, chunked, both = lm_losses.values()
@@ -537,8 +543,8 @@ path = plots.save(figure, "results/figures/04_logits.png")
 figure
 
 # %% [markdown]
-# *Hidden states and logits of the published language model, drawn to scale. A loss in chunks allocates the filled part
-# only.*
+# *Hidden states and logits of the published language model, drawn to scale. A loss in chunks allocates only the filled
+# part at a time.*
 #
 # When backward begins, the baseline's loss has three tensors of $T V$ elements: the log-probabilities, their gradient,
 # and the gradient of the logits. (The logits themselves are freed by then.)
@@ -595,17 +601,17 @@ for ours, grad in zip(by_chunks, (hidden.grad, head.weight.grad)):
 
 # %% [markdown]
 # `ackpt.chunked_cross_entropy` is this loop as one differentiable function. It allocates the gradients of the weight
-# and of the hidden states, and the logits of one chunk of $T_\text{chunk}$ tokens in two copies, because `logsumexp`
-# makes one internally:
+# and of the hidden states. For a chunk of $T_\text{chunk}$ tokens, it allocates the logits, which become $\bar z$ in
+# place, and the product of $\bar z$ and the weight, the gradient of the chunk's hidden states:
 #
-# $$ \text{chunked head} = 4 \, V d + 4 \, T d + 2 \cdot 4 \, T_\text{chunk} V \text{ bytes} $$
+# $$ \text{chunked head} = 4 \, V d + 4 \, T d + 4 \, T_\text{chunk} (V + d) \text{ bytes} $$
 #
-# The code also counts small tensors: a mask, two elements for each token of a chunk, and the loss.
+# The code also counts a mask and the loss.
 
 # %%
 def chunked_bytes(T, V, chunks):
     T_chunk = math.ceil(T / chunks)
-    return 4 * V * d_lm + 4 * T * d_lm + 8 * T_chunk * V + T + 8 * T_chunk + 8
+    return 4 * V * d_lm + 4 * T * d_lm + 4 * T_chunk * (V + d_lm) + T + 8
 
 
 def chunked_head(chunks):
@@ -639,16 +645,16 @@ for count in (2, 8, 32):
 whole, *planned = head_chunks.plans(["60%", "40%"])
 size, width, entries = 4096, head_chunks.QWEN2_7B["hidden_size"], head_chunks.QWEN2_7B["vocab_size"]
 fixed = [(one.name, one.size(size, width, entries), one.products) for one in head_chunks.FIXED]
-rows = [{"who": name, "tokens": tokens, "products": f"{products:.2f}"} for name, tokens, products in fixed]
+rows = [{"head": name, "tokens": tokens, "products": f"{products:.2f}"} for name, tokens, products in fixed]
 rows[0] |= {"share": f"{whole.share:.0%}", "time": "0.0%"}
 for plan in planned:
-    row = {"who": f"plan, budget {plan.budget}", "tokens": -(-size // plan.chunks), "products": "1.00"}
+    row = {"head": f"plan, budget {plan.budget}", "tokens": -(-size // plan.chunks), "products": "1.00"}
     rows.append(row | {"share": f"{plan.share:.0%}", "time": f"{plan.cost:.1%}"})
 for row in rows:
     row |= {"chunks": -(-size // row["tokens"]), "logits": f"{4 * row['tokens'] * entries / 2**20:,.1f}"}
     row |= {"tokens": f"{row['tokens']:,}", "share": row.get("share", ""), "time": row.get("time", "")}
-columns = {"who": "head", "tokens": "tokens in a chunk", "chunks": "chunks", "logits": "fp32 logits of a chunk, MiB"}
-columns |= {"products": "matrix products, ratio", "share": "largest logits, of dynamic peak", "time": "added time"}
+columns = {"head": "head", "tokens": "tokens in a chunk", "chunks": "chunks", "logits": "fp32 logits of a chunk, MiB"}
+columns |= {"products": "matrix products, ratio", "share": "its 3 live copies, of dynamic peak", "time": "added time"}
 caption = "The head in chunks, for 4,096 tokens: fixed chunks of two libraries, and plans within two budgets."
 path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows, columns, caption, "tab-head-chunks"))
 
@@ -673,6 +679,7 @@ path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows
 #
 # With the chunked loss alone, the bytes of the chunked head replace $12 \, T V$. With both, no logits are live at the
 # peak: it is now at the end of backward, with the first block recomputed and the gradients of all later layers live.
+# `ackpt.predict` agrees, also where the peak is in the head:
 
 # %%
 f_lm, L_lm = lm_config.ff_dim, lm_config.layers
@@ -692,7 +699,13 @@ def by_hand(method, T):
 
 
 for method in lm_methods:
-    print(f"{method:24} measured - by hand: {lm_runs[method].peak_bytes - by_hand(method, T)} bytes")
+    with FakeTensorMode():
+        _, metered = build_lm(method)
+        ids = torch.empty(T + 1, dtype=torch.int64)
+        batch = replace(batches[0], tokens=ids[:-1], targets=ids[1:], cu_seqlens=torch.empty(2, dtype=torch.int32))
+    measured, predicted = lm_runs[method].peak_bytes, metered(ackpt.predict, batch).peak_bytes
+    residual = measured - by_hand(method, T)
+    print(f"{method:24} measured - by hand: {residual} bytes, measured - predicted: {measured - predicted} bytes")
 
 # %% [markdown]
 # Which alone lowers the peak more, checkpointing or the chunked loss?
@@ -716,24 +729,22 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# What is live at each of these peaks:
+# Here, the chunked loss; at the published sizes below, checkpointing. The first figure shows what is live at these
+# peaks. Neither method is enough alone: checkpointing leaves the logits, chunking the activations.
 
-# %% tags=["hide-input"] alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
-logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 8 * math.ceil(T / chunks) * V}
+# %% tags=["hide-input"]
+logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 4 * math.ceil(T / chunks) * V}
 names = ("parameters", "inputs", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 parts = {name: [lm_runs[m].categories[name] for m in lm_methods] for name in names}
 parts["logits"] = [logits.get(m, 0) for m in lm_methods]
-for place, m in enumerate(lm_methods):
+for index, m in enumerate(lm_methods):
     saved_logits = 0 if "chunked" in m else 4 * T * V
-    parts["activations"][place] -= saved_logits
-    parts["temporaries"][place] -= logits.get(m, 0) - saved_logits
+    parts["activations"][index] -= saved_logits
+    parts["temporaries"][index] -= logits.get(m, 0) - saved_logits
 figure = stacked_plot(lm_methods, parts, "")
-path = plots.save(figure, "results/figures/04_at_the_peak.png")
-figure
+path = plots.save(figure, "results/figures/04_at_the_peak.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# *Memory at the peak: neither method is enough alone. Checkpointing leaves the logits, chunking the activations.*
-#
 # ### FLOPs and time of the four methods
 #
 # The head costs $3 \cdot 2 \, T V d$ FLOPs, in chunks or in one piece. Checkpointing adds one forward of the blocks.
@@ -755,7 +766,7 @@ for method, ratio in times.ratios.items():
 # %% [markdown]
 # ### The published language model
 #
-# The published model has GPT-2's vocabulary, 50,257 entries:
+# With GPT-2's vocabulary, 50,257 entries, our model has:
 
 # %%
 published_lm = lm.GPU
@@ -803,19 +814,18 @@ print(f"largest error: {max(abs(row['error']) for row in configured):.3%}")
 #
 # ```{include} ../../results/tables/04_chunked.md
 # ```
-#
-# (Predictions miss the copy inside `logsumexp`: if the peak is in the head, add $4 \, T_\text{chunk} V$ bytes.)
 
 # %%
-lm_ours = {(p.config["method"], p.config["seq_len"]): p.metrics["peak_bytes"] for p in lm_predictions}
+lm_ours = {(p.config["method"], p.config["seq_len"]): p.metrics for p in lm_predictions}
 best = lm_ours["checkpoint+chunked-loss", 8192]
-print(f"at 8,192 tokens, weights, gradients and Adam states are {16 * parameters / best:.0%} of the lowest peak")
+share = sum(best["categories"][name] for name in ("parameters", "gradients", "optimizer")) / best["peak_bytes"]
+print(f"at 8,192 tokens, weights, gradients and Adam states are {share:.0%} of the lowest peak")
 
 # %% [markdown]
 # At which vocabulary do the logits need as much memory as all blocks? Under autocast, $2 d + 3 h + 2$ of a block's $A$
 # elements per token remain in fp32: the inputs of the norms of attention and MLP, all norms' scales, and the
 # attention's log-sum-exp. The others have 2 bytes each, so a block saves $24 d + 4 f + 12 h + 8$ bytes. A boundary has
-# $4 d$. A logit needs 10 when backward begins: the log-probability in bf16, and its copy and gradient in fp32.
+# $4 d$. A logit then needs 10, not 12: the log-probability in bf16, and its copy and gradient in fp32.
 
 # %%
 block_bytes = 24 * D + 4 * FF + 12 * H + 8
@@ -839,11 +849,12 @@ rows = [
     {"cause": "our block", "block": f"{block_bytes:,}"},
     {"cause": "separate projections", "block": f"{separate - block_bytes:+,}"},
     {"cause": "unfused norms", "block": f"{unfused - separate:+,}"},
-    {"cause": "the final norm after every block", "block": f"{norm:+,}"},
+    {"cause": "the final norm after every block, not once", "block": f"{norm:+,}", "token": f"{-4 * D - 4:+,}"},
     {"cause": "sum: the published block", "block": f"{A_theirs:,}"},
     {"cause": "logits, 14 bytes instead of 10", "token": f"{4 * vocabulary:+,}"},
     {"cause": "gradients are never set to zero", "once": f"{4 * P_theirs / 2**20:+,.1f}"},
     {"cause": "one weight for embedding and head", "once": f"{-12 * vocabulary * D / 2**20:+,.1f}"},
+    {"cause": "biases", "once": f"{14 * (P_theirs - parameters + vocabulary * D) / 2**20:+,.1f}"},
     {"cause": "workspaces of cuBLAS", "once": f"{WORKSPACES / 2**20:+,.1f}"},
 ]
 columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
@@ -872,8 +883,8 @@ path = write_text_atomic("results/tables/04_lm_causes.md", markdown_table(rows, 
 #
 # :::{admonition} Exercise 4: a larger vocabulary
 # :class: note
-# With $V = 128{,}256$ and 8,192 tokens, how many GiB do weights, gradients and Adam states of the published model need,
-# and how many its logits, at 10 bytes each? Predict the peaks of `checkpoint` and `checkpoint+chunked-loss`.
+# With $V = 128{,}256$ and 8,192 tokens, how many GiB do weights, gradients and Adam states of our model need, and how
+# many its logits, at 10 bytes each? Predict the peaks of `checkpoint` and `checkpoint+chunked-loss`.
 # :::
 
 # %% tags=["solution"]
@@ -885,7 +896,7 @@ print(f"weights, gradients, Adam: {16 * elements / 2**30:.1f} GiB; logits: {logi
 # boundaries, the input of the last norm, and the head's input and weights in bf16.
 by_hand = 12 * elements + logits + 8192 * D * (4 * layers + 4 + 2) + 2 * 128_256 * D
 print(f"when backward begins: {by_hand / 2**30:.1f} GiB")
-# Both peaks are in the head, so the second prediction may miss logsumexp's copy, 4 T_chunk V bytes or 0.5 GiB.
+# Both peaks are in the head.
 (answers,) = predict_experiment(larger)
 for record in answers:
     print(f"{record.config['method']:24} {record.metrics['peak_bytes'] / 2**30:.1f} GiB")
@@ -893,19 +904,19 @@ for record in answers:
 # %% [markdown]
 # :::{admonition} Exercise 5: how many chunks?
 # :class: note
-# For the published model at 8,192 tokens with checkpointed blocks: at how many chunks does the predicted peak stop
+# At the published sizes and 8,192 tokens, with checkpointed blocks: at how many chunks does the predicted peak stop
 # falling? Why?
 # :::
 
 # %% tags=["solution"]
 for count in (2, 4, 8, 16):
     ask = replace(published_lm, loss_chunks=count, seq_lens=(8192,), methods=two[1:])
-    peak = best if count == published_lm.loss_chunks else next(predict_experiment(ask))[0].metrics["peak_bytes"]
-    print(f"{count:2} chunks: {peak / 2**20:7.1f} MiB")
+    metrics = best if count == published_lm.loss_chunks else next(predict_experiment(ask))[0].metrics
+    print(f"{count:2} chunks: {metrics['peak_bytes'] / 2**20:7.1f} MiB")
 
 # %% [markdown]
-# Once the logits of a chunk are small enough, the peak is in the recomputation of the first block, with nearly all
-# gradients complete.
+# Once the logits of a chunk are small enough, the peak is in the recomputation of the first block, with most gradients
+# complete.
 #
 # :::{admonition} Exercise 6: one matrix for both ends
 # :class: note
@@ -914,8 +925,8 @@ for count in (2, 4, 8, 16):
 # :::
 
 # %% tags=["solution"]
-_, measure = build_lm("checkpoint+chunked-loss", tied=True)
-tied = measure(batches[0]).peak_bytes
+_, metered = build_lm("checkpoint+chunked-loss", tied=True)
+tied = metered(measure, batches[0]).peak_bytes
 print(f"measured {lm_runs['checkpoint+chunked-loss'].peak_bytes - tied:,}; 12 V d + 4 = {12 * V * d_lm + 4:,}")
 
 # %% [markdown]
@@ -924,11 +935,11 @@ print(f"measured {lm_runs['checkpoint+chunked-loss'].peak_bytes - tied:,}; 12 V 
 #
 # ## Summary
 #
-# - Both peaks follow from the sizes, to the byte. Beyond $P_\text{block} / d$ tokens, a checkpointed step needs a
-#   boundary for every layer.
+# - At three lengths, both peaks follow from the sizes, to the byte. Beyond $P_\text{block} / d$ tokens, a checkpointed
+#   step needs a boundary for every layer.
 # - The ten published peaks of the synthetic experiment are predicted to within 1,024 bytes.
-# - Logits cost tokens times vocabulary times 10 to 14 bytes; with a loss in chunks, only those of one chunk.
-# - With checkpointed blocks, logits fill the memory. With a chunked loss too, at 8,192 tokens, 94% is weights,
+# - Logits cost tokens times vocabulary times 10 to 14 bytes; a loss in chunks allocates one chunk.
+# - With checkpointed blocks, logits fill the memory. With a chunked loss too, at 8,192 tokens, 88% is weights,
 #   gradients and Adam states.
 #
 # The numbers on this page were measured here:

@@ -56,13 +56,13 @@ class Table:
     def on_gpu(self) -> tuple[str, ...]:
         """The columns of what is measured on a GPU, also those left out."""
         names = tuple(dict.fromkeys((*self.columns, *self.left_out)))
-        return tuple(names[place] for place in gpu_columns(f"| {' | '.join(names)} |"))
+        return tuple(names[index] for index in gpu_columns(f"| {' | '.join(names)} |"))
 
     def missing(self) -> dict[str, int]:
         """How many cells of each column were not measured; only columns that have such."""
         counts = {
-            name: sum(MISSING in row[place] or (name in self.on_gpu and row[place] == DASH) for row in self.rows)
-            for place, name in enumerate(self.columns)
+            name: sum(MISSING in row[index] or (name in self.on_gpu and row[index] == DASH) for row in self.rows)
+            for index, name in enumerate(self.columns)
         }
         counts |= dict.fromkeys(self.left_out, len(self.rows))
         return {name: count for name, count in counts.items() if count}
@@ -79,8 +79,9 @@ def read_table(path: Path) -> Table:
     ]
     if label is None or len(lines) < 2 or any(len(line) != len(lines[0]) for line in lines):
         raise ValueError(f"{path} is no table of experiments.results.markdown_table: write it with that")
-    note = re.search(r"^\*Not yet measured: (.*)\.\*$", text, re.MULTILINE)
-    return Table(path, label[1], label[2], lines[0], tuple(lines[2:]), tuple(note[1].split("; ")) if note else ())
+    note = re.search(r"^\*Not shown, because not yet measured: (.*)\.\*$", text, re.MULTILINE)
+    left_out = tuple(re.findall('"(.*?)"', note[1])) if note else ()
+    return Table(path, label[1], label[2], lines[0], tuple(lines[2:]), left_out)
 
 
 def tables(root: Path = ROOT) -> list[Table]:

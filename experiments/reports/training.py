@@ -78,13 +78,13 @@ def published_rows(reference, configured, predicted, measured=(), digits: int = 
     printed = {(row["seq_len"], row["method"]): row for row in reference["rows"]}
     rows = []
     for (tokens, method), row in printed.items():
-        record, found = ours[tokens, method], theirs[tokens, method]
+        record, published_step = ours[tokens, method], theirs[tokens, method]
         rows.append(
             {
                 "seq_len": f"{tokens:,}",
                 "method": method,
                 "published": f"{row['peak']:,.{digits}f}",
-                "configured": f"{found['predicted'] / MIB:,.{digits}f}",
+                "configured": f"{published_step['predicted'] / MIB:,.{digits}f}",
                 "predicted": f"{record.metrics['peak_bytes'] / MIB:,.1f}",
                 "measured": measured_peak(record, measured),
                 "seconds": f"{row['seconds']:.2f}",

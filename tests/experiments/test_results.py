@@ -147,7 +147,7 @@ class TestTable:
             "| 4 | a\\|b | 1.5 |\n"
             "| 8 | c | *not yet measured* |\n"
             ":::\n"
-            "*Not yet measured: s.*\n"
+            '*Not shown, because not yet measured: "s".*\n'
         )
 
     def test_a_key_that_a_row_lacks(self):
