@@ -76,7 +76,8 @@ def test_the_ranks_have_the_variables_that_torchrun_sets(tmp_path):
         "import os\n"
         "names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'\n"
         "is_addressed = bool(os.environ['MASTER_ADDR']) and int(os.environ['MASTER_PORT']) > 0\n"
-        "print(*(os.environ[name] for name in names), is_addressed, flush=True)\n"
+        "line = ' '.join([*(os.environ[name] for name in names), str(is_addressed)])\n"
+        "os.write(1, f'{line}\\n'.encode())\n"  # at once, so that the lines of two ranks do not mix
     )
     arguments = ["--standalone", "--nproc-per-node", "2", str(script)]
     launcher = [sys.executable, "-m", "torch.distributed.run", *arguments]
