@@ -421,4 +421,4 @@ print("ReLU:", saved_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # ## Sources
 #
 # - {cite:t}`korthikanti2022` count the activations of a block in the same way.
-# - {cite:t}`zhang2019` introduce the RMSNorm of the blocks.
+# - {cite:t}`zhang2019` introduce RMSNorm, the blocks' norm.

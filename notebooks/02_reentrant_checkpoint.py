@@ -187,7 +187,7 @@ figure
 # The peak is in the backward of the last region, the first that backward reaches: **$k - 1$ boundaries, $n / k$
 # recomputed activations and one gradient**. (The gradient of its output, the broadcast 1 of `sum()`, needs no memory.
 # In every other region, two gradients are live, of an operation's output and input. So the region before it reaches the
-# same sum, with one boundary less.) The loss and its gradient add 8 bytes:
+# same sum, with one boundary fewer.) The loss and its gradient add 8 bytes:
 #
 # $$ \text{peak} = \Bigl( k + \frac{n}{k} \Bigr) S + 8 \text{ bytes} $$
 
@@ -533,7 +533,7 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 #
 # - A reentrant checkpoint is ten lines: save the input, run without a graph, and recompute with a graph in backward.
 #   One of its inputs must require grad.
-# - A chain of $n$ layers then needs $2 \sqrt n$ activations, and $3 \sqrt[3] n$ with two levels of regions.
+# - A chain of $n$ layers needs $2 \sqrt n$ activations with one level of regions, $3 \sqrt[3] n$ with two.
 # - The ten lines fail wherever the second run differs from the first. Most of these errors are silent, even in
 #   PyTorch's own checkpoint.
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases

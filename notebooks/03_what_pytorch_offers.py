@@ -212,7 +212,7 @@ by_cut
 #
 # The *memory budget*, `torch._functorch.config.activation_memory_budget`, is a number between 0, which saves only
 # inputs, and 1, which saves the minimum cut. In between, a knapsack picks tensors to recompute until the saved bytes
-# fit that fraction of the minimum cut's. The budget must be set while `torch.compile` compiles, here with Inductor:
+# fit that fraction of the minimum cut. The budget must be set while `torch.compile` compiles, here with Inductor:
 
 
 # %%
@@ -267,11 +267,11 @@ for layer in llama.model.layers[::2]:
 #
 # ## What each tool saves and costs
 #
-# *Saved* bytes are the activations that are live when backward begins. FLOPs count matrix products and attention; those
-# of Inductor's rows are counted with a backend that cuts the same graph and runs operations one by one. The last rows
-# show `ackpt`: a region around every block, and plans for 0.75 and 0.45 of the baseline's peak. A *plan* says what is
-# saved, and when the rest is recomputed ({doc}`07_graph_profiler`). Gradients equal the baseline's to the last bit, in
-# Inductor's rows up to rounding.
+# *Saved* bytes are the activations live when backward begins. FLOPs count matrix products and attention; those of
+# Inductor's rows are counted with a backend that cuts the same graph and runs operations one by one. The last rows show
+# `ackpt`: a region around every block, and plans for 0.75 and 0.45 of the baseline's dynamic peak. A *plan* says what
+# is saved, and when the rest is recomputed ({doc}`07_graph_profiler`). Gradients equal the baseline's to the last bit,
+# in Inductor's rows up to rounding.
 
 
 # %% tags=["hide-input"]
@@ -338,13 +338,13 @@ assert flops["non-reentrant"] < flops["reentrant"] == flops["`ackpt` regions"]
 #
 # - *Non-reentrant* recomputes less than *reentrant* and `ackpt` regions, because it stops early
 #   ({doc}`02_reentrant_checkpoint`).
-# - *Selective* recomputes no matrix product, but most of the baseline's peak remains. It is not faster than
+# - *Selective* recomputes no matrix product, but most of the baseline's peak remains. It is hardly faster than
 #   *non-reentrant* (times below), because it handles every operation in Python.
-# - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies. It does not lower the peak of
-#   *non-reentrant*, in the first block's backward: only this block's input is live there anyway.
-# - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it recomputes more than at 0.5, and
-#   its peak is higher: it ignores when tensors are recomputed, so many may be live together. {doc}`07_graph_profiler`
-#   shows three peaks of one set.
+# - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies. *Non-reentrant* peaks in the first
+#   block's backward; `save_on_cpu` does not help there, because no other block's input is live.
+# - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it recomputes more than at 0.5 and
+#   peaks higher: it ignores when tensors are recomputed, so many may be live together. {doc}`07_graph_profiler` shows
+#   three peaks of one saved set.
 # - The *plan* of 0.45 has a lower peak than both, and recomputes less than the memory budget of 0.2.
 
 # %% tags=["hide-input"]
@@ -354,7 +354,7 @@ figure = panels_plot({label: measured[name].timeline for name, label in drawn.it
 path = plots.save(figure, "results/figures/03_timelines.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# We time each step relative to the baseline, or with a memory budget to Inductor without one: median and range of five
+# We time steps relative to the baseline, those with a memory budget relative to Inductor: median and range of five
 # rounds. On a GPU, copies to the host cost more than NumPy's copies do here.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
@@ -368,7 +368,7 @@ for reference in ("baseline", "Inductor"):
 # %% [markdown]
 # ## The bug museum
 #
-# Each exhibit is one training step. *Wrong* means another result than the baseline's, and no error. {ref}`Chapter 2
+# Each exhibit is one training step. *Wrong* means a result other than the baseline's, without error. {ref}`Chapter 2
 # <tab-pitfalls>` has more.
 
 # %% tags=["hide-input"]
@@ -516,8 +516,8 @@ assert exhibit("a mixture of experts", router_gradient) == {"reentrant": "wrong"
 
 # %% [markdown]
 # In the reentrant form, the router's gradient belongs to the recomputation's choices, and the second update of the bias
-# cancels the first. The non-reentrant form raises an error: the experts get other numbers of tokens. `ackpt` restores
-# the bias for the recomputation and updates it once.
+# cancels the first. The non-reentrant form raises an error: the experts get different numbers of tokens. `ackpt`
+# restores the bias for the recomputation and updates it once.
 #
 # ### Dropout under a memory budget
 #
