@@ -251,9 +251,9 @@ for T in lengths:
     print(f"T = {T:4}: equal to the count: {equal}, ratio {recomputed / base:.4f}")
 
 # %% [markdown]
-# So checkpointing costs at most $4 / 3$ of the FLOPs, and $9 / 7$ where attention dominates. It costs more time here:
-# these blocks are tiny, so the fixed time of each region ({doc}`02_reentrant_checkpoint`) matters. Ratios are medians
-# of five rounds, with the lowest and the highest:
+# So checkpointing costs at most $4 / 3$ of the FLOPs, and $9 / 7$ where attention dominates. Its time ratio is higher
+# here: these blocks are tiny, so the fixed time of each region ({doc}`02_reentrant_checkpoint`) matters. Ratios are
+# medians of five rounds, with the lowest and the highest:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for T in (lengths[0], lengths[-1]):
@@ -506,7 +506,7 @@ for method in lm_methods:
     print(f"{method:24} losses {lm_losses[method][0]:.4f} ... {lm_losses[method][-1]:.4f}")
 
 # %% [markdown]
-# Again, the losses are bit-identical. The chunked loss sums in another order, so its last digits may differ.
+# Again, checkpointed losses are bit-identical. The chunked loss sums in another order, so its last digits may differ.
 
 # %%
 base, checkpointed, chunked, both = lm_losses.values()
@@ -939,8 +939,8 @@ print(f"measured {lm_runs['checkpoint+chunked-loss'].peak_bytes - tied:,}; 12 V 
 #   step needs a boundary for every layer.
 # - The ten published peaks of the synthetic experiment are predicted to within 1,024 bytes.
 # - Logits cost tokens times vocabulary times 10 to 14 bytes; a loss in chunks allocates one chunk.
-# - With checkpointed blocks, logits fill the memory. With a chunked loss too, at 8,192 tokens, 88% is weights,
-#   gradients and Adam states.
+# - With checkpointed blocks, logits dominate dynamic memory. With a chunked loss too, at 8,192 tokens, 88 % of the
+#   peak is weights, gradients and Adam states.
 #
 # The numbers on this page were measured here:
 

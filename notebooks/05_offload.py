@@ -272,8 +272,8 @@ for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes
 # - the last region's, which backward needs first;
 # - the $k_0$ inputs that something else also references, usually only the batch.
 #
-# Region $i$'s backward needs only its own input on the device. This input's copy back starts halfway through region
-# $i + 1$'s backward, when half of the recomputed activations are freed:
+# Region $i$'s backward needs only its own input. Its copy back starts halfway through region $i + 1$'s backward, when
+# half of the recomputed activations are freed. So the peak falls:
 #
 # $$ \text{peak}_\text{checkpoint} - \text{peak}_\text{offload} = (k - 1 - k_0) \, S $$
 #
@@ -536,8 +536,8 @@ path = write_text_atomic("results/tables/05_pays.md", markdown_table(width_rows,
 # ```
 #
 # In 16 bits, copies of block inputs add no time on any of the three at width 4,096, and on a T4 at width 512. Copies of
-# all activations add time at both widths. A real GPU computes more slowly than its data sheet says. At half the
-# rate, half the width is enough.
+# all activations add time at both, unless sequences are very long. A real GPU is slower than its data sheet: at half
+# the rate, half the width is enough.
 #
 # With measured times, `ackpt.offload_pays` evaluates the condition. To see a crossover on this machine, we use
 # attention alone, and copies that sleep to simulate a slow link. With its bandwidth, a copy at 1,024 tokens takes just
@@ -698,7 +698,7 @@ figure
 # than in {ref}`the table <tab-offload-peaks>`. Recomputed activations count as temporaries.*
 #
 # The sawtooth rises with each block by the block's gradients. `ckpt_classic` rises twice as fast, because backward
-# frees neither a block's input nor its gradient. So offload lowers this peak by about $2 (k - 1)$ inputs.
+# frees neither blocks' inputs nor the inputs' gradients. So offload lowers this peak by about $2 (k - 1)$ inputs.
 #
 # ```{include} ../../results/tables/05_times.md
 # ```
