@@ -307,7 +307,7 @@ on_demand = scheduled(graph, None, order)
 assert early.saved == late.saved == on_demand.saved
 
 # %% [markdown]
-# `PlannedStep(model, policy)` runs a model by a schedule of ours: it captures the graph, calls the function `policy` with
+# `PlannedStep(model, policy)` runs a model with our own schedule: it captures the graph, calls the function `policy` with
 # it, and executes the `schedule` of the result.
 
 # %%
@@ -366,7 +366,7 @@ weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
 #
 # Two kinds of operations must not simply run a second time. Dropout would draw another mask, and BatchNorm in training
 # updates its running statistics, which must happen once per step. A planned step *replays* dropout: forward saves the RNG
-# state, and recomputation restores it. It recomputes BatchNorm by an operation that does not update the statistics. We
+# state, and recomputation restores it. It recomputes BatchNorm with an operation that does not update the statistics. We
 # train for three steps, first planned with nothing saved, then with PyTorch's checkpoint, and compare all parameters and
 # statistics bit for bit with the baseline's:
 

@@ -180,7 +180,7 @@ while candidates := [i for i in retained if i not in swaps]:
     print("recompute" if seconds < waits else "swap")
 
 # %% [markdown]
-# Swapping wins where both copies overlap, as for `tanh_1`. Compute would wait for the copies of the large `tanh` and
+# Swapping wins where the copies add little time, for `tanh_1` none. Compute would wait longer for the large `tanh` and
 # `tanh_2`, so these are recomputed.
 #
 # The paper stops as soon as its estimate of the peak fits. `ackpt.plan(graph, budget, policy="mu-two")` continues to
@@ -476,8 +476,8 @@ for name in ("sin", "exp"):
 #
 # :::{admonition} Exercise 2: with much more memory
 # :class: note
-# By the published table, how much larger a batch can the pipeline allow at most, if the memory grows without bound? Use
-# the rows up to 32 images.
+# By the published table, which factor of the batch does the pipeline approach as memory grows without bound? Use the rows
+# up to 32 images.
 # :::
 
 # %% tags=["solution"]

@@ -99,8 +99,7 @@ print("gap of the plan:", ", ".join(f"{gap:.1%} at {budget}" for budget, gap in 
 
 # %% [markdown]
 # Down to 40 percent of the peak, no other plan's step is more than two percent shorter. At the smallest budget, the gap
-# is large. Part of it comes from the lower bound, which counts no recomputed bytes. We do not know how large that part
-# is.
+# is large. An unknown part of it comes from the lower bound, which ignores the bytes of recomputed tensors.
 #
 # ## Plans and PyTorch's tools, in FLOPs
 #
@@ -198,15 +197,15 @@ path = write_text_atomic("results/tables/09_models.md", table)
 # ```{include} ../../results/tables/09_models.md
 # ```
 #
-# Here, plans minimize seconds at the rates of this CPU. The lower bound is the least modeled time that any plan adds
-# within half of the peak; the Transformer has six layers. The timed processes keep freed memory, as a GPU's caching
-# allocator does. Otherwise, glibc returns large blocks to the operating system, and the step with the larger peak causes
-# more page faults.
+# Here, plans minimize seconds at the rates of this CPU. The lower bound holds for every plan within half of the peak. The
+# Transformer has six layers, the compiled one two. The timed processes keep freed memory, as a GPU's caching allocator
+# does. Otherwise, glibc returns large blocks to the operating system, and the step with the larger peak causes more page
+# faults.
 #
 # ### With Inductor
 #
 # PyTorch's memory budget is a setting of `torch.compile`. We time it with Inductor, its production backend, relative to
-# the step that Inductor compiles without a budget:
+# Inductor's step without a budget:
 
 # %% tags=["hide-input"] alt="Added time over the measured dynamic peak of a BERT that Inductor compiles. Plans with peaks from 0.56 to 0.69 add at most 3 percent, and one with a peak of 0.82 is faster than the baseline. PyTorch's memory budget adds nothing at a peak of 0.73, and 22 percent at 1.12. Per-block checkpointing adds 19 percent at 0.68; an arrow leads from it to the plan within the same peak, -1 percent."
 compiled = records[-1]  # the model of the first figure
@@ -224,9 +223,9 @@ figure
 # *Added time and peak of the same three layers of BERT, compiled by Inductor. The memory budget is set to 0.5 (left) and
 # 0 (right).*
 #
-# Inductor fuses and reorders operations, so a plan is no guarantee. Measured peaks can be lower than predicted, because
-# some tensors that a plan counts never exist; so the planner rejects budgets that are feasible. Compiled dropout draws
-# other masks in every version of the step, so only the Transformer's gradients can be compared: they agree up to
+# Inductor fuses and reorders operations, so a plan guarantees no peak. Some tensors that a plan counts never exist, so
+# measured peaks can be lower and the planner rejects feasible budgets. We cannot explain one plan's added time of -10 %.
+# Compiled dropout draws other masks in each version, so we compare only the Transformer's gradients: they agree up to
 # rounding.
 #
 # ## Exploring the frontier
@@ -381,7 +380,7 @@ print(f"recomputed without a matrix product: {(2 * h * T_seq + f + 4 * d) / A:.0
 # dropout are weights times mask, and the outputs of GELU and of the norms follow from their inputs. None of these
 # $2 h T_\text{seq} + f + 4 d$ elements per token needs a matrix product.
 #
-# In how many blocks do plans in modeled time, for four budgets, save each activation?
+# How many blocks save each activation in plans for four budgets? Time is modeled.
 
 # %% tags=["hide-input"]
 shown = (80, 60, 40, 30)
@@ -467,9 +466,9 @@ print(f"from {(10 * 1024 + 2 * 4096 + 4) // (3 * 16) + 1} tokens on")
 # ## BERT-large with a GPU's kernels
 #
 # Now we predict BERT-large for 8 sequences of 512 tokens in bf16, from shapes alone. On a GPU, a fused kernel saves
-# neither attention weights nor dropout masks (Dao et al. 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)).
-# Its backward recomputes both from queries, keys, one sum per row and the RNG state: a checkpoint inside an operation.
-# How far do other methods lower the peak beyond that?
+# neither attention weights nor their dropout masks (Dao et al. 2022,
+# [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)). Its backward recomputes both from queries, keys, one sum per row
+# and the RNG state: a checkpoint inside an operation. How much further do other methods lower the peak?
 
 # %% tags=["hide-input"]
 on_gpu = replace(bert.GPU, methods=("baseline", "per-block", "auto@0.5", "auto@0.3"))
