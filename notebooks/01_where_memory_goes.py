@@ -250,7 +250,7 @@ saved = [saved_by(n) for n in tokens]
 formula = [4 * n * (L * A + d + 1) for n in tokens]
 print("measured minus predicted bytes:", [a - b for a, b in zip(saved, formula)])
 
-# %% tags=["hide-input"] alt="Memory over the number of tokens: the saved activations lie on the straight line of the formula and cross the constant 16 bytes per parameter near 670 tokens."
+# %% tags=["hide-input"] alt="Memory over the number of tokens: the saved activations are on the straight line of the formula and cross the constant 16 bytes per parameter near 670 tokens."
 figure = line_plot(
     tokens,
     measured={"saved by the forward": saved},

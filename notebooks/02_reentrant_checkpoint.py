@@ -191,7 +191,7 @@ figure
 #
 # $$ \text{peak} = \Bigl( k + \frac{n}{k} \Bigr) S + 8 \text{ bytes} $$
 
-# %% tags=["hide-input"] alt="Peak memory in activations against the number of regions, on a logarithmic axis, for a chain of 64 layers: measured points lie on the curve k + n / k, which falls steeply from 65, has its minimum of 16 at 8 regions and rises again to 34 at 32."
+# %% tags=["hide-input"] alt="Peak memory in activations against the number of regions, on a logarithmic axis, for a chain of 64 layers: measured points are on the curve k + n / k, which falls steeply from 65, has its minimum of 16 at 8 regions and rises again to 34 at 32."
 peaks = {k: run.dynamic_peak_bytes for k, run in runs.items()}
 curve = {"64 layers": {k: k + 64 / k for k in (2 ** (step / 8) for step in range(41))}}
 points = {"64 layers": {k: peak / S for k, peak in peaks.items()}}

@@ -723,6 +723,10 @@ llama.train()
 ackpt.apply_budget(llama, batch, budget=budget)
 planned_run = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
 ackpt.remove_budget(llama)
+try:
+    ackpt.apply_budget(llama, batch, budget="1MiB")
+except ackpt.BudgetError as error:
+    print(f"1 MiB is refused; smallest feasible budget: {error.least_bytes / 2**20:.1f} MiB")
 print(f"{baseline_run.peak_bytes / 2**20:.1f} MiB -> {planned_run.peak_bytes / 2**20:.1f} MiB")
 assert planned_run.peak_bytes <= budget
 assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(llama.parameters(), expected))

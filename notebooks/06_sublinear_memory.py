@@ -252,7 +252,7 @@ assert deep_live == predicted(1024, "decreasing segments")[0]
 of_baseline = deep_live / predicted(1024, "baseline")[0]
 print(f"1,024 blocks in {deep_live} activations, {deep.dynamic_peak_bytes / MIB:.2f} MiB: {of_baseline:.1%} of the baseline")
 
-# %% tags=["hide-input"] alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points lie on predicted lines, which extend to 1,024 blocks. The baseline rises straight to a thousand; equal and decreasing segments rise half as steeply, to 66 and 48; recursive halving rises least, to 13."
+# %% tags=["hide-input"] alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points are on the predicted lines, which extend to 1,024 blocks. The baseline rises straight to a thousand; equal and decreasing segments rise half as steeply, to 66 and 48; recursive halving rises least, to 13."
 peaks = {method: {row["n"]: row["live"] for row in rows if row["method"] == method} for method in METHODS}
 peaks["decreasing segments"][1024] = deep_live
 figure = figures.curves_plot(
@@ -346,7 +346,7 @@ steps, snapshots = 16, 3
 figure = figures.schedule_plot(revolve.actions(steps, snapshots), steps, "")
 path = plots.save(figure, "results/figures/06_revolve.png")
 most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
-print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {most} times")
+print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {most} times before its reversal")
 figure
 
 # %% [markdown]

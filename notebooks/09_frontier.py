@@ -122,7 +122,7 @@ figure
 
 # %% [markdown]
 # *Plans reach lower peaks than PyTorch's tools, and recompute no more FLOPs at any peak that these reach. Line: the
-# frontier in cost, predicted. Marks: measured.*
+# frontier in cost, predicted; dashed: the lower bound. Marks: measured.*
 #
 # Is any point below the line? Does each planned step have the predicted peak to the byte, within the budget, the
 # predicted FLOPs, and the baseline's gradients, bit for bit?

@@ -134,7 +134,7 @@ def _arrow(axes, record: Record, times: tuple[float, float]) -> None:
     x = blocks["measured_peak_bytes"] / record.metrics["baseline"]["measured_peak_bytes"]
     look = {"arrowstyle": "-|>", "color": TEXT, "linewidth": 1.2, "shrinkA": 7, "shrinkB": 7}
     axes.annotate("", (x, times[1]), (x, times[0]), arrowprops=look)
-    text = f"{100 * times[0]:.0f} % \N{RIGHTWARDS ARROW} {100 * times[1]:.0f} %\nsame peak".replace(
+    text = f"{100 * times[0]:.0f} % \N{RIGHTWARDS ARROW} {100 * times[1]:.0f} %\nwithin this peak".replace(
         "-", "\N{MINUS SIGN}"
     )
     middle = (x, 0.55 * times[0] + 0.45 * times[1])

@@ -85,10 +85,10 @@ def test_times_are_drawn_with_the_names_of_methods_and_an_arrow_to_the_plan(unet
     assert names <= {text.get_text() for text in axes.texts}
     figure = times.time_plot(made_up)
     texts = [text.get_text() for text in figure.axes[0].texts]
-    assert texts[-1] == "20 % \N{RIGHTWARDS ARROW} 5 %\nsame peak"
+    assert texts[-1] == "20 % \N{RIGHTWARDS ARROW} 5 %\nwithin this peak"
     assert png(figure) == png(times.time_plot(copy.deepcopy(made_up)))
     made_up.metrics["peers"][0]["auto_seconds_ratio"]["median"] = 1.3
-    assert not any("same peak" in text.get_text() for text in times.time_plot(made_up).axes[0].texts)
+    assert not any("within this peak" in text.get_text() for text in times.time_plot(made_up).axes[0].texts)
     del made_up.metrics["eager"]["seconds_ratio"]
     with pytest.raises(ValueError, match="no times.*--times"):
         times.time_plot(made_up)
