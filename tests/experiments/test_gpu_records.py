@@ -49,7 +49,7 @@ def test_rows_are_those_that_were_asked_for_and_none_was_measured_is_none(tmp_pa
     assert (baseline["peak"], baseline["reserved"], baseline["memory"]) == (100.0, 200.0, None)
     assert (checkpoint["peak"], checkpoint["memory"]) == (25.0, -75.0)
     assert auto.pop("method") == "auto" and set(auto.values()) == {None} and auto.keys() | {"method"} == baseline.keys()
-    assert "measured: peak.*" in markdown_table([{"peak": auto["peak"]}], {"peak": "peak"}, "A table.", "tab-a")
+    assert 'measured: "peak".*' in markdown_table([{"peak": auto["peak"]}], {"peak": "peak"}, "A table.", "tab-a")
     assert [row["peak"] for row in gpu_rows("synthetic", ("baseline",), tmp_path)] == [None]
     assert gpu_rows("lm", ("baseline",), tmp_path / "none")[0]["peak"] is None
     with pytest.raises(RecordError, match="two records of lm baseline"):
