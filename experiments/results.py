@@ -161,7 +161,7 @@ def load_reference(name: str, folder: str | os.PathLike[str] = REFERENCES) -> di
 
 DASH = "–"
 _ONE = rf"[-+{DASH}]?[\d,.]*(?: ?%| (?:[KMG]iB|m?s))?"
-NUMBER = re.compile(rf"(\*\*)?(?:infeasible|not run|(?:not below |≥ )?{_ONE}(?:(?: to |, ){_ONE})?)(\*\*)?")
+NUMBER = re.compile(rf"(\*\*)?(?:infeasible|not run|(?:≥ )?{_ONE}(?:(?: to |, ){_ONE})?)(\*\*)?")
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str, name: str) -> str:

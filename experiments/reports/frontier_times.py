@@ -158,15 +158,14 @@ def _finding(record: Record) -> str:
 def at_the_peak_of_blocks(record: Record) -> tuple[float, float] | None:
     """Added time of per-block checkpointing, and of auto's plan within its peak; None if one was not timed.
 
-    With Inductor, measured peaks differ from the predicted ones: the plan is the one with the highest measured peak
-    among all plans that fit.
+    The plan is the one with the highest measured peak among all that fit: with Inductor, measured peaks differ from the
+    predicted ones.
     """
     blocks = next((row for row in record.metrics["peers"] if row["peer"] == CHECKPOINT), {})
     if not {"seconds_ratio", "auto_seconds_ratio"} <= set(blocks):
         return None
     plans = [(blocks["auto_peak_bytes"], added_time(blocks, "auto_seconds_ratio"))]
-    if is_by_inductor(record):
-        plans += [(point["measured_peak_bytes"], added_time(point)) for point in _ours(record)]
+    plans += [(point["measured_peak_bytes"], added_time(point)) for point in _ours(record)]
     fitting = [one for one in plans if one[0] <= blocks["measured_peak_bytes"]]
     return (added_time(blocks), max(fitting)[1]) if fitting else None
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import mean
 
 from experiments.results import Record
+from experiments.steps.named_steps import BASELINE
 from experiments.suite.gpu_suite import Outcome
 
 from .tables import MIB, PERCENT, milliseconds, spread, table
 
-BASELINE = "baseline"  # its name in records
 COLUMNS = {
     "job": "job",
     "method": "method",
@@ -42,7 +42,7 @@ def _runs(record: Record):
     if "points" not in metrics:
         yield record.config["method"], metrics
         return
-    for name, run in (("baseline", metrics["baseline"]), *_frontier(metrics)):
+    for name, run in ((BASELINE, metrics["baseline"]), *_frontier(metrics)):
         if "measured_peak_bytes" in run:
             yield name, {**run, "peak_bytes": run["measured_peak_bytes"]}
 
@@ -71,7 +71,7 @@ def _row(run: dict, baseline: dict) -> dict:
         row["memory"] = 100 * (peak / baseline["peak_bytes"] - 1)
     if "seconds_step" in run:
         row["ms"], row["spread"] = milliseconds(run["seconds_step"]), spread(run["seconds_step"])
-    reference = run.get("seconds_ratio", {}).get("reference", "baseline")
+    reference = run.get("seconds_ratio", {}).get("reference", BASELINE)
     if run is not baseline and "seconds_ratio" in run and reference == BASELINE:
         row["time"] = 100 * (run["seconds_ratio"]["median"] - 1)
     return row

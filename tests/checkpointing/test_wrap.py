@@ -337,8 +337,9 @@ def test_a_chosen_module_that_is_not_called_is_an_error_at_the_first_step(uses_w
 
 def test_the_choice_that_the_error_suggests_works():
     model = CallsInside()
-    apply(model, lambda module: type(module).__name__ in {"Attention", "FeedForward"})
+    chosen = apply(model, lambda module: type(module).__name__ in {"Attention", "FeedForward"})
     total(model(batch())).backward()
+    assert chosen and all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_chosen_module_may_be_skipped_by_a_forward():

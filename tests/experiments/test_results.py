@@ -157,7 +157,7 @@ class TestTable:
     def test_numbers_as_text_are_aligned_to_the_right(self):
         rows = [{"a": "14,064.5", "b": "+0.1 %", "c": "8B, 8"}, {"a": "–", "b": "**-3 %**", "c": "2"}]
         rows[0] |= {"d": "1.5 to 8.3", "e": "2.5%, 1.7 ms"}
-        rows[1] |= {"d": "not below 82.1", "e": "infeasible"}
+        rows[1] |= {"d": "≥ 82.1", "e": "infeasible"}
         assert "|---:|---:|:---|---:|---:|" in markdown_table(rows, dict(zip("abcde", "abcde")), "c", "t")
 
     def test_large_integers_have_separators(self):

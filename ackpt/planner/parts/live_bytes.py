@@ -473,7 +473,7 @@ def _workspace(func, args, kwargs) -> int:
                 _, left, peak = run_counted(lambda: func(*args, **kwargs))
                 return peak - left
             return allocation_of(SimpleNamespace(name="", target=func, module=""), func, (args, kwargs)).workspace
-    except (MeterError, RuntimeError, NotImplementedError, TypeError):
+    except (MeterError, RuntimeError, TypeError):
         return 0
 
 
