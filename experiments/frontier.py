@@ -27,7 +27,6 @@ from ackpt.metering.prediction import predict
 from ackpt.planner.choose import default_profile
 from ackpt.planner.policies import POLICIES, auto
 from ackpt.planner.policies.search.frontier import baseline_cost, frontier
-from ackpt.planner.request import MEASURED
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import recomputed
 from ackpt.planner.workloads.planned_shapes import kernels_of_a_gpu
@@ -46,7 +45,6 @@ SETTINGS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 COSTS = {
     "counted": "FLOPs, and traffic at ten FLOPs a byte",
     "rates": "seconds at the rates of the device",
-    "measured": "seconds of each operation, measured",
 }
 COMPILERS = ("eager", "inductor")
 _BOUNDED = 20  # number of equally spaced limits up to the baseline's peak, each with a lower bound
@@ -277,7 +275,7 @@ def _peers(config, work: Workload, runs: Runs, failures):
 def _costs(graph, name: str):
     if name == "counted":
         return ackpt.profile(graph, workspace="measured" if graph.on_cpu else "given")
-    return default_profile(graph, MEASURED if name == MEASURED else None)
+    return default_profile(graph)
 
 
 def _compared(row: dict, graph, costs, resident_bytes: int, runs: Runs) -> dict:

@@ -182,7 +182,7 @@ ackpt.plan(tiny_graph, policy="none").saved_bytes
 #
 # `ackpt.profile` finds the FLOPs, the bytes moved, the seconds and the workspace of every node. FLOPs and bytes follow
 # from shapes: a matrix product takes 2 × rows × columns × summed elements FLOPs. Seconds follow from the rates of a
-# device, as in the roofline model ({cite:t}`williams2009`), or are measured with `mode="measured"`.
+# device, as in the roofline model ({cite:t}`williams2009`).
 #
 # Workspaces do not follow from shapes and do not appear in the graph. On the CPU, `workspace="measured"` runs each
 # different operation once and measures its workspace. We try it on a small language model:

@@ -2,7 +2,6 @@
 
 `kernel_memory.Workspaces` does this for the operations of a predicted step, and
 `ackpt.planner.costs.workspace` for those of a graph: each distinct operation once, with made-up arguments.
-`ackpt.planner.costs.operation_runs` uses the values that the graph computes.
 """
 
 from __future__ import annotations

@@ -45,7 +45,6 @@ def compile(
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
     device_profile: Device | str | None = None,
-    costs: Literal["rates", "measured"] = "rates",
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
     chunk_head: bool | Literal["auto"] = False,
@@ -86,8 +85,6 @@ def compile(
         device_profile: the device whose times are minimized: a name such as ``"h200"``, or a `Device`, see
             `ackpt.planner.costs.devices`. By default the GPU that holds the tensors, or this CPU, whose rates are
             measured once per machine, see `ackpt.calibrate`.
-        costs: ``"rates"`` models the time of every operation by the rates of the device. ``"measured"`` times every
-            distinct operation of the model on its device in a fraction of a second; two runs may give two plans.
         regions: whether to plan the model in parts, for models that branch on values or contain a scripted or compiled
             module. With None, a model that contains such a module is planned in parts if the policy is ``"auto"``,
             ``"none"`` or ``"full"``, and any other model if it cannot be captured as one graph, the policy is
@@ -157,7 +154,6 @@ def apply_budget(
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
     device_profile: Device | str | None = None,
-    costs: Literal["rates", "measured"] = "rates",
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
     chunk_head: bool | Literal["auto"] = False,
@@ -180,7 +176,7 @@ def apply_budget(
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
         slowdown, policy, plan, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
-        dynamic, cache, device_profile, costs, regions, on_exceed, chunk_head: as in `ackpt.compile`.
+        dynamic, cache, device_profile, regions, on_exceed, chunk_head: as in `ackpt.compile`.
         inputs: refused; the inputs of the model are one batch.
 
     Returns:

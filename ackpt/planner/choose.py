@@ -19,15 +19,14 @@ from ackpt.planner.capture.in_place import autograd_node, eager_graph
 from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.operation_runs import device_of, measured_rates
-from ackpt.planner.costs.profiles import Profile, default_rates, rates
+from ackpt.planner.costs.profiles import Profile, default_rates
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
 from ackpt.planner.policies import auto, check_options, function_of, name_of
 from ackpt.planner.policies.search.frontier import baseline_cost, cheapest, costs, lowest, whole_added_cost
 from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.policies.search.schedule_cache import CachedCandidates, cached
-from ackpt.planner.request import MEASURED, Request
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.allocations import allocations, peak_in_words
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, activations
@@ -113,30 +112,17 @@ def candidates_of_auto(request: Request) -> Callable[..., Any]:
 
 
 def default_profile(
-    graph: JointGraph, device: Device | str | None = None, workspace_bytes: tuple[int, ...] | None = None
+    graph: JointGraph, device: Device | None = None, workspace_bytes: tuple[int, ...] | None = None
 ) -> Profile:
     """The profile at the rates of `device`: by default those of the GPU or CPU that holds the tensors.
 
-    ``MEASURED`` as `device` times the operations of `graph`. The workspace is measured where the graph can run here,
-    unless it is given as `workspace_bytes`. On a CPU there are no times of copies: host memory is the device's own.
+    The workspace is measured where the graph can run here, unless it is given as `workspace_bytes`. On a CPU there are
+    no times of copies: host memory is the device's own.
     """
     is_measured = workspace_bytes is None and graph.on_cpu and graph.has_data
-    profile = profiled(graph, resolved(graph, device), workspace="measured" if is_measured else "given")
+    profile = profiled(graph, device or default_rates(graph), workspace="measured" if is_measured else "given")
     swap_seconds = None if graph.on_cpu else profile.swap_seconds
     return replace(profile, workspace_bytes=workspace_bytes or profile.workspace_bytes, swap_seconds=swap_seconds)
-
-
-def resolved(graph: JointGraph, device: Device | str | None) -> Device | None:
-    """The rates to plan `graph` with; see `default_profile`."""
-    if device == MEASURED:
-        base = default_rates(graph)
-        if base is None:
-            raise ValueError(
-                f"the rates of {device_of(graph)} are not known, so costs='measured' has no bandwidth to begin with: "
-                "give a device_profile"
-            )
-        return measured_rates(graph, base)
-    return default_rates(graph) if device is None else rates(device)
 
 
 class Baseline(NamedTuple):

@@ -35,8 +35,7 @@ from ackpt.planner.schedule.plan import Plan
 Bounds = tuple[int, int]
 DynamicArgument = bool | Mapping[str, Mapping[int, Bounds | None]] | None
 COMPILERS = ("eager", "inductor")
-MEASURED = "measured"
-_WORDS = ("policy", "differentiate", "outputs", "costs", "on_exceed")  # keywords whose values are strings
+_WORDS = ("policy", "differentiate", "outputs", "on_exceed")  # keywords whose values are strings
 _IN_PARTS = ("auto", "none", "full")  # policies of models with a scripted or compiled submodule
 
 
@@ -45,10 +44,10 @@ class Request:
     """The options of a planned step; most fields are keywords of `ackpt.compile`.
 
     ``loop``: from optimizer, accumulation and scaler. ``folder``: where results of searches are cached. ``device``:
-    from device_profile and costs; ``MEASURED`` times the operations. ``on_plan`` and ``compiler``: options of the
-    backend of ``torch.compile``; ``on_plan`` is called with every new plan before it runs. ``planner``: a function that
-    plans each graph in place of the policy; every size is then a graph of its own. ``chunk_head``: whether the head of
-    a language model runs in chunks; ``"auto"``: if the budget needs it.
+    from device_profile. ``on_plan`` and ``compiler``: options of the backend of ``torch.compile``; ``on_plan`` is
+    called with every new plan before it runs. ``planner``: a function that plans each graph in place of the policy;
+    every size is then a graph of its own. ``chunk_head``: whether the head of a language model runs in chunks;
+    ``"auto"``: if the budget needs it.
     """
 
     budget: float | str | None = None
@@ -61,7 +60,7 @@ class Request:
     loop: Loop = NO_LOOP
     dynamic: DynamicArgument = None
     folder: Path | None = None
-    device: Device | str | None = None
+    device: Device | None = None
     regions: bool | None = None
     on_exceed: str = "raise"
     on_plan: Callable[[Any], Any] | None = None
@@ -77,7 +76,6 @@ class Request:
         accumulation: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         device_profile: Device | str | None = None,
-        costs: str = "rates",
         cache: Any = None,
         options: Mapping[str, Any] | None = None,
         **others: Any,
@@ -85,7 +83,7 @@ class Request:
         """The request with these keywords of `ackpt.compile`; refuses invalid ones before any work."""
         loop = loop_with(optimizer, accumulation, scaler)
         request = cls(loop=loop, options={} if options is None else options, **others)
-        device = _device_of(device_profile, costs)
+        device = rates(device_profile)
         if cache is not None and request.plan is None:
             check_policy(request.policy, cache)
         return replace(request, device=device, folder=cache_folder(cache))
@@ -187,19 +185,6 @@ class Request:
         }
         for reason in (reason for reason, applies in reasons.items() if applies):
             raise ValueError(f"chunk_head={self.chunk_head!r} {reason}")
-
-
-def _device_of(device_profile: Device | str | None, costs: str) -> Device | str | None:
-    """The rates that ``device_profile`` and ``costs`` name, or ``MEASURED``.
-
-    Raises:
-        ValueError, TypeError: for an unknown device or kind of costs, or if both are given.
-    """
-    if costs not in ("rates", MEASURED):
-        raise ValueError(f"costs must be 'rates' or 'measured', got {costs!r}")
-    if costs == MEASURED and device_profile is not None:
-        raise ValueError("costs='measured' times operations on the model's own device: leave device_profile out")
-    return MEASURED if costs == MEASURED else rates(device_profile)
 
 
 def refuse_values_for_the_model(model, args, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

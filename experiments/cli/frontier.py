@@ -53,7 +53,7 @@ def add_frontier(commands) -> None:
         "--costs",
         nargs="+",
         metavar="COSTS",
-        help="what the policies minimize: counted (FLOPs and traffic, the default), rates, measured; "
+        help="what the policies minimize: counted (FLOPs and traffic, the default), rates; "
         "with several, auto plans with each",
     )
     add("--compiler", metavar="NAME", help="eager (default), or inductor, which compiles every step")

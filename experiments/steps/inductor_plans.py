@@ -9,7 +9,6 @@ from ackpt.cli.selftest import Workload
 from ackpt.core.errors import BudgetError
 from ackpt.planner.costs.devices import Device, with_all_dtypes
 from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE
-from ackpt.planner.request import MEASURED
 from ackpt.planner.schedule.plan import Plan
 
 from .frontier_runs import Runs, promised
@@ -23,11 +22,11 @@ def planned_by_inductor(work: Workload, runs: Runs, limit: int | None, policy: s
     """The results of a plan within `limit` bytes of memory, or only its ``least_bytes`` if the budget is infeasible.
 
     Args:
-        costs: ``"counted"``, ``"rates"`` or ``"measured"``, as in the experiment ``frontier``.
+        costs: ``"counted"`` or ``"rates"``, as in the experiment ``frontier``.
     """
     plans: list[Plan] = []
     options = {"compiler": "inductor", "budget": limit, "policy": policy, "on_plan": plans.append}
-    options |= {"costs": costs} if costs == MEASURED else {"device_profile": _COUNTED if costs == "counted" else None}
+    options["device_profile"] = _COUNTED if costs == "counted" else None
     with fresh_dynamo():
         try:
             results = runs.generated(torch.compile(work.model, backend="ackpt", options=options))

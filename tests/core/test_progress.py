@@ -14,7 +14,6 @@ from torch import nn
 
 import ackpt
 from ackpt.core import progress
-from ackpt.planner.costs import profiles
 from ackpt.planner.explain import explanation
 from ackpt.planner.step import plans
 
@@ -161,10 +160,6 @@ def test_predict_explain_and_profile_show_progress(terminal, monkeypatch):
     monkeypatch.setattr(explanation, "suggestions", lambda *args: (wait(), found(*args))[1])
     ackpt.explain(model, torch.ones(4, 8))
     terminal.truncate(terminal.seek(0))
-    graph = ackpt.trace(model, torch.ones(4, 8))
-    wait, measured = waits_for(terminal, "timing the operations"), profiles._measured
-    monkeypatch.setattr(profiles, "_measured", lambda *args: (wait(), measured(*args))[1])
-    ackpt.profile(graph, inputs=(model, [torch.ones(4, 8)], {}), mode="measured")
     assert shown_on(terminal) == ""
 
 

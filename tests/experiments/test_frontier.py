@@ -168,7 +168,7 @@ def test_the_command_prints_json_and_exits_with_status_1_for_a_failed_check(reco
         (["--budget", "0.5", "0"], "a budget is a fraction of the baseline's dynamic peak, in (0, 1], got 0.0"),
         (["--budget", "nan"], "in (0, 1], got nan"),
         (["--setting", "1.5"], "a setting of memory-budget is a number between 0 and 1, got 1.5"),
-        (["--costs", "time"], "'time' is not a kind of costs of this experiment: choose from counted, rates, measured"),
+        (["--costs", "time"], "'time' is not a kind of costs of this experiment: choose from counted, rates"),
         (["--model", "unet", "--image-size", "18"], "image_size of unet must be a multiple of 4"),
         (["--compiler", "gcc"], "unknown compiler 'gcc': choose from eager, inductor"),
         (["--times", "-1"], "--times must be at least 0, got -1"),

@@ -31,8 +31,8 @@ from ackpt.planner.capture.outputs import no_gradient, without_gradient
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight, stop_casting_once
 from ackpt.planner.capture.tracing import joint_graph
-from ackpt.planner.choose import check_runs, default_profile, plan_by_policy, resolved
-from ackpt.planner.costs.profiles import fused
+from ackpt.planner.choose import check_runs, default_profile, plan_by_policy
+from ackpt.planner.costs.profiles import default_rates, fused
 from ackpt.planner.request import Request
 from ackpt.planner.step.backward_checks import (
     backward_node,
@@ -67,10 +67,10 @@ def backend(
         gm: the graph that Dynamo has captured, for the compiler ``"inductor"``; it must be the complete model.
         example_inputs: fake tensors.
         options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``,
-            ``device_profile``, ``costs``, ``outputs``, ``optimizer``, ``accumulation`` and ``cache``, as in
-            `ackpt.compile`; ``on_plan``, a function that is called with every plan before it runs; ``compiler``:
-            ``"eager"``, the default, runs the planned operations one by one, as `ackpt.compile` does. ``"inductor"``
-            compiles them, and has none of the options from ``outputs`` to ``cache``.
+            ``device_profile``, ``outputs``, ``optimizer``, ``accumulation`` and ``cache``, as in `ackpt.compile`;
+            ``on_plan``, a function that is called with every plan before it runs; ``compiler``: ``"eager"``, the
+            default, runs the planned operations one by one, as `ackpt.compile` does. ``"inductor"`` compiles them, and
+            has none of the options from ``outputs`` to ``cache``.
         mode: of ``torch.compile``, which is Inductor's own: refused.
 
     Raises:
@@ -188,7 +188,7 @@ class _Partition(CustomPartitionerFn):
         self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
         use = self.request
         try:
-            device = resolved(graph, use.device)
+            device = use.device or default_rates(graph)
             profile = default_profile(graph, device)
             if device is not None:
                 profile = fused(graph, profile, device)

@@ -17,7 +17,6 @@ _NAMES = (
     "compiler",
     "on_plan",
     "device_profile",
-    "costs",
     "chunk_head",
     *_NOT_OF_INDUCTOR,
 )

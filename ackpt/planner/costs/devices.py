@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ackpt.core.errors import did_you_mean
 
@@ -22,8 +21,7 @@ class Device:
     which is half of the figure in data sheets that add both directions. ``source``: the document with the rates.
     ``by_operation``: measured rates of operations by their names and dtypes, as
     `ackpt.planner.costs.calibration` finds them: FLOP/s where torch counts FLOPs, else elements of the largest tensor
-    per second. ``seconds_per_call``: the least time of any operation. ``seconds_by_call``: measured times of calls with
-    arguments of certain shapes, by `call_of`.
+    per second. ``seconds_per_call``: the least time of any operation.
 
     Example:
         >>> mine = Device("mine", 8 * 10**9, {"float32": 1e12}, 100e9, 10e9, source="a guess")
@@ -39,7 +37,6 @@ class Device:
     source: str
     by_operation: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     seconds_per_call: float = 0.0
-    seconds_by_call: Mapping[str, float] = field(default_factory=dict, repr=False)
     memory_source: str = field(default="", repr=False, compare=False)
 
     def seconds(self, flops: int, bytes: int, dtype: str, operation: str = "", elements: int = 0) -> float:
@@ -68,18 +65,9 @@ class Device:
         return self.seconds_per_call + max(computing, bytes / self.memory_bytes_per_second)
 
 
-def call_of(target, args, kwargs) -> str:
-    """The name of an operation, with the dtypes, shapes and strides of its arguments."""
-    return f"{operation_name(target)}{tree_map(_described, (args, kwargs))!r}"
-
-
 def operation_name(target) -> str:
     """The name of an operation without its overload, such as ``"addmm"``."""
     return getattr(getattr(target, "overloadpacket", target), "__name__", "")
-
-
-def _described(leaf):
-    return (leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def with_all_dtypes(device: Device) -> Device:

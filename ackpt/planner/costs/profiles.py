@@ -8,7 +8,6 @@ import json
 import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +20,10 @@ from ackpt.core.progress import shown
 from ackpt.metering.gpus import BLOCK
 from ackpt.metering.kernel_memory import cuda_temporaries
 from ackpt.metering.resident import rounded
-from ackpt.metering.timeline import MeterError
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs import calibration, devices
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.operation_costs import dtype, elements, flops, traffic
-from ackpt.planner.costs.operation_runs import device_of, run, swap_seconds
 from ackpt.planner.costs.workspace import value_of, workspace_bytes
 
 ORIGINS = ("measured", "analytic", "given")
@@ -163,32 +160,26 @@ class Profile:
 
 def profile(
     graph: JointGraph,
-    device: str | torch.device | devices.Device | None = None,
+    device: str | devices.Device | None = None,
     *,
-    mode: Literal["analytic", "measured"] = "analytic",
-    inputs: tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]] | None = None,
     workspace: Literal["given", "measured"] = "given",
 ) -> Profile:
     """Return the costs of every node of `graph`.
 
+    FLOPs follow from torch's formulas, bytes are those of arguments and results, and seconds are the longer of the two
+    times at the device's rates.
+
     Args:
         graph: from `ackpt.trace`.
-        device: in analytic mode the name of a device in `ackpt.planner.costs.devices`, such as ``"h200"``, or a
-            `Device`, whose rates give the seconds; by default there are no seconds. In measured mode ``"cpu"`` or
-            ``"cuda"``: the device of the graph, which is the default.
-        mode: ``"analytic"`` runs nothing: FLOPs follow from torch's formulas, bytes are those of arguments and results,
-            and seconds are the longer of the two times at the device's rates. ``"measured"`` runs the graph node by
-            node, each operation once to warm up and then for the median of three, and measures its workspace. On CUDA
-            only what the running operation reads is on the device, and copies to the host are timed too.
-        inputs: in measured mode the model and the arguments it was traced with, such as ``(model, args, kwargs)``;
-            made up by default. They are not changed.
-        workspace: in analytic mode ``"measured"`` measures the workspaces of operations on the CPU, see
+        device: the name of a device in `ackpt.planner.costs.devices`, such as ``"h200"``, or a `Device`, whose rates
+            give the seconds; by default there are no seconds.
+        workspace: ``"measured"`` measures the workspaces of operations on the CPU, see
             `ackpt.planner.costs.workspace.workspace_bytes`; ``"given"`` leaves them at 0.
 
     Raises:
         TypeError: if `graph` is no graph.
-        ValueError: for an unknown mode, device or workspace, or a device without a rate for the graph's dtype.
-        MeterError: if something cannot be measured here, or `inputs` do not fit the graph.
+        ValueError: for an unknown device or workspace, or a device without a rate for the graph's dtype.
+        MeterError: if workspaces cannot be measured here.
 
     Example:
         >>> import torch, ackpt
@@ -199,17 +190,17 @@ def profile(
     """
     if not isinstance(graph, JointGraph):
         raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
-    if mode not in ("analytic", "measured"):
-        raise ValueError(f"mode must be 'analytic' or 'measured', got {mode!r}")
     if workspace not in ("measured", "given"):
         raise ValueError(f"workspace must be 'measured' or 'given', got {workspace!r}")
-    if mode == "measured":
-        with shown("timing the operations of the model"):
-            return _measured(graph, device, inputs)
-    if inputs is not None:
-        raise ValueError('inputs are run, and mode="analytic" runs nothing: leave them out, or use mode="measured"')
     with shown():
         return _analytic(graph, rates(device), workspace)
+
+
+def device_of(graph: JointGraph) -> torch.device:
+    """The device of a graph's tensors: the GPU if there is one, although some tensors may be in host memory."""
+    values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+    return next((device for device in sorted(devices, key=str) if device.type != "cpu"), torch.device("cpu"))
 
 
 def default_rates(graph: JointGraph) -> devices.Device | None:
@@ -272,36 +263,8 @@ def seconds_of(rates: devices.Device, node, args, kwargs, result, flops: int, mo
     """The run time of one operation that computes `flops` and moves `moved` bytes."""
     if not moved and not flops:  # a view
         return 0.0
-    if rates.seconds_by_call and (measured := rates.seconds_by_call.get(devices.call_of(node.target, args, kwargs))):
-        return measured
     name = devices.operation_name(node.target)
     return rates.seconds(flops, moved, dtype(args, kwargs), name, elements(args, kwargs, result))
-
-
-def _measured(graph: JointGraph, device, inputs) -> Profile:
-    traced_on = device_of(graph)
-    if device is not None and torch.device(device).type != traced_on.type:
-        raise MeterError(
-            f"the graph was traced on {traced_on} and is measured there, not on {device}: trace the model on {device}"
-        )
-    costs = run(graph, inputs)
-    swaps = swap_seconds(graph) if traced_on.type == "cuda" else None
-
-    def figures(name, of_views: float = 0) -> tuple[Any, ...]:
-        return tuple(getattr(costs[node.id], name) if node.id in costs else of_views for node in graph.nodes)
-
-    measured = ["bytes_in", "bytes_out", "workspace_bytes", "seconds", *(["swap_seconds"] if swaps else [])]
-    return Profile(
-        device=str(traced_on),
-        flops=tuple(flops(node, args, kwargs, node.meta.get("val")) for node, args, kwargs in _calls(graph)),
-        bytes_in=figures("bytes_in"),
-        bytes_out=figures("bytes_out"),
-        workspace_bytes=figures("workspace_bytes"),
-        seconds=figures("seconds", 0.0),
-        origin={"flops": "analytic", **dict.fromkeys(measured, "measured")},
-        swap_seconds=swaps,
-        graph=graph.hash,
-    )
 
 
 def with_gpu_workspace(graph: JointGraph, costs: Profile) -> Profile:
@@ -330,7 +293,7 @@ def rates(device: Any) -> devices.Device | None:
         return calibration.this_cpu()
     if device == "cuda" or device.startswith("cuda:"):
         raise ValueError(
-            f'the rates of {device!r} are not known: name one of {", ".join(devices.DEVICES)}, or use mode="measured"'
+            f'the rates of {device!r} are not known: name one of {", ".join(devices.DEVICES)}'
         )
     return devices.device(device)
 

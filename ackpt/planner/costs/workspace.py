@@ -85,7 +85,7 @@ def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], 
     if others:
         raise MeterError(
             f"the workspace of operations is measured on the CPU, and this graph is on {', '.join(sorted(others))}: "
-            'profile it there with mode="measured"'
+            "leave workspace out"
         )
 
     def run():
@@ -136,8 +136,7 @@ def _run(node, target, call, runs: int = 2) -> tuple[Allocations, Any]:
             " on arguments of its shapes and dtypes",
             error,
             "If the model itself fails in the same way, correct the model or its arguments. Otherwise give ackpt.plan "
-            'a profile, from ackpt.profile(graph, inputs=..., mode="measured") or, without workspaces, from '
-            'ackpt.profile(graph, workspace="given").',
+            "a profile without workspaces, from ackpt.profile(graph).",
         ) from error
 
 

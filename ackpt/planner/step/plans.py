@@ -40,14 +40,13 @@ from ackpt.planner.choose import (
     eager_schedule,
     plan_by_policy,
     plan_in_chunks,
-    resolved,
 )
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.costs.workspace import DynamicWorkspace, workspace_bytes
 from ackpt.planner.policies import name_of
 from ackpt.planner.policies.search.frontier import baseline_cost, costs, frontier, whole_added_cost
-from ackpt.planner.request import MEASURED, Request, named_tensors
+from ackpt.planner.request import Request, named_tensors
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule, Step, everything
@@ -108,7 +107,7 @@ class CapturedStep:
             return workspace_bytes(self.graph(sizes))
         return self._workspace.at(sizes)
 
-    def described(self, sizes: tuple[int, ...], device: Device | str | None = None) -> tuple[JointGraph, Profile]:
+    def described(self, sizes: tuple[int, ...], device: Device | None = None) -> tuple[JointGraph, Profile]:
         """The graph at these sizes and its profile, at the rates of `device` or of the GPU that it runs on."""
         graph = self.graph(sizes)
         return graph, default_profile(graph, device, self.workspace_bytes(sizes) if self.dimensions else None)
@@ -186,7 +185,6 @@ class Plans:
         self, step: CapturedStep, request: Request, expected: Sequence[tuple[int, ...]], earlier_plans: EarlierPlans
     ):
         self.step, self.request, self.expected, self.earlier_plans = step, request, expected, earlier_plans
-        self._device = request.device
         self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
         self._is_share = request.budget is not None and is_share(request.budget)
@@ -265,10 +263,8 @@ class Plans:
 
     def _at(self, sizes: tuple[int, ...]) -> tuple[JointGraph, Profile]:
         """The graph at these sizes and its profile; of the same graph, so that one search serves all callers."""
-        if self._device == MEASURED:  # at the sizes of the first search; others use its rates
-            self._device = resolved(self.step.graph(sizes), MEASURED)
         if self._described is None or self._described[0] != sizes:
-            self._described = sizes, self.step.described(sizes, self._device)
+            self._described = sizes, self.step.described(sizes, self.request.device)
         return self._described[1]
 
     def _choice(self, schedule: Schedule, sizes: tuple[int, ...]) -> Choice:
@@ -294,7 +290,7 @@ class Plans:
 
     def _in_chunks(self, count: int) -> tuple[JointGraph, Profile]:
         graph = self.step.in_chunks(count)
-        return graph, default_profile(graph, self._device)
+        return graph, default_profile(graph, self.request.device)
 
 
 def _for_graph(schedule: Schedule, graph: JointGraph) -> Schedule:
