@@ -30,6 +30,7 @@ from ackpt.planner.policies.search.frontier import baseline_cost, frontier
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import recomputed
 from ackpt.planner.workloads.planned_shapes import kernels_of_a_gpu
+from experiments.policies import PAPERS
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
 from experiments.steps.frontier_models import checked_sizes, workload
@@ -39,7 +40,7 @@ from experiments.steps.peers import MEMORY_BUDGET, PEERS, peer
 
 EXPERIMENT = "frontier"
 OURS = "auto"
-PLANNED = tuple(policy for policy in POLICIES if policy not in ("none", "manual", "selective"))
+PLANNED = tuple(policy for policy in (*POLICIES, *PAPERS) if policy not in ("none", "manual", "selective"))
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 SETTINGS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 COSTS = {
@@ -227,12 +228,12 @@ def _plans(graph, costs, policy: str, budgets) -> list[tuple[float | None, Plan 
     made: list[tuple[float | None, Plan | BudgetError]] = []
     for budget in dict.fromkeys((*budgets, _TOO_LITTLE)):
         try:
-            made.append((budget, plan(graph, float(budget), policy, profile=costs)))
+            made.append((budget, plan(graph, float(budget), PAPERS.get(policy, policy), profile=costs)))
         except BudgetError as refused:
             made.append((budget, refused))
     _, refused = made.pop()
     assert isinstance(refused, BudgetError)
-    return [*made, (None, plan(graph, refused.least_bytes, policy, profile=costs))]
+    return [*made, (None, plan(graph, refused.least_bytes, PAPERS.get(policy, policy), profile=costs))]
 
 
 def _front(graph, costs) -> list[dict]:

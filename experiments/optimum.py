@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from ackpt import plan
 from ackpt.core.errors import BudgetError
-from ackpt.planner.policies import auto, full, ilp, mu_two, rotor
+from ackpt.planner.policies import auto, full, mu_two, rotor
 from ackpt.planner.policies.chains.blocks import coarse_chain, long_skips
 from ackpt.planner.policies.chains.substitutes import substituted
 from ackpt.planner.policies.search.frontier import Point, baseline_cost, costs, frontier, pareto
 from ackpt.planner.policies.search.refinement import refined
 from ackpt.planner.schedule.schedule import everything
 from ackpt.planner.schedule.simulator import peak_of
+from experiments.policies import ilp
 
 
 class MLPBlock(nn.Module):

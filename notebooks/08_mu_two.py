@@ -38,6 +38,7 @@ from ackpt.planner.policies.mu_two import Link, drop, schedules_of, states
 from ackpt.planner.policies.search.frontier import costs
 from ackpt.planner.schedule.schedule import everything
 from experiments import mu_two
+from experiments.policies import ilp
 from experiments.predicted_curves import BatchCurves
 from experiments.published import Predictions
 from experiments.published import rows as published_peaks
@@ -234,7 +235,8 @@ print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes /
 # budget is 80 % of the baseline's dynamic peak:
 
 # %%
-plans = {policy: ackpt.plan(graph, 0.8, policy, profile=no_link) for policy in ("mu-two", "auto", "ilp")}
+policies = {"mu-two": "mu-two", "auto": "auto", "ilp": ilp.ilp}
+plans = {name: ackpt.plan(graph, 0.8, policy, profile=no_link) for name, policy in policies.items()}
 for policy, plan in plans.items():
     names = ", ".join(name for name, fate in plan.fates.items() if fate == "recomputed")
     peak = plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes

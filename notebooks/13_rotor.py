@@ -28,8 +28,8 @@ from torch import nn
 
 import ackpt
 from ackpt.metering import plots
-from ackpt.policies import ilp, revolve, rotor
 from experiments import optimum, sublinear
+from experiments.policies import ilp, revolve, rotor
 from experiments.reports import figures
 from experiments.results import environment, markdown_table, write_text_atomic
 from experiments.steps.frontier_models import workload
@@ -212,7 +212,7 @@ for row in missed:
 # The optimum is an ordinary plan. We run it on the U-Net:
 
 # %%
-step = ackpt.compile(unet, pictures, budget=0.8, policy="ilp")
+step = ackpt.compile(unet, pictures, budget=0.8, policy=ilp.ilp)
 
 
 def gradients(run):

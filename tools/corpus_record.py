@@ -20,6 +20,7 @@ from corpus_models import Case, build
 from torch import Tensor
 
 import ackpt
+from experiments.policies import PAPERS
 
 #: Policy -> whether it depends on the budget.
 POLICIES = {
@@ -108,7 +109,7 @@ def _plans(graph, policy: str, profile, recorded) -> Iterator[tuple[str, dict[st
 
     def planned(name, budget):
         try:
-            plan = ackpt.plan(graph, budget, policy, **options)
+            plan = ackpt.plan(graph, budget, PAPERS.get(policy, policy), **options)
         except ackpt.BudgetError as error:
             return name, {"budget": budget, "refused": error.least_bytes}, None
         return name, {"budget": budget, **_entry(plan)}, plan

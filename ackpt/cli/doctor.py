@@ -15,7 +15,7 @@ OPTIONAL = (
     ("tensorboard", "profile", "--profile-dir"),
     ("matplotlib", "plots", "figures"),
     ("seaborn", "plots", "figures"),
-    ("scipy", "plan", "policy ilp, and the lower bound of a plan's cost"),
+    ("scipy", "plan", "the lower bound of a plan's cost"),
     ("transformers", "hf", "ackpt plan hf:..."),
 )
 

@@ -280,11 +280,8 @@ def plan(
             ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,
             ``"revolve"`` follows binomial coefficients, and ``"rotor"`` uses dynamic programming.
 
-            Three policies take any graph. ``"min-cut"`` saves what PyTorch's partitioner would save; for its options
-            see `ackpt.planner.policies.min_cut`. ``"mu-two"`` drops one activation after the other, or offloads it if
-            `profile` has times of copies. ``"ilp"`` proves that no plan is cheaper, on graphs of up to 160 operations;
-            after ``time_limit=`` seconds (60) it warns how large the optimality gap may be. It needs ``pip install
-            "ackpt[plan]"``.
+            ``"mu-two"`` takes any graph: it drops one activation after the other, or offloads it if `profile` has times
+            of copies.
         slowdown: the cost that the plan may add, as a fraction of the baseline's: ``0.1`` and ``"10%"`` allow a step
             whose modeled time is 1.1 times the baseline's. Without a budget, the plan of policy ``"auto"`` with the
             lowest peak within it; with one, the budget is kept, and a plan that adds more is refused. See `Plan.cost`.

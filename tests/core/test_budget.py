@@ -175,7 +175,7 @@ def traced():
     return graph, ackpt.profile(graph)
 
 
-POLICIES = ["auto", "full", "chen-sqrt", "chen-log", "revolve", "rotor", "min-cut", "mu-two"]
+POLICIES = ["auto", "full", "chen-sqrt", "chen-log", "revolve", "rotor", "mu-two"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

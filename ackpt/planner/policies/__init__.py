@@ -1,8 +1,8 @@
 """Policies: each turns a graph, its profile and a limit in bytes into one schedule.
 
 ``ackpt.plan`` runs a policy, simulates its schedule, and refuses a schedule that exceeds the budget. `POLICIES` names
-the function of each policy; `ilp_program` is part of `ilp`. The files `chen`, `revolve`, `rotor` and `ilp` also contain
-the algorithms on plain numbers that the book uses. ``chains`` has the code that policies for chains of blocks share.
+the function of each policy. The files `chen`, `revolve` and `rotor` also contain the algorithms on plain numbers that
+the book uses. ``chains`` has the code that policies for chains of blocks share.
 ``search`` has the Pareto frontier and the searches that extend it. Read `full` first, then `auto`.
 """
 
@@ -25,12 +25,11 @@ POLICIES = {
     "chen-log": "chen.halving_schedule",
     "revolve": "revolve.schedule",
     "rotor": "rotor.schedule",
-    "min-cut": "min_cut.schedule",
-    "ilp": "ilp.schedule",
     "mu-two": "mu_two.schedule",
     "selective": "selective.schedule",
 }
 Policy = str | Callable[..., Any]  # a name in `POLICIES`, or a function that is called as `schedule` is
+_STUDIES = {"ilp": "ilp.ilp", "min-cut": "min_cut.min_cut"}  # policies of papers, which only a checkout has
 _KEYWORDS = ("budget", "policy", "profile", "cache")  # of `ackpt.plan`, which are no options of a policy
 
 
@@ -62,6 +61,8 @@ def check_policy(policy: Any, cache: Any = None) -> None:
     if isinstance(policy, str) or not callable(policy):
         if policy not in list(POLICIES):
             close = did_you_mean(policy, POLICIES)
+            if policy in _STUDIES:
+                close = f": it is a function of the repository's study; pass experiments.policies.{_STUDIES[policy]}"
             raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
         return
     called = "policy(graph, profile, limit_bytes, **options), and returns a Schedule"

@@ -15,7 +15,7 @@ from forked import start_method
 from torch import nn
 
 import ackpt
-from ackpt.planner.policies import auto, min_cut
+from ackpt.planner.policies import auto, manual
 from ackpt.planner.policies.search import schedule_cache
 
 
@@ -51,7 +51,7 @@ def searches(monkeypatch):
         return counted
 
     monkeypatch.setattr(auto, "candidates", counting(auto.candidates))
-    monkeypatch.setattr(min_cut, "schedule", counting(min_cut.schedule))
+    monkeypatch.setattr(manual, "schedule", counting(manual.schedule))
     return count
 
 
@@ -75,9 +75,10 @@ def test_one_search_of_auto_serves_all_budgets(tmp_path, searches):
 
 
 def test_other_policies_are_stored_for_their_limit_and_options(tmp_path, searches):
-    for budget, options in ((0.75, {}), (0.75, {}), (0.85, {}), (0.85, {"order": "torch"}), (0.75, {})):
-        plan = ackpt.plan(graph(), budget, "min-cut", cache=tmp_path, **options)
-        assert plan == ackpt.plan(graph(), budget, "min-cut", **options)
+    for budget, name in ((1.0, "tanh"), (1.0, "tanh"), (0.99, "tanh"), (0.99, "tanh_1"), (1.0, "tanh")):
+        options = {"fates": {name: "recomputed"}}
+        plan = ackpt.plan(graph(), budget, "manual", cache=tmp_path, **options)
+        assert plan == ackpt.plan(graph(), budget, "manual", **options)
     assert searches[0] == 3 + 5
 
 

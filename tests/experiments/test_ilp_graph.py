@@ -16,14 +16,15 @@ from test_ilp import exhaustive
 from torch import nn
 
 import ackpt
-from ackpt.planner.policies import POLICIES, auto, ilp
+from ackpt.planner.policies import POLICIES, auto
 from ackpt.planner.policies.search.frontier import added_cost, costs
 from ackpt.planner.schedule.schedule import everything
 from ackpt.planner.schedule.simulator import peak_of, simulate
+from experiments.policies import ilp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OTHERS = sorted(set(POLICIES) - {"none", "manual", "ilp"})
+OTHERS = sorted(set(POLICIES) - {"none", "manual"})
 
 
 def graph_of(model, *args):
@@ -80,12 +81,12 @@ def test_no_policy_is_cheaper(model):
     graph, profile = graph_of(model, torch.ones(64, 4))
     for budget in (0.95, 0.8, 0.65):
         costs = {}
-        for policy in ("ilp", *OTHERS):
+        for policy in (ilp.ilp, *OTHERS):
             try:
                 costs[policy] = added(graph, profile, ackpt.plan(graph, budget, policy, profile=profile))
             except ackpt.BudgetError:
                 costs[policy] = inf
-        assert costs["ilp"] == min(costs.values())
+        assert costs[ilp.ilp] == min(costs.values())
 
 
 class Sum(nn.Module):
@@ -141,10 +142,10 @@ def test_the_step_has_the_planned_peak_and_the_bits_of_eager(build, budget):
 
     plain, plain_bytes, expected = run(policy="none")
     try:
-        plan, taken, found = run(policy="ilp", budget=budget)
+        plan, taken, found = run(policy=ilp.ilp, budget=budget)
     except ackpt.BudgetError as error:  # the peak of `pooled` is in a convolution, whose workspace differs between CPUs
         budget = 1.0
-        plan, taken, found = run(policy="ilp", budget=error.least_bytes)
+        plan, taken, found = run(policy=ilp.ilp, budget=error.least_bytes)
     assert (plain_bytes, taken) == (plain.dynamic_peak_bytes, plan.dynamic_peak_bytes)
     assert taken <= budget * plain_bytes
     assert_equal(expected, found, "tensor")
@@ -154,9 +155,9 @@ def test_the_step_has_the_planned_peak_and_the_bits_of_eager(build, budget):
 def test_large_graphs_are_refused(name):
     graph, profile = traced(name)
     with pytest.raises(ValueError, match=r"'ilp' solves graphs of up to 160 nodes, and this one has \d+: use policy"):
-        ackpt.plan(graph, 0.5, "ilp", profile=profile)
+        ackpt.plan(graph, 0.5, ilp.ilp, profile=profile)
     everything = ackpt.plan(graph, policy="none", profile=profile).peak_bytes
-    assert ackpt.plan(graph, everything, "ilp", profile=profile).recompute_flops == 0
+    assert ackpt.plan(graph, everything, ilp.ilp, profile=profile).recompute_flops == 0
 
 
 def test_a_refusal_names_a_budget_that_works():
@@ -167,8 +168,8 @@ def test_a_refusal_names_a_budget_that_works():
         ackpt.BudgetError,
         match=f"smallest feasible budget of this policy is .* \\({least.peak_bytes + least.resident_bytes} bytes\\)",
     ):
-        ackpt.plan(graph, 0.01, "ilp", profile=profile)
-    plan = ackpt.plan(graph, least.peak_bytes + least.resident_bytes, "ilp", profile=profile)
+        ackpt.plan(graph, 0.01, ilp.ilp, profile=profile)
+    plan = ackpt.plan(graph, least.peak_bytes + least.resident_bytes, ilp.ilp, profile=profile)
     assert plan.dynamic_peak_bytes == least.peak_bytes
     assert exhaustive(ilp.contracted(graph, profile).dag, least.peak_bytes - 1) == inf
 
@@ -181,22 +182,22 @@ def test_after_the_time_limit_the_best_plan_has_its_gap():
     assert peak_of(graph, found.schedule, profile.workspace_bytes) <= limit
     assert 0 <= found.lower_bound < found.cost
     with pytest.warns(UserWarning, match="after 1e-06 s: .* costs .*% of the baseline step, and .*% is"):
-        ackpt.plan(graph, 0.5, "ilp", profile=profile, time_limit=1e-6)
+        ackpt.plan(graph, 0.5, ilp.ilp, profile=profile, time_limit=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert added(graph, profile, ackpt.plan(graph, 0.9, "ilp", profile=profile)) <= found.cost
+        assert added(graph, profile, ackpt.plan(graph, 0.9, ilp.ilp, profile=profile)) <= found.cost
 
 
 def test_bad_options_are_refused():
     graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
     with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
-        ackpt.plan(graph, 0.5, "ilp", profile=profile, time_limit=0)
+        ackpt.plan(graph, 0.5, ilp.ilp, profile=profile, time_limit=0)
     with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
-        ackpt.plan(graph, 0.5, "ilp", profile=profile, time_limit="a minute")
+        ackpt.plan(graph, 0.5, ilp.ilp, profile=profile, time_limit="a minute")
 
 
 def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r'policy .ilp. .*pip install "ackpt\[plan\]"'):
-        ackpt.plan(graph, 0.5, "ilp", profile=profile)
+        ackpt.plan(graph, 0.5, ilp.ilp, profile=profile)

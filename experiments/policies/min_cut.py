@@ -1,4 +1,4 @@
-"""Policy ``min-cut``: saves what PyTorch's own partitioner would save, for comparison.
+"""Policy `min_cut`: saves what PyTorch's own partitioner would save, for comparison.
 
 It runs `torch._functorch.partitioners.min_cut_rematerialization_partition` on a copy of the joint graph, without
 decompositions and without merging equal operations. The partitioner's option ``activation_memory_budget`` is a fraction
@@ -36,7 +36,7 @@ class Partition(NamedTuple):
     backward: tuple[int, ...]
 
 
-def schedule(
+def min_cut(
     graph: JointGraph,
     profile: Profile,
     limit_bytes: int | None,
@@ -57,7 +57,7 @@ def schedule(
         >>> import torch, ackpt
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> graph = ackpt.trace(model, torch.ones(4, 8))
-        >>> ackpt.plan(graph, policy="min-cut", order="torch", activation_memory_budget=1).fates
+        >>> ackpt.plan(graph, policy=min_cut, order="torch", activation_memory_budget=1).fates
         {'tanh': 'saved'}
     """
     if order not in _ORDERS:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from ackpt import BudgetError
-from ackpt.planner.policies import ilp, ilp_program
+from experiments.policies import ilp, ilp_program
 
 
 def layers(n, costs=None, sizes=None):

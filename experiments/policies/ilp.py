@@ -1,4 +1,4 @@
-"""Policy ``ilp``: the cheapest recomputation of a small graph within a budget, by Checkmate's integer program.
+"""Policy `ilp`: the cheapest recomputation of a small graph within a budget, by Checkmate's integer program.
 
 From Jain et al. 2020 (arXiv:1910.02653), section 4; the variables are in `ilp_program`. A plan is optimal for the
 graph's own order of first computations; another order may need less memory. The solver is HiGHS, called through scipy;
@@ -23,10 +23,11 @@ from ackpt.core.errors import BudgetError, warn
 from ackpt.planner.capture.joint_graph import Analysis, JointGraph
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies import auto, rotor
-from ackpt.planner.policies.ilp_program import Dag, Result, rounded_up, run, solver, unit_of_bytes
 from ackpt.planner.policies.search.frontier import added_cost, baseline_cost, costs
 from ackpt.planner.schedule.schedule import COMPUTE, FREE, Schedule, bases_of, everything, recompute_late, scheduled
 from ackpt.planner.schedule.simulator import peak_of
+
+from .ilp_program import Dag, Result, rounded_up, run, solver, unit_of_bytes
 
 _EXACT = 1e-6  # of the step: the solver's sums of times, which are no integers, differ by less
 _MOST_NODES = 160  # the solver's time grows with a high power of them
@@ -269,7 +270,7 @@ class Best:
 
     Example:
         >>> import torch, ackpt
-        >>> from ackpt.planner.policies import ilp
+        >>> from experiments.policies import ilp
         >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(4, 8))
         >>> ilp.solve_graph(graph, ackpt.profile(graph), limit_bytes=10**6).cost
         0.0
@@ -280,7 +281,7 @@ class Best:
     lower_bound: float
 
 
-def schedule(
+def ilp(
     graph: JointGraph, profile: Profile, limit_bytes: int | None, *, time_limit: float | None = 60.0
 ) -> Schedule:
     """The cheapest schedule within `limit_bytes`, as far as `time_limit` allows to prove it.
@@ -297,7 +298,7 @@ def schedule(
         >>> import torch, ackpt
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> graph = ackpt.trace(model, torch.ones(4, 8))
-        >>> ackpt.plan(graph, "100%", "ilp", time_limit=10).recompute_flops
+        >>> ackpt.plan(graph, "100%", ilp, time_limit=10).recompute_flops
         0
     """
     if limit_bytes is None:
@@ -319,7 +320,7 @@ def solve_graph(graph: JointGraph, profile: Profile, limit_bytes: int, time_limi
 
     Example:
         >>> import torch, ackpt
-        >>> from ackpt.planner.policies import ilp
+        >>> from experiments.policies import ilp
         >>> def block():
         ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
         >>> model = torch.nn.Sequential(block(), block(), block())

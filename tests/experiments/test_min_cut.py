@@ -9,9 +9,9 @@ from planned_models import MODELS, plans, results, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.planner.policies import min_cut
 from ackpt.planner.policies.search.frontier import added_cost, costs
 from ackpt.planner.schedule.simulator import simulate
+from experiments.policies import min_cut
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +39,7 @@ def test_settings_range_from_cheap_recomputation_to_saving_nothing(name):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_budgets_are_kept_and_a_refusal_names_one_that_works(name, order):
-    found = plans(name, "min-cut", order=order)
+    found = plans(name, min_cut.min_cut, order=order)
     graph, profile = traced(name)
     added = [added_cost(graph, plan.schedule, costs(graph, profile)) for plan in found]
     peaks = [plan.peak_bytes for plan in found]
@@ -49,16 +49,16 @@ def test_budgets_are_kept_and_a_refusal_names_one_that_works(name, order):
 
 def test_without_a_budget_the_setting_decides():
     graph, profile = traced("line")
-    default = ackpt.plan(graph, policy="min-cut", profile=profile)
-    half = ackpt.plan(graph, policy="min-cut", profile=profile, activation_memory_budget=0.5)
-    assert default.schedule == min_cut.schedule(graph, profile, None, activation_memory_budget=1)
+    default = ackpt.plan(graph, policy=min_cut.min_cut, profile=profile)
+    half = ackpt.plan(graph, policy=min_cut.min_cut, profile=profile, activation_memory_budget=0.5)
+    assert default.schedule == min_cut.min_cut(graph, profile, None, activation_memory_budget=1)
     assert half.saved_bytes <= 0.5 * default.saved_bytes and half.recompute_flops > default.recompute_flops == 0
 
 
 def test_a_smaller_setting_may_have_a_higher_peak():
     graph, profile = traced("line")
     peaks = [
-        simulate(graph, profile, min_cut.schedule(graph, profile, None, activation_memory_budget=setting)).peak_bytes
+        simulate(graph, profile, min_cut.min_cut(graph, profile, None, activation_memory_budget=setting)).peak_bytes
         for setting in (0.6, 0.0)
     ]
     assert peaks[0] < peaks[1]
@@ -67,7 +67,7 @@ def test_a_smaller_setting_may_have_a_higher_peak():
 def test_torchs_order_has_a_higher_peak_on_a_resnet():
     graph, profile = traced("resnet18")
     late, torchs = (
-        simulate(graph, profile, min_cut.schedule(graph, profile, None, order=order, activation_memory_budget=0.1))
+        simulate(graph, profile, min_cut.min_cut(graph, profile, None, order=order, activation_memory_budget=0.1))
         for order in ORDERS
     )
     assert late.peak_bytes < torchs.peak_bytes
@@ -76,7 +76,7 @@ def test_torchs_order_has_a_higher_peak_on_a_resnet():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_step_has_the_planned_peak_and_the_bits_of_eager(order):
-    step_keeps("language_model", plans("language_model", "min-cut", order=order)[-1])
+    step_keeps("language_model", plans("language_model", min_cut.min_cut, order=order)[-1])
 
 
 def test_dropout_is_replayed():
@@ -90,7 +90,7 @@ def test_dropout_is_replayed():
 
     _, plain = run(policy="none")
     for order in ORDERS:
-        step, found = run(policy="min-cut", options={"order": order, "activation_memory_budget": 0.0})
+        step, found = run(policy=min_cut.min_cut, options={"order": order, "activation_memory_budget": 0.0})
         assert step.plan.schedule.replayed
         assert_equal(plain, found, order)
 
@@ -107,4 +107,4 @@ def test_dropout_is_replayed():
 def test_bad_options_are_refused(options, what):
     graph, profile = traced("line")
     with pytest.raises(ValueError, match=what):
-        ackpt.plan(graph, policy="min-cut", profile=profile, **options)
+        ackpt.plan(graph, policy=min_cut.min_cut, profile=profile, **options)
