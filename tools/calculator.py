@@ -67,7 +67,6 @@ def write_sample(path: Path, data: dict, count: int, only) -> None:
 def write(path: Path, data: dict) -> None:
     made = {"command": "nox -s calculator", "environment": environment()}
     schema = {key: data.pop(key) for key in ("schema", "version")}
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(path, json.dumps({**schema, "made": made, **data}, separators=(",", ":")) + "\n")
 
 

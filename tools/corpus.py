@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ import torch  # noqa: E402
 from corpus_compare import compare  # noqa: E402
 from corpus_models import MODELS  # noqa: E402
 from corpus_record import environment, import_time, record  # noqa: E402
+
+from ackpt.core.files import write_text_atomic  # noqa: E402
 
 FILE = ROOT / "tests" / "corpus.json"
 _SCHEMA = {"schema": "ackpt.corpus", "version": 1}
@@ -73,9 +74,7 @@ def _record(path: Path, names: list[str], renew_times: bool) -> int:
         "seconds_ratio": {name: times[name] for name in ("import", *MODELS) if name in times},
         "models": {name: models[name] for name in MODELS if name in models},
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(_text(data) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_text_atomic(path, _text(data) + "\n")
     return 0
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ackpt.core import __version__
 from ackpt.core.errors import CheckpointError, OffloadError, did_you_mean
+from ackpt.core.files import check_folder
 
 
 class UsageError(ValueError):
@@ -50,15 +51,11 @@ def writable(folder: str | None, option: str) -> Path | None:
     """The folder, created if need be; None stays None; UsageError if nothing can be written there."""
     if folder is None:
         return None
-    path = Path(folder)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".ackpt-write-test"
-        probe.touch()
-        probe.unlink()
+        check_folder(folder)
     except OSError as error:
         raise UsageError(f"{option}: cannot write to {folder} ({error.strerror}); name another folder") from error
-    return path
+    return Path(folder)
 
 
 def run(

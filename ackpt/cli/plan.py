@@ -13,6 +13,7 @@ from typing import Any
 
 from ackpt.core.budget import is_share
 from ackpt.core.errors import did_you_mean
+from ackpt.core.files import RecordError, check_writable
 from ackpt.planner.costs.devices import DEVICES, device
 from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
 from ackpt.planner.workloads.step_request import (
@@ -27,7 +28,7 @@ from ackpt.planner.workloads.step_request import (
     unknown_model,
 )
 
-from .command_line import UsageError, add_set, field, writable
+from .command_line import UsageError, add_set, field
 
 EXAMPLES = """examples:
   ackpt plan hf:BertConfig --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
@@ -435,8 +436,7 @@ def _shardings(arguments) -> list:
 def _writable_file(name: str | None, option: str) -> Path | None:
     if name is None:
         return None
-    path = Path(name)
-    if path.is_dir():
-        raise UsageError(f"{option}: {name} is a folder; name a file")
-    writable(str(path.parent), option)
-    return path
+    try:
+        return check_writable(name)
+    except RecordError as error:
+        raise UsageError(f"{option}: {error}") from error

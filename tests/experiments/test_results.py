@@ -1,5 +1,4 @@
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from experiments.results import (
     load_records,
     load_reference,
     markdown_table,
-    write_text_atomic,
 )
 
 
@@ -110,28 +108,6 @@ class TestBadFiles:
 def test_values_that_json_cannot_hold(metrics, message):
     with pytest.raises(RecordError, match=message):
         Record("demo", {}, metrics, environment())
-
-
-class TestWriting:
-    def test_keeps_the_old_file_when_it_fails(self, tmp_path, monkeypatch):
-        path = write_text_atomic(tmp_path / "x.txt", "old\n")
-
-        def fail(*arguments):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "replace", fail)
-        with pytest.raises(RecordError, match="cannot write .*x.txt: No space left"):
-            write_text_atomic(path, "new\n")
-        assert path.read_text() == "old\n"
-        assert [file.name for file in tmp_path.iterdir()] == ["x.txt"]
-
-    def test_unwritable_folder(self, tmp_path):
-        (tmp_path / "file").write_text("in the way")
-        with pytest.raises(RecordError, match="name a folder that can be written"):
-            write_text_atomic(tmp_path / "file" / "x.txt", "text")
-
-    def test_utf8_and_newlines(self, tmp_path):
-        assert write_text_atomic(tmp_path / "x.txt", "ä\nb\n").read_bytes() == "ä\nb\n".encode()
 
 
 class TestTable:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import ackpt.planner.capture.patches.python_kernels  # noqa: F401 (defines ackpt_graph::dropout_noise)
-from ackpt.core.files import read_json, write_text_atomic
+from ackpt.core.files import RecordError, check_writable, read_json, write_text_atomic
 from ackpt.core.machine import machine
 from ackpt.core.progress import shown
 from ackpt.metering.flops import formula
@@ -233,8 +233,9 @@ def _this_cpu(given: str, threads: int) -> Device:
     if given:
         return load(given)
     machine = _machine()
-    path = _cache_folder() / f"cpu-{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
-    if path.exists():
+    folder = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    path = Path(folder, "ackpt", f"cpu-{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json")
+    if os.path.exists(path):  # Path.exists raises an error in a folder of another user
         try:
             data = _read(path)
             if data["machine"] == machine:
@@ -245,9 +246,10 @@ def _this_cpu(given: str, threads: int) -> Device:
         _LOG.warning("%s is not used, and this CPU is calibrated again: %s", path, reason)
     data = measured()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if folder.startswith("~"):
+            raise RecordError(f"there is no home folder; set HOME, XDG_CACHE_HOME or {VARIABLE}")
         write_text_atomic(path, json.dumps(data, indent=1) + "\n")
-    except (OSError, ValueError) as error:
+    except RecordError as error:
         _LOG.warning("the calibration of this CPU cannot be stored in %s, so each process measures it: %s", path, error)
     return _device(data)
 
@@ -266,10 +268,9 @@ def calibrate(path: str | os.PathLike[str]) -> Device:
         ...     ackpt.calibrate(f"{folder}/cpu.json").name
         'cpu'
     """
-    target = Path(path)
-    write_text_atomic(target, target.read_text() if target.exists() else "")
+    check_writable(path)
     data = measured()
-    write_text_atomic(target, json.dumps(data, indent=1) + "\n")
+    write_text_atomic(path, json.dumps(data, indent=1) + "\n")
     return _device(data)
 
 
@@ -330,10 +331,6 @@ def _fastest(call: Callable[[], Any]) -> float:
 def _machine() -> dict[str, Any]:
     where = machine()
     return {"processor": where["device_name"], "threads": where["threads"], "torch": where["torch"]}
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ackpt"
 
 
 def _read(path: Path) -> dict[str, Any]:

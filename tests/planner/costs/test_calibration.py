@@ -71,9 +71,11 @@ def test_a_file_of_another_machine_or_version_is_measured_again_with_a_note(cach
     assert not caplog.text
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(cache, caplog):
-    cache.parent.mkdir(exist_ok=True)
+@pytest.mark.parametrize("home", ["a file", "none"])
+def test_a_cache_that_cannot_be_written_is_a_warning(cache, caplog, monkeypatch, home):
     cache.write_text("a file, no folder")
+    if home == "none":  # a container with a user of no name
+        monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user/.cache")
     with caplog.at_level(logging.WARNING, "ackpt"):
         assert this_cpu().flops_per_second["float32"] > 0
     assert "cannot be stored" in caplog.text

@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import json
 import os
-import uuid
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 
 from ackpt.core import __version__
 from ackpt.core.errors import warn
-from ackpt.core.files import RecordError, write_bytes_atomic
+from ackpt.core.files import RecordError, check_folder, write_bytes_atomic
 from ackpt.core.progress import stage
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs.profiles import Profile
@@ -41,16 +40,15 @@ def cache_folder(cache: Cache | None) -> Path | None:
         return None
     if not isinstance(cache, (str, os.PathLike)):
         raise TypeError(f"cache must be a folder, as a string or a path, got {type(cache).__name__}")
-    folder = Path(cache).expanduser()
-    probe = folder / f".{uuid.uuid4().hex}"
+    folder = Path(cache)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
+        folder = folder.expanduser()
+        check_folder(folder)
+    except (OSError, RuntimeError) as error:  # without a home folder, the latter
+        reason = getattr(error, "strerror", None) or error
         raise RecordError(
-            f"cache={str(folder)!r} is not a writable folder: {error.strerror or error}. Name another folder, "
-            "or leave cache out, which searches in every run."
+            f"cache={str(folder)!r} is not a writable folder: {reason}. Name another folder, or leave cache out, which "
+            "searches in every run."
         ) from error
     return folder
 
