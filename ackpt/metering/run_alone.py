@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +53,24 @@ def in_own_thread(function: Callable[[], Any], devices=()) -> Any:
         with torch.no_grad(), no_collection():
             return function()
 
-    with torch.random.fork_rng(devices), ThreadPoolExecutor(1) as executor:
-        return executor.submit(run).result()
+    with torch.random.fork_rng(devices):
+        return in_new_thread(run)
+
+
+def in_new_thread(function: Callable[[], Any]) -> Any:
+    """`function()`, called in a new thread; a pool would take no work once the main thread has returned."""
+    future: Future[Any] = Future()
+
+    def run():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return future.result()
 
 
 def count_allocations(function: Callable[[], Any], on_cuda: bool = False) -> tuple[Any, Allocations]:

@@ -8,10 +8,11 @@ the book can show them without a GPU.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 _forks = 0
@@ -42,14 +43,14 @@ class Event:
     """
 
     def __init__(self):
-        self._future: Future
+        self._done = threading.Event()
         self._failure: BaseException | None = None
         self._forks = _forks
         self.began: float = 0.0
         self.ended: float = 0.0
 
     def done(self) -> bool:
-        return self._forks != _forks or self._future.done()
+        return self._forks != _forks or self._done.is_set()
 
     def wait(self) -> None:
         """Block until the work has ended, and raise its exception if it raised one."""
@@ -59,8 +60,8 @@ class Event:
     def error(self) -> BaseException | None:
         """Block until the work has ended, and return the exception that it raised, or None."""
         if self._forks == _forks:
-            return self._future.exception()
-        if self._failure is None and not self.ended:
+            self._done.wait()
+        elif not self._done.is_set():
             return RuntimeError("it was running when this process was forked off; run backward before the fork")
         return self._failure
 
@@ -71,6 +72,9 @@ class Event:
 
 class Stream:
     """Runs functions in the order of their submission, in a thread of its own.
+
+    A daemon thread, as a `ThreadPoolExecutor` takes no work once the main thread has returned, and others may still
+    train. Where Python starts no thread any more, the caller runs the functions.
 
     Example:
         >>> from ackpt.offloading.cpu_streams import Stream
@@ -87,13 +91,32 @@ class Stream:
         _streams.add(self)
 
     def _start(self):
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"ackpt-{self._name}")
+        self._lock, self._thread = threading.Lock(), None
+        self._work: SimpleQueue = SimpleQueue()
+        weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, function: Callable[..., object], *args: object, after: Iterable[Event] = ()) -> Event:
         """Run ``function(*args)`` after all work submitted before and the events `after`, even if these failed."""
-        event = Event()
-        event._future = self._executor.submit(_run, event, function, args, tuple(after))
+        event, after = Event(), tuple(after)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_run_all, args=[self._work], name=f"ackpt-{self._name}", daemon=True
+                )
+                try:
+                    self._thread.start()
+                except RuntimeError:  # from Python 3.12 on, once the main thread has returned
+                    self._thread = None
+                    _run(event, function, args, after)
+                    return event
+            self._work.put((event, function, args, after))
         return event
+
+
+def _run_all(work: SimpleQueue) -> None:
+    while (item := work.get()) is not None:
+        _run(*item)
+        del item  # and with it the last reference to what it used
 
 
 def _run(event, function, args, after):
@@ -104,6 +127,5 @@ def _run(event, function, args, after):
         function(*args)
     except BaseException as error:
         event._failure = error
-        raise
-    finally:
-        event.ended = time.perf_counter()
+    event.ended = time.perf_counter()
+    event._done.set()

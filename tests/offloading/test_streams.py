@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -49,7 +51,7 @@ def test_work_runs_in_the_order_of_its_submission_on_one_thread_that_is_not_the_
 def test_the_thread_is_named_after_its_stream():
     names = []
     Stream("copies").submit(lambda: names.append(threading.current_thread().name)).wait()
-    assert names == ["ackpt-copies_0"]
+    assert names == ["ackpt-copies"]
 
 
 def test_two_streams_run_concurrently(gate):
@@ -124,7 +126,7 @@ def test_failed_work_has_a_duration():
 def test_a_stream_without_references_ends():
     stream = Stream("test")
     stream.submit(lambda: None).wait()
-    reference, threads = weakref.ref(stream), list(stream._executor._threads)
+    reference, threads = weakref.ref(stream), [stream._thread]
     del stream
     gc.collect()
     assert reference() is None
@@ -160,3 +162,21 @@ def test_a_forked_child_has_streams_of_its_own(gate):
     gate.set()
     stream.submit(found.append, "parent again").wait()
     assert found == ["parent", "parent again"]
+
+
+@pytest.mark.parametrize("starts", ["", "threading.Thread.start = refuse"], ids=["starts threads", "starts none"])
+def test_work_runs_after_the_main_thread_has_returned(starts):
+    code = f"""
+import threading
+from ackpt.metering.run_alone import in_new_thread
+from ackpt.offloading.cpu_streams import Stream
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+def work():
+    threading.main_thread().join()
+    {starts or "assert in_new_thread(lambda: 1) == 1"}
+    Stream("copies").submit(print, "copied").wait()
+threading.Thread(target=work).start()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("copied\n", "")

@@ -12,7 +12,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ackpt.metering.autograd_engine import PRODUCTS, SAVE_NUMBERS, is_dense, number_bytes, references
 from ackpt.metering.resident import storages_of
-from ackpt.metering.run_alone import begin_counting, end_counting, run_counted
+from ackpt.metering.run_alone import begin_counting, end_counting, in_new_thread, run_counted
 from ackpt.metering.timeline import MeterError
 from ackpt.planner.costs.operation_costs import flops, traffic
 from ackpt.planner.costs.workspace import allocation_of
@@ -215,8 +214,7 @@ class LiveBytes(Counter):
         if key in self._workspaces:
             return func(*args, **kwargs), self._workspaces[key]
         if _profiler_enabled():  # by the user, and a thread can have only one
-            with ThreadPoolExecutor(1) as executor:
-                left, peak = 0, executor.submit(_workspace, func, args, kwargs).result()
+            left, peak = 0, in_new_thread(lambda: _workspace(func, args, kwargs))
             result = func(*args, **kwargs)
         else:
             result, left, peak = run_counted(lambda: func(*args, **kwargs))
