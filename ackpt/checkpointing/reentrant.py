@@ -192,7 +192,7 @@ class _Recompute(torch.autograd.Function):
             graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves)
             del saved
             if prefetch is not None:
-                _middle_node(outputs).register_prehook(prefetch)
+                _middle_node(outputs, received).register_prehook(prefetch)
             # Backward through that graph; outputs that the loss does not depend on have no gradient.
             used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
             if len(used) < len(outputs):
@@ -288,9 +288,9 @@ def _refuse_unsupported(region):
         )
 
 
-def _middle_node(outputs):
-    """The node of a graph that backward reaches after half of the nodes."""
-    nodes = graph_of(outputs).nodes
+def _middle_node(outputs, received):
+    """The node of a graph that backward reaches after half of the nodes, without views that only a mode needs."""
+    nodes = graph_of(outputs).nodes.keys() - {tensor.grad_fn for tensor in received} or graph_of(outputs).nodes
     return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True)[len(nodes) // 2]
 
 
