@@ -169,6 +169,7 @@ def _device_streams() -> list[TorchStream]:
 
 
 _TORCH_CPU = TorchStream(torch.default_generator)
+_TORCH_CPU.get = lambda: torch.get_rng_state()  # noqa: PLW0108 (`ackpt.predict` replaces it)
 _PYTHON = PythonStream()
 _numpy_global: list[NumpyGlobalStream] = []
 

@@ -5,8 +5,7 @@ outputs of an operation counts as allocated there, and as freed when its last te
 saved tensors at the same points as in a real step, so allocations and frees have the real order.
 
 On the CPU, `kernel_memory` measures the workspace of single operations on made-up data. For a GPU, the actions drive a
-model of PyTorch's caching allocator, from loading the model on. Not included: what `kernel_memory` lists for a GPU, and
-the RNG states that checkpointed regions with dropout keep (5 kB each).
+model of PyTorch's caching allocator, from loading the model on, without what `kernel_memory` lists.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ackpt.core.progress import shown
@@ -56,6 +55,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default, torch.ops.aten.empty_like.defa
 _VALUE = torch.ops.aten._local_scalar_dense.default
 # The count of steps that optimizers read: RAdam and ASGD allocate more after their first steps.
 LATE = 10_000_000
+_EMPTY = torch.ops.aten.empty.memory_format
 _DETACH = torch.ops.aten.detach.default  # between these two, for tensors that autograd saves
 
 
@@ -109,6 +109,10 @@ class Storages(TorchDispatchMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func._schema.name
+        if self.follow_real and draws and kwargs.get("generator") is None:
+            with _disable_current_modes():  # as in a real step, so that regions keep the state that they replay
+                torch.rand(1)
         if func in LOSSES:
             result = in_whole_memory(result, *args)
         if self.active:
@@ -219,7 +223,8 @@ class Storages(TorchDispatchMode):
 
     @contextlib.contextmanager
     def hooks(self):
-        """A context that follows the steps of optimizers; gradient scalers find no infinite gradients."""
+        """A context that follows RNG states and optimizers' steps; gradient scalers find no infinite gradients."""
+        get_rng_state = torch.get_rng_state
 
         def starts(optimizer, *_):
             self.optimizers.add(optimizer)
@@ -232,9 +237,18 @@ class Storages(TorchDispatchMode):
         def step(scaler, optimizer, state, *args, **kwargs):
             return optimizer.step(*args, **kwargs)
 
+        def rng_state():  # which torch allocates below its dispatcher
+            state = get_rng_state()
+            if self.active and torch._C._len_torch_dispatch_stack():  # else `Workspaces` asks
+                self._record(state, (), _EMPTY)
+            return state
+
         handles = [register_optimizer_step_pre_hook(starts), register_optimizer_step_post_hook(ends)]
         try:
-            with mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", step):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", step))
+                for module in (torch, torch.random):
+                    stack.enter_context(mock.patch.object(module, "get_rng_state", rng_state))
                 yield
         finally:
             for handle in handles:
@@ -333,6 +347,7 @@ def predict(
     with (
         shown("predicting the step"),
         no_collection(),
+        torch.random.fork_rng(()),
         _values_explained(),
         _removed(made, owned, storages),
         fake_mode or explained,
