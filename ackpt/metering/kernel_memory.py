@@ -87,6 +87,22 @@ _ONLY_RESULTS = (
     *(aten.set_.source_Storage, aten.resize_.default),
 )
 _BY_VALUES = (aten.nanmedian.default, aten.nanmedian.dim, aten._ctc_loss.default, aten._ctc_loss.Tensor)
+# Integers may be offsets of memory or, as in the backward of an LSTM, the workspace of a library, in which made-up data end
+# the process. Kernels of these tags and names check them, or read none but 0 and 1 as indices.
+_SAFE = {torch.Tag.core, torch.Tag.pointwise}
+_SAFE_WITH_INTEGERS = frozenset(
+    "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_forward_only _foreach_add_ "
+    "_embedding_bag_per_sample_weights_backward _linalg_check_errors _local_scalar_dense _unsafe_index "
+    "_unsafe_index_put _unsafe_view adaptive_max_pool2d_backward adaptive_max_pool3d_backward all aminmax any argsort "
+    "bincount bucketize copy_ cummax cummin cumprod cumsum diff dot embedding_renorm_ equal fill_ flip "
+    "fractional_max_pool2d_backward fractional_max_pool3d_backward histc index_add index_add_ index_copy index_copy_ "
+    "index_fill index_fill_ index_put_ index_reduce index_select_backward kthvalue lift_fresh_copy masked_scatter "
+    "masked_select max max_pool2d_with_indices_backward max_pool3d_with_indices_backward max_unpool2d max_unpool3d "
+    "mean median min mode msort multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward "
+    "multilabel_margin_loss_forward nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot "
+    "pack_bits put put_ repeat_interleave roll scatter_ scatter_add_ scatter_reduce_ searchsorted stack sum take tril "
+    "triu unpack_bits value_selecting_reduction_backward zero_ zeros_like".split()
+)
 # Derivatives that torch computes by other operations under a dispatch mode: `prod_backward` and `cumprod_backward` in
 # torch's FunctionsManual.cpp.
 _UNLIKE = ("ProdBackward0", "ProdBackward1", "CumprodBackward0")
@@ -215,7 +231,7 @@ def _multiple(size: int, of: int) -> int:
 class Workspaces:
     """The workspace of the operations of a predicted step on the CPU.
 
-    Each different operation runs once, alone, on made-up data. Operations on more than `LARGEST` bytes do not run, so a
+    Each different operation runs once, alone, on made-up data, if that is known to be safe. Operations on more than `LARGEST` bytes do not run, so a
     prediction needs neither the memory nor the time of a large step. An elementwise operation on dense tensors of one
     dtype runs on small ones instead: TensorIterator in ATen then allocates at most scalars. The operations in `WITHOUT`
     have no workspace. ``unknown`` names all others: those of other libraries, whose code a prediction must not run,
@@ -243,7 +259,7 @@ class Workspaces:
                 return Allocations(small.workspace, 0, ())
         size = sum({value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}.values())
         if size <= LARGEST:
-            return self._run(func, call) or self._without(func)
+            return (_is_safe(func, call) and self._run(func, call)) or self._without(func)
         dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
         contiguous = all(value.is_contiguous() or func in _MATRICES and is_dense(value) for value in values)
         return _NOTHING if func in WITHOUT and contiguous and dtypes.issubset(FLOATS) else self._without(func)
@@ -259,6 +275,13 @@ class Workspaces:
             with _disable_current_modes():
                 self._measured[key] = in_own_thread(lambda: _allocations(func, tree_map(made, call) if made else call))
         return self._measured[key]
+
+
+def _is_safe(func, call) -> bool:
+    """Whether a kernel reads and writes nothing but its tensors, whichever integers they contain."""
+    dtypes = {leaf.dtype for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)}
+    has_integers = any(not (d.is_floating_point or d.is_complex or d is torch.bool) for d in dtypes)
+    return not has_integers or bool(_SAFE & {*func.tags}) or func.overloadpacket.__name__ in _SAFE_WITH_INTEGERS
 
 
 def _allocations(func, call) -> Allocations | None:
