@@ -495,7 +495,8 @@ def changes_argument(function, arguments) -> CheckpointError:
     return CheckpointError(
         f"this checkpointed region changes an object that it got as an argument (one of: {names}): the forward{region} "
         "puts tensors into it or replaces some, and its recompute would do so again, on what the forward has left. Do "
-        "not pass it (transformers: model.config.use_cache=False), or return the tensors instead. If a library's model "
+        "not pass it (transformers: model.config.use_cache=False; if it combines several models, "
+        "model.config.text_config.use_cache=False), or return the tensors instead. If a library's model "
         "always passes it, select other modules with check_fn, such as the feed-forward layers, or use "
         "ackpt.apply_budget, which leaves such modules out."
     )

@@ -247,13 +247,16 @@ def _is_not_empty(items) -> bool:
 
 
 def _warn_of_cache(model) -> None:
-    config = getattr(model, "config", None)
-    generates = getattr(model, "can_generate", None)
-    if getattr(config, "use_cache", False) and callable(generates) and generates():
+    modules = {f"model.{name}".rstrip("."): module for name, module in model.named_modules()}
+    configs = {path: getattr(module, "config", None) for path, module in modules.items()}
+    # Parts of a model, such as the decoder of a vision-language model, may have a configuration of their own.
+    paths = {id(config): path for path, config in reversed(configs.items()) if getattr(config, "use_cache", False)}
+    generates = (getattr(module, "can_generate", None) for module in modules.values())
+    if paths and any(callable(each) and each() for each in generates):
+        switch = " = ".join(f"{path}.config.use_cache" for path in reversed(paths.values()))
         warn(
-            "model.config.use_cache is on: every block then puts its keys and values into a cache, which a region "
-            "cannot recompute, and the first training step raises. Set model.config.use_cache = False, or call the "
-            "model with use_cache=False.",
+            f"{switch} is on: every block then puts its keys and values into a cache, which a region cannot recompute, "
+            f"and the first training step raises. Set {switch} = False, or call the model with use_cache=False.",
         )
 
 

@@ -87,8 +87,8 @@ _ONLY_RESULTS = (
     *(aten.set_.source_Storage, aten.resize_.default),
 )
 _BY_VALUES = (aten.nanmedian.default, aten.nanmedian.dim, aten._ctc_loss.default, aten._ctc_loss.Tensor)
-# Integers may be offsets of memory or, as in the backward of an LSTM, the workspace of a library, in which made-up data end
-# the process. Kernels of these tags and names check them, or read none but 0 and 1 as indices.
+# Made-up integers end the process if a kernel takes them for offsets, or for the workspace that oneDNN's LSTM keeps for
+# its backward. Kernels with these tags and names check them, or read 0 and 1 as indices.
 _SAFE = {torch.Tag.core, torch.Tag.pointwise}
 _SAFE_WITH_INTEGERS = frozenset(
     "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_forward_only _foreach_add_ "
@@ -96,7 +96,8 @@ _SAFE_WITH_INTEGERS = frozenset(
     "_unsafe_index_put _unsafe_view adaptive_max_pool2d_backward adaptive_max_pool3d_backward all aminmax any argsort "
     "bincount bucketize copy_ cummax cummin cumprod cumsum diff dot embedding_renorm_ equal fill_ flip "
     "fractional_max_pool2d_backward fractional_max_pool3d_backward histc index_add index_add_ index_copy index_copy_ "
-    "index_fill index_fill_ index_put_ index_reduce index_select_backward kthvalue lift_fresh_copy masked_scatter "
+    "index_fill index_fill_ index_put_ index_reduce index_select_backward kthvalue lift_fresh_copy linalg_ldl_solve "
+    "linalg_lu_solve masked_scatter "
     "masked_select max max_pool2d_with_indices_backward max_pool3d_with_indices_backward max_unpool2d max_unpool3d "
     "mean median min mode msort multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward "
     "multilabel_margin_loss_forward nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot "
@@ -231,11 +232,12 @@ def _multiple(size: int, of: int) -> int:
 class Workspaces:
     """The workspace of the operations of a predicted step on the CPU.
 
-    Each different operation runs once, alone, on made-up data, if that is known to be safe. Operations on more than `LARGEST` bytes do not run, so a
-    prediction needs neither the memory nor the time of a large step. An elementwise operation on dense tensors of one
-    dtype runs on small ones instead: TensorIterator in ATen then allocates at most scalars. The operations in `WITHOUT`
-    have no workspace. ``unknown`` names all others: those of other libraries, whose code a prediction must not run,
-    those that fail on made-up data or depend on values, and some autograd nodes.
+    Each different operation runs once, alone, on made-up data, if that is known to be safe. Operations on more than
+    `LARGEST` bytes do not run, so a prediction needs neither the memory nor the time of a large step. An elementwise
+    operation on dense tensors of one dtype runs on small ones instead: TensorIterator in ATen then allocates at most
+    scalars. The operations in `WITHOUT` have no workspace. ``unknown`` names all others: those of other libraries,
+    whose code a prediction must not run, those that are not known to be safe, fail on made-up data or depend on values,
+    and some autograd nodes.
     """
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ from .timeline import MeterError
 # Integers, and whether square matrices are the identity: 0 is valid as an index of anything, 1 as a divisor, and the
 # identity for operations that require a positive definite matrix.
 _FILLS = ((0, False), (1, False), (0, True))
+_FROM_ONE = (torch.ops.aten.linalg_lu_solve.default, torch.ops.aten.linalg_ldl_solve.default)  # LAPACK's pivots
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def run_operation(target, call, runs: int = 2) -> tuple[Allocations, Any]:
 
     reasons: list[Exception] = []
     outcomes: list[tuple[Allocations, Any]] = []
-    for fill in _FILLS:
+    for fill in _FILLS[1:2] if target in _FROM_ONE else _FILLS:
         if outcomes and not (fill == (1, False) and _may_be_one(leaves)):
             continue
         try:

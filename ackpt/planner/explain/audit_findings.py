@@ -163,8 +163,10 @@ def _switched(seen: Seen) -> Iterator[Finding]:
         or hasattr(module, WRAPPED)
         or any(vars(module).get(name) is True for name in _SWITCHES)
     ]
-    configs = (getattr(root, "config", None) for root in seen.modules.values())
-    keeps_cache = any(getattr(config, "use_cache", False) is True for config in configs)
+    modules = {
+        f"model.{path}".rstrip("."): getattr(module, "config", None) for path, module in named_modules(seen.modules)
+    }
+    keeps_cache = [path for path, config in modules.items() if getattr(config, "use_cache", False) is True]
     found = None
     if on and not seen.regions and not any(module.training for _, module in on):
         found = "evaluation", "are in evaluation mode and skip it", "call model.train() before the step"
@@ -173,7 +175,7 @@ def _switched(seen: Seen) -> Iterator[Finding]:
     elif on and not seen.regions and seen.watch.without_grad:
         found = "no_effect", "run under no_grad only", "call them with gradients on"
     elif on and not seen.regions and keeps_cache:
-        found = "cache", "skip it for a cache of keys and values", "set model.config.use_cache = False"
+        found = "cache", "skip it for a cache of keys and values", f"set {keeps_cache[0]}.config.use_cache = False"
     elif on and not seen.regions:
         found = "no_effect", "do not run as regions", f"use {_APPLY}, which checks that they do"
     if found is not None:
@@ -226,12 +228,15 @@ def _children(seen: Seen) -> Iterator[Finding]:
 def _effect(seen: Seen) -> Iterator[Finding]:
     regions, measured, baseline = seen.watch.regions, seen.measured, seen.baseline
     dropped = sum(_union(region.dropped for region in seen.regions).values())
-    if not dropped or measured is None or seen.watch.contexts or is_too_small(seen.regions) or any(_children(seen)):
+    if not regions or measured is None or seen.watch.contexts or is_too_small(seen.regions) or any(_children(seen)):
         return
     before, after = saved_bytes(baseline), saved_bytes(measured)
     largest = max(region.dropped_bytes for region in regions)
     where = modules_text(module for region in regions for module in region.modules)
-    if before - after < 0.1 * dropped:
+    if not dropped:
+        text = f"{where}: backward reads nothing that these regions compute, as in frozen blocks"
+        yield Finding("no_effect", text, "run them without checkpointing", text_of(regions[0]))
+    elif before - after < 0.1 * dropped:
         text = f"{where}: the step saves {memory_format(after)}, and {memory_format(before)} without these regions"
         yield Finding("no_effect", text, f"use larger regions: {_APPLY}", text_of(regions[0]))
     elif baseline.peak_bytes - measured.peak_bytes < 0.1 * dropped and largest > 0.7 * dropped:
@@ -241,9 +246,10 @@ def _effect(seen: Seen) -> Iterator[Finding]:
 
 
 def is_too_small(regions: Iterable[AuditedRegion]) -> bool:
-    """Whether what the regions do not save is less than ten times the random number states that they may save."""
+    """Whether the bytes in question are less than ten times the random number states that the regions may save."""
     regions = [*regions]
-    return bool(regions) and sum(each.dropped_bytes for each in regions) < 10 * len(regions) * _STATE_BYTES
+    size = sum(max(each.dropped_bytes, each.saved_bytes) for each in regions)
+    return bool(regions) and size < 10 * len(regions) * _STATE_BYTES
 
 
 def not_covered(seen: Seen) -> list[list[str]]:

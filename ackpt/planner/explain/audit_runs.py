@@ -13,6 +13,7 @@ import functools
 import inspect
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ from ackpt.planner.step.planned_step import PlannedStep
 from .print_saved import _source, referred
 
 TORCH, REENTRANT, ACKPT = "torch", "torch, reentrant", "ackpt"
+_CONTAINERS, _DEPTH = (list, tuple, dict, set, frozenset, deque), 5
 WRAPPED = "_checkpoint_wrapped_module"
 
 
@@ -102,12 +104,12 @@ class Undo:
         self.globals = [(function.__globals__, name, function.__globals__.get(name)) for name in written]
         self.failed: set[str] = set()
         self.streams = rng.snapshot(reachable.streams)
-        places = {id(vars(module)): path for path, module in named_modules(modules)}
-        self.counters = {
-            f"{places.get(id(names), '')}.{key}".lstrip("."): (names, key)
-            for names, key, value in _bindings_of(reachable)
-            if type(value) in (int, float)
-        }
+        self.places = {id(vars(module)): path for path, module in named_modules(modules)}
+        self.reachable = reachable
+        changeable: list[Any] = []
+        for _, _, value in _bindings_of(reachable):
+            _fact(value, changeable)
+        self.containers += [(each, copy.copy(each)) for each in changeable if hasattr(each, "clear")]
 
     def restore(self) -> None:
         torch.clear_autocast_cache()
@@ -156,7 +158,11 @@ class Undo:
         for name, key, value in ((names.get(id(p), ""), *item) for p, state in states for item in state.items()):
             values |= {f"{key} {name}": copied(value)} if isinstance(value, torch.Tensor) else {}
         values |= {f"random {stream.name}": stream.comparable(stream.get()) for stream, _ in self.streams}
-        return values | {f"attribute {label}": names.get(key) for label, (names, key) in self.counters.items()}
+        for names, key, _ in _bindings_of(self.reachable):  # those that the step has added, too
+            value = names.get(key)
+            if type(value) in PLAIN or isinstance(value, _CONTAINERS):
+                values[f"attribute {f'{self.places.get(id(names), str())}.{key}'.lstrip('.')}"] = _fact(value, [])
+        return values
 
 
 @dataclass(eq=False)
@@ -419,6 +425,17 @@ def _read(function, tensors, names: dict[int, str]) -> dict[str, Any]:
     read |= {name: value for name, value in values if type(value) in PLAIN}
     inputs = ((tensor, f"input {number}") for number, tensor in enumerate(tensors))
     return read | {name: (id(tensor), version(tensor)) for tensor, name in (*reachable.tensors.values(), *inputs)}
+
+
+def _fact(value, changeable: list[Any], depth: int = 0) -> Any:
+    """A value to compare plain values by, also those in containers, which are added to `changeable`."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if depth > _DEPTH or not isinstance(value, _CONTAINERS):
+        return repr(value) if type(value) in PLAIN else type(value).__name__
+    changeable.append(value)
+    facts = [_fact(item, changeable, depth + 1) for item in (value.items() if isinstance(value, dict) else value)]
+    return sorted(map(repr, facts)) if isinstance(value, (set, frozenset)) else facts
 
 
 def _bindings_of(reachable: ReachableState) -> Iterator[tuple[Any, Any, object]]:
