@@ -85,6 +85,16 @@ def test_a_whole_model_as_one_region_returns_its_model_output(make):
     assert type(out) is type(plain_out) and list(out) == list(plain_out)
 
 
+def test_the_cache_of_a_part_of_a_model_is_named():
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.text = gpt2(use_cache=True)
+
+    with pytest.warns(UserWarning, match=r"Set model\.text\.config\.use_cache = False"):
+        ackpt.apply_activation_checkpointing(Both(), ["text.transformer.h.0"])
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_key_value_cache_is_refused_with_the_fix(masked):
     model = gpt2(use_cache=True).train()

@@ -1,12 +1,15 @@
 """``predict`` against ``measure``: the same bytes for operations without workspace."""
 
 import contextlib
+import functools
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import ackpt
 from ackpt.metering.meter import measure
@@ -85,6 +88,39 @@ def test_equal_to_the_byte(make):
     assert predicted.flops == measured.flops
     boundaries = [result.timeline.live[result.timeline.boundary] for result in (measured, predicted)]
     assert boundaries[0] == boundaries[1]
+
+
+def regions(run):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.Dropout(0.1), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
+    blocks += [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))]
+    x = torch.randn(1024, 32, requires_grad=True)
+    return nn.ModuleList(blocks), x, lambda model, x: functools.reduce(lambda y, block: run(block, y), model, x).sum()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(functools.partial(ackpt.checkpoint, offload=mode) for mode in (None, "sync", "async")),
+        *(functools.partial(checkpoint, use_reentrant=is_reentrant) for is_reentrant in (False, True)),
+        functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
+        lambda block, x: ackpt.checkpoint(
+            lambda y: ackpt.checkpoint(block, y.sin(), offload="async"), x, offload="async"
+        ),
+    ],
+    ids=["kept", "sync", "async", "torch", "torch, reentrant", "torch, no state", "nested"],
+)
+def test_regions_are_equal_to_the_byte_with_prefetches_and_rng_states(run):
+    measured, predicted = both(functools.partial(regions, run))
+    assert predicted.peak_bytes == measured.peak_bytes
+
+
+def test_random_numbers_are_as_before():
+    with FakeTensorMode():
+        model, x, loss_of = regions(ackpt.checkpoint)
+    state = torch.get_rng_state()
+    predict(lambda: loss_of(model, x).backward(), resident=(model, x))
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def compiled(**options):

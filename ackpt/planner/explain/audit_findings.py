@@ -249,7 +249,7 @@ def is_too_small(regions: Iterable[AuditedRegion]) -> bool:
     """Whether the bytes in question are less than ten times the random number states that the regions may save."""
     regions = [*regions]
     size = sum(max(each.dropped_bytes, each.saved_bytes) for each in regions)
-    return bool(regions) and size < 10 * len(regions) * _STATE_BYTES
+    return any(each.dropped_bytes for each in regions) and size < 10 * len(regions) * _STATE_BYTES
 
 
 def not_covered(seen: Seen) -> list[list[str]]:

@@ -1,5 +1,7 @@
 """`ackpt.audit`: one model per kind of finding, each found and named."""
 
+import collections
+import copy
 import functools
 import random
 
@@ -99,20 +101,39 @@ def test_finds_an_attribute_changed_before_backward():  # peft 2826
     assert found.kind == "changed" and "'blocks.0.middle.0'" in found.message and "scale" in found.message
 
 
-def test_finds_a_counter_incremented_twice():  # pytorch 196956
-    class Counting(Block):
-        calls = 0
+COUNTS = {  # what the first call of a block finds in its attribute `calls`, and what each call does to it
+    "int": (lambda: 0, lambda block: setattr(block, "calls", block.calls + 1)),
+    "added": (None, lambda block: setattr(block, "calls", getattr(block, "calls", 0) + 1)),
+    "list": (list, lambda block: block.calls.append(torch.ones(2))),
+    "nested": (lambda: {"steps": [0]}, lambda block: block.calls["steps"].append(1)),
+    "long": (lambda: [0] * 10_000, lambda block: block.calls.append(1)),
+    "counter": (collections.Counter, lambda block: block.calls.update("a")),
+    "deque": (lambda: collections.deque(maxlen=3), lambda block: block.calls.append(len(block.calls))),
+    "set": (set, lambda block: block.calls.add(len(block.calls))),
+}
 
+
+@pytest.mark.parametrize("rows", [1, 512])
+@pytest.mark.parametrize("kind", COUNTS)
+def test_finds_what_changes_twice(kind, rows):  # pytorch 196956
+    make, count = COUNTS[kind]
+
+    class Counting(Block):
         def __init__(self):
             super().__init__()
-            self.calls = 0
+            if make is not None:
+                self.calls = make()
 
         def forward(self, x):
-            self.calls += 1
+            count(self)
             return super().forward(x)
 
-    found = only(Net(by_torch, make=Counting), batch())
+    net = Net(by_torch, make=Counting)
+    before = [copy.deepcopy(getattr(block, "calls", None)) for block in net.blocks]
+    found = only(net, batch(rows))
     assert found.kind == "twice" and "calls" in found.message
+    assert [getattr(block, "calls", None) for block in net.blocks] == before
+    assert kinds(Net(plain, make=Counting), batch(rows)) == []
 
 
 def test_finds_reentrant_regions_without_inputs_that_require_grad():  # peft 1142, trl 3089
@@ -285,6 +306,15 @@ def test_finds_two_tools_around_the_same_blocks(wrap):
 def test_finds_one_region_around_everything():  # pytorch 147449
     found = only(Custom([nn.Sequential(*(Block() for _ in range(6)))]), batch(512))
     assert found.kind == "no_effect" and "at once" in found.message
+
+
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_finds_regions_of_frozen_blocks(rows):
+    net = Net(by_torch)
+    net.stem.requires_grad_(False)
+    net.blocks.requires_grad_(False)
+    found = only(net, batch(rows))
+    assert found.kind == "no_effect" and "frozen" in found.message
 
 
 def test_finds_a_head_that_saves_most():
