@@ -46,15 +46,7 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Write a file in one step, as `write_text_atomic` does.
-
-    Example:
-        >>> import tempfile
-        >>> from ackpt.core.files import write_bytes_atomic
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_bytes_atomic(f"{folder}/numbers.bin", bytes([1, 2])).stat().st_size
-        2
-    """
+    """Write a file in one step, as `write_text_atomic` does."""
     return _written(path, data)
 
 

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,8 @@ from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import ProfilerConfig, ProfilerState
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ackpt.offloading.cpu_streams import Stream
 
 from .cpu_meter import no_collection
 from .timeline import MeterError
@@ -59,19 +59,10 @@ def in_own_thread(function: Callable[[], Any], devices=()) -> Any:
 
 
 def in_new_thread(function: Callable[[], Any]) -> Any:
-    """`function()`, called in a new thread; a pool would take no work once the main thread has returned."""
-    future: Future[Any] = Future()
-
-    def run():
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return future.result()
+    """`function()`, called in a new thread."""
+    results: list[Any] = []
+    Stream("alone").submit(lambda: results.append(function())).wait()
+    return results[0]
 
 
 def count_allocations(function: Callable[[], Any], on_cuda: bool = False) -> tuple[Any, Allocations]:
