@@ -32,7 +32,7 @@ from .region import Region
 __all__ = ["checkpoint"]
 
 _NOTHING = contextlib.nullcontext()
-_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
+_dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
 _Result = TypeVar("_Result")
 
 
@@ -95,8 +95,27 @@ def checkpoint(
         )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    run: Any = _outside_dynamo() if torch.compiler.is_dynamo_compiling() or _dynamo_callback() is not None else _run
-    return run(function, args, kwargs, preserve_rng_state, offload)
+    if torch.compiler.is_dynamo_compiling():
+        if _is_in_region():
+            return function(*args, **kwargs)
+        torch._dynamo.graph_break(msg=_OUTSIDE)
+    if (compiler := _dynamo.get_eval_frame_callback()) is None:
+        return _run(function, args, kwargs, preserve_rng_state, offload)
+    _dynamo.set_eval_frame(None)  # Dynamo broke its graph here: the region runs outside of it, the function inside
+    try:
+        return _run(function, args, kwargs, preserve_rng_state, offload, compiler)
+    finally:
+        _dynamo.set_eval_frame(compiler)
+
+
+def uncompiled(function):
+    """`function`, whose own frame Dynamo never compiles: ``skip_code`` in ``torch/_dynamo/eval_frame.py``, unimported."""
+    skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+    _dynamo.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+uncompiled(checkpoint)
 
 
 # Options of torch's checkpoint that this one does not have.
@@ -123,12 +142,26 @@ def _check_call(function, kwargs) -> None:
 
 
 _modules_run: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forward has run as a region
+_OUTSIDE = (
+    "ackpt.checkpoint runs outside of compiled code, and compiles what is inside. With fullgraph=True, compile the blocks "
+    "(block.compile(fullgraph=True), before or after ackpt.apply_activation_checkpointing), not the code around them"
+)
 
 
-def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
+def _is_in_region() -> bool:
+    """Whether Dynamo traces code of a region; regions in it are then a part of that region."""
+    return phase.dropping or phase.recomputing
+
+
+# Dynamo calls it when it traces, and never in compiled code: ``assume_constant_result`` in
+# ``torch/_dynamo/decorators.py``, without its import.
+setattr(_is_in_region, "_dynamo_marked_constant", True)  # noqa: B010 (pyright does not know it)
+
+
+def _run(function, args, kwargs, preserve_rng_state, offload, compiler=None) -> Any:
     if type(function) is types.MethodType and isinstance(function.__self__, torch.nn.Module):
         _modules_run.add(function.__self__)
-    region = Region(function, args, kwargs, preserve_rng_state)
+    region = Region(function, args, kwargs, preserve_rng_state, compiler)
     inputs, leaves = region.first_forward()
     if not region.node_outputs:  # no output needs a gradient
         return region.result(())
@@ -146,16 +179,6 @@ def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
     if phase.recorder is not None and region.path is not None:
         phase.recorder.record_region(region.path, outputs[0])
     return region.result(outputs)
-
-
-_run_without_dynamo = []  # one function, made on first use; Dynamo warns of `functools.cache` here
-
-
-def _outside_dynamo():
-    """`_run` behind a graph break, because ``torch.compile`` cannot trace a region."""
-    if not _run_without_dynamo:
-        _run_without_dynamo.append(torch._dynamo.disable(_run))
-    return _run_without_dynamo[0]
 
 
 class _Recompute(torch.autograd.Function):

@@ -33,6 +33,7 @@ _PythonNode = torch.autograd.function.BackwardCFunction
 _NOTHING = contextlib.nullcontext()
 _NOT_WALKED = ReachableState()
 _any_autocast = torch._C._is_any_autocast_enabled
+_set_compiler = torch._C._dynamo.eval_frame.set_eval_frame  # pyright: ignore[reportAttributeAccessIssue]
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -43,14 +44,14 @@ class Region:
     ``template``, ``names``: its arguments with slots for the ``inputs``, and the names of keywords. ``state``,
     ``watch``: what the recomputation restores, and what it checks. ``recorder``, ``is_small``: how the ``path`` of the
     first run is observed; ``subject``: what is known of other regions of the function. ``node_outputs``: the indices of
-    the outputs that the autograd node returns.
+    the outputs that the autograd node returns. ``compiler``: Dynamo's callback that compiles the function, or None.
     """
 
-    def __init__(self, function, args, kwargs, preserve_rng_state):
+    def __init__(self, function, args, kwargs, preserve_rng_state, compiler=None):
         self.inputs = Tensors()
         self.names = tuple(kwargs)
         self.template, self.has_containers = strip_arguments((*args, *kwargs.values()), self.inputs)
-        self.function = function
+        self.function, self.compiler = function, compiler
         self.preserve_rng_state = preserve_rng_state
         self.guarantees = guards.current()
         self.is_nested = phase.recomputing
@@ -222,11 +223,15 @@ class Region:
             values: Any = fill(self.template, tensors)
         else:
             values = [tensors[item] if type(item) is Slot else item for item in self.template]
-        if self.names:
-            split = len(values) - len(self.names)
-            result = self.function(*values[:split], **dict(zip(self.names, values[split:])))
-        else:
-            result = self.function(*values)
+        split = len(values) - len(self.names)
+        keywords = dict(zip(self.names, values[split:]))
+        if self.compiler is not None:
+            _set_compiler(self.compiler)
+        try:
+            result = self.function(*values[:split], **keywords)
+        finally:
+            if self.compiler is not None:
+                _set_compiler(None)
         if self.has_containers:
             after = Tensors()
             strip_arguments(values, after)

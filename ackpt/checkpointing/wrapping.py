@@ -21,7 +21,7 @@ from ackpt.core.errors import CheckpointError, warn
 from ackpt.offloading.saved_tensors import Offload, resolve
 
 from .reachable import graph_of
-from .reentrant import _modules_run, checkpoint
+from .reentrant import _modules_run, checkpoint, uncompiled
 from .tree import strip_result
 
 
@@ -61,7 +61,8 @@ def apply_activation_checkpointing(
         UserWarning: if ``config.use_cache`` is on in a model of transformers; a region cannot recompute a cache.
 
     Forward hooks of a chosen module fire once per step; those of its submodules fire again in the recomputation (see
-    :func:`is_recomputing`). Call this before ``fully_shard``, DDP and ``torch.compile``.
+    :func:`is_recomputing`). Call this before ``fully_shard`` and DDP; ``Module.compile`` and ``torch.compile`` may come
+    before or after it.
 
     Source: Chen et al. 2016 (arXiv:1604.06174), with every block as one segment.
 
@@ -105,6 +106,7 @@ def apply_activation_checkpointing(
             module.__class__ = _checkpointed_class(type(module))
         vars(module)["_checkpoint_options"] = {"preserve_rng_state": preserve_rng_state, "offload": offload}
         _modules_run.discard(module)
+        _compile_inside(module)
     _stop_checking(model)
     model.register_forward_hook(_check_regions_ran)
     _warn_of_cache(model)
@@ -125,6 +127,7 @@ def remove_activation_checkpointing(model: nn.Module) -> list[str]:
         _stop_checking(module)
         if isinstance(module, _Checkpointed):
             module.__class__ = _original_class(type(module))
+            module._compiled_call_impl = getattr(module._compiled_call_impl, "compiled", None)
             del module._checkpoint_options
             names.append(name)
     return names
@@ -135,18 +138,38 @@ class _Checkpointed:
 
     _checkpoint_options: dict
 
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        _compile_inside(self)
+
     def __reduce_ex__(self, protocol):
         # Pickle cannot find a class made at run time by its name: pickle the original class, replace it when loading.
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _rebuild, (_original_class(type(self)),), state
 
 
+def _compile_inside(module) -> None:
+    """Let the region of a module that ``Module.compile`` has compiled run around the compiled code."""
+    compiled = module._compiled_call_impl
+    if compiled is None or isinstance(compiled, functools.partial):
+        return
+
+    def forward(self, *args, **kwargs):
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = functools.partial(
+        checkpoint, types.MethodType(forward, module), **module._checkpoint_options
+    )
+    module._compiled_call_impl.compiled = compiled
+
+
 @functools.cache
 def _checkpointed_class(cls):
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
-        return checkpoint(types.MethodType(cls.forward, self), *args, **self._checkpoint_options, **kwargs)
+        return checkpoint(cls.forward.__get__(self), *args, **self._checkpoint_options, **kwargs)
 
+    uncompiled(forward)  # in compiled code, `cls.forward` of the module would be this function again
     names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (_Checkpointed, cls), names)
 

@@ -256,6 +256,7 @@ def test_a_compiled_model_that_calls_checkpoint_breaks_its_graph_there(fresh_dyn
     assert_equal(run(lambda layers: layers), compiled, "gradient")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_that_is_wrapped_and_a_compiled_function_in_a_region(fresh_dynamo, backend):
     seed()
@@ -278,5 +279,39 @@ def test_a_compiled_model_that_is_wrapped_and_a_compiled_function_in_a_region(fr
 
 def test_fullgraph_is_refused_by_name(fresh_dynamo):
     function = torch.compile(lambda x: ackpt.checkpoint(torch.sin, x), backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="_run"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="ackpt.checkpoint runs outside of compiled code"):
         function(batch())
+
+
+class Dropping(nn.Sequential):
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), 0.3)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("order", ["regions first", "compiled first"])
+def test_regions_run_around_blocks_that_are_compiled(fresh_dynamo, order, fullgraph):
+    sizes, runs = [], []
+
+    def backend(module, inputs):
+        sizes.append(len(module.graph.nodes))
+        return module.forward
+
+    for wraps in (False, True):
+        seed()
+        layers, x = nn.Sequential(*(Dropping(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(2))), batch()
+        for step in [ackpt.apply_activation_checkpointing, compiled(backend, fullgraph)][:: 1 if "reg" in order else -1]:
+            if wraps:
+                step(layers)
+        for _ in range(2):
+            total(layers(x)).backward()
+        runs.append([x.grad, *(p.grad for p in layers.parameters()), *layers.buffers()])
+    assert_equal(*runs, order)
+    assert min(sizes) >= 6
+    assert ackpt.remove_activation_checkpointing(layers) == ["0", "1"]
+    assert layers[0]._compiled_call_impl is not None
+
+
+def compiled(backend, fullgraph):
+    return lambda layers: [block.compile(backend=backend, fullgraph=fullgraph) for block in layers]
+

@@ -513,7 +513,7 @@ def intercepted(watch: Watch):
         with watch.region(function, args, REENTRANT, preserve) as region:
             return function(*args) if watch.neutral else apply(watch.again(region, function), preserve, *args)
 
-    def plain(function, args, kwargs, preserve, offload):
+    def plain(function, args, kwargs, preserve, offload, compiler=None):
         if isinstance(owner := getattr(function, "__self__", None), nn.Module):
             reentrant._modules_run.add(owner)  # it is called, as apply_activation_checkpointing checks
         with watch.region(function, (args, kwargs), ACKPT, preserve):
@@ -556,7 +556,7 @@ def intercepted(watch: Watch):
         (PlannedStep, "forward", planned),
     ]
     if watch.neutral:
-        patches += [(reentrant, "_run", plain), (reentrant, "_outside_dynamo", lambda: plain)]
+        patches += [(reentrant, "_run", plain)]
     else:
         patches += [(Region, "first_forward", first), (Region, "recompute", second)]
     with contextlib.ExitStack() as stack:

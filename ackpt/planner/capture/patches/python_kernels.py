@@ -1,7 +1,7 @@
 """Replace the Python code that torch runs for an operation during capture, where eager runs C++ or rounds differently.
 
-Four groups: operations that stay whole, casts of weights, random draws, and derivative formulas. Torch:
-``OpOverload.py_kernels`` in ``torch/_ops.py``, which ``py_impl`` fills.
+Five groups: casts of weights, operations that stay whole, matrix products, random draws, and derivative formulas.
+Torch: ``OpOverload.py_kernels`` in ``torch/_ops.py``, which ``py_impl`` fills.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._decomp import decompositions
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -149,6 +151,28 @@ _POOLING = {
     aten.max_pool1d.default: lambda *args, **kwargs: _max_pool1d_with_indices(*args, **kwargs)[0],
 }
 _COMPOSITE = {**dict.fromkeys(_WHOLE), **_RESIZING, **_POOLING}
+
+
+# Products of a batch of matrices and a matrix run ``mm`` or ``bmm`` as in eager; the C++ takes no symbolic sizes.
+#
+# Torch: ``should_fold`` in ``torch/_decomp/decompositions.py`` asks for a contiguous batch, and that in
+# ``aten/src/ATen/native/LinearAlgebra.cpp`` for one that a view can fold; ``linear`` in ``aten/src/ATen/native/Linear.cpp``
+# adds a bias in place, but not for tensor subclasses. Test: ``tests/planner/capture/test_products.py``.
+def _folds(a, b, is_out: bool) -> bool:
+    batch, other = (a, b) if a.dim() >= b.dim() else (b.mT, a)
+    if batch.dim() < 3 or other.dim() > 2:
+        return False
+    if other.requires_grad and not is_out:
+        return True
+    sizes, strides = batch.shape[1:-1], batch.stride()[:-1]
+    is_view = batch.numel() == 0 or all(outer == inner * n for outer, inner, n in zip(strides, strides[1:], sizes))
+    return a.dim() != 2 and is_view
+
+
+def _linear(x, weight, bias=None):
+    if bias is None or x.dim() == 2 or x.is_contiguous():
+        return aten.linear.default._op_dk(_KEY, x, weight, bias)
+    return torch.matmul(x, weight.t()).add_(bias)
 
 
 # Random operations with the arithmetic of eager mode. Captured, torch's dropout becomes ``native_dropout``, which
@@ -348,7 +372,7 @@ def eager_kernels():
     It obeys `cast_once` and `stop_casting_once`, and drops cached casts where autocast does.
     """
     kernels = {(operation, key): kernel for operation, kernel in _COMPOSITE.items() for key in _KEYS}
-    kernels |= {(operation, _KEY): kernel for operation, kernel in {_TO: _to, **_DRAWS}.items()}
+    kernels |= {(operation, _KEY): kernel for operation, kernel in {_TO: _to, aten.linear.default: _linear, **_DRAWS}.items()}
     kernels |= {(operation, _AUTOGRAD): _whole(operation, differs) for operation, differs in _DIFFERS.items()}
     clear, switch = torch.clear_autocast_cache, torch.set_autocast_enabled
     capturing_thread = threading.get_ident()
@@ -366,7 +390,7 @@ def eager_kernels():
     _region.update({device: torch.is_autocast_enabled(device) for device in _DEVICES})
     torch.clear_autocast_cache, torch.set_autocast_enabled = noting_clear, noting_switch
     try:
-        with put(kernels):
+        with put(kernels), mock.patch.object(decompositions, "should_fold", _folds):
             yield
     finally:
         torch.clear_autocast_cache, torch.set_autocast_enabled = clear, switch
