@@ -22,6 +22,7 @@ from . import (  # noqa: F401  (they fill the catalog)
     layers,
     lengths,
     norms,
+    objects,
     scripts,
     settings,
     state,

@@ -53,6 +53,7 @@ def variants(spec: Spec) -> list[Variant]:
         Variant("checkpoint", functools.partial(_checkpoint, seeds[2], draw.choice([None, mode])), recomputes=True),
         Variant(f"offload ({mode})", functools.partial(_offload, mode)),
         Variant(f"plan {policy}", functools.partial(_plan, None, policy), plans=True),
+        Variant(f"plan in place {budget}", functools.partial(_in_place, budget), plans=True, budget=budget),
         Variant(f"plan auto {budget}", functools.partial(_plan, budget, "auto"), plans=True, budget=budget),
     ]
 
@@ -114,3 +115,26 @@ def _plan(budget, policy, model, args, kwargs):
         return ackpt.compile(model, *args, budget=budget, policy=policy, **kwargs)
     except ackpt.BudgetError as error:
         return ackpt.compile(model, *args, budget=error.least_bytes, policy=policy, **kwargs)
+
+
+class _InPlace:
+    """A model with a plan in place, called by its forward; ``plan``: its plan."""
+
+    def __init__(self, step, model):
+        self.step, self.model = step, model
+
+    def __call__(self, *args, **kwargs):
+        return self.model.forward(*args, **kwargs)
+
+    @property
+    def plan(self):
+        return self.step.plan
+
+
+def _in_place(budget, model, args, kwargs):
+    """`ackpt.apply_budget`, also under the smallest feasible budget, and calls of the model's forward."""
+    inputs = args[0] if len(args) == 1 else args
+    try:
+        return _InPlace(ackpt.apply_budget(model, inputs, budget, **kwargs), model)
+    except ackpt.BudgetError as error:
+        return _InPlace(ackpt.apply_budget(model, inputs, error.least_bytes, **kwargs), model)
