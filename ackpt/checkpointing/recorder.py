@@ -246,8 +246,8 @@ class Recorder(TorchFunctionMode):
         return node._sequence_nr(), value.output_nr
 
 
-# `reshape` makes the one under a dispatch mode, such as FlopCounterMode, and the other without: its C++ (``TensorShape.cpp``
-# in ``aten/src/ATen/native``) asks ``isTensorSubclassLike``.
+# `reshape` makes the second under a dispatch mode, such as FlopCounterMode, and the first without one: its C++ in
+# ``aten/src/ATen/native/TensorShape.cpp`` asks ``isTensorSubclassLike``.
 _SAME_GRADIENT = {"ReshapeAliasBackward0": "ViewBackward0"}
 _region = object()  # in place of a function, in the `Call` of a nested region
 
@@ -438,7 +438,8 @@ def _other_path(function, difference: str) -> CheckpointError:
     return CheckpointError(
         f"the recompute of a checkpointed region ({name_of(function)}) took another path than its forward: "
         f"{difference}. The gradient would be that of another function. Make the function do the same both times: look "
-        "for a counter, a dict or list entry, an environment variable or a random number that changes in between. Code "
+        "for a counter, a dict or list entry, an environment variable or a random number that changes in between, or a "
+        "dispatch mode (FlopCounterMode, for example) around one of the two, which can change torch's kernels. Code "
         "that must act once per step can ask ackpt.is_recomputing()."
     )
 

@@ -109,7 +109,8 @@ def checkpoint(
 
 
 def uncompiled(function):
-    """`function`, whose own frame Dynamo never compiles: ``skip_code`` in ``torch/_dynamo/eval_frame.py``, unimported."""
+    """`function`, whose own frame Dynamo never compiles."""
+    # ``skip_code`` in ``torch/_dynamo/eval_frame.py``, without its import.
     skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(function.__code__, skip)
     return function
@@ -143,8 +144,8 @@ def _check_call(function, kwargs) -> None:
 
 _modules_run: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forward has run as a region
 _OUTSIDE = (
-    "ackpt.checkpoint runs outside of compiled code, and compiles what is inside. With fullgraph=True, compile the blocks "
-    "(block.compile(fullgraph=True), before or after ackpt.apply_activation_checkpointing), not the code around them"
+    "ackpt.checkpoint runs outside of compiled code and compiles what is inside. With fullgraph=True, compile the "
+    "blocks, by block.compile(fullgraph=True) before or after ackpt.apply_activation_checkpointing, not their caller"
 )
 
 

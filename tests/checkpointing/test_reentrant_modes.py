@@ -300,9 +300,9 @@ def test_regions_run_around_blocks_that_are_compiled(fresh_dynamo, order, fullgr
     for wraps in (False, True):
         seed()
         layers, x = nn.Sequential(*(Dropping(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(2))), batch()
-        for step in [ackpt.apply_activation_checkpointing, compiled(backend, fullgraph)][:: 1 if "reg" in order else -1]:
-            if wraps:
-                step(layers)
+        both = [ackpt.apply_activation_checkpointing, compiled(backend, fullgraph)] if wraps else []
+        for step in both if order == "regions first" else reversed(both):
+            step(layers)
         for _ in range(2):
             total(layers(x)).backward()
         runs.append([x.grad, *(p.grad for p in layers.parameters()), *layers.buffers()])
@@ -314,4 +314,3 @@ def test_regions_run_around_blocks_that_are_compiled(fresh_dynamo, order, fullgr
 
 def compiled(backend, fullgraph):
     return lambda layers: [block.compile(backend=backend, fullgraph=fullgraph) for block in layers]
-

@@ -155,9 +155,9 @@ _COMPOSITE = {**dict.fromkeys(_WHOLE), **_RESIZING, **_POOLING}
 
 # Products of a batch of matrices and a matrix run ``mm`` or ``bmm`` as in eager; the C++ takes no symbolic sizes.
 #
-# Torch: ``should_fold`` in ``torch/_decomp/decompositions.py`` asks for a contiguous batch, and that in
-# ``aten/src/ATen/native/LinearAlgebra.cpp`` for one that a view can fold; ``linear`` in ``aten/src/ATen/native/Linear.cpp``
-# adds a bias in place, but not for tensor subclasses. Test: ``tests/planner/capture/test_products.py``.
+# Torch: ``should_fold`` in ``torch/_decomp/decompositions.py`` asks for a contiguous batch, and that of
+# ``LinearAlgebra.cpp`` in ``aten/src/ATen/native`` for one that a view can fold; ``linear`` in ``Linear.cpp`` adds a
+# bias in place, but not for tensor subclasses. Test: ``tests/planner/capture/test_products.py``.
 def _folds(a, b, is_out: bool) -> bool:
     batch, other = (a, b) if a.dim() >= b.dim() else (b.mT, a)
     if batch.dim() < 3 or other.dim() > 2:
@@ -169,9 +169,12 @@ def _folds(a, b, is_out: bool) -> bool:
     return a.dim() != 2 and is_view
 
 
+_LINEAR = aten.linear.default
+
+
 def _linear(x, weight, bias=None):
     if bias is None or x.dim() == 2 or x.is_contiguous():
-        return aten.linear.default._op_dk(_KEY, x, weight, bias)
+        return _LINEAR._op_dk(_KEY, x, weight, bias)
     return torch.matmul(x, weight.t()).add_(bias)
 
 
@@ -372,7 +375,7 @@ def eager_kernels():
     It obeys `cast_once` and `stop_casting_once`, and drops cached casts where autocast does.
     """
     kernels = {(operation, key): kernel for operation, kernel in _COMPOSITE.items() for key in _KEYS}
-    kernels |= {(operation, _KEY): kernel for operation, kernel in {_TO: _to, aten.linear.default: _linear, **_DRAWS}.items()}
+    kernels |= {(operation, _KEY): kernel for operation, kernel in {_TO: _to, _LINEAR: _linear, **_DRAWS}.items()}
     kernels |= {(operation, _AUTOGRAD): _whole(operation, differs) for operation, differs in _DIFFERS.items()}
     clear, switch = torch.clear_autocast_cache, torch.set_autocast_enabled
     capturing_thread = threading.get_ident()
