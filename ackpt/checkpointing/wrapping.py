@@ -127,7 +127,8 @@ def remove_activation_checkpointing(model: nn.Module) -> list[str]:
         _stop_checking(module)
         if isinstance(module, _Checkpointed):
             module.__class__ = _original_class(type(module))
-            module._compiled_call_impl = getattr(module._compiled_call_impl, "compiled", None)
+            if (run := vars(module).get("_compiled_call_impl")) is not None:
+                vars(module)["_compiled_call_impl"] = run.compiled
             del module._checkpoint_options
             names.append(name)
     return names
@@ -157,10 +158,8 @@ def _compile_inside(module) -> None:
     def forward(self, *args, **kwargs):
         return compiled(*args, **kwargs)
 
-    module._compiled_call_impl = functools.partial(
-        checkpoint, types.MethodType(forward, module), **module._checkpoint_options
-    )
-    module._compiled_call_impl.compiled = compiled
+    run: Any = functools.partial(checkpoint, types.MethodType(forward, module), **module._checkpoint_options)
+    run.compiled, module._compiled_call_impl = compiled, run
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import functools
 import itertools
 import random
 import threading
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +94,8 @@ class AssignsLater(Part):
 
     def __init__(self, draw, inner=()):
         super().__init__(draw)
-        self.late, self.how = None, draw.choice(["module", "parameter", "tensor", "buffer", "number"])
+        self.late: Any = None
+        self.how = draw.choice(["module", "parameter", "tensor", "buffer", "number"])
 
     def forward(self, x):
         if self.late is None:
