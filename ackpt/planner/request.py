@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ackpt.core.budget import added_share, dynamic_limit
-from ackpt.core.errors import warn
+from ackpt.core.errors import BudgetError, warn
 from ackpt.planner.capture.call_facts import Call
 from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension
 from ackpt.planner.capture.inspection.calls import named_leaves
@@ -105,6 +105,12 @@ class Request:
             raise TypeError(f"on_plan must be a function of a plan, got {type(self.on_plan).__name__}")
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler {self.compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
+
+    def report(self, message: str, least_bytes: int | None = None) -> None:
+        """Raise a BudgetError that a step exceeds the budget, or warn, as ``on_exceed`` says."""
+        if self.on_exceed == "raise":
+            raise BudgetError(message, least_bytes, self.budget)
+        warn(message)
 
     @property
     def may_plan_in_parts(self) -> bool:

@@ -14,9 +14,11 @@ from ackpt.planner.capture.aot import capture
 from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop
 from ackpt.planner.capture.tracing import captured_graph
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan, check_applies
 from ackpt.planner.step.backward_checks import gradient_strides
-from ackpt.planner.step.compiled_schedule import compiled_schedule, dropped_places
+from ackpt.planner.step.compiled_schedule import compiled_schedule, fates_of_outputs
+from ackpt.planner.step.uncovered import Uncovered
 from ackpt.planner.step.variants import Variant
 
 
@@ -28,7 +30,7 @@ class CapturedStep:
     """
 
     def __init__(self, model: nn.Module, *args: Any, loop: Loop = NO_LOOP, **kwargs: Any):
-        self._watched, self._loop, self._autocast = WatchedModel(model), loop, Autocast()
+        self._model, self._watched, self._loop, self._autocast = model, WatchedModel(model), loop, Autocast()
         with shown(), _disable_current_modes(), capture(model, args, kwargs, outputs="drop") as self._captured:
             self.graph = captured_graph(self._captured, model, loop)
 
@@ -41,8 +43,7 @@ class CapturedStep:
         check_applies(self.graph, plan)
         with self._autocast.restored(), _disable_current_modes():
             step = compiled_schedule(self._captured, self.graph, plan.schedule)
-        strides, dropped = gradient_strides(self.graph.analysis), dropped_places(self.graph, plan.schedule)
-        variant = Variant(
-            self._captured, lambda inputs: step(inputs, strides), lambda: plan, dropped, self._loop.accumulation
-        )
+        strides, fates = gradient_strides(self.graph.analysis), fates_of_outputs(self.graph, plan.schedule)
+        uncovered = Uncovered(self._model, Request(plan=plan, loop=self._loop))
+        variant = Variant(self._captured, lambda inputs: step(inputs, strides), lambda: plan, uncovered, fates)
         return lambda *args, **kwargs: variant.outputs(call_of(self._watched, args, kwargs))

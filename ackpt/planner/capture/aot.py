@@ -110,11 +110,10 @@ class Capture:
         return next((branch for branch in self.branches if not branch.holds(leaves, number)), None)
 
     @property
-    def gradient_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the outputs that backward begins with."""
+    def tangents(self) -> list[torch.Tensor]:
+        """The gradients that backward begins with, as fake tensors."""
         inputs = self.joint.graph_module.graph.find_nodes(op="placeholder")
-        tangents = [node.meta["val"] for node in inputs if type(node.meta.get("desc")).__name__ == "TangentAOTInput"]
-        return [tuple(tangent.shape) for tangent in tangents]
+        return [node.meta["val"] for node in inputs if type(node.meta.get("desc")).__name__ == "TangentAOTInput"]
 
     def first_change(self) -> str:
         """The first value or tensor of the model's code that differs from the capture, in words; empty if none does."""

@@ -101,12 +101,21 @@ class PlannedRegions:
         model, request, history: of the step; policy ``"full"`` checkpoints all blocks, ``"none"`` saves all.
         error: of the capture; None if the user asked for regions or the model contains a scripted module.
         reason: why the model is not one graph.
+        note_outputs: called with the outputs that get a gradient in the first step.
     """
 
-    def __init__(self, model: nn.Module, request: Request, history: History, error: TraceError | None, reason: object):
+    def __init__(
+        self,
+        model: nn.Module,
+        request: Request,
+        history: History,
+        error: TraceError | None,
+        reason: object,
+        note_outputs: Callable[[list[torch.Tensor]], None],
+    ):
         self.model, self.request, self.history, self.reason = model, request, history, str(reason)
+        self.note_outputs = note_outputs
         self.budget, self.policy, self.loop = request.budget, request.policy, request.loop
-        self.warns = request.on_exceed == "warn"
         self.saves_all = self.policy == "none" or (self.budget is None and self.policy != "full")
         self.blocks = blocks_of(self.model)
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -180,7 +189,10 @@ class PlannedRegions:
             forward = _Forward(self, planned, record)
             with replaced(self.blocks), called_by(forward), forward.counted():
                 outputs = own_call(self.model)(*call.args, **call.kwargs)
-            forward.watch([*tensors_in([outputs]).values()])  # also those in a dataclass
+            leaves = [each for each in tensors_in([outputs]).values() if each.grad_fn is not None]  # also in a dataclass
+            forward.watch(leaves)
+        if record is not None:
+            self.note_outputs(leaves)
         return outputs
 
     def gradients(self) -> list[torch.Tensor]:
@@ -233,7 +245,7 @@ class PlannedRegions:
         planned.finished = record, after
         limit, least, resident = planned.plan.limit_bytes, planned.plan.least_peak_bytes, planned.plan.resident_bytes
         if limit is not None and least is not None and least - resident > limit:
-            self.report(
+            self.request.report(
                 f"the first step shows that planned regions cannot keep the budget {self.budget!r}: it leaves "
                 f"{memory_format(max(0, limit))} for what the step allocates, in addition to {memory_format(resident)} "
                 "of parameters, buffers, inputs and optimizer state. With all blocks checkpointed, the peak of this "
@@ -269,11 +281,6 @@ class PlannedRegions:
         self.history.add("regions", f"{self.reason}; {planned.plan!r}", time.perf_counter() - start)
         if self.request.on_plan is not None:
             self.request.on_plan(planned.plan)
-
-    def report(self, message: str, least_bytes: int | None = None) -> None:
-        if not self.warns:
-            raise BudgetError(message, least_bytes, self.budget)
-        warn(message)
 
     def _exceeds(self, size: int, planned: _Planned, moment: str) -> str:
         plan = planned.plan
@@ -448,8 +455,7 @@ class _Forward:
         """Check the backward that follows; ``leaves``: the model's outputs."""
         if self.key is None:
             return
-        nodes = dict.fromkeys(leaf.grad_fn for leaf in leaves if is_tensor(leaf) and leaf.grad_fn is not None)
-        for node in nodes:
+        for node in dict.fromkeys(leaf.grad_fn for leaf in leaves):
             node.register_prehook(self._begins)
         if self.is_counted:
             self.live.count_backward(leaves)
@@ -485,9 +491,9 @@ class _Forward:
 
     def report(self, message: str, least_bytes: int | None = None) -> None:
         """Raise, or warn once in this step."""
-        if not (self.regions.warns and self.is_reported):
+        if not self.is_reported or self.regions.request.on_exceed == "raise":
             self.is_reported = True
-            self.regions.report(message, least_bytes)
+            self.regions.request.report(message, least_bytes)
 
     def _running(self) -> str:
         """The innermost module of the model that is running."""

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ackpt.checkpointing.guards import BACKWARD_FIRST, Watch
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import CheckpointError
-from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.joint_graph import Analysis, JointGraph, once_per_graph
 
 ARGUMENT = "an argument"  # what errors call an input that is neither a parameter nor a buffer
@@ -177,67 +175,5 @@ def unchanged_outputs(outputs, places: Sequence[int]) -> Check:
                     f"output {at} of shape {list(tensor.shape)} was changed in place between the forward of this "
                     "planned step and its backward, which reads it. Change a copy, as in output.clone()."
                 )
-
-    return check
-
-
-def gradients_before_backward(leaves, room_bytes: Callable[[], int | None]) -> Check:
-    """Raise an error when backward begins while `leaves` have gradients that the plan does not count.
-
-    `room_bytes`: the bytes of such gradients with which the step still keeps the budget; None without a budget.
-    """
-
-    def check(gradients) -> None:
-        held = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        if not held or (room := room_bytes()) is None or (total := sum(each.nbytes for each in held)) <= room:
-            return
-        raise CheckpointError(
-            f"backward begins while {memory_format(total)} of gradients exist, which would exceed the budget: it "
-            "counts only the gradients that this step adds. If you accumulate gradients, give accumulation=True, "
-            "which counts both; otherwise call optimizer.zero_grad(), which sets them to None, before the step."
-        )
-
-    return check
-
-
-def retained_after_backward(room_bytes: Callable[[], int | None]) -> Check:
-    """Raise an error when a backward with ``retain_graph=True`` begins that may exceed the budget.
-
-    `room_bytes`: the bytes that remain if nothing saved is freed, which may be negative; None without a budget.
-    """
-
-    def check(gradients) -> None:
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
-        if keeps_graph and (room := room_bytes()) is not None and room < 0:
-            raise CheckpointError(
-                "retain_graph=True: backward would free none of the activations that the plan frees, which may exceed "
-                f"the budget by {memory_format(-room)}. Add the losses and call backward() once, or give a larger "
-                "budget in bytes."
-            )
-
-    return check
-
-
-def dropped_before_backward(outputs, places: Sequence[int], room_bytes: Callable[[], int | None]) -> Check:
-    """Raise an error when backward begins while the caller references outputs that the plan does not count.
-
-    ``places``: indices of the outputs that the caller is to drop. `room_bytes`: the bytes of such outputs with which
-    backward still keeps the budget; None without a budget.
-    """
-    storages = {}
-    for place in places:
-        storage = outputs[place].untyped_storage()
-        storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), place, list(outputs[place].shape)
-
-    def check(gradients) -> None:
-        held = [(size, place, shape) for storage, size, place, shape in storages.values() if not storage.expired()]
-        if not held or (room := room_bytes()) is None or (total := sum(size for size, *_ in held)) <= room:
-            return
-        size, place, shape = max(held)
-        raise CheckpointError(
-            f"backward begins while {memory_format(total)} of outputs are still referenced, which would exceed the "
-            f"budget: the largest is output {place} of shape {shape}. Keep the loss only, as in "
-            "loss = model(**batch).loss, delete the other outputs before backward, or plan with outputs='keep'."
-        )
 
     return check

@@ -34,6 +34,7 @@ from .backward_checks import (
     unchanged_outputs,
     unchanged_until_backward,
 )
+from .uncovered import DROPPED, KEPT, SAVED
 
 Strides = Mapping[int, Sequence[int]]
 
@@ -88,10 +89,16 @@ def compiled_schedule(
     return run_step
 
 
-def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
-    """Indices of the outputs whose memory is free during backward if the caller drops them."""
-    saved = set(schedule.saved)
-    return tuple(place for place, storages in graph.analysis.dropped_outputs.items() if not storages & saved)
+def fates_of_outputs(graph: JointGraph, schedule: Schedule) -> dict[int, str]:
+    """By index, what happens in backward to an output that is no input: it reads it, or the caller drops or keeps it."""
+    analysis, saved = graph.analysis, set(schedule.saved)
+    dropped = set().union(*analysis.dropped_outputs.values())
+    given = analysis.resident | analysis.dropped - dropped  # also what is copied into an input
+    return {
+        at: SAVED if storages & saved else DROPPED if storages & dropped else KEPT
+        for at, storages in _storages_of_outputs(graph)
+        if not storages & given
+    }
 
 
 def withheld(graph: JointGraph) -> dict[int, tuple[tuple[int, ...], torch.dtype]]:
@@ -160,18 +167,24 @@ def _rewritten(
 
 def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:
     """(index, name for errors) of the step's inputs that its backward reads, so that they must not change before it."""
-    runs = (graph.nodes[step.id] for step in schedule.backward if step.kind == COMPUTE)
-    read = {storage for node in runs for source in node.inputs for storage in graph.nodes[source].storages}
-    inputs = [node for node in map(graph.nodes.__getitem__, graph.analysis.placeholders) if node.phase == FORWARD]
+    analysis = graph.analysis
+    sources = (source for step in schedule.backward if step.kind == COMPUTE for source in analysis.backward_reads[step.id])
+    read = {storage for source in sources for storage in graph.nodes[source].storages}
+    inputs = [node for node in map(graph.nodes.__getitem__, analysis.placeholders) if node.phase == FORWARD]
     return tuple((place, _called(graph, node)) for place, node in enumerate(inputs) if read & set(node.storages))
 
 
 def _saved_outputs(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
     """Indices of the outputs whose memory backward reads."""
+    saved = set(schedule.saved)
+    return tuple(at for at, storages in _storages_of_outputs(graph) if storages & saved)
+
+
+def _storages_of_outputs(graph: JointGraph) -> list[tuple[int, set[int]]]:
+    """The index and the storages of every output that is a tensor."""
     described = graph.analysis.fx[len(graph.nodes)].meta["desc"]
     returned = [(what, node) for what, node in zip(described, graph.analysis.outputs) if node is not None]
-    saved = set(schedule.saved)
-    return tuple(what.idx for what, node in returned if hasattr(what, "idx") and saved & {*graph.nodes[node].storages})
+    return [(what.idx, {*graph.nodes[node].storages}) for what, node in returned if hasattr(what, "idx")]
 
 
 def _called(graph: JointGraph, node: Node) -> str:

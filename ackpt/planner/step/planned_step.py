@@ -83,9 +83,9 @@ class PlannedStep(nn.Module):
         check_optimizer(model, request.loop.optimizer)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
         # planned calls come first, and past both methods named __setattr__.
-        uncovered = Uncovered(model, request.budget, request.loop.optimizer is not None)
+        uncovered = Uncovered(model, request)
         object.__setattr__(self, "_ackpt_uncovered", uncovered)
-        object.__setattr__(self, "_ackpt_variants", Variants(model, request, uncovered.note_outputs, opaque))
+        object.__setattr__(self, "_ackpt_variants", Variants(model, request, uncovered, opaque))
         training = model.training
         super().__init__()
         self.training = training

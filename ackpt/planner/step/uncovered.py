@@ -1,20 +1,23 @@
-"""Warn, once for each planned step, of memory that its budget does not cover.
+"""Report memory around a planned step that its plan does not count.
 
-A loss outside the model allocates memory that no plan counts, and so does the optimizer without ``optimizer=``. A
-global hook of torch reports every optimizer's step, so the user's objects need none. On a GPU the allocator's peak
-shows at the end of backward whether the step stayed within its budget; on a CPU torch counts no bytes outside of its
-profiler.
+`Uncovered` counts what earlier forwards of the step still hold, gradients and outputs, where a forward and its backward
+begin; if they would exceed the budget, it raises a BudgetError or warns. A loss outside the model allocates memory that
+no plan counts, and so does the optimizer without ``optimizer=``: it warns of both. A global hook of torch reports every
+optimizer's step, so the user's objects need none. On a GPU the allocator's peak shows at the end of backward whether
+the step stayed within its budget; on a CPU torch counts no bytes outside of its profiler.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
@@ -25,39 +28,214 @@ from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.inspection.model_checks import is_tensor
 from ackpt.planner.capture.outputs import flatten_outputs
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 
+from .backward_checks import Check
+
 _WORKSPACES = 2 * 32 * MIB  # of cuBLAS, one for the forward's thread and one for backward's
+_SCALAR = 16  # bytes; a loop usually refers to the loss of the last step
+SAVED, DROPPED, KEPT = "saved", "dropped", "kept"  # what happens to an output, see `fates_of_outputs`
+_GRADIENTS = (
+    "If you accumulate gradients, give accumulation=True, which counts both; otherwise call optimizer.zero_grad(), "
+    "which sets them to None, before the step."
+)
+_OUTPUTS = (
+    "Keep the loss only, as in loss = model(**batch).loss, delete the other outputs before backward, or plan with "
+    "outputs='keep'."
+)
+_RETAINED = "Add the losses and call backward() once, or give a larger budget in bytes."
+_EARLIER = (
+    "Call backward() and drop the outputs before the next forward, or plan a module whose forward calls this one for "
+    "all inputs and returns the loss."
+)
+
+
+class Room(NamedTuple):
+    """What a plan leaves for other memory, in bytes.
+
+    ``forward``, ``backward``: by which its limit exceeds the peak of each. ``between``: live between the two.
+    ``whole``: the limit with the resident bytes.
+    """
+
+    forward: int
+    backward: int
+    between: int
+    whole: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Room | None:
+        """That of `plan`; None if it has no limit."""
+        if (limit := plan.limit_bytes) is None:
+            return None
+        live, boundary = plan.timeline.live, plan.timeline.boundary or 0
+        most, later = max(live[: boundary + 1]), max(live[boundary:])
+        return cls(limit - most, limit - later, live[boundary], limit + plan.resident_bytes)
+
+
+class Forward:
+    """A planned forward, and what of it is still allocated.
+
+    ``leaves``: the inputs that get a gradient, by id. ``node``: returns its autograd node until backward has freed what
+    the node saves. ``arguments``, ``outputs``: weak references to storages, with their bytes, fates and indices.
+    """
+
+    def __init__(self, leaves: set[int], arguments: Sequence[torch.Tensor], room: Callable[[], Room | None]):
+        self.leaves, self.room = leaves, room
+        self.node: Callable[[], Any] = lambda: None
+        storages = (storage for tensor in arguments for storage in storages_of(tensor))
+        self.arguments = {each._cdata: (StorageWeakRef(each), each.nbytes()) for each in storages}
+        self.outputs: dict[int, tuple[StorageWeakRef, int, str, str]] = {}
+        self.is_reported = False
+
+    def returns(self, node: Any, outputs: Mapping[int, tuple[Any, str]]) -> None:
+        """Note its autograd node and its `outputs` that are no inputs: by index, each with its fate in backward."""
+        self.node = weakref.ref(node)
+        for at, (tensor, fate) in outputs.items():
+            for each in storages_of(tensor) if isinstance(tensor, torch.Tensor) else ():
+                if each.nbytes() > _SCALAR:
+                    words = f"output {at} of shape {list(tensor.shape)}"
+                    self.outputs[each._cdata] = StorageWeakRef(each), each.nbytes(), fate, words
+
+    def referenced(self, *fates: str) -> dict[int, tuple[int, str]]:
+        """The outputs with these fates that are still referenced: their bytes, and what they are."""
+        items = self.outputs.items()
+        return {key: (size, words) for key, (ref, size, fate, words) in items if fate in fates and not ref.expired()}
+
+    @property
+    def is_held(self) -> bool:
+        return self.node() is not None or bool(self.referenced(SAVED, DROPPED, KEPT))
+
+    def held_bytes(self, counted: set[int]) -> int:
+        """What is still allocated, except storages that are `counted` already; adds its own to these."""
+        total = 0
+        storages = {key: size for key, (size, _) in self.referenced(SAVED, DROPPED, KEPT).items()}
+        if self.node() is not None and (room := self.room()) is not None:
+            total = room.between  # with these outputs
+            for key, (ref, size, fate, _) in self.outputs.items():
+                if fate != DROPPED and (key in counted or (fate == KEPT and ref.expired())):
+                    total -= size
+            counted.update(self.referenced(SAVED, KEPT))
+            storages |= {key: size for key, (ref, size) in self.arguments.items() if not ref.expired()}
+        total += sum(size for key, size in storages.items() if key not in counted)
+        counted.update(storages)
+        return total
+
+
+class _Arrived(threading.local):
+    """The leaves whose gradients the present backward, a task of autograd's engine, has computed."""
+
+    task = -1
+    leaves: frozenset[int] = frozenset()
+
+
+_arrived = _Arrived()
 
 
 class Uncovered:
-    """The memory that the budget of a step of `model` does not cover, and the warnings about it.
+    """The memory that the budget of a step of `model` does not cover, and the errors and warnings about it.
 
     Args:
         model: of the step.
-        budget: as given; None for no bound.
-        optimizer: whether the plan counts one.
+        request: what it is planned for.
     """
 
-    def __init__(self, model: nn.Module, budget: Any, optimizer: bool):
-        self.model, self.budget = model, budget
-        self._has_loss = True if budget is None else None  # None before the first call
+    def __init__(self, model: nn.Module, request: Request):
+        self.model, self.request, self.budget = model, request, request.budget
+        self._is_bounded = any(each is not None for each in (request.budget, request.plan, request.planner))
+        self._is_in_bytes = self.budget is not None and not is_share(self.budget)
+        self._forwards: list[Forward] = []  # those whose memory may still be allocated
+        self._has_loss: bool | None = None  # None before the first call
+        self._has_exceeded = False  # on a GPU
         self._unplanned: tuple[str, int] | None = None  # an optimizer and the bytes of its state
-        if budget is not None and not is_share(budget) and not optimizer:
+        _ALL.add(self)
+        if self._is_in_bytes and request.loop.optimizer is None:
             _watch(self)
 
-    def note_outputs(self, shapes: list[tuple[int, ...]]) -> None:
-        """Warn if the first call returns no scalar, from the `shapes` of the outputs that get a gradient."""
-        if self._has_loss is not None:
+    def begin(self, inputs, arguments, room: Callable[[], Room | None]) -> Callable[[Any, Mapping], Check] | None:
+        """Check what is allocated before a planned forward with these `inputs`, among them `arguments`.
+
+        What it returns is to be called with the autograd node and the outputs, and returns the check before backward.
+        None without a budget.
+
+        Raises:
+            BudgetError: if the forward would exceed the budget.
+        """
+        if not self._is_bounded:
+            return None
+        self._forwards = [each for each in self._forwards if each.is_held]
+        leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
+        forward = Forward(set(map(id, leaves)), arguments, room)
+        self._check(forward, leaves, "forward", False)
+
+        def returned(node, outputs) -> Check:
+            forward.returns(node, outputs)
+            self._forwards.append(forward)
+            return check
+
+        def check(gradients) -> None:
+            retains = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+            task = torch._C._current_graph_task_id()
+            if task != _arrived.task:
+                _arrived.task, _arrived.leaves = task, frozenset()
+            self._check(forward, leaves, "backward", retains)
+            _arrived.leaves |= forward.leaves
+            if not retains:
+                forward.node = lambda: None
+
+        return returned
+
+    def _check(self, forward: Forward, leaves: Sequence[torch.Tensor], phase: str, retains: bool) -> None:
+        """Report if `phase` of `forward` begins while more is allocated than its budget allows."""
+        gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+        if self.request.loop.accumulation:
+            gradients -= sum(leaf.nbytes for leaf in leaves)
+        outputs = forward.referenced(DROPPED)  # none before the forward
+        others = (each for one in _ALL for each in one._forwards if one is self or each.leaves & forward.leaves)
+        counted = {*forward.arguments, *forward.outputs}
+        earlier = sum(each.held_bytes(counted) for each in others if each is not forward and each.is_held)
+        if phase == "backward":  # autograd sums the gradients of several forwards before it adds them to `.grad`
+            earlier += sum(leaf.nbytes for leaf in leaves if id(leaf) in _arrived.leaves)
+        if (gradients <= 0 and not outputs and not retains and not earlier) or (room := forward.room()) is None:
             return
-        self._has_loss = any(all(isinstance(size, int) and size == 1 for size in shape) for shape in shapes)
-        if not self._has_loss:
-            said = ", ".join(str(list(shape)) for shape in shapes)
-            warn(
-                f"no output of {type(self.model).__name__} is a scalar loss, so the budget {self.budget!r} covers the "
-                f"model alone, not what a loss outside of it allocates for the outputs of shape {said}. Compute the "
-                "loss in forward, or leave room for it, and check the whole step with ackpt.measure."
-            )
+        _, largest = max(outputs.values(), default=(0, ""))
+        causes = [
+            (gradients, "of gradients exist", _GRADIENTS),
+            (sum(size for size, _ in outputs.values()), f"of outputs are still referenced ({largest})", _OUTPUTS),
+            (room.between * retains, "of activations stay allocated because of retain_graph=True", _RETAINED),
+            (earlier, "of other forwards and their gradients are allocated", _EARLIER),
+        ]
+        more, allowed = sum(size for size, *_ in causes), getattr(room, phase)
+        if more <= allowed or forward.is_reported:
+            return
+        forward.is_reported = True
+        peak, whole = room.whole - allowed + more, room.whole
+        causes = [cause for cause in causes if cause[0] > 0]
+        said = " and ".join(f"{memory_format(size)} {words}" for size, words, _ in causes)
+        budget = "" if self.budget is None else f" {self.budget!r}"
+        message = (
+            f"{phase} begins while {said}, which would exceed the budget{budget}: the peak would be {memory_format(peak)} "
+            f"({peak} bytes), and {memory_format(whole)} ({whole} bytes) are allowed. {' '.join(fix for *_, fix in causes)}"
+        )
+        if more - earlier <= allowed and not self._is_in_bytes:  # a fraction refers to a step of one forward
+            warn(message)
+        else:
+            self.request.report(f"{message} on_exceed='warn' lets such steps run.", peak)
+
+    def note_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Warn if no output that gets a gradient is a scalar, and those of the step before included one."""
+        shapes = [tuple(output.shape) for output in outputs]
+        had, self._has_loss = self._has_loss, any(all(isinstance(n, int) and n == 1 for n in shape) for shape in shapes)
+        if self.budget is None or self._has_loss or had is False:
+            return
+        said = ", ".join(str(list(shape)) for shape in shapes)
+        size = sum(output.numel() * output.element_size() for output in outputs)  # a symbol if the sizes are
+        said += f", {memory_format(size)} ({size} bytes)" if isinstance(size, int) else ""
+        warn(
+            f"no output of {type(self.model).__name__} is a scalar loss, so the budget {self.budget!r} covers the "
+            f"model alone, not what a loss outside of it allocates for the outputs of shape {said}. Compute the "
+            "loss in forward, or leave room for it, and check the whole step with ackpt.measure."
+        )
 
     def call(self, run: Callable[[], Any], plan: Callable[[], Plan]) -> Any:
         """The outputs of `run`, a call of the model as planned; `plan` returns its plan."""
@@ -69,14 +247,12 @@ class Uncovered:
                 f"with it, the planned peak is {memory_format(peak + size)}, not {memory_format(peak)}. Give "
                 "optimizer= where you give the budget, which then counts the state and the optimizer's step."
             )
-        device = next((each.device for each in self.model.parameters()), None) if self._has_loss is False else None
+        is_outside = self.budget is not None and self._has_loss is False and not self._has_exceeded
+        device = next((each.device for each in self.model.parameters()), None) if is_outside else None
         counters = _allocated(device) if device is not None and device.type == "cuda" else None
         outputs = run()
-        if self._has_loss is not None and counters is None:
-            return outputs
-        tensors = [leaf for leaf in flatten_outputs(outputs)[0] if is_tensor(leaf) and leaf.grad_fn is not None]
-        self.note_outputs([tuple(tensor.shape) for tensor in tensors])
         if counters is not None:
+            tensors = [leaf for leaf in flatten_outputs(outputs)[0] if is_tensor(leaf) and leaf.grad_fn is not None]
             at_end = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue]
             check = partial(self._check_peak, device, *counters, plan)
             _before_backward({tensor.grad_fn for tensor in tensors}, lambda: at_end(check))
@@ -85,9 +261,9 @@ class Uncovered:
     def _check_peak(self, device: torch.device, begin: int, before: int, plan: Callable[[], Plan]) -> None:
         """Warn if the peak of `device` has grown since it was `before`, and exceeds the budget."""
         (_, peak), limit = _allocated(device), plan().limit_bytes
-        if self._has_loss or limit is None or peak <= max(before, begin + limit + _WORKSPACES):
+        if self._has_exceeded or limit is None or peak <= max(before, begin + limit + _WORKSPACES):
             return
-        self._has_loss = True  # said once
+        self._has_exceeded = True
         warn(
             f"this step exceeded the budget {self.budget!r} by {memory_format(peak - begin - limit)}, with a peak of "
             f"{memory_format(peak)} on {device}: its loss is computed outside of {type(self.model).__name__}. Compute "
@@ -128,6 +304,7 @@ def _allocated(device: torch.device) -> tuple[int, int]:
     return counted["current"], counted["peak"]
 
 
+_ALL: weakref.WeakSet[Uncovered] = weakref.WeakSet()
 _WATCHING: weakref.WeakSet[Uncovered] = weakref.WeakSet()
 
 

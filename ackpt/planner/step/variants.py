@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,15 +40,10 @@ from ackpt.planner.request import Request, declared, declared_bounds, named_dime
 from ackpt.planner.schedule.plan import Plan, PlanError
 from ackpt.planner.schedule.rewriting import RewriteError
 
-from .backward_checks import (
-    backward_node,
-    before_backward,
-    dropped_before_backward,
-    gradients_before_backward,
-    retained_after_backward,
-)
-from .compiled_schedule import dropped_places, withheld
+from .backward_checks import backward_node, before_backward
+from .compiled_schedule import fates_of_outputs, withheld
 from .plans import CapturedStep, PlanAt, plan_function, saved_dimensions
+from .uncovered import Room, Uncovered
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
@@ -60,55 +55,35 @@ _FEW_SIZES = "Pad the batches to a few sizes, or change the model there."
 _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes."
 
 
-class _Room(NamedTuple):
-    """The bytes by which the budget exceeds the peak; None without a budget.
-
-    ``step``, ``backward``: the peak of the whole step and of its backward. ``retained``: of a backward that frees
-    nothing that was saved; may be negative.
-    """
-
-    step: int | None
-    backward: int | None
-    retained: int | None
-
-
 @dataclass(frozen=True)
 class Variant:
     """What runs calls of some sizes: ``run`` with the inputs of ``captured``.
 
-    ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward, and
-    which counts gradients of earlier steps if ``accumulates``. ``withheld``: by place, outputs that are not computed.
+    ``make_plan`` returns the `Plan`. ``fates``: by index, the outputs that are no inputs, from `fates_of_outputs`.
+    ``withheld``: by place, outputs that are not computed.
     """
 
     captured: Capture
     run: Callable[[Sequence[torch.Tensor]], list[Any]]
     make_plan: Callable[[], Plan]
-    dropped: tuple[int, ...] = ()
-    accumulates: bool = False
+    uncovered: Uncovered
+    fates: Mapping[int, str] = field(default_factory=dict)
     withheld: Mapping[int, Any] = field(default_factory=dict)
 
     def outputs(self, call: Call) -> Any:
         """The outputs of the planned step."""
         with CAPTURING:
             inputs = self.captured.inputs(call.modules, call.leaves)
+        arguments = inputs[len(inputs) - len(self.captured.given) :]
+        returned = self.uncovered.begin(inputs, arguments, lambda: self._room)
         outputs = self.run(inputs)
-        if (node := backward_node(outputs)) is not None:
-            checks = [retained_after_backward(lambda: self._room_bytes.retained)]
-            checks.append(dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward))
-            if not self.accumulates:
-                leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
-                checks.append(gradients_before_backward(leaves, lambda: self._room_bytes.step))
-            before_backward(node, checks)
+        if returned is not None and (node := backward_node(outputs)) is not None:
+            before_backward(node, [returned(node, {at: (outputs[at], fate) for at, fate in self.fates.items()})])
         return self.captured.outputs(outputs, self.withheld)
 
     @cached_property
-    def _room_bytes(self) -> _Room:
-        plan = self.make_plan()
-        if plan.limit_bytes is None:
-            return _Room(None, None, None)
-        live, boundary = plan.timeline.live, plan.timeline.boundary or 0
-        backward = plan.limit_bytes - max(live[boundary:])
-        return _Room(plan.limit_bytes - max(live), backward, backward - live[boundary])
+    def _room(self) -> Room | None:
+        return Room.of(self.make_plan())
 
 
 @dataclass
@@ -170,7 +145,7 @@ class Variants:
     Args:
         model: of the step.
         request: what it is planned for.
-        before_planning: called after a capture with the shapes of the outputs that get a gradient.
+        uncovered: what their plans do not count.
         opaque: why the model is planned in parts from the first call on, in words.
     """
 
@@ -178,10 +153,10 @@ class Variants:
         self,
         model: nn.Module,
         request: Request,
-        before_planning: Callable[[list[tuple[int, ...]]], None],
+        uncovered: Uncovered,
         opaque: str | None,
     ):
-        self.model, self.request, self.before_planning = model, request, before_planning
+        self.model, self.request, self.uncovered = model, request, uncovered
         self.history = History()
         self._watched: WatchedModel | None = None
         self._groups: dict[Facts, _Group] = {}
@@ -189,7 +164,9 @@ class Variants:
         self._plan: tuple[Variant, Plan] | None = None
         self._regions: PlannedRegions | None = None
         if opaque is not None or request.regions:
-            self._regions = PlannedRegions(model, request, self.history, None, opaque or "regions=True")
+            self._regions = PlannedRegions(
+                model, request, self.history, None, opaque or "regions=True", uncovered.note_outputs
+            )
 
     @property
     def plan(self) -> Any:
@@ -227,7 +204,8 @@ class Variants:
                 if hint := self.request.in_parts_hint:
                     error.args = (f"{str(error).rstrip('.')}. {hint}",)
                 raise
-            regions = PlannedRegions(self.model, self.request, self.history, error, error.reason)
+            note_outputs = self.uncovered.note_outputs
+            regions = PlannedRegions(self.model, self.request, self.history, error, error.reason, note_outputs)
             planned = regions.serving(call)
             self._regions = regions
             return planned
@@ -378,7 +356,7 @@ class Variants:
     def _capture(self, call: Call, dimensions: Sequence[Dimension] = ()) -> Iterator[Capture]:
         model, request = self.model, self.request
         with capture(model, call.args, call.kwargs, request.differentiate, request.outputs, dimensions) as captured:
-            self.before_planning(captured.gradient_shapes)
+            self.uncovered.note_outputs(captured.tangents)
             yield captured
 
     def _add_variant(
@@ -388,8 +366,8 @@ class Variants:
         choice = plan_at(sizes)
         run = self._checked(step.compiled(choice.schedule, sizes, choice.head_chunks), call)
         graph = step.in_chunks(choice.head_chunks)
-        dropped, accumulates = dropped_places(graph, choice.schedule), self.request.loop.accumulation
-        variant = Variant(step.captured, run, choice.plan, dropped, accumulates, withheld(graph))
+        fates = fates_of_outputs(graph, choice.schedule)
+        variant = Variant(step.captured, run, choice.plan, self.uncovered, fates, withheld(graph))
         group.variants.setdefault(call.sizes, []).insert(0, variant)
         return variant
 

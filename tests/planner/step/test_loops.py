@@ -57,7 +57,7 @@ def test_accumulated_gradients_count(model):
 
 def test_gradients_that_the_plan_does_not_count_are_an_error_if_they_exceed_the_budget(model):
     ackpt.apply_budget(model, BATCH, budget=0.7)
-    with pytest.raises(ackpt.CheckpointError, match="of gradients exist.*give accumulation=True"):
+    with pytest.raises(ackpt.BudgetError, match="of gradients exist.*give accumulation=True"):
         accumulated(model)
     ackpt.apply_budget(model, BATCH, budget="1GiB")
     accumulated(model)  # within the budget
