@@ -150,7 +150,7 @@ class LiveBytes(Counter):
     def forward(self) -> Iterator[None]:
         self.sizes, self._start = 0, torch.autograd._get_sequence_nr()
         for key in [key for key, (_, size) in self._followed.items() if size <= _SCALAR]:
-            self._freed(key)
+            self.freed(key)
         with self.without_numbers(), super().forward():
             yield
 
@@ -173,7 +173,7 @@ class LiveBytes(Counter):
     def gradients(self, existing: Iterable[torch.Tensor], counts: bool = True) -> None:
         """Stop counting the gradients of the last call; count the `existing` ones of parameters if `counts`."""
         for key in self._gradients:
-            self._freed(key)
+            self.freed(key)
         tensors = list(existing)
         self._gradients = [storage._cdata for tensor in tensors for storage in storages_of(tensor)]
         for tensor in tensors if counts else ():
@@ -235,7 +235,7 @@ class LiveBytes(Counter):
                     self.bytes -= before  # resized in place
                 elif key in existing:
                     continue
-                self._followed[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size
+                self._followed[key] = weakref.ref(storage, lambda _, key=key: self.freed(key)), size
                 self.bytes += size
             if self.in_forward:
                 self.sizes = hash((self.sizes, size))
@@ -246,10 +246,11 @@ class LiveBytes(Counter):
         if pack is not None and pack.__module__ == torch.utils.checkpoint.__name__ and id(pack) not in self._followed:
             with self._lock:
                 key = id(pack)
-                self._followed[key] = weakref.ref(pack, lambda _: self._freed(key)), RNG_STATE_BYTES
+                self._followed[key] = weakref.ref(pack, lambda _: self.freed(key)), RNG_STATE_BYTES
                 self.bytes += RNG_STATE_BYTES
 
-    def _freed(self, key: int) -> None:
+    def freed(self, key: int) -> None:
+        """Stop counting a storage."""
         with self._lock:
             if key in self._followed:
                 self.bytes -= self._followed.pop(key)[1]
@@ -431,6 +432,9 @@ class AllocatedBytes(Counter):
         return peak
 
     def follow(self, tensor: torch.Tensor) -> None:
+        """Do nothing: the allocator counts."""
+
+    def freed(self, key: int) -> None:
         """Do nothing: the allocator counts."""
 
     def gradients(self, existing: Iterable[torch.Tensor], counts: bool = True) -> None:

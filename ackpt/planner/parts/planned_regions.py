@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ackpt.checkpointing.reachable import tensors_in
 from ackpt.checkpointing.reentrant import checkpoint
@@ -31,7 +32,7 @@ from ackpt.core.errors import BudgetError, CheckpointError, TraceError, warn
 from ackpt.core.history import History
 from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
-from ackpt.metering.resident import Resident
+from ackpt.metering.resident import Resident, storages_of
 from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor, own_call
@@ -41,7 +42,7 @@ from ackpt.planner.request import Request
 
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
 from .module_blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
-from .regions_plan import BEGINS, CHECKPOINTED, ENDS, HELD, RECOMPUTED, SAVED, Record, RegionsPlan, Run, SavedStorages
+from .regions_plan import CHECKPOINTED, SAVED, Record, RegionsPlan, Run, SavedStorages, Segment
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CUDA_BLOCK = 512
@@ -239,7 +240,8 @@ class PlannedRegions:
         """
         record, planned.record = planned.record, None
         assert record is not None
-        record.segments.append((self.live.segment_peak(), None, ""))
+        record.end()
+        record.segments.append(Segment(self.live.segment_peak()))
         after = self.live.bytes + planned.step_bytes if planned.step_bytes else 0
         self.plan_from(planned, record, after)
         planned.finished = record, after
@@ -367,16 +369,17 @@ class _Forward:
             block.refused = "it is called within saved_tensors_hooks or a checkpoint of the model itself"
             return block.forward(*args, **kwargs)
         self._checkpointed.append(block.path)
+        run = Run(block.path, number, self.live.bytes)
+        if (record := self._open_record()) is not None:
+            record.segments.append(Segment(self.live.segment_peak()))
         undo = None if block.has_run else Undo(block, args, kwargs)
         self._in_block = True
         try:
-            result = self._region(block, Run(block.path, number, self.live.bytes), args, kwargs)
+            result = self._region(block, run, args, kwargs)
             if undo is None or not phase.leaves_behind:
                 block.has_run = True
                 return result
             del result
-            if (record := self._open_record()) is not None:
-                record.segments[-1] = record.segments[-1][0], None, ""
             raise CheckpointError("it stores a tensor that it computes, such as a state or an output, in an object")
         except (BudgetError, torch.OutOfMemoryError):
             raise
@@ -385,6 +388,8 @@ class _Forward:
                 if isinstance(error, CheckpointError):
                     raise self._left_out(block, error) from error
                 raise
+            if record is not None:
+                record.forget(run)
             reason = _first_sentence(error)
             if not undo.undo():
                 raise self._left_out(block, error) from error
@@ -397,19 +402,15 @@ class _Forward:
 
     def _region(self, block: Block, run: Run, args: tuple, kwargs: dict) -> Any:
         live, record, storages = self.live, self._open_record(), SavedStorages()
-        _body.first = _first_forward(live) if record is None else _recorded(live, run, storages)
+        _body.first = _first_forward(live) if record is None else _recorded(live, record, run, storages)
         phase.leaves_behind = False if not block.has_run else None
+        before = live.bytes
         try:
-            with live.more(RNG_STATE_BYTES):  # a region keeps the states from before its forward
-                with live.without_numbers():
-                    result = checkpoint(partial(_run_body, block.forward), *args, **kwargs)
-                run.held_bytes -= live.bytes
+            with live.more(RNG_STATE_BYTES), live.without_numbers():  # a region keeps the states from before its forward
+                result = checkpoint(partial(_run_body, block.forward), *args, **kwargs)
         finally:
             _body.first = None
         outputs = strip_result(result)[0]
-        if record is not None:
-            run.add_outputs(outputs, storages, (args, kwargs))
-            record.segments.append((live.segment_peak(), run, HELD))
         nodes = (each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION)
         node: Any = next(nodes, None)
         if node is not None and "apply" not in vars(node):  # which an output that is an argument has of another block
@@ -417,6 +418,10 @@ class _Forward:
             for _, state in node.region.streams:
                 if is_tensor(state):
                     live.follow(state)
+        if record is not None:
+            run.held_bytes += before - live.bytes
+            record.segments.append(Segment(live.segment_peak(), run, None, run.held_bytes))
+            _hold_outputs(outputs, storages, (args, kwargs), live, weakref.ref(record), run)
         return result
 
     def _backward_of(self, block: Block, run: Run, reference, *gradients) -> Any:
@@ -425,10 +430,18 @@ class _Forward:
         if self.is_counted:  # AccumulateGrad copies some gradients
             for gradient in self.regions.gradients():
                 self.live.follow(gradient)
+        shift = 0
         if record is not None and not run.is_over:
-            run.backward_begins()
-            record.segments.append((self.live.segment_peak(), run, BEGINS))
-            _body.recomputed = lambda: record.segments.append((self.live.segment_peak(), run, RECOMPUTED))
+            run.is_over = True
+            record.segments.append(Segment(self.live.segment_peak(), run, 0, -run.held_bytes))
+            saved_bytes = self.live.bytes + run.held_bytes
+
+            def recomputed() -> None:
+                nonlocal shift
+                shift = saved_bytes - self.live.bytes
+                record.segments.append(Segment(self.live.segment_peak(), run, None))
+
+            _body.recomputed = recomputed
         before, _body.live = _body.live, self.live if self.is_in_mode else None
         self.live.watches = self.is_counted
         try:
@@ -439,7 +452,7 @@ class _Forward:
             raise self._left_out(block, error) from error
         finally:
             if record is not None and _body.recomputed is not None:
-                record.segments.append((self.live.segment_peak(), run, ENDS))
+                record.segments.append(Segment(self.live.segment_peak(), run, shift))
             _body.live, _body.recomputed = before, None
 
     def _left_out(self, block: Block, error: Exception) -> CheckpointError:
@@ -540,12 +553,28 @@ def _first_forward(live):
 
 
 @contextlib.contextmanager
-def _recorded(live, run: Run, storages: SavedStorages):
+def _recorded(live, record: Record, run: Run, storages: SavedStorages):
     """Record what a block costs, saves and holds at its end."""
-    cost = live.cost
+    cost, start = live.cost, live.bytes
+    record.segments.append(Segment(live.segment_peak(), run, None))
     with _first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         yield
-    run.cost, run.held_bytes = live.cost - cost, live.bytes
+        run.cost, run.held_bytes = live.cost - cost, live.bytes - start
+        record.segments.append(Segment(live.segment_peak(), run, run.entry_bytes - start))
+
+
+def _hold_outputs(outputs, saved: SavedStorages, arguments: Any, live, record, run: Run) -> None:
+    """Count the outputs that the graph of a block saves as held by it once nothing else refers to them."""
+    given = {s._cdata for leaf in tree_leaves(arguments) if is_tensor(leaf) for s in storages_of(leaf)}
+    for key, storage in {s._cdata: s for output in outputs for s in storages_of(output)}.items():
+        if key in saved.keys - given:
+
+            def freed(_, key=key, size=storage.nbytes()) -> None:
+                live.freed(key)
+                if (open_record := record()) is not None:
+                    open_record.holds(live, run, size)
+
+            run.outputs.append(weakref.ref(storage, freed))
 
 
 def _first_sentence(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """`RegionsPlan`: which blocks of a model are saved and which are checkpointed; `Record`: what it is made from.
 
 The first step checkpoints all blocks. A saved block would hold its activations from the end of its forward until its
-backward begins, where the region recomputes them. So the peak of a choice is the largest of the peaks between two such
-events, without recomputations of saved blocks, each increased by the bytes that the saved blocks hold at that time.
+backward begins, where the region recomputes them. So the peak of a choice is the largest of the peaks between such
+events, without what only regions do, each increased by the bytes that the saved blocks hold at that time.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ackpt.metering.meter import memory_format
-from ackpt.metering.resident import storages_of
 from ackpt.planner.schedule.plan import PlanError
 
 SAVED, CHECKPOINTED = "saved", "checkpointed"
@@ -124,17 +122,13 @@ class RegionsPlan:
         return f"{counts[SAVED]} blocks saved and {counts[CHECKPOINTED]} checkpointed"
 
 
-# How a segment of the first step ends: in the call of a block that the segment names.
-HELD, BEGINS, RECOMPUTED, ENDS = "forward ends", "backward begins", "recomputation ends", "backward ends"
-
-
 @dataclass(eq=False)
 class Run:
     """One call of a block as a region, in the forward of the first step.
 
     ``number``: how many calls of the block came before in this forward. ``entry_bytes``: live when it began.
-    ``held_bytes``: what its graph held. ``outputs``: the results that the graph saves, with their bytes, which count as
-    held if nothing else refers to them; ``dropped_bytes``: of the other results. ``cost``: of its operations.
+    ``held_bytes``: what its graph holds in addition to what the region saves. ``cost``: of its operations. ``is_over``:
+    whether its backward has begun. ``outputs``: weak references to those that the graph saves.
     """
 
     path: str
@@ -142,38 +136,51 @@ class Run:
     entry_bytes: int
     held_bytes: int = 0
     cost: float = 0.0
-    dropped_bytes: int = 0
-    outputs: list[tuple[weakref.ref, int]] = field(default_factory=list)
     is_over: bool = False
+    outputs: list[weakref.ref] = field(default_factory=list)
 
-    def add_outputs(self, outputs: Iterable[torch.Tensor], saved: SavedStorages, arguments: Any) -> None:
-        """Note the results, except those that are arguments."""
-        of_arguments = {s._cdata for leaf in tree_leaves(arguments) if torch.is_tensor(leaf) for s in storages_of(leaf)}
-        storages = {s._cdata: s for output in outputs for s in storages_of(output) if s._cdata not in of_arguments}
-        self.outputs = [(weakref.ref(s), s.nbytes()) for key, s in storages.items() if key in saved.keys]
-        self.dropped_bytes = sum(s.nbytes() for key, s in storages.items() if key not in saved.keys)
 
-    def backward_begins(self) -> None:
-        """Add the results that have been freed by now, because the block was checkpointed."""
-        self.is_over = True
-        outputs, self.outputs = self.outputs, []
-        self.held_bytes += sum(size for storage, size in outputs if storage() is None)
+class Segment(NamedTuple):
+    """The live bytes of a part of the first step: their ``peak``, and how it differs if the block of ``run`` is saved.
+
+    ``shift``: added to the peak then; None if the block does not run this part then. ``change``: the bytes that the
+    block then holds from the end of this part on, in addition to those before.
+    """
+
+    peak: int
+    run: Run | None = None
+    shift: int | None = 0
+    change: int = 0
 
 
 @dataclass(eq=False)
 class Record:
     """The live bytes of the first step.
 
-    ``segments``: the peak of each, then the call of a block and how it ends the segment; None for the last segment.
     ``forwards``: weak references to the forwards, which live as long as their graphs. ``is_reached``: whether a
     backward has begun. ``start_bytes``: live before the step, without gradients. ``cost``: of the forward.
     """
 
-    segments: list[tuple[int, Run | None, str]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     forwards: list[weakref.ref[Any]] = field(default_factory=list)
     is_reached: bool = False
     start_bytes: int = 0
     cost: float = 0.0
+
+    def holds(self, live: Any, run: Run, size: int) -> None:
+        """End a segment: from now on, the block of `run` holds `size` more bytes if it is saved."""
+        if size and not run.is_over:
+            self.segments.append(Segment(live.segment_peak(), run, change=size))
+            run.held_bytes += size
+
+    def end(self) -> None:
+        """Record nothing further."""
+        for run in self._runs():
+            run.is_over = True
+
+    def forget(self, run: Run) -> None:
+        """Count the segments of `run` as those of code outside of blocks."""
+        self.segments = [Segment(each.peak) if each.run is run else each for each in self.segments]
 
     def held_bytes(self) -> dict[str, int]:
         """What each block would hold if it were saved, over all of its calls."""
@@ -192,24 +199,29 @@ class Record:
     def peak_bytes(self, saved: Collection[str]) -> int:
         """The peak of a step that saves these blocks."""
         most = held = 0
-        for peak, run, event in self.segments:
+        for peak, run, shift, change in self.segments:
             if run is None or run.path not in saved:
                 most = max(most, peak + held)
-            elif event != RECOMPUTED:
-                most = max(most, peak + held - (run.dropped_bytes if event == ENDS else 0))
-                held += {HELD: run.held_bytes, BEGINS: -run.held_bytes}.get(event, 0)
+                continue
+            if shift is not None:
+                most = max(most, peak + held + shift)
+            held += change
         return most
 
     def entry_bytes(self, saved: Collection[str]) -> dict[tuple[str, int], int]:
         """The live bytes at the start of every call of a block, by path and number, if these blocks are saved."""
         entries: dict[tuple[str, int], int] = {}
+        seen: set[Run] = set()
         held = 0
-        for _, run, event in self.segments:
-            if run is not None and event == HELD:
+        for _, run, _, change in self.segments:
+            if run is None:
+                continue
+            if run not in seen:
+                seen.add(run)
                 key = run.path, run.number
                 entries[key] = max(entries.get(key, 0), run.entry_bytes + held)
-            if run is not None and run.path in saved:
-                held += {HELD: run.held_bytes, BEGINS: -run.held_bytes}.get(event, 0)
+            if run.path in saved:
+                held += change
         return entries
 
     def chosen(self, limit: int) -> set[str]:
@@ -222,8 +234,8 @@ class Record:
                 saved.add(path)
         return saved
 
-    def _runs(self) -> Iterator[Run]:
-        return (run for _, run, event in self.segments if run is not None and event == HELD)
+    def _runs(self) -> Iterable[Run]:
+        return dict.fromkeys(each.run for each in self.segments if each.run is not None)
 
 
 class SavedStorages:
