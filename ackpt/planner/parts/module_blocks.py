@@ -38,7 +38,8 @@ _local = _Local()
 class Block:
     """A module that runs as a region or as it is; called in place of its ``forward``.
 
-    ``refused``: why it cannot be a region, empty if it can. ``has_run``: whether it has run as a region.
+    ``refused``: why it cannot be a region, empty if it can. ``has_run``: whether it has run as a region. ``kind``: equal
+    for blocks that probably allocate alike.
     """
 
     ackpt_stands_in = True  # regions leave it as it is: it may be in place for the forward of another thread
@@ -48,6 +49,11 @@ class Block:
         self.refused = ""
         self.has_run = False
         self.forward: Callable[..., Any] = module.forward
+        self.kind = type(module), *(tuple(each.shape) for each in module.parameters())
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(each.nbytes for each in self.module.parameters() if each.requires_grad)
 
     def __repr__(self) -> str:
         return f"module {self.path!r} ({type(self.module).__name__})"

@@ -42,15 +42,15 @@ from ackpt.planner.request import Request
 
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
 from .module_blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
-from .regions_plan import CHECKPOINTED, SAVED, Record, RegionsPlan, Run, SavedStorages, Segment
+from .regions_plan import CHECKPOINTED, SAVED, Need, Record, RegionsPlan, Run, SavedStorages, Segment
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CUDA_BLOCK = 512
 _REGION = "_RecomputeBackward"  # the autograd node of a region
 _FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
 _DROP = (
-    "drop outputs of the model before backward, and call optimizer.zero_grad(), or give accumulation=True if you "
-    "accumulate gradients."
+    "call backward() before the next forward, drop outputs of the model before backward, and call "
+    "optimizer.zero_grad(), or give accumulation=True if you accumulate gradients."
 )
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -62,8 +62,9 @@ class _Planned:
     ``step_bytes``: what the optimizer's step allocates in addition to gradients. ``start_bytes``: what earlier steps
     had left allocated before the first step. ``record``: of the first step, while it runs. ``finished``: that record,
     and what the optimizer's step takes in all, until the next step shows what each leaves allocated. ``saved``: the
-    blocks to save, None before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live
-    bytes at its start with which it is saved. ``backwards``: by the sizes in a forward, the live bytes when its
+    blocks to save, None before the plan is made. ``calls``: by path and number, the calls of blocks so far, and
+    ``is_outgrown``: whether the last step added some to those of the first. ``needs``: by kind of block. ``room_bytes``: by path and number of a call of a block, the most live bytes at its start
+    with which it is saved. ``backwards``: by the sizes in a forward, the live bytes when its
     backward began, and their peak in this backward.
     """
 
@@ -75,6 +76,9 @@ class _Planned:
     record: Record | None = None
     finished: tuple[Record, int] | None = None
     saved: set[str] | None = None
+    calls: set[tuple[str, int]] = field(default_factory=set)
+    is_outgrown: bool = False
+    needs: dict[Any, Need] = field(default_factory=dict)
     room_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
     backwards: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
@@ -82,6 +86,14 @@ class _Planned:
         return self.regions.run(self, call)
 
     outputs = run
+
+    def outgrows(self, block: Block, number: int) -> bool:
+        """Whether this call of `block` is the first one that no earlier step had: the next step is recorded again."""
+        if self.saved is None or self.plan.limit_bytes is None or (block.path, number) in self.calls:
+            return False
+        self.calls.add((block.path, number))
+        self.is_outgrown = True
+        return True
 
     def is_saved(self, block: Block, number: int) -> bool:
         """Whether a call of `block` is to save its activations; `number` calls came before in this forward."""
@@ -117,12 +129,14 @@ class PlannedRegions:
         self.model, self.request, self.history, self.reason = model, request, history, str(reason)
         self.note_outputs = note_outputs
         self.budget, self.policy, self.loop = request.budget, request.policy, request.loop
+        self.is_share = self.budget is not None and is_share(self.budget)
         self.saves_all = self.policy == "none" or (self.budget is None and self.policy != "full")
         self.blocks = blocks_of(self.model)
         tensors = (*self.model.parameters(), *self.model.buffers())
         self.on_cpu = not any(tensor.is_cuda for tensor in tensors)
         self.live: Any = (LiveBytes if self.on_cpu else AllocatedBytes)(self._backward_ended)
         self._error = error
+        self.forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()  # whose graphs exist
         self._planned: dict[Any, list[_Planned]] = {}
         self._last: _Planned | None = None
         self._lock = threading.RLock()  # the blocks are replaced while a forward runs
@@ -158,14 +172,16 @@ class PlannedRegions:
         resident = Resident((self.model, *filter(is_tensor, call.leaves)))
         resident_bytes = sum(resident.bytes(lambda _: True, 1 if self.on_cpu else _CUDA_BLOCK).values())
         resident_bytes += loop.state + loop.accumulated + loop.scaled_loss
-        is_known = self.budget is not None and not is_share(self.budget)
+        is_known = self.budget is not None and not self.is_share
+        limit = dynamic_limit(self.budget, 0, resident_bytes) if is_known else None
         plan = RegionsPlan(
             fates=self._fates(()),
             reasons={},
             resident_bytes=resident_bytes,
             note=self.reason,
             made_for=described(self.model, call.args, call.kwargs, self.request.differentiate),
-            limit_bytes=dynamic_limit(self.budget, 0, resident_bytes) if is_known else None,
+            limit_bytes=limit,
+            peak_bytes=None if limit is None else limit + resident_bytes,
         )
         return _Planned(self, call.sizes, plan, loop.step)
 
@@ -205,8 +221,9 @@ class PlannedRegions:
         record = planned.record
         if record is not None and record.is_reached:
             self._finish(planned)
-        if planned.saved is not None:
+        if planned.saved is not None and not planned.is_outgrown:
             return None
+        planned.saved, planned.is_outgrown = None, False
         if record is None or all(forward() is None for forward in record.forwards):
             self.live.segment_peak()
             planned.record = Record()
@@ -228,7 +245,7 @@ class PlannedRegions:
                 first.planned.backwards.clear()
             first.planned.backwards[first.key] = first.begin_bytes, size
         limit = first.planned.plan.limit_bytes
-        if limit is not None and size > limit:
+        if limit is not None and size > limit and first.is_bounded:
             moment = f"in backward, at {node}," if node else "in backward"
             first.report(self._exceeds(size, first.planned, moment) + " All gradients of this step are complete.")
 
@@ -263,11 +280,12 @@ class PlannedRegions:
         least, baseline = (max(record.peak_bytes(saved) + lasting, after) for saved in ((), held))
         resident = planned.plan.resident_bytes
         limit = dynamic_limit(self.budget, baseline, resident)
-        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit - lasting)
+        others = self._others(planned, record)
+        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit - lasting, others)
         peak = record.peak_bytes(saved) + lasting
         if limit is not None:
-            entries = record.entry_bytes(saved)
-            planned.room_bytes = {key: live + lasting + max(0, limit - peak) for key, live in entries.items()}
+            entries, room = record.entry_bytes(saved), max(0, limit - lasting - record.peak_bytes(saved, others))
+            planned.room_bytes = {key: live + lasting + room for key, live in entries.items()}
         planned.saved = saved
         planned.plan = replace(
             planned.plan,
@@ -284,10 +302,20 @@ class PlannedRegions:
         if self.request.on_plan is not None:
             self.request.on_plan(planned.plan)
 
+    def _others(self, planned: _Planned, record: Record) -> Need:
+        """What the blocks need that `record` lacks, if blocks like them have run: another step may not skip them."""
+        needs, calls = record.needs(), record.calls()
+        planned.calls |= calls
+        planned.needs |= {block.kind: needs[block.path] for block in self.blocks if block.path in needs}
+        others = [each for each in self.blocks if not (each.refused or (each.path, 0) in calls)]
+        pairs = [(each, planned.needs[each.kind]) for each in others if each.kind in planned.needs]
+        growth = (max(need.growth_bytes, each.gradient_bytes) for each, need in pairs)
+        return Need(sum(growth), max((need.peak_bytes for _, need in pairs), default=0))
+
     def _exceeds(self, size: int, planned: _Planned, moment: str) -> str:
         plan = planned.plan
         limit = plan.limit_bytes or 0
-        earlier = "all blocks are checkpointed" if plan.peak_bytes is None else (
+        earlier = "all blocks are checkpointed" if plan.baseline_peak_bytes is None else (
             f"its plan has a peak of {memory_format(plan.dynamic_peak_bytes or 0)}"
         )  # fmt: skip
         return (
@@ -299,7 +327,8 @@ class PlannedRegions:
 class _Forward:
     """One forward of the model, which lives as long as its graph.
 
-    ``is_counted``: whether its backward is counted, too. ``is_in_mode``: whether it ran under a dispatch mode, as its
+    ``is_counted``: whether its backward is counted, too. ``is_bounded``: whether the limit holds. ``is_alone``: whether
+    it began after the backward of all others. ``is_in_mode``: whether it ran under a dispatch mode, as its
     recomputations then do, because torch decomposes operations differently under one. ``key``: what its backward
     depends on. ``start_bytes``: what was live before it.
     """
@@ -310,6 +339,7 @@ class _Forward:
         self.is_first = record is not None
         self.is_counted = self.is_first
         self.is_reached = self.is_reported = False
+        self.is_bounded = self.is_alone = True
         self.is_in_mode = False
         self.start_bytes = self.begin_bytes = 0
         self.key: Any = None
@@ -336,6 +366,8 @@ class _Forward:
             # With accumulation=True, gradients of earlier steps are resident.
             live.gradients(self.regions.gradients(), counts=not self.regions.loop.accumulation)
             self.start_bytes = live.bytes
+            self.is_alone = all(each.is_reached for each in self.regions.forwards)
+            self.regions.forwards.add(self)
             if record is not None:
                 planned.start_bytes = max(planned.start_bytes, live.bytes)
             yield
@@ -363,6 +395,8 @@ class _Forward:
         """Run `block` as planned."""
         number = self._numbers[block.path]
         self._numbers[block.path] += 1
+        if not (self._in_block or block.refused) and self.planned.outgrows(block, number) and self.regions.is_share:
+            self.is_bounded, self.live.bound = False, None  # the fraction is of the baseline of another step
         if self._in_block or block.refused or self.planned.is_saved(block, number):
             return block.forward(*args, **kwargs)
         if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
@@ -420,6 +454,7 @@ class _Forward:
                     live.follow(state)
         if record is not None:
             run.held_bytes += before - live.bytes
+            run.left_bytes = live.bytes - before
             record.segments.append(Segment(live.segment_peak(), run, None, run.held_bytes))
             _hold_outputs(outputs, storages, (args, kwargs), live, weakref.ref(record), run)
         return result
@@ -482,7 +517,7 @@ class _Forward:
             record.is_reached = True
         self.begin_bytes = self.live.bytes
         limit = self.planned.plan.limit_bytes
-        if is_first and not self.is_counted and limit is not None:
+        if is_first and not self.is_counted and limit is not None and self.is_bounded:
             begin, most = self.planned.backwards.get(self.key, (0, 0))
             if (size := most + self.begin_bytes - begin) > limit:
                 more = memory_format(self.begin_bytes - begin)
@@ -493,20 +528,23 @@ class _Forward:
         regions, planned = self.regions, self.planned
         message = regions._exceeds(size, planned, f"when it reaches {self._running()},")
         least = None
-        if planned.plan.peak_bytes is None and not regions.saves_all:
+        if planned.plan.baseline_peak_bytes is None and not regions.saves_all:
             least = planned.plan.resident_bytes + size
             message += f" The smallest feasible budget is larger than {readable(least)}."
         elif planned.plan.least_peak_bytes is not None:
             least = planned.plan.least_peak_bytes
         if self.start_bytes > planned.start_bytes:
-            message += f" {memory_format(self.start_bytes)} of earlier steps were still allocated before it: {_DROP}"
+            message += f" {memory_format(self.start_bytes)} of earlier forwards were still allocated before it: {_DROP}"
         self.report(message, least)
 
     def report(self, message: str, least_bytes: int | None = None) -> None:
-        """Raise, or warn once in this step."""
-        if not self.is_reported or self.regions.request.on_exceed == "raise":
+        """Raise, or warn once in this step; warn, too, if a fraction of one forward's baseline has to suffice for two."""
+        raises = self.regions.request.on_exceed == "raise" and (self.is_alone or not self.regions.is_share)
+        if raises:
+            raise BudgetError(message, least_bytes, self.regions.budget)
+        if not self.is_reported:
             self.is_reported = True
-            self.regions.request.report(message, least_bytes)
+            warn(message)
 
     def _running(self) -> str:
         """The innermost module of the model that is running."""

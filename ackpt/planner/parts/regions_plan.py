@@ -26,8 +26,9 @@ SAVED, CHECKPOINTED = "saved", "checkpointed"
 class RegionsPlan:
     """The plan of a step that cannot be one graph.
 
-    Until the first step with gradients has ended, all byte counts except ``resident_bytes`` are None: the plan is made
-    from what that step allocates, in which all blocks are checkpointed.
+    The plan is made from what the first step with gradients allocates, in which all blocks are checkpointed. Until it
+    has ended, ``peak_bytes`` is the budget if that is in bytes, and all other byte counts except ``resident_bytes`` and
+    ``limit_bytes`` are None.
 
     ``fates``: by the paths of blocks, ``"saved"`` (runs as it is) or ``"checkpointed"`` (saves its inputs, recomputes
     everything). ``reasons``: why blocks that cannot be checkpointed are saved. ``resident_bytes``: parameters, buffers,
@@ -71,13 +72,13 @@ class RegionsPlan:
     cost: float | None = None
 
     def __repr__(self) -> str:
-        if self.peak_bytes is None:
+        if self.baseline_peak_bytes is None or self.peak_bytes is None:
             return f"<RegionsPlan: {self._fates()}; the plan is made from the first training step>"
         return f"<RegionsPlan: peak {memory_format(self.peak_bytes)}, {self._fates()}; table() says more>"
 
     @property
     def dynamic_peak_bytes(self) -> int | None:
-        """The peak without resident bytes; None before the first step."""
+        """The peak without resident bytes; None if that is not known."""
         return None if self.peak_bytes is None else self.peak_bytes - self.resident_bytes
 
     @property
@@ -99,7 +100,7 @@ class RegionsPlan:
     def table(self) -> str:
         """Peak, cost, and how each block runs, as aligned text."""
         lines = ["policy            regions: made from the first training step, checked in every step"]
-        if self.peak_bytes is None:
+        if self.baseline_peak_bytes is None or self.peak_bytes is None:
             lines.append("peak              not known before the first step, which checkpoints all blocks")
         else:
             baseline, peak = self.baseline_dynamic_peak_bytes, self.dynamic_peak_bytes or 0
@@ -127,13 +128,15 @@ class Run:
     """One call of a block as a region, in the forward of the first step.
 
     ``number``: how many calls of the block came before in this forward. ``entry_bytes``: live when it began.
-    ``held_bytes``: what its graph holds in addition to what the region saves. ``cost``: of its operations. ``is_over``:
-    whether its backward has begun. ``outputs``: weak references to those that the graph saves.
+    ``held_bytes``: what its graph holds in addition to what the region saves; ``left_bytes``: what it leaves allocated as a region.
+    ``cost``: of its operations. ``is_over``: whether its backward has begun. ``outputs``: weak references to those that
+    the graph saves.
     """
 
     path: str
     number: int
     entry_bytes: int
+    left_bytes: int = 0
     held_bytes: int = 0
     cost: float = 0.0
     is_over: bool = False
@@ -151,6 +154,13 @@ class Segment(NamedTuple):
     run: Run | None = None
     shift: int | None = 0
     change: int = 0
+
+
+class Need(NamedTuple):
+    """Of blocks as regions: the bytes that they add to the live bytes, and their peak beyond those at their start."""
+
+    growth_bytes: int = 0
+    peak_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -189,6 +199,18 @@ class Record:
             held[run.path] += run.held_bytes
         return held
 
+    def needs(self) -> dict[str, Need]:
+        """What each block needs as a region."""
+        runs = [*self._runs()]
+        growth = {run.path: run.left_bytes for run in runs}
+        for run, following in zip(runs, runs[1:]):
+            growth[run.path] = max(growth[run.path], following.entry_bytes - run.entry_bytes)
+        peaks = {run.path: 0 for run in runs}
+        for peak, run, _, change in self.segments:
+            if run is not None and not change:  # it runs
+                peaks[run.path] = max(peaks[run.path], peak - run.entry_bytes)
+        return {path: Need(growth[path], peaks[path]) for path in growth}
+
     def costs(self) -> dict[str, float]:
         """What it costs to recompute each block."""
         costs: dict[str, float] = {}
@@ -196,17 +218,19 @@ class Record:
             costs[run.path] = costs.get(run.path, 0.0) + run.cost
         return costs
 
-    def peak_bytes(self, saved: Collection[str]) -> int:
-        """The peak of a step that saves these blocks."""
-        most = held = 0
+    def peak_bytes(self, saved: Collection[str], others: Need = Need()) -> int:
+        """The peak of a step that saves these blocks, if `others` run as regions at any place, too."""
+        most = held = left = 0
         for peak, run, shift, change in self.segments:
             if run is None or run.path not in saved:
                 most = max(most, peak + held)
-                continue
-            if shift is not None:
-                most = max(most, peak + held + shift)
-            held += change
-        return most
+            else:
+                if shift is not None:
+                    most = max(most, peak + held + shift)
+                held += change
+            if run is not None:
+                left = max(left, run.entry_bytes + run.left_bytes + held)
+        return max(most, left + others.peak_bytes) + others.growth_bytes
 
     def entry_bytes(self, saved: Collection[str]) -> dict[tuple[str, int], int]:
         """The live bytes at the start of every call of a block, by path and number, if these blocks are saved."""
@@ -224,15 +248,19 @@ class Record:
                 held += change
         return entries
 
-    def chosen(self, limit: int) -> set[str]:
+    def chosen(self, limit: int, others: Need = Need()) -> set[str]:
         """The blocks to save within `limit`: the most expensive to recompute per byte first, of equal ones the last."""
         held, costs = self.held_bytes(), self.costs()
         saved = {path for path in held if held[path] <= 0}
         last_first = [path for path in reversed(held) if path not in saved]
         for path in sorted(last_first, key=lambda path: -costs[path] / held[path]):
-            if self.peak_bytes({*saved, path}) <= limit:
+            if self.peak_bytes({*saved, path}, others) <= limit:
                 saved.add(path)
         return saved
+
+    def calls(self) -> set[tuple[str, int]]:
+        """The calls of blocks, by path and number."""
+        return {(run.path, run.number) for run in self._runs()}
 
     def _runs(self) -> Iterable[Run]:
         return dict.fromkeys(each.run for each in self.segments if each.run is not None)
