@@ -91,8 +91,10 @@ def compile(
             ``"auto"`` and there is a budget. True always plans in parts, False never. The plan is then a
             `RegionsPlan`: the first training step checkpoints all blocks, and from the second one on, as many blocks as
             fit are saved. A fraction is relative to the baseline that is predicted from the first step.
-        on_exceed: with regions, what happens if a step needs more memory than its budget allows: ``"raise"`` a
-            `BudgetError`, in the forward at once and in backward at its end, or ``"warn"``.
+        on_exceed: what happens if a step needs more memory than its budget allows, because of earlier forwards,
+            outputs or gradients, or with regions because of its values: ``"raise"`` a `BudgetError`, with regions in
+            backward at its end, or ``"warn"``. A fraction refers to the baseline of one forward, so earlier forwards
+            that exceed it are always a warning.
         chunk_head: whether the head of a language model, from its last matrix product to the loss, runs in chunks of
             tokens, forward and backward of a chunk together: the logits then never exist as a whole, and nothing runs
             twice. With True, in the fewest chunks, at least 2, with which the policy keeps the budget; with ``"auto"``,

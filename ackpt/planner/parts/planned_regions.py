@@ -63,9 +63,9 @@ class _Planned:
     had left allocated before the first step. ``record``: of the first step, while it runs. ``finished``: that record,
     and what the optimizer's step takes in all, until the next step shows what each leaves allocated. ``saved``: the
     blocks to save, None before the plan is made. ``calls``: by path and number, the calls of blocks so far, and
-    ``is_outgrown``: whether the last step added some to those of the first. ``needs``: by kind of block. ``room_bytes``: by path and number of a call of a block, the most live bytes at its start
-    with which it is saved. ``backwards``: by the sizes in a forward, the live bytes when its
-    backward began, and their peak in this backward.
+    ``is_outgrown``: whether the last step added some to those of the first. ``needs``: by kind of block.
+    ``room_bytes``: by path and number of a call of a block, the most live bytes at its start with which it is saved.
+    ``backwards``: by the sizes in a forward, the live bytes when its backward began, and their peak in this backward.
     """
 
     regions: PlannedRegions
@@ -206,7 +206,8 @@ class PlannedRegions:
             forward = _Forward(self, planned, record)
             with replaced(self.blocks), called_by(forward), forward.counted():
                 outputs = own_call(self.model)(*call.args, **call.kwargs)
-            leaves = [each for each in tensors_in([outputs]).values() if each.grad_fn is not None]  # also in a dataclass
+            tensors = tensors_in([outputs]).values()  # also those in a dataclass
+            leaves = [each for each in tensors if each.grad_fn is not None]
             forward.watch(leaves)
         if record is not None:
             self.note_outputs(leaves)
@@ -281,7 +282,8 @@ class PlannedRegions:
         resident = planned.plan.resident_bytes
         limit = dynamic_limit(self.budget, baseline, resident)
         others = self._others(planned, record)
-        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit - lasting, others)
+        chosen = set(held) if limit is None else record.chosen(limit - lasting, others)
+        saved = set() if self.policy == "full" else chosen
         peak = record.peak_bytes(saved) + lasting
         if limit is not None:
             entries, room = record.entry_bytes(saved), max(0, limit - lasting - record.peak_bytes(saved, others))
@@ -440,7 +442,8 @@ class _Forward:
         phase.leaves_behind = False if not block.has_run else None
         before = live.bytes
         try:
-            with live.more(RNG_STATE_BYTES), live.without_numbers():  # a region keeps the states from before its forward
+            # A region keeps the states from before its forward.
+            with live.more(RNG_STATE_BYTES), live.without_numbers():
                 result = checkpoint(partial(_run_body, block.forward), *args, **kwargs)
         finally:
             _body.first = None
@@ -538,7 +541,7 @@ class _Forward:
         self.report(message, least)
 
     def report(self, message: str, least_bytes: int | None = None) -> None:
-        """Raise, or warn once in this step; warn, too, if a fraction of one forward's baseline has to suffice for two."""
+        """Raise, or warn once in this step; warn, too, if several forwards exceed a fraction of one's baseline."""
         raises = self.regions.request.on_exceed == "raise" and (self.is_alone or not self.regions.is_share)
         if raises:
             raise BudgetError(message, least_bytes, self.regions.budget)
@@ -606,13 +609,14 @@ def _hold_outputs(outputs, saved: SavedStorages, arguments: Any, live, record, r
     given = {s._cdata for leaf in tree_leaves(arguments) if is_tensor(leaf) for s in storages_of(leaf)}
     for key, storage in {s._cdata: s for output in outputs for s in storages_of(output)}.items():
         if key in saved.keys - given:
-
-            def freed(_, key=key, size=storage.nbytes()) -> None:
-                live.freed(key)
-                if (open_record := record()) is not None:
-                    open_record.holds(live, run, size)
-
+            freed = partial(_output_freed, live, record, run, key, storage.nbytes())
             run.outputs.append(weakref.ref(storage, freed))
+
+
+def _output_freed(live, record, run: Run, key: int, size: int, _) -> None:
+    live.freed(key)
+    if (open_record := record()) is not None:
+        open_record.holds(live, run, size)
 
 
 def _first_sentence(error: Exception) -> str:

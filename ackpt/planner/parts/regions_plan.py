@@ -128,9 +128,9 @@ class Run:
     """One call of a block as a region, in the forward of the first step.
 
     ``number``: how many calls of the block came before in this forward. ``entry_bytes``: live when it began.
-    ``held_bytes``: what its graph holds in addition to what the region saves; ``left_bytes``: what it leaves allocated as a region.
-    ``cost``: of its operations. ``is_over``: whether its backward has begun. ``outputs``: weak references to those that
-    the graph saves.
+    ``held_bytes``: what its graph holds in addition to what the region saves; ``left_bytes``: what the region leaves
+    allocated. ``cost``: of its operations. ``is_over``: whether its backward has begun. ``outputs``: weak references to
+    those that the graph saves.
     """
 
     path: str
@@ -161,6 +161,9 @@ class Need(NamedTuple):
 
     growth_bytes: int = 0
     peak_bytes: int = 0
+
+
+NOTHING = Need()
 
 
 @dataclass(eq=False)
@@ -218,7 +221,7 @@ class Record:
             costs[run.path] = costs.get(run.path, 0.0) + run.cost
         return costs
 
-    def peak_bytes(self, saved: Collection[str], others: Need = Need()) -> int:
+    def peak_bytes(self, saved: Collection[str], others: Need = NOTHING) -> int:
         """The peak of a step that saves these blocks, if `others` run as regions at any place, too."""
         most = held = left = 0
         for peak, run, shift, change in self.segments:
@@ -248,7 +251,7 @@ class Record:
                 held += change
         return entries
 
-    def chosen(self, limit: int, others: Need = Need()) -> set[str]:
+    def chosen(self, limit: int, others: Need = NOTHING) -> set[str]:
         """The blocks to save within `limit`: the most expensive to recompute per byte first, of equal ones the last."""
         held, costs = self.held_bytes(), self.costs()
         saved = {path for path in held if held[path] <= 0}

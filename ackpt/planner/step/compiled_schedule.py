@@ -90,7 +90,7 @@ def compiled_schedule(
 
 
 def fates_of_outputs(graph: JointGraph, schedule: Schedule) -> dict[int, str]:
-    """By index, what happens in backward to an output that is no input: it reads it, or the caller drops or keeps it."""
+    """By index, what happens to an output that is no input: backward reads it, or the caller drops or keeps it."""
     analysis, saved = graph.analysis, set(schedule.saved)
     dropped = set().union(*analysis.dropped_outputs.values())
     given = analysis.resident | analysis.dropped - dropped  # also what is copied into an input
@@ -168,7 +168,8 @@ def _rewritten(
 def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:
     """(index, name for errors) of the step's inputs that its backward reads, so that they must not change before it."""
     analysis = graph.analysis
-    sources = (source for step in schedule.backward if step.kind == COMPUTE for source in analysis.backward_reads[step.id])
+    runs = (step.id for step in schedule.backward if step.kind == COMPUTE)
+    sources = {source for node in runs for source in analysis.backward_reads[node]}
     read = {storage for source in sources for storage in graph.nodes[source].storages}
     inputs = [node for node in map(graph.nodes.__getitem__, analysis.placeholders) if node.phase == FORWARD]
     return tuple((place, _called(graph, node)) for place, node in enumerate(inputs) if read & set(node.storages))

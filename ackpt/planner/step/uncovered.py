@@ -212,10 +212,11 @@ class Uncovered:
         peak, whole = room.whole - allowed + more, room.whole
         causes = [cause for cause in causes if cause[0] > 0]
         said = " and ".join(f"{memory_format(size)} {words}" for size, words, _ in causes)
+        fixes = " ".join(fix for *_, fix in causes)
         budget = "" if self.budget is None else f" {self.budget!r}"
         message = (
-            f"{phase} begins while {said}, which would exceed the budget{budget}: the peak would be {memory_format(peak)} "
-            f"({peak} bytes), and {memory_format(whole)} ({whole} bytes) are allowed. {' '.join(fix for *_, fix in causes)}"
+            f"{phase} begins while {said}, which would exceed the budget{budget}: the peak would be "
+            f"{memory_format(peak)} ({peak} bytes), and {memory_format(whole)} ({whole} bytes) are allowed. {fixes}"
         )
         if more - earlier <= allowed and not self._is_in_bytes:  # a fraction refers to a step of one forward
             warn(message)

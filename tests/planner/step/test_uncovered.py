@@ -1,8 +1,9 @@
-"""Warnings of memory that a budget does not cover: a loss outside of the model, an optimizer's state."""
+"""Memory that a budget does not cover: earlier forwards, a loss outside of the model, an optimizer's state."""
 
 import copy
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -61,6 +62,98 @@ def test_a_loss_inside_of_the_model_is_covered():
     _, later = recorded(lambda: model(X, LABELS)[0].backward())
     _, without_budget = recorded(lambda: ackpt.compile(Net(), X)(X).sum().backward())
     assert not said and not later and not without_budget
+
+
+@pytest.mark.parametrize("options", [{}, {"regions": True}])
+def test_a_loss_that_leaves_the_model_is_named_with_its_bytes(options):
+    model = Net()
+    ackpt.apply_budget(model, (X, LABELS), budget="1MiB", **options)
+    model(X, LABELS)[0].backward()
+    with pytest.warns(UserWarning, match=LOSS_OUTSIDE + r", 1.2 KiB \(1280 bytes\)"):
+        F.cross_entropy(model(X), LABELS).backward()
+    assert not recorded(lambda: [model(X), model(X, LABELS)])[1]
+
+
+class Loss(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def deep():
+    torch.manual_seed(0)
+    layers = ((nn.Linear(32, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4))
+    return Loss(*(nn.Sequential(*each) for each in layers))
+
+
+A, B = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+def pair(model, kept):
+    (model(A) + model(B)).backward()
+
+
+def in_turns(model, kept):
+    losses = [model(A), model(B)]
+    for loss in losses:
+        loss.backward()
+
+
+def same_input(model, kept):
+    (model(A) - 0.5 * model(A)).backward()
+
+
+def alone(model, kept):
+    model(A)  # dropped
+    loss = model(A)
+    with torch.no_grad():
+        model(A)
+    loss.backward()
+    kept.append(loss)
+
+
+def accumulated(model, kept):
+    for x in (A, B, A):
+        model(x).backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"regions": True}])
+@pytest.mark.parametrize(
+    ("loop", "exceeds"),
+    [(pair, True), (in_turns, True), (same_input, True), (alone, False), (accumulated, False)],
+)
+def test_what_earlier_forwards_hold_counts(loop, exceeds, options):
+    """In bytes it is an error, or with on_exceed="warn" a warning; for a fraction, a warning."""
+    probe = deep()
+    step = ackpt.apply_budget(probe, A, budget="1GiB", accumulation=True, **options)
+    probe(A).backward()
+    budget = step.plan.baseline_peak_bytes
+    expected = deep()
+    loop(expected, [])
+    for limit, on_exceed in ((budget, "raise"), (budget, "warn"), (1.0, "raise")):
+        model, kept = deep(), []
+        step = ackpt.apply_budget(model, A, budget=limit, accumulation=True, on_exceed=on_exceed, **options)
+        model(A).backward()
+        model.load_state_dict(deep().state_dict())
+        model.zero_grad()
+        if exceeds and limit == budget and on_exceed == "raise":
+            with pytest.raises(ackpt.BudgetError, match="(other|earlier) forwards"):
+                loop(model, kept)
+            continue
+        _, said = recorded(partial(loop, model, kept))
+        assert bool(said) == exceeds and all("on_exceed" in each or "budget 1.0" in each for each in said)
+        for one, other in zip(model.parameters(), expected.parameters()):
+            assert torch.equal(one.grad, other.grad)
+        assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
+
+
+def test_forwards_of_models_that_share_parameters_count():
+    encoder = deep()[:2]
+    models = [Loss(*encoder, nn.Linear(32, 8)) for _ in range(2)]
+    least = [ackpt.compile(each, A, budget=1.0).plan.baseline_peak_bytes for each in models]
+    for each in models:
+        ackpt.apply_budget(each, A, budget=max(least))
+    with pytest.raises(ackpt.BudgetError, match="forward begins while .* of other forwards"):
+        (models[0](A) + models[1](B)).backward()
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
