@@ -38,8 +38,8 @@ _local = _Local()
 class Block:
     """A module that runs as a region or as it is; called in place of its ``forward``.
 
-    ``refused``: why it cannot be a region, empty if it can. ``has_run``: whether it has run as a region. ``kind``: equal
-    for blocks that probably allocate alike.
+    ``refused``: why it cannot be a region, empty if it can. ``has_run``: whether it has run as a region. ``kind``:
+    equal for blocks that probably allocate alike.
     """
 
     ackpt_stands_in = True  # regions leave it as it is: it may be in place for the forward of another thread

@@ -330,7 +330,7 @@ class _Forward:
     """One forward of the model, which lives as long as its graph.
 
     ``is_counted``: whether its backward is counted, too. ``is_bounded``: whether the limit holds. ``is_alone``: whether
-    it began after the backward of all others. ``is_in_mode``: whether it ran under a dispatch mode, as its
+    no other one ran between it and its backward. ``is_in_mode``: whether it ran under a dispatch mode, as its
     recomputations then do, because torch decomposes operations differently under one. ``key``: what its backward
     depends on. ``start_bytes``: what was live before it.
     """
@@ -368,7 +368,9 @@ class _Forward:
             # With accumulation=True, gradients of earlier steps are resident.
             live.gradients(self.regions.gradients(), counts=not self.regions.loop.accumulation)
             self.start_bytes = live.bytes
-            self.is_alone = all(each.is_reached for each in self.regions.forwards)
+            for each in self.regions.forwards:
+                if not each.is_reached:
+                    self.is_alone = each.is_alone = False
             self.regions.forwards.add(self)
             if record is not None:
                 planned.start_bytes = max(planned.start_bytes, live.bytes)
