@@ -292,9 +292,7 @@ def rates(device: Any) -> devices.Device | None:
     if device == "cpu":
         return calibration.this_cpu()
     if device == "cuda" or device.startswith("cuda:"):
-        raise ValueError(
-            f'the rates of {device!r} are not known: name one of {", ".join(devices.DEVICES)}'
-        )
+        raise ValueError(f"the rates of {device!r} are not known: name one of {', '.join(devices.DEVICES)}")
     return devices.device(device)
 
 

@@ -189,7 +189,7 @@ class Uncovered:
         """Report if `phase` of `forward` begins while more is allocated than its budget allows."""
         gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
         if self.request.loop.accumulation:
-            gradients -= sum(leaf.nbytes for leaf in leaves)
+            gradients -= sum(leaf.nbytes for leaf in leaves if isinstance(leaf, nn.Parameter))
         outputs = forward.referenced(DROPPED)  # none before the forward
         others = (each for one in _ALL for each in one._forwards if one is self or each.leaves & forward.leaves)
         counted = {*forward.arguments, *forward.outputs}
@@ -208,7 +208,6 @@ class Uncovered:
         more, allowed = sum(size for size, *_ in causes), getattr(room, phase)
         if more <= allowed or forward.is_reported:
             return
-        forward.is_reported = True
         peak, whole = room.whole - allowed + more, room.whole
         causes = [cause for cause in causes if cause[0] > 0]
         said = " and ".join(f"{memory_format(size)} {words}" for size, words, _ in causes)
@@ -222,6 +221,7 @@ class Uncovered:
             warn(message)
         else:
             self.request.report(f"{message} on_exceed='warn' lets such steps run.", peak)
+        forward.is_reported = True
 
     def note_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
         """Warn if no output that gets a gradient is a scalar, and those of the step before included one."""

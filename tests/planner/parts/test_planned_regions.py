@@ -483,3 +483,60 @@ def test_a_returned_argument_belongs_to_the_block_that_computed_it():
     for _ in range(2):
         results(model, step, batch)
     assert measured(model, step, batch).peak_bytes <= step.plan.peak_bytes
+
+
+class Skips(nn.Module):
+    """Skips some of its blocks, as layerdrop does."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 16)) for _ in range(6))
+        self.blocks, self.skipped = nn.ModuleList(blocks), set()
+
+    def forward(self, x):
+        for at, block in enumerate(self.blocks):
+            if at not in self.skipped:
+                x = x + block(x)
+        return x.square().mean() if x.sum() < 1e9 else x.mean()
+
+
+@pytest.mark.parametrize("skipped", [{3, 4, 5}, {0, 1, 2}, {0, 2, 4}])
+@pytest.mark.parametrize("budget", ["bytes", 0.7])
+def test_blocks_that_the_first_step_skips_have_room(skipped, budget):
+    x = torch.randn(64, 16)
+
+    def train(step, model):
+        model.zero_grad()
+        step(x).backward()
+
+    probe = Skips()
+    step = ackpt.compile(probe, x, budget="1GiB")
+    train(step, probe)
+    own = Skips()
+    train(own, own)
+    own.zero_grad()
+    measured_bytes = ackpt.measure(lambda: train(own, own), resident=[own, x], repeats=0, warmup=0).peak_bytes
+    assert step.plan.baseline_peak_bytes == measured_bytes
+    limit = int(1.1 * step.plan.least_peak_bytes)
+    model = Skips()
+    model.skipped = skipped
+    step = ackpt.compile(model, x, budget=limit if budget == "bytes" else budget)
+    for _ in range(4):
+        train(step, model)
+        model.skipped = set()
+    model.zero_grad()
+    peak = ackpt.measure(lambda: train(step, model), resident=[model, x], repeats=0, warmup=0).peak_bytes
+    assert peak <= step.plan.limit_bytes + step.plan.resident_bytes and "saved" in step.plan.fates.values()
+
+
+def test_a_larger_batch_without_the_optimizer_is_warned_of_with_its_state():
+    model = Skips()
+    step = ackpt.compile(model, torch.randn(8, 16), budget="1MiB")
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(torch.randn(8, 16)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="does not count the state of AdamW.*planned peak is .*, not 1.0 MiB"):
+        loss = step(torch.randn(16, 16))
+    loss.backward()
+    assert isinstance(step.plan.peak_bytes, int)
