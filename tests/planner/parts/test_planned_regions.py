@@ -485,8 +485,8 @@ def test_a_returned_argument_belongs_to_the_block_that_computed_it():
     assert measured(model, step, batch).peak_bytes <= step.plan.peak_bytes
 
 
-class Skips(nn.Module):
-    """Skips some of its blocks, as layerdrop does."""
+class SkipsBlocks(nn.Module):
+    """SkipsBlocks some of its blocks, as layerdrop does."""
 
     def __init__(self):
         super().__init__()
@@ -509,16 +509,16 @@ def test_blocks_that_the_first_step_skips_have_room(skipped, budget):
         model.zero_grad()
         step(x).backward()
 
-    probe = Skips()
+    probe = SkipsBlocks()
     step = ackpt.compile(probe, x, budget="1GiB")
     train(step, probe)
-    own = Skips()
+    own = SkipsBlocks()
     train(own, own)
     own.zero_grad()
     measured_bytes = ackpt.measure(lambda: train(own, own), resident=[own, x], repeats=0, warmup=0).peak_bytes
     assert step.plan.baseline_peak_bytes == measured_bytes
     limit = int(1.1 * step.plan.least_peak_bytes)
-    model = Skips()
+    model = SkipsBlocks()
     model.skipped = skipped
     step = ackpt.compile(model, x, budget=limit if budget == "bytes" else budget)
     for _ in range(4):
@@ -530,7 +530,7 @@ def test_blocks_that_the_first_step_skips_have_room(skipped, budget):
 
 
 def test_a_larger_batch_without_the_optimizer_is_warned_of_with_its_state():
-    model = Skips()
+    model = SkipsBlocks()
     step = ackpt.compile(model, torch.randn(8, 16), budget="1MiB")
     optimizer = torch.optim.AdamW(model.parameters())
     step(torch.randn(8, 16)).backward()
