@@ -98,18 +98,14 @@ class Forward:
                     self.outputs[each._cdata] = StorageWeakRef(each), each.nbytes(), fate, words
 
     def referenced(self, *fates: str) -> dict[int, tuple[int, str]]:
-        """The outputs with these fates that are still referenced: their bytes, and what they are."""
-        items = self.outputs.items()
-        return {key: (size, words) for key, (ref, size, fate, words) in items if fate in fates and not ref.expired()}
-
-    @property
-    def is_held(self) -> bool:
-        return self.node() is not None or bool(self.referenced(SAVED, DROPPED, KEPT))
+        """The outputs, with these fates if any, that are still referenced: their bytes, and what they are."""
+        alive = {key: each for key, each in self.outputs.items() if not each[0].expired()}
+        return {key: (size, words) for key, (_, size, fate, words) in alive.items() if not fates or fate in fates}
 
     def held_bytes(self, counted: set[int]) -> int:
         """What is still allocated, except storages that are `counted` already; adds its own to these."""
         total = 0
-        storages = {key: size for key, (size, _) in self.referenced(SAVED, DROPPED, KEPT).items()}
+        storages = {key: size for key, (size, _) in self.referenced().items()}
         if self.node() is not None and (room := self.room()) is not None:
             total = room.between  # with these outputs
             for key, (ref, size, fate, _) in self.outputs.items():
@@ -163,7 +159,7 @@ class Uncovered:
         """
         if not self._is_bounded:
             return None
-        self._forwards = [each for each in self._forwards if each.is_held]
+        self._forwards = [each for each in self._forwards if each.node() is not None or each.referenced()]
         leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
         forward = Forward(set(map(id, leaves)), arguments, room)
         self._check(forward, leaves, "forward", False)
@@ -193,7 +189,7 @@ class Uncovered:
         outputs = forward.referenced(DROPPED)  # none before the forward
         others = (each for one in _ALL for each in one._forwards if one is self or each.leaves & forward.leaves)
         counted = {*forward.arguments, *forward.outputs}
-        earlier = sum(each.held_bytes(counted) for each in others if each is not forward and each.is_held)
+        earlier = sum(each.held_bytes(counted) for each in others if each is not forward)
         if phase == "backward":  # autograd sums the gradients of several forwards before it adds them to `.grad`
             earlier += sum(leaf.nbytes for leaf in leaves if id(leaf) in _arrived.leaves)
         if (gradients <= 0 and not outputs and not retains and not earlier) or (room := forward.room()) is None:
