@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ackpt.checkpointing.reachable import tensors_in
 from ackpt.checkpointing.reentrant import checkpoint
@@ -32,7 +31,7 @@ from ackpt.core.errors import BudgetError, CheckpointError, TraceError, warn
 from ackpt.core.history import History
 from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
-from ackpt.metering.resident import Resident, storages_of
+from ackpt.metering.resident import Resident
 from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor, own_call
@@ -42,7 +41,17 @@ from ackpt.planner.request import Request
 
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
 from .module_blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
-from .regions_plan import CHECKPOINTED, SAVED, Need, Record, RegionsPlan, Run, SavedStorages, Segment
+from .regions_plan import (
+    CHECKPOINTED,
+    SAVED,
+    Need,
+    Record,
+    RegionsPlan,
+    Run,
+    SavedStorages,
+    Segment,
+    hold_outputs,
+)
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CUDA_BLOCK = 512
@@ -461,7 +470,7 @@ class _Forward:
             run.held_bytes += before - live.bytes
             run.left_bytes = live.bytes - before
             record.segments.append(Segment(live.segment_peak(), run, None, run.held_bytes))
-            _hold_outputs(outputs, storages, (args, kwargs), live, weakref.ref(record), run)
+            hold_outputs(outputs, storages, (args, kwargs), live, weakref.ref(record), run)
         return result
 
     def _backward_of(self, block: Block, run: Run, reference, *gradients) -> Any:
@@ -604,21 +613,6 @@ def _recorded(live, record: Record, run: Run, storages: SavedStorages):
         yield
         run.cost, run.held_bytes = live.cost - cost, live.bytes - start
         record.segments.append(Segment(live.segment_peak(), run, run.entry_bytes - start))
-
-
-def _hold_outputs(outputs, saved: SavedStorages, arguments: Any, live, record, run: Run) -> None:
-    """Count the outputs that the graph of a block saves as held by it once nothing else refers to them."""
-    given = {s._cdata for leaf in tree_leaves(arguments) if is_tensor(leaf) for s in storages_of(leaf)}
-    for key, storage in {s._cdata: s for output in outputs for s in storages_of(output)}.items():
-        if key in saved.keys - given:
-            freed = partial(_output_freed, live, record, run, key, storage.nbytes())
-            run.outputs.append(weakref.ref(storage, freed))
-
-
-def _output_freed(live, record, run: Run, key: int, size: int, _) -> None:
-    live.freed(key)
-    if (open_record := record()) is not None:
-        open_record.holds(live, run, size)
 
 
 def _first_sentence(error: Exception) -> str:

@@ -12,11 +12,14 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ackpt.metering.meter import memory_format
+from ackpt.metering.resident import storages_of
 from ackpt.planner.schedule.plan import PlanError
 
 SAVED, CHECKPOINTED = "saved", "checkpointed"
@@ -280,3 +283,18 @@ class SavedStorages:
             self.keys.add(tensor.untyped_storage()._cdata)
         # The tensor itself would refer to its own graph if it is the result of the operation that saves it.
         return tensor.detach()
+
+
+def hold_outputs(outputs, saved: SavedStorages, arguments: Any, live, record, run: Run) -> None:
+    """Count the outputs that the graph of a block saves as held by it once nothing else refers to them."""
+    given = {s._cdata for leaf in tree_leaves(arguments) if torch.is_tensor(leaf) for s in storages_of(leaf)}
+    for key, storage in {s._cdata: s for output in outputs for s in storages_of(output)}.items():
+        if key in saved.keys - given:
+            freed = partial(_output_freed, live, record, run, key, storage.nbytes())
+            run.outputs.append(weakref.ref(storage, freed))
+
+
+def _output_freed(live, record, run: Run, key: int, size: int, _) -> None:
+    live.freed(key)
+    if (open_record := record()) is not None:
+        open_record.holds(live, run, size)
