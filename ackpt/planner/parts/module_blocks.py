@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -190,3 +191,15 @@ class Undo:
                     with torch.autograd._unsafe_preserve_version_counter(tensor):
                         tensor.copy_(copy)
         return all(copy is not None for _, copy in changed)
+
+
+def first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.partition(". ")[0].rstrip(".")
+
+
+def free(error: BaseException | None) -> None:
+    """Free what the frames of an error and its causes refer to."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

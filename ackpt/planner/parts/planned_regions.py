@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
-from .module_blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
+from .module_blocks import Block, Undo, blocks_of, called_by, first_sentence, free, present_caller, replaced
 from .regions_plan import (
     CHECKPOINTED,
     SAVED,
@@ -50,7 +49,10 @@ from .regions_plan import (
     Run,
     SavedStorages,
     Segment,
+    first_forward,
     hold_outputs,
+    is_within,
+    recorded_run,
 )
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
@@ -163,7 +165,7 @@ class PlannedRegions:
         tensors = tuple(leaf if isinstance(leaf, tuple) else type(leaf) for leaf in facts.leaves)
         key = facts.spec, tensors, tuple(facts.model.tensors), tuple(facts.model.training), facts.autocast
         plans = self._planned.setdefault(key, [])
-        planned = next((each for each in plans if _is_within(call.sizes, each.sizes)), None)
+        planned = next((each for each in plans if is_within(call.sizes, each.sizes)), None)
         if planned is None:
             planned = self._new(call)
             plans.append(planned)
@@ -437,10 +439,10 @@ class _Forward:
                 raise
             if record is not None:
                 record.forget(run)
-            reason = _first_sentence(error)
+            reason = first_sentence(error)
             if not undo.undo():
                 raise self._left_out(block, error) from error
-            _free(error)
+            free(error)
         finally:
             self._in_block, phase.leaves_behind = False, None
         result = block.forward(*args, **kwargs)  # raises an error again that regions did not cause
@@ -449,7 +451,7 @@ class _Forward:
 
     def _region(self, block: Block, run: Run, args: tuple, kwargs: dict) -> Any:
         live, record, storages = self.live, self._open_record(), SavedStorages()
-        _body.first = _first_forward(live) if record is None else _recorded(live, record, run, storages)
+        _body.first = first_forward(live) if record is None else recorded_run(live, record, run, storages)
         phase.leaves_behind = False if not block.has_run else None
         before = live.bytes
         try:
@@ -505,7 +507,7 @@ class _Forward:
             _body.live, _body.recomputed = before, None
 
     def _left_out(self, block: Block, error: Exception) -> CheckpointError:
-        block.refused = _first_sentence(error)
+        block.refused = first_sentence(error)
         self.planned.plan = replace(
             self.planned.plan,
             fates={**self.planned.plan.fates, block.path: SAVED},
@@ -594,44 +596,3 @@ def _run_body(forward, *args, **kwargs) -> Any:
         return result
     with first:
         return forward(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _first_forward(live):
-    """Count what a region allocates for random numbers: it reads the state of torch's generator twice."""
-    yield
-    with live.more(RNG_STATE_BYTES):
-        pass
-
-
-@contextlib.contextmanager
-def _recorded(live, record: Record, run: Run, storages: SavedStorages):
-    """Record what a block costs, saves and holds at its end."""
-    cost, start = live.cost, live.bytes
-    record.segments.append(Segment(live.segment_peak(), run, None))
-    with _first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
-        yield
-        run.cost, run.held_bytes = live.cost - cost, live.bytes - start
-        record.segments.append(Segment(live.segment_peak(), run, run.entry_bytes - start))
-
-
-def _first_sentence(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text.partition(". ")[0].rstrip(".")
-
-
-def _free(error: BaseException | None) -> None:
-    """Free what the frames of an error and its causes refer to."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _is_within(sizes: Sizes, largest: Sizes) -> bool:
-    """Whether no tensor is larger than the other call's in any dimension, or in the unused bytes of its storage."""
-    pairs = (
-        pair
-        for (size, _, unused), (most, _, most_unused) in zip(sizes, largest)
-        for pair in zip((*size, unused), (*most, most_unused))
-    )
-    return all(size <= most for size, most in pairs)

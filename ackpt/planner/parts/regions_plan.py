@@ -7,6 +7,7 @@ events, without what only regions do, each increased by the bytes that the saved
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import Counter
@@ -20,7 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
+from ackpt.planner.capture.call_facts import Sizes
 from ackpt.planner.schedule.plan import PlanError
+
+from .live_bytes import RNG_STATE_BYTES
 
 SAVED, CHECKPOINTED = "saved", "checkpointed"
 
@@ -298,3 +302,32 @@ def _output_freed(live, record, run: Run, key: int, size: int, _) -> None:
     live.freed(key)
     if (open_record := record()) is not None:
         open_record.holds(live, run, size)
+
+
+@contextlib.contextmanager
+def first_forward(live):
+    """Count what a region allocates for random numbers: it reads the state of torch's generator twice."""
+    yield
+    with live.more(RNG_STATE_BYTES):
+        pass
+
+
+@contextlib.contextmanager
+def recorded_run(live, record: Record, run: Run, storages: SavedStorages):
+    """Record what a block costs, saves and holds at its end."""
+    cost, start = live.cost, live.bytes
+    record.segments.append(Segment(live.segment_peak(), run, None))
+    with first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
+        yield
+        run.cost, run.held_bytes = live.cost - cost, live.bytes - start
+        record.segments.append(Segment(live.segment_peak(), run, run.entry_bytes - start))
+
+
+def is_within(sizes: Sizes, largest: Sizes) -> bool:
+    """Whether no tensor is larger than the other call's in any dimension, or in the unused bytes of its storage."""
+    pairs = (
+        pair
+        for (size, _, unused), (most, _, most_unused) in zip(sizes, largest)
+        for pair in zip((*size, unused), (*most, most_unused))
+    )
+    return all(size <= most for size, most in pairs)
