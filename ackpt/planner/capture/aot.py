@@ -33,7 +33,7 @@ from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized,
 from .inspection.attributes import arguments_unchanged, every_module
 from .inspection.branches import Branch, Branches
 from .inspection.calls import described
-from .inspection.kept_tensors import OF_SHAPES, Held, places
+from .inspection.kept_tensors import OF_SHAPES, Held, places, seen_elsewhere
 from .inspection.model_checks import (
     call_named,
     check_call,
@@ -201,7 +201,7 @@ class _Forward:
             if tensor is not None
         ]
         self.returned: tuple = ()
-        self._ties = [*_ties(call.model, "_parameters"), *_ties(call.model, "_buffers")]
+        self.where: Any = None
         self._casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
         self._attributes: list[tuple[torch.Tensor, str, set[str]]] = []
 
@@ -220,30 +220,30 @@ class _Forward:
         self._attributes.clear()
         call.reads.start()
         leaves = call.leaves
-        traced = dict(zip((id(leaves[index]) for index in given_places(leaves)), tensors))
-        inputs = [traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves]
-        for at in call.numbers:
-            inputs[at] = inputs[at].shape[0]
+        given = {id(leaves[index]): tensor for index, tensor in zip(given_places(leaves), tensors)}
+        inputs = [given[id(leaf)].shape[0] if at in call.numbers else leaf for at, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(inputs, call.arguments)
-        with _tied(self._ties):
-            traced_references = {id(tensor): named[name] for named, name, tensor in self.references}
-            self._attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in self.references]
-            held = Held({**traced, **traced_references}, call.reads.paused)
-            real = (*leaves, *(tensor for _, _, tensor in self.references))
-            versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
-            weights = [held.traced[id(tensor)] for tensor in real if is_weight(tensor)]
-            once = casting_once(weights if self._casts_once else ())
-            originals = {id(held.traced[id(tensor)]): tensor for _, _, tensor in self.references}
-            watched = call.reads.watched(held.is_same, lambda value: originals.get(id(value), value))
-            same_arguments = arguments_unchanged([*args, *kwargs.values()])
-            given = [] if not call.values else list(zip(given_places(leaves), tensors))
-            given = {at: tensor for at, tensor in given if at not in call.numbers}
-            branches = Branches(call.values, given, _plain if call.symbols is None else call.symbols.number)
-            with same_arguments, once, held, found_packed(), watched:
-                with fused_attention_refused(), saving_hooks_refused(), branches:
-                    outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
-            buffers = [tensor for _, _, tensor in self.references if not tensor.requires_grad]
-            call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
+        traced = {id(tensor): named[name] for named, name, tensor in self.references if named[name] is not tensor}
+        for _, _, tensor in self.references:
+            seen_elsewhere(traced[id(tensor)], tensor)
+        self._attributes = [(tensor, name, set(vars(tensor))) for _, name, tensor in self.references]
+        originals = [tensor for _, _, tensor in self.references] + [leaf for leaf in leaves if is_tensor(leaf)]
+        held = Held({**given, **traced}, call.reads.paused, originals, self.where.note_error)
+        versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
+        weights = [held.traced[id(tensor)] for tensor in originals if is_weight(tensor)]
+        once = casting_once(weights if self._casts_once else ())
+        watched = call.reads.watched(held.is_same, held.original)
+        same_arguments = arguments_unchanged([*args, *kwargs.values()])
+        places_given = {} if not call.values else dict(zip(given_places(leaves), tensors))
+        places_given = {at: tensor for at, tensor in places_given.items() if at not in call.numbers}
+        branches = Branches(call.values, places_given, _plain if call.symbols is None else call.symbols.number, held)
+        with same_arguments, once, held, held.in_functions(), found_packed(), watched:
+            with fused_attention_refused(), saving_hooks_refused(), branches:
+                outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
+        self.where.require_no_error()
+        outputs = list(map(held.stand_in_of, outputs))
+        buffers = [tensor for _, _, tensor in self.references if not tensor.requires_grad]
+        call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
         if held.new_inputs:
             raise _HoldsTensors(held.new_inputs)
         for value in outputs:
@@ -271,11 +271,9 @@ class _Flat(nn.Module):
         for number, tensor in enumerate(held):
             buffers.register_buffer(str(number), tensor)
         # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
-        self._ackpt_forward = _Forward(call, (*call.model.modules(), buffers))
-        model = call.model
-        vars(self).update(
-            _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
-        )
+        vars(self).update(vars(_mirror(call.model, {})))
+        self._modules[_HELD] = buffers
+        self._ackpt_forward = _Forward(call, self.modules())
 
     def forward(self, *tensors):
         return self._ackpt_forward(tensors)
@@ -288,38 +286,22 @@ class _Flat(nn.Module):
         return super().named_buffers(prefix, recurse)
 
 
+def _mirror(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
+    """A module with the names and tensors of `module`, in which torch replaces tensors; the model keeps its own."""
+    if id(module) not in seen:
+        mirror = seen[id(module)] = nn.Module()
+        children = {name: child if child is None else _mirror(child, seen) for name, child in module._modules.items()}
+        own = {"_parameters": {**module._parameters}, "_buffers": {**module._buffers}, "_modules": children}
+        vars(mirror).update(own)
+    return seen[id(module)]
+
+
 class _HoldsTensors(Exception):
     """The model's code references tensors that must become inputs of the capture: (tensor, line) of each, by its id."""
 
     def __init__(self, tensors):
         super().__init__()
         self.tensors = tensors
-
-
-def _ties(model, kind: str):
-    """Tied tensors: (dict, name, dict and name of the first reference to the same tensor)."""
-    first: dict[int, tuple[dict, str]] = {}
-    for module in model.modules():
-        named = getattr(module, kind)
-        for name, tensor in named.items():
-            if tensor is None:
-                continue
-            if id(tensor) in first:
-                yield (named, name, *first[id(tensor)])
-            first.setdefault(id(tensor), (named, name))
-
-
-@contextlib.contextmanager
-def _tied(ties):
-    """Inside, every tied name refers to the tensor that torch has put in place of the first one."""
-    were = [named[name] for named, name, _, _ in ties]
-    for named, name, first, first_name in ties:
-        named[name] = first[first_name]
-    try:
-        yield
-    finally:
-        for (named, name, _, _), was in zip(ties, were):
-            named[name] = was
 
 
 def given_places(leaves) -> tuple[int, ...]:
@@ -487,10 +469,11 @@ def _exported(stack, call: _Call, held) -> Capture:
     flat, given = _Flat(call, held), given_places(call.leaves)
     forward = flat._ackpt_forward
     tensors = tuple(call.leaves[index] for index in given)
-    where = Where(call.model, call.reads.kept.add)
-    with contextlib.ExitStack() as inner, where, call.reads.watched_backward():
+    where = forward.where = Where(call.model, call.reads.kept.add)
+    with contextlib.ExitStack() as inner, where, call.reads.watched_backward(where):
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
+    where.require_no_error()
     forward.require_same_attributes()
     call.reads.refuse_new_generators(joint.graph_module)
     forward.references.clear()  # torch keeps the module, but this holds tensors

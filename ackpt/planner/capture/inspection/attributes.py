@@ -241,7 +241,8 @@ def _changed_items(container, copy) -> Iterator[tuple[Any, Any, Any]]:
         size = max(len(copy), len(now))
         before, after = (values + [None] * (size - len(values)) for values in (copy, now))
         pairs = list(zip(range(size), before, after))
-    yield from (item for item in pairs if not _same(*item[1:]))
+    is_dict = isinstance(container, dict)  # None is not the same as no value: a submodule leaves the module's __dict__
+    yield from (x for x in pairs if not _same(*x[1:]) or (is_dict and (x[0] in copy) != (x[0] in container)))
 
 
 def _same(was, now, is_same=lambda was, now: False) -> bool:

@@ -17,7 +17,7 @@ from torch._ops import OperatorBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from .source_lines import line
+from .source_lines import line, not_repeated
 
 Number = Callable[[Any, Sequence[Any]], Any]
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -76,8 +76,9 @@ class Branches(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number):
+    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number, held=None):
         super().__init__()
+        self._held = held
         self.branches: list[Branch] = []
         self._leaves, self._number = leaves, number
         self._steps: list[_Step] = []
@@ -93,6 +94,11 @@ class Branches(TorchDispatchMode):
                 raise NotImplementedError(f"{func} is a HigherOrderOperator")
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._held is not None and any(map(self._held.is_original, tensors)):
+            raise not_repeated(
+                f"C++ code gets a parameter or an argument directly{line()}, as a scripted function does, which a "
+                "captured step does not follow"
+            )
         values = {id(tensor): value for tensor in tensors if (value := self._value(tensor)) is not None}
         if func is _READ and values and args[0].dtype is torch.bool:
             (value,) = values.values()

@@ -223,6 +223,17 @@ def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
     return (lambda: id(getattr(holder, name, None)) == was) if was in items else None
 
 
+_OF_AUTOGRAD = torch.Tensor.is_leaf.__get__, torch.Tensor.grad_fn.__get__
+
+
+def seen_elsewhere(traced: torch.Tensor, original: torch.Tensor) -> None:
+    """Give `traced` the attributes of `original`, for code that a function of torch calls, as in a custom backward."""
+    own = vars(original)
+    vars(traced).update((name, value) for name, value in own.items() if name not in ("elem",))
+    if isinstance(original, torch.nn.Parameter):
+        traced._is_param = True
+
+
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -233,17 +244,56 @@ class Held(TorchFunctionMode):
     a second capture takes them as inputs. ``paused``: a context in which torch's own code runs.
     """
 
-    def __init__(self, traced: dict[int, torch.Tensor], paused: Callable[[], contextlib.AbstractContextManager]):
+    def __init__(self, traced: dict[int, torch.Tensor], paused: Callable[[], contextlib.AbstractContextManager], originals=(), note_error=lambda error: None):
         super().__init__()
         self._paused = paused
+        self._note_error = note_error
+        self._originals = {id(traced[id(tensor)]): tensor for tensor in originals}
         self.traced = traced
         self.new_inputs: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        args = tuple(map(self._replaced, args))
-        kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
-        with self._paused():
-            return func(*args, **kwargs)
+        if func in _OF_AUTOGRAD and self.is_original(args[0]):  # the traced tensor is no leaf of torch's joint function
+            return func(*args)
+        try:
+            args = tuple(map(self._replaced, args))
+            kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
+            with self._paused():
+                result = func(*args, **kwargs)
+        except Exception as error:
+            self._note_error(error)
+            raise
+        return self.original(result)
+
+    def original(self, value):
+        """The model's own tensor that `value` represents; other values as they are."""
+        return self._originals.get(id(value), value)
+
+    def stand_in_of(self, value):
+        return self.traced.get(id(value), value)
+
+    def is_original(self, tensor) -> bool:
+        return self._originals.get(id(self.traced.get(id(tensor)))) is tensor
+
+    @contextlib.contextmanager
+    def in_functions(self):
+        """Inside, functions of torch that call no function mode get the traced tensors, too."""
+        places = (torch.autograd.Function, "apply"), (torch.jit.ScriptFunction, "__call__"), (torch.nn.Parameter, "__new__")
+        with contextlib.ExitStack() as stack:
+            for kind, name in places:
+                own = vars(kind)[name]
+                stack.callback(setattr, kind, name, own)
+                setattr(kind, name, self._with_traced(own))
+            yield
+
+    def _with_traced(self, own):
+        function = getattr(own, "__func__", own)
+
+        def call(first, *args, **kwargs):
+            result = function(first, *map(self._replaced, args), **{k: self._replaced(v) for k, v in kwargs.items()})
+            return tuple(map(self.original, result)) if type(result) is tuple else self.original(result)
+
+        return call if own is function else type(own)(call)
 
     def is_same(self, tensor, other) -> bool:
         """Whether `other` represents `tensor`."""

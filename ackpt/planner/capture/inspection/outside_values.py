@@ -149,15 +149,17 @@ class Reads:
         self.kept.start(lambda: self._changed.clear() if self._is_first_capture else None)
 
     @contextlib.contextmanager
-    def watched_backward(self):
+    def watched_backward(self, mode):
         """Inside, a backward of the model's own functions is `watched`, and all of it if the forward adds hooks."""
         grad, function = torch.autograd.grad, torch.autograd.function.BackwardCFunction
 
         def watched(run):
             def watching(*args, **kwargs):
+                again = contextlib.nullcontext() if run is grad else mode  # torch leaves it while grad runs
                 if self._watching is not None or (run is grad and not self._has_hooks):
-                    return run(*args, **kwargs)
-                with self._watched():
+                    with again:
+                        return run(*args, **kwargs)
+                with self._watched(), again:
                     return run(*args, **kwargs)
 
             return watching

@@ -104,6 +104,7 @@ class Where(TorchFunctionMode):
 
     def __init__(self, model, note: Callable[[Any, str], None]):
         super().__init__()
+        self.error: Exception | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._note = note
 
@@ -119,7 +120,12 @@ class Where(TorchFunctionMode):
         if module is None:  # outside of the model's code
             if func == _GRADIENT and not args[0].is_leaf:
                 return None  # torch reads .grad of all arguments, which warns for non-leaves
-            return func(*args, **(kwargs or {}))
+            return self._noting(func, args, kwargs) if source else func(*args, **(kwargs or {}))
+        if func in _RAISE_BY_VALUES and (place := _caught()):
+            raise not_repeated(
+                f"the model's code catches errors of {func.__name__}{place}, which depend on values, and a captured "
+                "step would raise them"
+            )
         if func == _SET_DATA:
             raise TraceError(
                 f"the model's code replaces the data of a tensor at {source or f'module {module!r}'}. A plan does not "
@@ -131,9 +137,48 @@ class Where(TorchFunctionMode):
                 "of earlier steps. Compute what depends on them outside of the model, and pass it as a tensor argument."
             )
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
-            result = func(*args, **(kwargs or {}))
+            result = self._noting(func, args, kwargs)
         self._note(result, f"at {source}" if source else f"in module {module!r}")
         return result
+
+    def _noting(self, func, args, kwargs):
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.note_error(error)
+            raise
+
+    def note_error(self, error: Exception) -> None:
+        """Remember the first error that only a capture raises, since the model's code may catch it."""
+        if self.error is None and not is_own(error):
+            self.error = error
+
+    def require_no_error(self) -> None:
+        """Raise the error that the model's code has caught: it has gone on as it would not in eager mode."""
+        if self.error is not None:
+            raise self.error
+
+
+_LINALG = "cholesky inv solve eigh eigvalsh eig svd svdvals qr lstsq ldl_factor lu_factor matrix_power inv_ex".split()
+_RAISE_BY_VALUES = {getattr(of, name) for of in (torch, torch.linalg) for name in (*_LINALG, "inverse") if hasattr(of, name)}
+_RAISE_BY_VALUES |= {torch.Tensor.cholesky, torch.Tensor.inverse, torch.multinomial, torch.Tensor.multinomial}
+
+
+def _caught() -> str:
+    """The line of the model's code that runs inside of a ``try`` with an ``except``, as " at ..."; "" if none does."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != _CAPTURE:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            handlers = {e.target for e in dis._parse_exception_table(code) if e.start <= frame.f_lasti < e.end}
+            steps = {each.offset: each for each in dis.get_instructions(code)} if handlers else {}
+            order = sorted(steps)
+            for at in handlers:
+                following = [steps[o].opname for o in order[order.index(at):][:6]]
+                if "WITH_EXCEPT_START" not in following and "CHECK_EXC_MATCH" in following or following[1:2] == ["POP_TOP"]:
+                    return f" at {code_location(code.co_filename, frame.f_lineno)}"
+        frame = frame.f_back
+    return ""
 
 
 def _is_of_torch(frame) -> bool:
@@ -246,14 +291,14 @@ def explained(model: nn.Module, raises_own: bool):
     except TraceError:
         raise
     except Exception as error:  # the model's code may raise anything
-        if raises_own and _is_own(error):
+        if raises_own and is_own(error):
             raise
         raise _explained(error, model) from error
     finally:
         _LOG.disabled = was
 
 
-def _is_own(error) -> bool:
+def is_own(error) -> bool:
     """Whether the model's code raised `error`, or torch's checks of the arguments that it gave, rather than a capture.
 
     Code of the model that checks the class of a tensor names it.
