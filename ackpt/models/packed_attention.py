@@ -11,6 +11,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.nn.attention import SDPBackend
 
 __all__ = ["attention", "is_readable"]
@@ -90,7 +91,7 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
 
 def is_readable(x: Tensor) -> bool:
     """Whether the values of x exist, as they do not for meta and fake tensors and while compiling."""
-    return type(x) is Tensor and x.device.type != "meta" and not torch.compiler.is_compiling()
+    return detect_fake_mode(x) is None and x.device.type != "meta" and not torch.compiler.is_compiling()
 
 
 @contextlib.contextmanager

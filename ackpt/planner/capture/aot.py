@@ -30,10 +30,10 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.without_data.packed_sequences import found_packed
 
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
-from .inspection.attributes import arguments_unchanged, every_module
+from .inspection.attributes import arguments_unchanged, every_module, tensor_attributes
 from .inspection.branches import Branch, Branches
 from .inspection.calls import described
-from .inspection.kept_tensors import OF_SHAPES, Held, places, seen_elsewhere
+from .inspection.kept_tensors import OF_SHAPES, Held, places
 from .inspection.model_checks import (
     call_named,
     check_call,
@@ -98,7 +98,7 @@ class Capture:
     keeps_outputs: bool
 
     def __post_init__(self):
-        self._held_facts = list(map(tensor_facts, self.held))
+        self._held_facts = self._facts_of_held()
 
     def serves(self, leaves: Sequence[Any]) -> bool:
         """Whether the model takes the same way in a call with `leaves`, which has the sizes of the capture."""
@@ -121,7 +121,10 @@ class Capture:
         return label or ("" if self._is_current() else "a tensor that is neither a parameter nor a buffer")
 
     def _is_current(self) -> bool:
-        return self.reads.are_same() and list(map(tensor_facts, self.held)) == self._held_facts
+        return self.reads.are_same() and self._facts_of_held() == self._held_facts
+
+    def _facts_of_held(self):
+        return [(tensor_facts(tensor), tensor_attributes(tensor)) for tensor in self.held]
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""
@@ -200,15 +203,16 @@ class _Forward:
             for name, tensor in named.items()
             if tensor is not None
         ]
+        self.where = Where(call.model, call.reads.kept.add)
         self.returned: tuple = ()
-        self.where: Any = None
         self._casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
-        self._attributes: list[tuple[torch.Tensor, str, set[str]]] = []
+        self._attributes: list[tuple[torch.Tensor, str, dict[str, Any]]] = []
 
     def require_same_attributes(self) -> None:
-        """Raise a TraceError if the model's code, in its forward or a backward, has set an attribute of a parameter."""
+        """Raise a TraceError if code that gets traced tensors, such as a custom backward, has set attributes of one."""
         for tensor, name, before in self._attributes:
-            if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
+            now = vars(tensor)
+            if new := sorted(key for key in now if key[0] != "_" and now[key] is not before.get(key)):
                 raise not_repeated(
                     f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would "
                     "not repeat. Set an attribute of the module, register a buffer"
@@ -217,33 +221,33 @@ class _Forward:
 
     def __call__(self, tensors):
         call = self.call
-        self._attributes.clear()
         call.reads.start()
-        leaves = call.leaves
-        given = {id(leaves[index]): tensor for index, tensor in zip(given_places(leaves), tensors)}
-        inputs = [given[id(leaf)].shape[0] if at in call.numbers else leaf for at, leaf in enumerate(leaves)]
+        places = given_places(call.leaves)
+        inputs = list(call.leaves)
+        for at, tensor in zip(places, tensors):
+            if at in call.numbers:
+                inputs[at] = tensor.shape[0]
         args, kwargs = tree_unflatten(inputs, call.arguments)
-        traced = {id(tensor): named[name] for named, name, tensor in self.references if named[name] is not tensor}
-        for _, _, tensor in self.references:
-            seen_elsewhere(traced[id(tensor)], tensor)
-        self._attributes = [(tensor, name, set(vars(tensor))) for _, name, tensor in self.references]
-        originals = [tensor for _, _, tensor in self.references] + [leaf for leaf in leaves if is_tensor(leaf)]
-        held = Held({**given, **traced}, call.reads.paused, originals, self.where.note_error)
+        # Of a tied tensor, torch replaces only the first name.
+        pairs = [(tensor, named[name], name) for named, name, tensor in self.references if named[name] is not tensor]
+        for tensor, traced, _ in pairs:
+            vars(traced).update({**vars(tensor), **vars(traced), "_is_param": isinstance(tensor, nn.Parameter)})
+        self._attributes = [(traced, name, dict(vars(traced))) for _, traced, name in pairs]
+        own = [tensor for tensor, *_ in pairs] + [call.leaves[at] for at in places]
+        held = Held(own, [traced for _, traced, _ in pairs] + [*tensors], call.reads.paused, self.where.note_error)
         versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
-        weights = [held.traced[id(tensor)] for tensor in originals if is_weight(tensor)]
+        weights = [held.traced[id(tensor)] for tensor in own if is_weight(tensor)]
         once = casting_once(weights if self._casts_once else ())
-        watched = call.reads.watched(held.is_same, held.original)
         same_arguments = arguments_unchanged([*args, *kwargs.values()])
-        places_given = {} if not call.values else dict(zip(given_places(leaves), tensors))
-        places_given = {at: tensor for at, tensor in places_given.items() if at not in call.numbers}
-        branches = Branches(call.values, places_given, _plain if call.symbols is None else call.symbols.number, held)
-        with same_arguments, once, held, held.in_functions(), found_packed(), watched:
+        given = {at: tensor for at, tensor in zip(places, tensors) if call.values and at not in call.numbers}
+        number = _plain if call.symbols is None else call.symbols.number
+        branches = Branches(call.values, given, number, held.traced)
+        with same_arguments, once, held, held.in_functions(), found_packed(), call.reads.watched():
             with fused_attention_refused(), saving_hooks_refused(), branches:
                 outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
-        self.where.require_no_error()
-        outputs = list(map(held.stand_in_of, outputs))
-        buffers = [tensor for _, _, tensor in self.references if not tensor.requires_grad]
-        call.reads.kept.note_operations([(held.traced[id(tensor)], tensor) for tensor in buffers])
+        outputs = [held.traced.get(id(value), value) for value in outputs]
+        buffers = [(traced, tensor) for tensor, traced, _ in pairs if not tensor.requires_grad]
+        call.reads.kept.note_operations(buffers)
         if held.new_inputs:
             raise _HoldsTensors(held.new_inputs)
         for value in outputs:
@@ -469,11 +473,9 @@ def _exported(stack, call: _Call, held) -> Capture:
     flat, given = _Flat(call, held), given_places(call.leaves)
     forward = flat._ackpt_forward
     tensors = tuple(call.leaves[index] for index in given)
-    where = forward.where = Where(call.model, call.reads.kept.add)
-    with contextlib.ExitStack() as inner, where, call.reads.watched_backward(where):
+    with contextlib.ExitStack() as inner, forward.where as where, call.reads.watched_backward(where):
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
-    where.require_no_error()
     forward.require_same_attributes()
     call.reads.refuse_new_generators(joint.graph_module)
     forward.references.clear()  # torch keeps the module, but this holds tensors

@@ -35,6 +35,7 @@ from .inspection.attributes import (
     every_module,
     is_constant,
     plain,
+    tensor_attributes,
 )
 from .inspection.model_checks import is_tensor, public_attributes, require_no_arrays, tensor_facts
 from .inspection.value_walk import module_label
@@ -248,8 +249,11 @@ class WatchedModel:
                     "on one of the two."
                 )
         self._facts, self._named = ModelFacts(modules), _named(modules)
+        self._attributes = list(map(tensor_attributes, self.own_tensors()))
         self.storages, self._guards = storages(self.own_tensors()), _guards(self.own_tensors())
         self._sources = _Sources(modules) if all(map(_has_dicts, modules)) else None
+        if self._sources is not None:
+            self._sources.watch(self.own_tensors())
 
     def _is_current(self) -> bool:
         modules, facts, sources = self.modules.values(), self._facts, self._sources
@@ -259,7 +263,10 @@ class WatchedModel:
         if sources.are_touched:
             if [module.training for module in modules] != facts.training or _facts(own) != facts.tensors:
                 return False
+            if list(map(tensor_attributes, own)) != self._attributes:
+                return False
             self._guards, sources.are_touched = _guards(own), False
+            sources.watch(own)
         if not (self._guards.check(*own) if self._guards else _facts(own) == facts.tensors):
             return False
         return storages(own) == self.storages and (not facts.shared or shared(own) == facts.shared)
@@ -355,9 +362,12 @@ class _Sources:
         self._absent = [(each, name) for each in self._filled for name, value in each.items() if value is None]
         self._parents = [namespace["_modules"] for namespace in self._namespaces if namespace["_modules"]]
         self._children = list(chain.from_iterable([each.values() for each in self._parents]))
-        self._dicts = [*self._namespaces, *self._filled]
-        self._versions = list(map(dict_version, self._dicts))
         self.are_touched = False
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Watch the attributes of `tensors`, the parameters and buffers, from here on."""
+        self._dicts = [*self._namespaces, *self._filled, *map(vars, tensors)]
+        self._versions = list(map(dict_version, self._dicts))
 
     def are_same(self, modules: Collection[nn.Module]) -> bool:
         versions = list(map(dict_version, self._dicts))

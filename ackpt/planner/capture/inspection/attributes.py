@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.attention import SDPBackend
 
 from ackpt.checkpointing.guards import fill, is_filled_with
@@ -41,6 +43,9 @@ _DROPOUT = (
     "to avoid replanning, change it once per epoch, or hold it in a buffer p that changes in place and write "
     "x * (torch.rand_like(x) >= p) / (1 - p) for the dropout"
 )
+
+
+_WITHOUT_DATA = FakeTensor, FunctionalTensor
 
 
 def every_module(model: nn.Module) -> dict[str, nn.Module]:
@@ -69,8 +74,20 @@ def attributes(modules) -> tuple:
         values = vars(module)
         entries += [(name, comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
         entries += [(name, *values[name]) for name in HOOKS if values[name]]
+        for name, tensor in (*values["_parameters"].items(), *values["_buffers"].items()):
+            entries += [(f"{name}.{key}", fact) for key, fact in tensor_attributes(tensor)]
         entries.append(None)
     return tuple(entries)
+
+
+def tensor_attributes(tensor) -> list[tuple[str, Any]]:
+    """The names of a tensor's Python attributes, and their values in a form that a call can compare.
+
+    Of tensors among them only that they are tensors: those that the model's code reads are inputs of the capture.
+    """
+    if tensor is None or not (own := vars(tensor)) or isinstance(tensor, _WITHOUT_DATA):
+        return []
+    return [(name, torch.Tensor if isinstance(own[name], torch.Tensor) else comparable(own[name])) for name in own]
 
 
 def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) -> tuple[str, str] | None:
@@ -129,15 +146,9 @@ class Snapshot:
         self._container, self._copy = container, _copied(container)
         self._refusal, self._counts, self._derived = refusal, counts, derived
 
-    def restored(self, is_same, real=lambda value: value) -> list[Change]:
-        """Restore the items that a forward has changed, and return the changes.
-
-        `is_same`: whether one tensor represents another, which is no change. `real`: returns the model's own tensor for
-        a traced one that represents it, and other values as they are.
-        """
-        items = _changed_items(self._container, self._copy)
-        items = [(key, was, now, _same(was, now, is_same)) for key, was, now in items]
-        items = [item for item in items if item[-1] or self._counts(*item[1:3])]
+    def restored(self) -> list[Change]:
+        """Restore the items that a forward has changed, and return the changes."""
+        items = [item for item in _changed_items(self._container, self._copy) if self._counts(*item[1:])]
         if not items:
             return []
         now = _copied(self._container)
@@ -145,21 +156,21 @@ class Snapshot:
             Change(
                 (id(self._container), key),
                 self._refusal(key, before, after),
-                self._put(now, key, real),
-                self._put(self._copy, key, real),
+                self._put(now, key),
+                self._put(self._copy, key),
             )
-            for key, before, after, is_represented in items
-            if not is_represented and key not in self._derived
+            for key, before, after in items
+            if key not in self._derived
         ]
         fill(self._container, self._copy)
         return changes
 
-    def _put(self, values, key, real) -> Callable[[], Any]:
+    def _put(self, values, key) -> Callable[[], Any]:
         """A function that sets an item as in `values`; in anything but a dict, all items."""
         if not isinstance(self._container, dict):
-            return functools.partial(fill, self._container, list(map(real, values)))
+            return functools.partial(fill, self._container, list(values))
         if key in values:
-            return functools.partial(self._container.__setitem__, key, real(values[key]))
+            return functools.partial(self._container.__setitem__, key, values[key])
         return functools.partial(self._container.pop, key, None)
 
 
@@ -194,13 +205,15 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 @contextlib.contextmanager
 def arguments_unchanged(arguments):
     """Inside, a forward runs that must not change lists and dicts among its `arguments`, copies of the caller's."""
-    before = [(container, _copied(container)) for _, container in _nested("", arguments)]
+    nested = [each for value in arguments for each in _nested("", value)]
+    before = [("an attribute of a tensor" if name else f"a {type(each).__name__}", each, _copied(each)) for name, each in nested]
     yield
-    for container, copy in before:
+    for name, container, copy in before:
         if any(_changed_items(container, copy)):
+            fill(container, copy)
             raise not_repeated(
-                f"the forward changes a {type(container).__name__} that it received as an argument, which a captured "
-                "step would not do. Return the collected values as an output of the model"
+                f"the forward changes {name} that it received as an argument, which a captured step would not do. "
+                "Return the collected values as an output of the model"
             )
 
 
@@ -212,6 +225,9 @@ def _containers(module: nn.Module):
             yield from _nested(name, value)
         elif isinstance(value, dict):
             yield name, value
+            if name in ("_parameters", "_buffers"):
+                for key, tensor in value.items():
+                    yield from _nested(key, tensor)
 
 
 def _nested(name: str, value):
@@ -222,6 +238,8 @@ def _nested(name: str, value):
     elif isinstance(value, tuple):
         for item in value:
             yield from _nested(name, item)
+    elif isinstance(value, torch.Tensor) and not isinstance(value, _WITHOUT_DATA):
+        yield f"{name}.", vars(value)
 
 
 def _copied(container):
@@ -245,15 +263,13 @@ def _changed_items(container, copy) -> Iterator[tuple[Any, Any, Any]]:
     yield from (x for x in pairs if not _same(*x[1:]) or (is_dict and (x[0] in copy) != (x[0] in container)))
 
 
-def _same(was, now, is_same=lambda was, now: False) -> bool:
+def _same(was, now) -> bool:
     if was is now or (plain(was) is not None and plain(was) == plain(now)):
         return True
     if isinstance(now, weakref.ref):  # by which torch's recurrent modules remember the weights that they flattened
         return True
-    if isinstance(was, torch.Tensor):
-        return isinstance(now, torch.Tensor) and is_same(was, now)
     if isinstance(was, (list, tuple)) and type(was) is type(now) and len(was) == len(now):
-        return all(_same(a, b, is_same) for a, b in zip(was, now))
+        return all(map(_same, was, now))
     return False
 
 
@@ -265,7 +281,8 @@ def _derived(module: nn.Module) -> set:
 
 def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str:
     owner = f"of module {name!r}" if name else "of the model"
-    owner += set_at(module, key if attribute in _TENSORS else attribute or key)
+    is_of_tensor = attribute.endswith(".")
+    owner += set_at(module, key if is_of_tensor or attribute in _TENSORS else attribute or key)
     if attribute in _TENSORS:
         return (
             f"the forward replaces {_TENSORS[attribute]} {key!r} {owner}, which a captured step cannot do. Change "
@@ -276,7 +293,7 @@ def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str
             f"the forward adds or removes a hook {owner}, which a captured step would not repeat. Register hooks "
             "before the forward"
         )
-    label = f"attribute {attribute or key!r} {owner}"
+    label = f"attribute {f'{attribute}{key}' if is_of_tensor else attribute or key!r} {owner}"
     return (
         stores_a_tensor(label) if isinstance(now, torch.Tensor) else changes_value(label, in_words(was), in_words(now))
     )

@@ -6,7 +6,7 @@ the values of its call select, and serves a later call only if the same operatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -71,14 +71,14 @@ class Branches(TorchDispatchMode):
 
     ``branches``: the branches on these values, in the order in which they are read. `leaves`: of the call, whose values
     select the branches; `traced`: ``{index of a leaf: the tensor that represents it}``; `number`: evaluates a symbolic
-    size in a call with given leaves.
+    size in a call with given leaves; `own`: ids of the model's own tensors, which no operation may get.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number, held=None):
+    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number, own: Container[int] = ()):
         super().__init__()
-        self._held = held
+        self._own = own
         self.branches: list[Branch] = []
         self._leaves, self._number = leaves, number
         self._steps: list[_Step] = []
@@ -94,10 +94,10 @@ class Branches(TorchDispatchMode):
                 raise NotImplementedError(f"{func} is a HigherOrderOperator")
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._held is not None and any(map(self._held.is_original, tensors)):
+        if any(id(tensor) in self._own for tensor in tensors):
             raise not_repeated(
-                f"C++ code gets a parameter or an argument directly{line()}, as a scripted function does, which a "
-                "captured step does not follow"
+                f"code in C++ gets a parameter or an argument{line()} without torch's functions for Python, which a "
+                "captured step would not follow. Call operations of torch"
             )
         values = {id(tensor): value for tensor in tensors if (value := self._value(tensor)) is not None}
         if func is _READ and values and args[0].dtype is torch.bool:

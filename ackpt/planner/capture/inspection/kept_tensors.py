@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch import eager_transforms, vmap
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
@@ -26,7 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ackpt.core.errors import TraceError
+from ackpt.checkpointing import reentrant
+from ackpt.core.errors import CheckpointError, TraceError
 from ackpt.metering.without_data.holders import CACHED, holders, removals
 
 from .model_checks import require_plain
@@ -223,81 +227,88 @@ def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
     return (lambda: id(getattr(holder, name, None)) == was) if was in items else None
 
 
-_OF_AUTOGRAD = torch.Tensor.is_leaf.__get__, torch.Tensor.grad_fn.__get__
-
-
-def seen_elsewhere(traced: torch.Tensor, original: torch.Tensor) -> None:
-    """Give `traced` the attributes of `original`, for code that a function of torch calls, as in a custom backward."""
-    own = vars(original)
-    vars(traced).update((name, value) for name, value in own.items() if name not in ("elem",))
-    if isinstance(original, torch.nn.Parameter):
-        traced._is_param = True
-
-
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_OF_AUTOGRAD = torch.Tensor.is_leaf.__get__, torch.Tensor.grad_fn.__get__  # pyright: ignore
+# What reaches C++ without a call of a function mode: each reads the implementation of the tensors that it gets
+# (``THPFunction_apply`` in ``torch/csrc/autograd/python_function.cpp``, ``torch/csrc/jit/python/script_init.cpp``,
+# ``Tensor._make_subclass``, ``torch/csrc/functorch/init.cpp``).
+_WITHOUT_MODES: tuple[tuple[Any, str], ...] = (
+    (torch.autograd.Function, "apply"),
+    (torch.jit.ScriptFunction, "__call__"),
+    (torch.nn.Parameter, "__new__"),
+    (vmap, "_add_batch_dim"),
+    (eager_transforms, "_wrap_for_grad"),
+)
+
+
+def _refused(*args):
+    raise CheckpointError("checkpoint() is called while the step is captured")
 
 
 class Held(TorchFunctionMode):
-    """Inside, operations on a tensor of the model's code use the traced tensor that replaces it.
+    """Inside, the model's code has its own tensors, and torch's functions get the traced ones that represent them.
 
-    ``traced``: ``{id of a tensor: its replacement}``. ``new_inputs``: ``{id: (tensor, line)}`` of tensors without one;
-    a second capture takes them as inputs. ``paused``: a context in which torch's own code runs.
+    ``traced``: ``{id of a tensor: its traced one}``, of `own`, the parameters, buffers and arguments. ``new_inputs``:
+    ``{id: (tensor, line)}`` of tensors without one; a second capture takes them as inputs. ``paused``: a context in
+    which torch's own code runs. ``note_error``: gets the errors that only a capture raises.
     """
 
-    def __init__(self, traced: dict[int, torch.Tensor], paused: Callable[[], contextlib.AbstractContextManager], originals=(), note_error=lambda error: None):
+    def __init__(
+        self,
+        own: Sequence[torch.Tensor],
+        traced: Sequence[torch.Tensor],
+        paused: Callable[[], contextlib.AbstractContextManager],
+        note_error: Callable[[Exception], None],
+    ):
         super().__init__()
-        self._paused = paused
-        self._note_error = note_error
-        self._originals = {id(traced[id(tensor)]): tensor for tensor in originals}
-        self.traced = traced
+        self._paused, self._note_error = paused, note_error
+        self._own = {id(each): tensor for each, tensor in zip(traced, own)}
+        self.traced = {id(tensor): each for each, tensor in zip(traced, own)}
         self.new_inputs: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _OF_AUTOGRAD and self.is_original(args[0]):  # the traced tensor is no leaf of torch's joint function
+        if func in _OF_AUTOGRAD and id(args[0]) in self.traced:  # torch traces views of the tensors
             return func(*args)
         try:
             args = tuple(map(self._replaced, args))
             kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
-            with self._paused():
-                result = func(*args, **kwargs)
-        except Exception as error:
+        except TraceError as error:
             self._note_error(error)
             raise
-        return self.original(result)
+        with self._paused():
+            return self._returned(func(*args, **kwargs))
 
-    def original(self, value):
-        """The model's own tensor that `value` represents; other values as they are."""
-        return self._originals.get(id(value), value)
-
-    def stand_in_of(self, value):
-        return self.traced.get(id(value), value)
-
-    def is_original(self, tensor) -> bool:
-        return self._originals.get(id(self.traced.get(id(tensor)))) is tensor
+    def _returned(self, result):
+        """`result` with the model's own tensors in place of the traced ones that represent them."""
+        if type(result) in (tuple, list):
+            return type(result)(map(self._returned, result))
+        return self._own.get(id(result), result)
 
     @contextlib.contextmanager
     def in_functions(self):
-        """Inside, functions of torch that call no function mode get the traced tensors, too."""
-        places = (torch.autograd.Function, "apply"), (torch.jit.ScriptFunction, "__call__"), (torch.nn.Parameter, "__new__")
+        """Inside, the functions of torch that call no function mode get the traced tensors, too."""
+        thread = threading.get_ident()
+
+        def with_traced(own, is_deep):
+            function = getattr(own, "__func__", own)
+
+            def replaced(value):
+                return self._replaced(value) if is_deep or isinstance(value, torch.Tensor) else value
+
+            def call(*args, **kwargs):
+                if threading.get_ident() != thread:
+                    return function(*args, **kwargs)
+                named = {name: replaced(value) for name, value in kwargs.items()}
+                return self._returned(function(*map(replaced, args), **named))
+
+            return call if own is function else type(own)(call)
+
         with contextlib.ExitStack() as stack:
-            for kind, name in places:
-                own = vars(kind)[name]
-                stack.callback(setattr, kind, name, own)
-                setattr(kind, name, self._with_traced(own))
+            for kind, name in _WITHOUT_MODES:
+                call = with_traced(vars(kind)[name], kind is torch.jit.ScriptFunction)
+                stack.enter_context(mock.patch.object(kind, name, call))
+            stack.enter_context(mock.patch.object(reentrant, "_run", _refused))
             yield
-
-    def _with_traced(self, own):
-        function = getattr(own, "__func__", own)
-
-        def call(first, *args, **kwargs):
-            result = function(first, *map(self._replaced, args), **{k: self._replaced(v) for k, v in kwargs.items()})
-            return tuple(map(self.original, result)) if type(result) is tuple else self.original(result)
-
-        return call if own is function else type(own)(call)
-
-    def is_same(self, tensor, other) -> bool:
-        """Whether `other` represents `tensor`."""
-        return other is not None and self.traced.get(id(tensor)) is other
 
     def _replaced(self, value):
         if isinstance(value, torch.Tensor):

@@ -58,18 +58,17 @@ class Reads:
         self._generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
 
     @contextlib.contextmanager
-    def watched(self, is_same, real):
+    def watched(self):
         """Watch the model's forward run inside; on exit, restore the values and RNG states that it changed.
 
-        Changes are refused unless this is the first capture, after which `after_first_call` may repeat it. For the
-        arguments see `Snapshot.restored`.
+        Changes are refused unless this is the first capture, after which `after_first_call` may repeat it.
         """
         gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
-        with self._watched(is_same, real):
+        with self._watched():
             yield
 
     @contextlib.contextmanager
-    def _watched(self, is_same=lambda tensor, other: False, real=lambda value: value):
+    def _watched(self):
         walk = self._walk(runs=True)
         seen: dict[int, types.CodeType] = {}
         closing: set[int] = set()
@@ -114,7 +113,7 @@ class Reads:
             if self._closures is not None:
                 self._closures.ended()
             self.has_checkpoints |= id(_CHECKPOINT) in seen
-            changed = walk.restored(is_same, real)
+            changed = walk.restored()
             drawn = walk.drawn_from()
             self._generators += walk.generators()
             if seeds:

@@ -9,8 +9,10 @@ import os
 import re
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,6 +57,8 @@ _CHECKS = tuple(
         os.path.join("_subclasses", "fake_impls.py"),
     )
 )
+_OF_SHAPES = tuple(os.path.join(_TORCH, name) for name in ("_refs", "_prims", "_meta_registrations.py"))
+_HAS_TABLES = sys.version_info >= (3, 11)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _CLASSES = re.compile("FakeTensor|FunctionalTensor|SymInt|SymFloat|SymBool")
 _OF_CAPTURE = re.compile(
@@ -104,7 +108,7 @@ class Where(TorchFunctionMode):
 
     def __init__(self, model, note: Callable[[Any, str], None]):
         super().__init__()
-        self.error: Exception | None = None
+        self._error: Exception | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._note = note
 
@@ -117,68 +121,89 @@ class Where(TorchFunctionMode):
             if module is None and frame.f_code is _CALL:
                 module = self._names.get(id(frame.f_locals["self"]))
             frame = frame.f_back
-        if module is None:  # outside of the model's code
-            if func == _GRADIENT and not args[0].is_leaf:
-                return None  # torch reads .grad of all arguments, which warns for non-leaves
-            return self._noting(func, args, kwargs) if source else func(*args, **(kwargs or {}))
-        if func in _RAISE_BY_VALUES and (place := _caught()):
-            raise not_repeated(
-                f"the model's code catches errors of {func.__name__}{place}, which depend on values, and a captured "
-                "step would raise them"
-            )
-        if func == _SET_DATA:
-            raise TraceError(
-                f"the model's code replaces the data of a tensor at {source or f'module {module!r}'}. A plan does not "
-                "see that. Write the new values instead: with torch.no_grad(): tensor.copy_(values)."
-            )
-        if func in (_GRADIENT, _SET_GRADIENT) and args[0].requires_grad and not _is_of_torch(sys._getframe(1)):
-            raise TraceError(
-                f"the model's code reads or sets the gradient of a tensor at {source}. A plan does not see gradients "
-                "of earlier steps. Compute what depends on them outside of the model, and pass it as a tensor argument."
-            )
-        with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
-            result = self._noting(func, args, kwargs)
+        try:
+            if module is None:  # outside of the model's code
+                if func == _GRADIENT and not args[0].is_leaf:
+                    return None  # torch reads .grad of all arguments, which warns for non-leaves
+                return func(*args, **(kwargs or {}))
+            _refuse(func, args, source or f"module {module!r}")
+            with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
+                result = func(*args, **(kwargs or {}))
+        except Exception as error:
+            error = _as_in_eager(error)
+            if source is not None:
+                self.note_error(error)
+            raise error
         self._note(result, f"at {source}" if source else f"in module {module!r}")
         return result
 
-    def _noting(self, func, args, kwargs):
-        try:
-            return func(*args, **(kwargs or {}))
-        except Exception as error:
-            self.note_error(error)
-            raise
-
     def note_error(self, error: Exception) -> None:
-        """Remember the first error that only a capture raises, since the model's code may catch it."""
-        if self.error is None and not is_own(error):
-            self.error = error
+        """Note an error that only a capture raises: the model's code may catch it, and then go on as eager does not."""
+        if self._error is None and not _is_own(error):
+            frame = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename != _CAPTURE:
+                added = types.TracebackType(error.__traceback__, frame, frame.f_lasti, frame.f_lineno)
+                error, frame = error.with_traceback(added), frame.f_back
+            self._error = error
 
-    def require_no_error(self) -> None:
-        """Raise the error that the model's code has caught: it has gone on as it would not in eager mode."""
-        if self.error is not None:
-            raise self.error
+    def __exit__(self, kind, error, where):
+        super().__exit__(kind, error, where)
+        if self._error not in (None, error):
+            raise self._error
 
 
-_LINALG = "cholesky inv solve eigh eigvalsh eig svd svdvals qr lstsq ldl_factor lu_factor matrix_power inv_ex".split()
-_RAISE_BY_VALUES = {getattr(of, name) for of in (torch, torch.linalg) for name in (*_LINALG, "inverse") if hasattr(of, name)}
-_RAISE_BY_VALUES |= {torch.Tensor.cholesky, torch.Tensor.inverse, torch.multinomial, torch.Tensor.multinomial}
+def _refuse(func, args, place: str) -> None:
+    """Raise a TraceError for a call of the model's code, at `place`, that a captured step would not do as eager does."""
+    if func == _SET_DATA:
+        raise not_repeated(
+            f"the model's code replaces the data of a tensor at {place}, which a captured step would not do. Write the "
+            "new values instead, as in: with torch.no_grad(): tensor.copy_(values)"
+        )
+    if func in (_GRADIENT, _SET_GRADIENT) and args[0].requires_grad and not _is_of_torch(sys._getframe(2)):
+        raise TraceError(
+            f"the model's code reads or sets the gradient of a tensor at {place}. A plan does not see gradients "
+            "of earlier steps. Compute what depends on them outside of the model, and pass it as a tensor argument."
+        )
+    name = getattr(func, "__name__", "")
+    if name.startswith(_RAISES_BY_VALUES) or (name == "__getitem__" and isinstance(args[1], torch.Tensor)):
+        if _is_caught(sys._getframe(2)):
+            raise not_repeated(
+                f"the model's code catches errors of {name} at {place}, which depend on values, and which a captured "
+                "step would raise. Check the values outside of the model"
+            )
 
 
-def _caught() -> str:
-    """The line of the model's code that runs inside of a ``try`` with an ``except``, as " at ..."; "" if none does."""
-    frame = sys._getframe(2)
+# Functions of torch that raise for some values of tensors.
+_RAISES_BY_VALUES = "linalg_", "cholesky", "inverse", "multinomial", "embedding", "gather", "index_select", "take", "nll_"
+_RAISES_BY_VALUES += ("cross_entropy",)
+
+
+def _is_caught(frame) -> bool:
+    """Whether code of the model that is running in `frame` or around it is in the ``try`` of an ``except``.
+
+    Before Python 3.11, whose code has tables of its handlers, this is not known, and False.
+    """
     while frame is not None and frame.f_code.co_filename != _CAPTURE:
-        code = frame.f_code
-        if is_users(code.co_filename):
-            handlers = {e.target for e in dis._parse_exception_table(code) if e.start <= frame.f_lasti < e.end}
-            steps = {each.offset: each for each in dis.get_instructions(code)} if handlers else {}
-            order = sorted(steps)
-            for at in handlers:
-                following = [steps[o].opname for o in order[order.index(at):][:6]]
-                if "WITH_EXCEPT_START" not in following and "CHECK_EXC_MATCH" in following or following[1:2] == ["POP_TOP"]:
-                    return f" at {code_location(code.co_filename, frame.f_lineno)}"
+        code, at = frame.f_code, frame.f_lasti
+        entries = dis._parse_exception_table(code) if is_users(code.co_filename) and _HAS_TABLES else ()  # pyright: ignore
+        for handler in {entry.target for entry in entries if entry.start <= at < entry.end}:
+            steps = (each.opname for each in dis.get_instructions(code) if each.offset >= handler and each.opname != "NOP")
+            names = [*takewhile(lambda name: name != "RERAISE", steps)]
+            suppresses = "WITH_EXCEPT_START" in names and "suppress" in code.co_names
+            if suppresses or names[1:2] == ["POP_TOP"] or not {"CHECK_EXC_MATCH", "CHECK_EG_MATCH"}.isdisjoint(names):
+                return True
         frame = frame.f_back
-    return ""
+    return False
+
+
+def _as_in_eager(error: Exception) -> Exception:
+    """`error` with the class that torch's C++ gives it: the checks of fake tensors raise some as a ValueError."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if type(error) is not ValueError or last is None or not last.tb_frame.f_code.co_filename.startswith(_OF_SHAPES):
+        return error
+    return RuntimeError(*error.args).with_traceback(error.__traceback__)
 
 
 def _is_of_torch(frame) -> bool:
@@ -291,14 +316,14 @@ def explained(model: nn.Module, raises_own: bool):
     except TraceError:
         raise
     except Exception as error:  # the model's code may raise anything
-        if raises_own and is_own(error):
+        if raises_own and _is_own(error):
             raise
         raise _explained(error, model) from error
     finally:
         _LOG.disabled = was
 
 
-def is_own(error) -> bool:
+def _is_own(error) -> bool:
     """Whether the model's code raised `error`, or torch's checks of the arguments that it gave, rather than a capture.
 
     Code of the model that checks the class of a tensor names it.
@@ -355,7 +380,10 @@ def _explained(error, model) -> TraceError:
             f"the shapes of what {operation[0] if operation else 'an operation'} returns are not known{where}, in "
             f"{module}: its package has registered no fake kernel. Register one by "
             "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
-            "the operation itself."
+            "the operation itself.",
+            reason=f"no fake kernel gives the shapes of what {operation[0] if operation else 'an operation'} returns{where}",
+            module=path,
+            can_split=True,
         )
     if "version_counter for inference tensor" in reason:
         return not_repeated(

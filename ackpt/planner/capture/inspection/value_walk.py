@@ -78,18 +78,16 @@ class Value:
             return self.was is _ABSENT or now is not self.was()
         return _content(now) != self.content
 
-    def restored(self, is_same, real) -> Iterator[Change]:
-        """Restore it where a forward has set plain values, or tensors without data; see `Snapshot.restored`."""
+    def restored(self) -> Iterator[Change]:
+        """Restore it where a forward has set plain values, or tensors without data."""
         now = self.namespace.get(self.name, _ABSENT)
-        if is_same(self.original, now):
-            self._put(self.original)
-        elif _is_set(self.original, now):
+        if _is_set(self.original, now):
             key = id(getattr(self.namespace, "cell", self.namespace)), self.name
             repeat, revert = functools.partial(self._put, now), functools.partial(self._put, self.original)
             revert()
             yield Change(key, _refusal(self.label, _ABSENT, self.original, now), repeat, revert)
         for copy in self.copies:
-            yield from copy.restored(is_same, real)
+            yield from copy.restored()
 
     def _put(self, value) -> None:
         if value is _ABSENT:
@@ -196,11 +194,11 @@ class Walk:
         """The generators of torch that the code can read."""
         return [stream.generator for stream, *_ in self._streams.values() if isinstance(stream, TorchStream)]
 
-    def restored(self, is_same, real) -> list[Change]:
-        """Restore what changed, and return the changes: see `Snapshot.restored`."""
+    def restored(self) -> list[Change]:
+        """Restore what changed, and return the changes."""
         new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
         values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
-        return [change for each in (*values, *self._snapshots) for change in each.restored(is_same, real)]
+        return [change for each in (*values, *self._snapshots) for change in each.restored()]
 
     def _has_attributes(self, value) -> bool:
         if isinstance(value, types.ModuleType):
