@@ -81,8 +81,9 @@ class Reads:
             nonlocal collecting
             if collectors and event in ("call", "return") and id(frame.f_code) in collectors:
                 collecting += 1 if event == "call" else -1
-            if event == "c_call" and function.__name__ in _ADDING_HOOKS:  # to a node
-                self._has_hooks = True
+            if event == "c_call" and collecting == 0:
+                self._has_hooks |= function.__name__ in _ADDING_HOOKS  # to a node
+                walk.called(function)
             if event != "call" or collecting > 0:
                 return
             if id(code := frame.f_code) in closing and self._closures is not None:
@@ -101,12 +102,14 @@ class Reads:
                 for name in code.co_freevars:
                     walk.add(frame.f_locals.get(name), f"{name!r} of {said(code)}")
                 if closes_over(code):
+                    walk.guard_closed_over(code, frame.f_locals)
                     closing.add(id(code))
                     if self._closures is not None:
                         self._closures.add(frame)
 
         try:
             with _on_every_call(called) as self._watching:
+                sees_calls = self._watching[0] is sys.setprofile
                 yield
         finally:
             self._watching = None
@@ -114,7 +117,7 @@ class Reads:
                 self._closures.ended()
             self.has_checkpoints |= id(_CHECKPOINT) in seen
             changed = walk.restored()
-            drawn = walk.drawn_from()
+            drawn = walk.drawn_from(sees_calls)
             self._generators += walk.generators()
             if seeds:
                 torch.set_rng_state(seeds[0][1])
@@ -125,6 +128,8 @@ class Reads:
                 "numbers once and store them in a buffer, or pass them as an argument"
             )
             raise TraceError(f"{message}.") if name == "seed" else not_repeated(message)
+        if walk.refused:
+            raise not_repeated(walk.refused[0])
         if drawn:
             raise not_repeated(
                 f"the forward draws random numbers from {drawn[0]} or seeds it, which a captured step would not "

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import dis
 import functools
 import gc
 import importlib.util
+import io
 import os
 import random
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import NumpyStream, PythonStream, TorchStream, stream_of
+from ackpt.core.errors import TraceError
 from ackpt.metering.without_data.holders import CACHED
 
 from .attributes import (
@@ -37,8 +40,8 @@ from .attributes import (
     reference,
     stores_a_tensor,
 )
+from .source_lines import not_repeated
 
-_SEED = 1_795_364_021  # of generators while a forward runs that must not use them
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _ABSENT: Any = object()
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
@@ -99,18 +102,24 @@ class Value:
 class Walk:
     """The values that code reads by name, starting from globals, a model's modules and the arguments of a call.
 
-    `runs`: whether the code runs; generators are then seeded until `drawn_from`, which finds those that it used, and
-    `restored` includes the attributes of modules.
+    `runs`: whether the code runs; `drawn_from` then finds the random number generators that it used, iterators and
+    queues are replaced by objects that refuse their use, and `restored` includes the attributes of modules.
+    ``refused``: why a captured step would not do what the code does, in words, as far as it shows while it runs.
     """
 
     def __init__(self, model: nn.Module, leaves, runs: bool = False):
         self._runs = runs
         self.values: dict[tuple[int, str], Value] = {}
-        self._streams: dict[int, tuple[Any, str, Any, Any]] = {}
+        self.refused: list[str] = []
+        self._streams: dict[int, tuple[Any, str, Any]] = {}
+        self._called: set[str] = set()
+        self._wires: list[tuple[Any, Any, Any]] = []
+        self._has_threads = threading.active_count() > 1
         if runs:
-            self._seed(random, PythonStream(), "Python's module random")
+            self._watch((random, random._inst), PythonStream(), "Python's module random")  # pyright: ignore
             if numpy := sys.modules.get("numpy"):
-                self._seed(numpy.random, NumpyStream(numpy.random.mtrand._rand), "numpy.random")
+                mtrand = numpy.random.mtrand
+                self._watch((mtrand, mtrand._rand), NumpyStream(mtrand._rand), "numpy.random")
         self._snapshots = [*module_snapshots(model)] if runs else []
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
@@ -119,16 +128,21 @@ class Walk:
         for path, module in model.named_modules():
             label = module_label(path)
             self.add(type(module), f"the class of {label}")
-            for name, value in vars(module).items():
+            for name, value in list(vars(module).items()):
                 if name not in OF_EVERY_MODULE and self._has_attributes(value):
                     self.note(vars(module), name, f"attribute {name!r} of {label}", 0)
                 elif name not in OF_EVERY_MODULE:
-                    self._generators(value, f"attribute {name!r} of {label}")
+                    self._guard(vars(module), name, f"attribute {name!r} of {label}")
         for leaf in leaves:
             self.add(leaf, "an argument")
 
     def enter(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         """Record the values that `code` reads, and globals that it sets; its globals are `namespace`."""
+        if self._runs and (line := _compares_types(code)):
+            self.refused.append(
+                f"the model's code compares the type of a tensor with torch.Tensor at {code_location(code.co_filename, line)}"
+                ", which a captured step would not do: while it is captured, computed tensors have another. Use isinstance"
+            )
         read, written = global_names(code)
         for name in sorted({*read, *written}):
             label = f"global {name!r} of {namespace.get('__name__')}"
@@ -143,6 +157,11 @@ class Walk:
         for value, label, depth in list(self._objects.values()):
             self._attributes(value, label, depth, new)
 
+    def guard_closed_over(self, code: types.CodeType, values) -> None:
+        """Guard the iterators among the closed-over `values` of code that starts to run."""
+        if self._runs and any(_advances(values.get(name)) for name in code.co_freevars):
+            self.close_over(functions_of([code]))
+
     def close_over(self, functions: list[types.FunctionType]) -> None:
         """Record what these functions close over."""
         for function in functions:
@@ -152,9 +171,10 @@ class Walk:
 
     def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False, owner=None) -> None:
         value = namespace.get(name, _ABSENT)
-        if (id(namespace), name) not in self.values and (value is not _ABSENT or is_optional):  # otherwise a builtin
+        is_new = (id(namespace), name) not in self.values and type(value) is not _Tripwire
+        if is_new and (value is not _ABSENT or is_optional):  # otherwise a builtin
             self.values[id(namespace), name] = Value(namespace, name, label, value, owner)
-            self._generators(value, label)
+            self._guard(namespace, name, label)
             self.add(value, label, depth)
             if isinstance(value, CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
                 self.enter(wrapped.__code__, wrapped.__globals__)  # its results depend on what it reads
@@ -165,30 +185,48 @@ class Walk:
             self._objects[id(value)] = value, label, depth
             self._attributes(value, label, depth, self._names)
 
-    def _generators(self, value, label: str) -> None:
-        """Record the states of random number generators: of `value` itself, or of those in a list or dict."""
-        for item in (value, *(item for container in _containers(value) for item in _items(container))):
-            if self._runs and id(item) not in self._streams and (stream := stream_of(item)) is not None:
-                self._seed(item, stream, label)
+    def _guard(self, namespace, name: str, label: str) -> None:
+        """Watch random number generators, and guard iterators and queues: a value, or those in its lists and dicts."""
+        if not self._runs:
+            return
+        value = namespace.get(name)
+        for container in (namespace, *_containers(value)):
+            keys = [name] if container is namespace else _keys(container)
+            for key, item in [(key, namespace.get(key) if container is namespace else container[key]) for key in keys]:
+                if id(item) not in self._streams and (stream := stream_of(item)) is not None:
+                    self._watch((item,), stream, label)
+                elif _advances(item):
+                    container[key] = wire = _Tripwire(item, functools.partial(self._taken, label))
+                    self._wires.append((container, key, wire))
 
-    def _seed(self, source, stream, label: str) -> None:
-        """Seed a generator, so that code that seeds it itself leaves another state."""
-        state = stream.get()
-        with contextlib.suppress(TypeError):  # a bit generator of the user's own, which cannot be seeded
-            if isinstance(stream, TorchStream):
-                stream.generator.manual_seed(_SEED)
-            elif isinstance(stream, NumpyStream) and stream.bits is not None:
-                stream.bits.state = type(stream.bits)(_SEED).state
-            else:
-                stream.source.seed(_SEED)
-        self._streams[id(source)] = stream, label, state, stream.get()
+    def _watch(self, sources, stream, label: str) -> None:
+        self._streams.update(dict.fromkeys(map(id, sources), (stream, label, stream.get())))
 
-    def drawn_from(self) -> list[str]:
-        """The labels of the generators that were seeded or drawn from; this restores their states."""
-        moved = [label for stream, label, _, seeded in self._streams.values() if stream.moved(seeded)]
-        for stream, _, state, _ in self._streams.values():
-            stream.set(state)
-        return moved
+    def _taken(self, label: str) -> TraceError:
+        message = (
+            f"the forward takes items from {label}, which a captured step would not repeat. Take them outside of the "
+            "model and pass them as arguments"
+        )
+        self.refused.append(message)
+        return not_repeated(message)
+
+    def called(self, function) -> None:
+        """Note a call of a function in C: its owner may be a random number generator."""
+        if (stream := self._streams.get(id(getattr(function, "__self__", None)))) is not None:
+            self._called.add(stream[1])
+
+    def drawn_from(self, sees_calls: bool) -> list[str]:
+        """The labels of the generators that were seeded or drawn from; this restores their states.
+
+        With other threads, which may draw as well, the calls of this one count, if it `sees_calls` in C.
+        """
+        may_be_others = sees_calls and (self._has_threads or threading.active_count() > 1)
+        drawn = []
+        for stream, label, state in self._streams.values():
+            if label in self._called or (not may_be_others and stream.moved(state)):
+                drawn.append(label)
+                stream.set(state)
+        return drawn
 
     def generators(self) -> list[torch.Generator]:
         """The generators of torch that the code can read."""
@@ -196,6 +234,11 @@ class Walk:
 
     def restored(self) -> list[Change]:
         """Restore what changed, and return the changes."""
+        for container, key, wire in self._wires:
+            wire.disarm()
+            is_list = isinstance(container, (list, deque))
+            if (container[key] if is_list and key < len(container) else None if is_list else container.get(key)) is wire:
+                container[key] = wire.of
         new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
         values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
         return [change for each in (*values, *self._snapshots) for change in each.restored()]
@@ -213,7 +256,8 @@ class Walk:
             if not _is_class_of_model(kind):
                 continue
             for name in names & vars(kind).keys():
-                if isinstance(vars(kind)[name], _METHODS) or _content(vars(kind)[name]) is not None:
+                value_of_class = vars(kind)[name]
+                if isinstance(value_of_class, _METHODS) or _content(value_of_class) is not None or _advances(value_of_class):
                     put, pop = functools.partial(setattr, kind), functools.partial(delattr, kind)
                     of_class = _Namespace(vars(kind).get, put, pop)
                     namespace = self._classes.setdefault(kind, of_class)
@@ -228,6 +272,47 @@ class Walk:
         if isinstance(instance, dict):
             for name in names & (instance.keys() | shared):
                 self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, name in shared, value)
+
+
+class _Tripwire:
+    """Represents an iterator or a queue while the model is captured, whose thread must not use it."""
+
+    def __init__(self, of, refuse: Callable[[], Exception]):
+        self.of, self._refuse, self._thread = of, refuse, threading.get_ident()
+
+    def disarm(self) -> None:
+        self._thread = 0
+
+    def _used(self):
+        if threading.get_ident() == self._thread:
+            raise self._refuse()
+        return self.of
+
+    def __iter__(self):
+        return iter(self._used())
+
+    def __next__(self):
+        return next(self._used())
+
+    def __call__(self, *args, **kwargs):
+        return self._used()(*args, **kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._used(), name)
+
+    __class__ = property(lambda self: type(self.of))  # pyright: ignore
+
+
+def _advances(value) -> bool:
+    """Whether `value` is an iterator or a queue, whose items are gone once taken, but not of a class of the model."""
+    if isinstance(value, (types.MethodWrapperType, types.BuiltinMethodType)):  # such as count().__next__
+        value = value.__self__
+    if isinstance(value, functools.partial):
+        return any(map(_advances, (value.func, *value.args)))
+    kind = type(value)
+    take = getattr(kind, "__next__", getattr(kind, "get", None) if hasattr(kind, "put") else None)
+    is_of_model_ = isinstance(take, types.FunctionType) and is_of_model(take.__code__.co_filename)
+    return take is not None and not is_of_model_ and not isinstance(value, io.IOBase)
 
 
 class _Namespace:
@@ -301,6 +386,10 @@ def _containers(value, depth: int = 0):
             yield from _containers(item, depth + 1)
 
 
+def _keys(container):
+    return list(container) if isinstance(container, dict) else () if isinstance(container, set) else range(len(container))
+
+
 def _items(container):
     return container.values() if isinstance(container, dict) else container
 
@@ -330,6 +419,25 @@ def _is_class_of_model(kind: type) -> bool:
     root = kind.__module__.partition(".")[0]
     is_standard = root in sys.stdlib_module_names and root != "types"  # that of classes that make_dataclass makes
     return not is_standard and root != "torch" or kind.__name__ == "Namespace"
+
+
+def _compares_types(code: types.CodeType) -> int | None:
+    """The line in which `code` compares a type, as of ``type(x)``, with ``torch.Tensor``; None if it does not."""
+    if "Tensor" not in (*code.co_names, *code.co_consts) or {"type", "__class__"}.isdisjoint(code.co_names):
+        return None
+    types_of, expression, line = {"type", "__class__"}, set(), code.co_firstlineno
+    for each in dis.get_instructions(code):
+        line = getattr(each, "line_number", each.starts_line) or line  # starts_line is a bool from Python 3.13 on
+        if each.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR"):
+            if "Tensor" in expression and not types_of.isdisjoint(expression):
+                return line
+        if each.opname.startswith("STORE_") and not types_of.isdisjoint(expression):
+            types_of.add(each.argval)
+        if each.opname.startswith(("STORE_", "POP_", "RETURN_", "JUMP_", "COMPARE_", "IS_", "CONTAINS_")):
+            expression.clear()
+        elif isinstance(each.argval, str):
+            expression.add(each.argval)
+    return None
 
 
 def said(code: types.CodeType) -> str:
