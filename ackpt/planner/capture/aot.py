@@ -33,7 +33,7 @@ from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized,
 from .inspection.attributes import arguments_unchanged, every_module, tensor_attributes
 from .inspection.branches import Branch, Branches
 from .inspection.calls import described
-from .inspection.kept_tensors import OF_SHAPES, Held, places
+from .inspection.kept_tensors import OF_SHAPES, Held, HoldsTensors, places
 from .inspection.model_checks import (
     call_named,
     check_call,
@@ -204,6 +204,7 @@ class _Forward:
             if tensor is not None
         ]
         self.where = Where(call.model, call.reads.kept.add)
+        self.held: Any = None
         self.returned: tuple = ()
         self._casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
         self._attributes: list[tuple[torch.Tensor, str, dict[str, Any]]] = []
@@ -218,6 +219,9 @@ class _Forward:
                     "not repeat. Set an attribute of the module, register a buffer"
                 )
         self._attributes.clear()
+
+    def modes(self):
+        return self.held.modes()
 
     def __call__(self, tensors):
         call = self.call
@@ -234,7 +238,7 @@ class _Forward:
             vars(traced).update({**vars(tensor), **vars(traced), "_is_param": isinstance(tensor, nn.Parameter)})
         self._attributes = [(traced, name, dict(vars(traced))) for _, traced, name in pairs]
         own = [tensor for tensor, *_ in pairs] + [call.leaves[at] for at in places]
-        held = Held(own, [traced for _, traced, _ in pairs] + [*tensors], call.reads.paused, self.where.note_error)
+        self.held = held = Held(own, [traced for _, traced, _ in pairs] + [*tensors], call.reads.paused, self.where)
         versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
         weights = [held.traced[id(tensor)] for tensor in own if is_weight(tensor)]
         once = casting_once(weights if self._casts_once else ())
@@ -248,8 +252,7 @@ class _Forward:
         outputs = [held.traced.get(id(value), value) for value in outputs]
         buffers = [(traced, tensor) for tensor, traced, _ in pairs if not tensor.requires_grad]
         call.reads.kept.note_operations(buffers)
-        if held.new_inputs:
-            raise _HoldsTensors(held.new_inputs)
+        held.require_known()
         for value in outputs:
             if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
                 raise TraceError(
@@ -298,14 +301,6 @@ def _mirror(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
         own = {"_parameters": {**module._parameters}, "_buffers": {**module._buffers}, "_modules": children}
         vars(mirror).update(own)
     return seen[id(module)]
-
-
-class _HoldsTensors(Exception):
-    """The model's code references tensors that must become inputs of the capture: (tensor, line) of each, by its id."""
-
-    def __init__(self, tensors):
-        super().__init__()
-        self.tensors = tensors
 
 
 def given_places(leaves) -> tuple[int, ...]:
@@ -451,31 +446,33 @@ def _captured(stack, call: _Call) -> Capture:
     """A capture of the model; if its code references tensors itself, a second one with these as inputs."""
     is_as_it_is = call.symbols is None and not call.reason  # otherwise the way of the capture may be the cause
     with explained(call.model, is_as_it_is), torch.inference_mode(False), torch.enable_grad():
-        try:
-            return _exported(stack, call, ())
-        except _HoldsTensors as error:
-            held = tuple(tensor for tensor, _ in error.tensors.values())
-            call.reads.places = places(error.tensors)
-        if (fake_mode := call.fake_mode) is not None:
-            with fake_mode:
-                held = tuple(shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
-        try:
-            return _exported(stack, call, held)
-        except _HoldsTensors as error:
-            _, line = next(iter(error.tensors.values()))
-            raise TraceError(
-                f"every forward creates a tensor{line} from data that a captured step cannot follow, such as a NumPy "
-                "array. Create it once and register it as a buffer, or pass it as an argument."
-            ) from error
+        found: dict[int, tuple[torch.Tensor, str]] = {}
+        held: tuple[torch.Tensor, ...] = ()
+        for _ in range(3):  # the second may find tensors of the backward
+            try:
+                return _exported(stack, call, held)
+            except HoldsTensors as error:
+                line = next(iter(error.tensors.values()))[1]
+                found.update(error.tensors)
+            call.reads.places = places(found)
+            held = tuple(tensor for tensor, _ in found.values())
+            if (fake_mode := call.fake_mode) is not None:
+                with fake_mode:
+                    held = tuple(shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
+        raise TraceError(
+            f"every forward creates a tensor{line} from data that a captured step cannot follow, such as a NumPy "
+            "array. Create it once and register it as a buffer, or pass it as an argument."
+        )
 
 
 def _exported(stack, call: _Call, held) -> Capture:
     flat, given = _Flat(call, held), given_places(call.leaves)
     forward = flat._ackpt_forward
     tensors = tuple(call.leaves[index] for index in given)
-    with contextlib.ExitStack() as inner, forward.where as where, call.reads.watched_backward(where):
+    with contextlib.ExitStack() as inner, forward.where, call.reads.watched_backward(forward.modes):
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
+    forward.held.require_known()
     forward.require_same_attributes()
     call.reads.refuse_new_generators(joint.graph_module)
     forward.references.clear()  # torch keeps the module, but this holds tensors

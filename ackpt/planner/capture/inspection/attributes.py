@@ -45,6 +45,7 @@ _DROPOUT = (
 )
 
 
+ABSENT: Any = object()
 _WITHOUT_DATA = FakeTensor, FunctionalTensor
 
 
@@ -219,7 +220,6 @@ def arguments_unchanged(arguments):
 
 def _containers(module: nn.Module):
     """The module's own dict, those of its parameters, buffers, submodules and hooks, and what attributes contain."""
-    yield "", vars(module)
     for name, value in vars(module).items():
         if name not in OF_EVERY_MODULE:
             yield from _nested(name, value)
@@ -228,6 +228,7 @@ def _containers(module: nn.Module):
             if name in ("_parameters", "_buffers"):
                 for key, tensor in value.items():
                     yield from _nested(key, tensor)
+    yield "", vars(module)
 
 
 def _nested(name: str, value):
@@ -247,20 +248,19 @@ def _copied(container):
 
 
 def _changed_items(container, copy) -> Iterator[tuple[Any, Any, Any]]:
-    """(key, value before, value now) of every changed item; None means no value; an item of a set is its key."""
+    """(key, value before, value now) of every changed item, or `ABSENT`; an item of a set is its key."""
     if is_filled_with(container, copy):
         return
     if isinstance(container, dict):
-        pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
+        pairs = [(key, copy.get(key, ABSENT), container.get(key, ABSENT)) for key in {**copy, **container}]
     elif isinstance(container, set):
-        pairs = [(x, x if x in copy else None, x if x in container else None) for x in copy ^ container]
+        pairs = [(x, x if x in copy else ABSENT, x if x in container else ABSENT) for x in copy ^ container]
     else:
         now = list(container)
         size = max(len(copy), len(now))
-        before, after = (values + [None] * (size - len(values)) for values in (copy, now))
+        before, after = (values + [ABSENT] * (size - len(values)) for values in (copy, now))
         pairs = list(zip(range(size), before, after))
-    is_dict = isinstance(container, dict)  # None is not the same as no value: a submodule leaves the module's __dict__
-    yield from (x for x in pairs if not _same(*x[1:]) or (is_dict and (x[0] in copy) != (x[0] in container)))
+    yield from (item for item in pairs if not _same(*item[1:]))
 
 
 def _same(was, now) -> bool:
@@ -312,6 +312,8 @@ def changes_value(label: str, was: str, now: str) -> str:
 
 def in_words(value) -> str:
     """`value` in an error: the text of a plain value, the type of others, whose ``__repr__`` may fail or take long."""
+    if value is ABSENT:
+        return "no value"
     return f"{type(value).__name__}(…)" if plain(value) is None else repr(value)
 
 

@@ -9,6 +9,7 @@ of modules by `attributes`; here is the rest, found by the garbage collector.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import types
@@ -34,7 +35,7 @@ from ackpt.core.errors import CheckpointError, TraceError
 from ackpt.metering.without_data.holders import CACHED, holders, removals
 
 from .model_checks import require_plain
-from .source_lines import in_model, line
+from .source_lines import Where, in_model, line
 
 # Operations that use nothing of their first argument but its shape, dtype and device.
 OF_SHAPES = frozenset(
@@ -241,6 +242,14 @@ _WITHOUT_MODES: tuple[tuple[Any, str], ...] = (
 )
 
 
+class HoldsTensors(Exception):
+    """The model's code references tensors that must become inputs of the capture: (tensor, line) of each, by its id."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.tensors = tensors
+
+
 def _refused(*args):
     raise CheckpointError("checkpoint() is called while the step is captured")
 
@@ -250,7 +259,7 @@ class Held(TorchFunctionMode):
 
     ``traced``: ``{id of a tensor: its traced one}``, of `own`, the parameters, buffers and arguments. ``new_inputs``:
     ``{id: (tensor, line)}`` of tensors without one; a second capture takes them as inputs. ``paused``: a context in
-    which torch's own code runs. ``note_error``: gets the errors that only a capture raises.
+    which torch's own code runs. ``where``: the mode around this one.
     """
 
     def __init__(
@@ -258,10 +267,10 @@ class Held(TorchFunctionMode):
         own: Sequence[torch.Tensor],
         traced: Sequence[torch.Tensor],
         paused: Callable[[], contextlib.AbstractContextManager],
-        note_error: Callable[[Exception], None],
+        where: Where,
     ):
         super().__init__()
-        self._paused, self._note_error = paused, note_error
+        self._paused, self._where = paused, where
         self._own = {id(each): tensor for each, tensor in zip(traced, own)}
         self.traced = {id(tensor): each for each, tensor in zip(traced, own)}
         self.new_inputs: dict[int, tuple[torch.Tensor, str]] = {}
@@ -272,11 +281,27 @@ class Held(TorchFunctionMode):
         try:
             args = tuple(map(self._replaced, args))
             kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
+            if func is torch.Tensor.register_hook:
+                args = (args[0], *map(self._in_modes, args[1:]))
         except TraceError as error:
-            self._note_error(error)
+            self._where.note_error(error)
             raise
         with self._paused():
             return self._returned(func(*args, **kwargs))
+
+    @contextlib.contextmanager
+    def modes(self):
+        """Inside, code of the model's own runs in the backward, which torch runs without the modes of its forward."""
+        with self._where, self:
+            yield
+
+    def _in_modes(self, hook):
+        @functools.wraps(hook)
+        def run(*args):
+            with self.modes():
+                return hook(*args)
+
+        return run
 
     def _returned(self, result):
         """`result` with the model's own tensors in place of the traced ones that represent them."""
@@ -309,6 +334,10 @@ class Held(TorchFunctionMode):
                 stack.enter_context(mock.patch.object(kind, name, call))
             stack.enter_context(mock.patch.object(reentrant, "_run", _refused))
             yield
+
+    def require_known(self) -> None:
+        if self.new_inputs:
+            raise HoldsTensors(self.new_inputs)
 
     def _replaced(self, value):
         if isinstance(value, torch.Tensor):

@@ -102,7 +102,7 @@ class Reads:
                 for name in code.co_freevars:
                     walk.add(frame.f_locals.get(name), f"{name!r} of {said(code)}")
                 if closes_over(code):
-                    walk.guard_closed_over(code, frame.f_locals)
+                    walk.guard_closed_over(frame)
                     closing.add(id(code))
                     if self._closures is not None:
                         self._closures.add(frame)
@@ -153,23 +153,23 @@ class Reads:
         self.kept.start(lambda: self._changed.clear() if self._is_first_capture else None)
 
     @contextlib.contextmanager
-    def watched_backward(self, mode):
-        """Inside, a backward of the model's own functions is `watched`, and all of it if the forward adds hooks."""
+    def watched_backward(self, modes):
+        """Inside, a backward of the model's own functions is `watched`, and all of it if the forward adds hooks.
+
+        `modes`: makes a context for the former, which torch runs without the forward's modes of functions.
+        """
         grad, function = torch.autograd.grad, torch.autograd.function.BackwardCFunction
 
-        def watched(run):
+        def watched(run, context):
             def watching(*args, **kwargs):
-                again = contextlib.nullcontext() if run is grad else mode  # torch leaves it while grad runs
-                if self._watching is not None or (run is grad and not self._has_hooks):
-                    with again:
-                        return run(*args, **kwargs)
-                with self._watched(), again:
+                is_watched = self._watching is not None or (run is grad and not self._has_hooks)
+                with contextlib.nullcontext() if is_watched else self._watched(), context():
                     return run(*args, **kwargs)
 
             return watching
 
-        with mock.patch.object(function, "apply", watched(function.apply)):
-            with mock.patch.object(torch.autograd, "grad", watched(grad)):
+        with mock.patch.object(function, "apply", watched(function.apply, modes)):
+            with mock.patch.object(torch.autograd, "grad", watched(grad, contextlib.nullcontext)):
                 yield
 
     def _note_first_changes(self, changed: list[Change]) -> bool:

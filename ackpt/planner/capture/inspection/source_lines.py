@@ -139,7 +139,7 @@ class Where(TorchFunctionMode):
 
     def note_error(self, error: Exception) -> None:
         """Note an error that only a capture raises: the model's code may catch it, and then go on as eager does not."""
-        if self._error is None and not _is_own(error):
+        if self._error is None and (isinstance(error, TraceError) or not _is_own(error)):
             frame = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename != _CAPTURE:
                 added = types.TracebackType(error.__traceback__, frame, frame.f_lasti, frame.f_lineno)

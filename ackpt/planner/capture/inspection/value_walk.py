@@ -30,6 +30,7 @@ from ackpt.core.errors import TraceError
 from ackpt.metering.without_data.holders import CACHED
 
 from .attributes import (
+    ABSENT,
     OF_EVERY_MODULE,
     Change,
     Snapshot,
@@ -43,7 +44,6 @@ from .attributes import (
 from .source_lines import not_repeated
 
 _DEPTH = 2  # attributes of attributes, and containers in containers
-_ABSENT: Any = object()
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
@@ -52,7 +52,7 @@ _STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in
 # torch computes with symbolic sizes by these, so they run during a forward that is captured with dynamic dimensions.
 _SYMBOLIC = tuple(
     os.path.dirname(spec.origin) + os.sep
-    for spec in map(importlib.util.find_spec, ("sympy", "mpmath"))
+    for spec in map(importlib.util.find_spec, ("sympy", "mpmath", "torchgen"))
     if spec is not None and spec.origin is not None
 )
 _INSTALLED = os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep
@@ -69,31 +69,31 @@ class Value:
     def __init__(self, namespace, name: str, label: str, value, owner=None):
         self.namespace, self.name, self.label, self.owner = namespace, name, label, owner
         self.content = _content(value)
-        self.was = value if self.content is not None or value is _ABSENT else reference(value)
+        self.was = value if self.content is not None or value is ABSENT else reference(value)
         self.original = value  # until the capture ends
         self.copies = [Snapshot(each, functools.partial(_refusal, label), _is_set) for each in _containers(value)]
 
     def is_changed(self) -> bool:
-        now = self.namespace.get(self.name, _ABSENT)
+        now = self.namespace.get(self.name, ABSENT)
         if now is self.was:
             return bool(self.copies) and _content(now) != self.content
         if self.content is None:
-            return self.was is _ABSENT or now is not self.was()
+            return self.was is ABSENT or now is not self.was()
         return _content(now) != self.content
 
     def restored(self) -> Iterator[Change]:
         """Restore it where a forward has set plain values, or tensors without data."""
-        now = self.namespace.get(self.name, _ABSENT)
+        now = self.namespace.get(self.name, ABSENT)
         if _is_set(self.original, now):
             key = id(getattr(self.namespace, "cell", self.namespace)), self.name
             repeat, revert = functools.partial(self._put, now), functools.partial(self._put, self.original)
             revert()
-            yield Change(key, _refusal(self.label, _ABSENT, self.original, now), repeat, revert)
+            yield Change(key, _refusal(self.label, ABSENT, self.original, now), repeat, revert)
         for copy in self.copies:
             yield from copy.restored()
 
     def _put(self, value) -> None:
-        if value is _ABSENT:
+        if value is ABSENT:
             self.namespace.pop(self.name)
         else:
             self.namespace[self.name] = value
@@ -113,7 +113,7 @@ class Walk:
         self.refused: list[str] = []
         self._streams: dict[int, tuple[Any, str, Any]] = {}
         self._called: set[str] = set()
-        self._wires: list[tuple[Any, Any, Any]] = []
+        self._wires: list[tuple[Any, Any, Any, Any]] = []
         self._has_threads = threading.active_count() > 1
         if runs:
             self._watch((random, random._inst), PythonStream(), "Python's module random")  # pyright: ignore
@@ -157,10 +157,12 @@ class Walk:
         for value, label, depth in list(self._objects.values()):
             self._attributes(value, label, depth, new)
 
-    def guard_closed_over(self, code: types.CodeType, values) -> None:
-        """Guard the iterators among the closed-over `values` of code that starts to run."""
-        if self._runs and any(_advances(values.get(name)) for name in code.co_freevars):
-            self.close_over(functions_of([code]))
+    def guard_closed_over(self, frame: types.FrameType) -> None:
+        """Guard the iterators and queues that code which starts to run in `frame` closes over."""
+        values = frame.f_locals
+        if any(_advances(values.get(name)) for name in frame.f_code.co_freevars):
+            self.close_over(functions_of([frame.f_code]))
+            _ = frame.f_locals  # before Python 3.13, what was read last is written back after a trace function
 
     def close_over(self, functions: list[types.FunctionType]) -> None:
         """Record what these functions close over."""
@@ -170,9 +172,9 @@ class Walk:
                     self.note(_CellNamespace(cell), name, f"{name!r} of {said(function.__code__)}", 0, owner=cell)
 
     def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False, owner=None) -> None:
-        value = namespace.get(name, _ABSENT)
+        value = namespace.get(name, ABSENT)
         is_new = (id(namespace), name) not in self.values and type(value) is not _Tripwire
-        if is_new and (value is not _ABSENT or is_optional):  # otherwise a builtin
+        if is_new and (value is not ABSENT or is_optional):  # otherwise a builtin
             self.values[id(namespace), name] = Value(namespace, name, label, value, owner)
             self._guard(namespace, name, label)
             self.add(value, label, depth)
@@ -190,14 +192,17 @@ class Walk:
         if not self._runs:
             return
         value = namespace.get(name)
-        for container in (namespace, *_containers(value)):
-            keys = [name] if container is namespace else _keys(container)
-            for key, item in [(key, namespace.get(key) if container is namespace else container[key]) for key in keys]:
-                if id(item) not in self._streams and (stream := stream_of(item)) is not None:
-                    self._watch((item,), stream, label)
-                elif _advances(item):
-                    container[key] = wire = _Tripwire(item, functools.partial(self._taken, label))
-                    self._wires.append((container, key, wire))
+        for container, key, item in [(namespace, name, value), *(each for c in _containers(value) for each in _keyed(c))]:
+            if id(item) not in self._streams and (stream := stream_of(item)) is not None:
+                self._watch((item,), stream, label)
+            elif _advances(item) or (type(item) is tuple and any(map(_advances, item))):
+                container[key] = wire = self._wired(item, label)
+                self._wires.append((container, key, item, wire))
+
+    def _wired(self, item, label: str):
+        if type(item) is tuple:
+            return tuple(self._wired(each, label) if _advances(each) else each for each in item)
+        return _Tripwire(item, functools.partial(self._taken, label))
 
     def _watch(self, sources, stream, label: str) -> None:
         self._streams.update(dict.fromkeys(map(id, sources), (stream, label, stream.get())))
@@ -234,11 +239,12 @@ class Walk:
 
     def restored(self) -> list[Change]:
         """Restore what changed, and return the changes."""
-        for container, key, wire in self._wires:
-            wire.disarm()
+        for container, key, item, wire in self._wires:
             is_list = isinstance(container, (list, deque))
-            if (container[key] if is_list and key < len(container) else None if is_list else container.get(key)) is wire:
-                container[key] = wire.of
+            if (dict(enumerate(container)) if is_list else container).get(key) is wire:
+                container[key] = item
+            for each in wire if type(wire) is tuple else (wire,):
+                each.disarm()
         new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
         values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
         return [change for each in (*values, *self._snapshots) for change in each.restored()]
@@ -355,7 +361,7 @@ def _is_set(was, now) -> bool:
 
     An object that it creates where there was none may be a cache.
     """
-    can_compare = [each is _ABSENT or _content(each) is not None for each in (was, now)]
+    can_compare = [each is ABSENT or _content(each) is not None for each in (was, now)]
     if all(can_compare):
         return _content(was) != _content(now)
     return was is not now and (_is_traced(now) or not any(can_compare))
@@ -371,8 +377,8 @@ def _is_traced(value, depth: int = 0) -> bool:
 def _refusal(label: str, key, was, now) -> str:
     if _is_traced(now):
         return stores_a_tensor(label)
-    label += "" if key is _ABSENT else f", at {in_words(key)},"
-    return changes_value(label, *("no value" if value is _ABSENT else in_words(value) for value in (was, now)))
+    label += "" if key is ABSENT else f", at {in_words(key)},"
+    return changes_value(label, in_words(was), in_words(now))
 
 
 def _containers(value, depth: int = 0):
@@ -386,8 +392,11 @@ def _containers(value, depth: int = 0):
             yield from _containers(item, depth + 1)
 
 
-def _keys(container):
-    return list(container) if isinstance(container, dict) else () if isinstance(container, set) else range(len(container))
+def _keyed(container) -> list[tuple[Any, Any, Any]]:
+    """(container, key, item) of the items that can be set by a key."""
+    if isinstance(container, set):
+        return []
+    return [(container, *each) for each in (container.items() if isinstance(container, dict) else enumerate(container))]
 
 
 def _items(container):
@@ -428,15 +437,15 @@ def _compares_types(code: types.CodeType) -> int | None:
     types_of, expression, line = {"type", "__class__"}, set(), code.co_firstlineno
     for each in dis.get_instructions(code):
         line = getattr(each, "line_number", each.starts_line) or line  # starts_line is a bool from Python 3.13 on
-        if each.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR"):
-            if "Tensor" in expression and not types_of.isdisjoint(expression):
-                return line
-        if each.opname.startswith("STORE_") and not types_of.isdisjoint(expression):
-            types_of.add(each.argval)
-        if each.opname.startswith(("STORE_", "POP_", "RETURN_", "JUMP_", "COMPARE_", "IS_", "CONTAINS_")):
-            expression.clear()
-        elif isinstance(each.argval, str):
+        if isinstance(each.argval, str) and not each.opname.startswith("STORE_"):
             expression.add(each.argval)
+        elif each.opname.startswith(("STORE_", "POP_", "RETURN_", "JUMP_")):  # an expression ends
+            if not types_of.isdisjoint(expression):
+                if "Tensor" in expression and "issubclass" not in expression:
+                    return line
+                if each.opname.startswith("STORE_"):
+                    types_of.add(each.argval)
+            expression.clear()
     return None
 
 
