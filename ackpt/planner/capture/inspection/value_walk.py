@@ -45,6 +45,8 @@ from .source_lines import not_repeated
 
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
+_SEED = 1_795_364_021  # of NumPy's generators while a forward runs that must not use them
+_BOUND = types.MethodType, types.MethodWrapperType, types.BuiltinMethodType
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
 _CONTAINERS = frozenset((list, tuple, deque, set, frozenset, dict, OrderedDict, defaultdict, Counter))
@@ -111,7 +113,8 @@ class Walk:
         self._runs = runs
         self.values: dict[tuple[int, str], Value] = {}
         self.refused: list[str] = []
-        self._streams: dict[int, tuple[Any, str, Any]] = {}
+        self._streams: list[tuple[Any, str, Any, Any]] = []
+        self._labels: dict[int, str] = {}
         self._called: set[str] = set()
         self._wires: list[tuple[Any, Any, Any, Any]] = []
         self._has_threads = threading.active_count() > 1
@@ -191,10 +194,12 @@ class Walk:
         """Watch random number generators, and guard iterators and queues: a value, or those in its lists and dicts."""
         if not self._runs:
             return
-        value = namespace.get(name)
+        value = namespace.get(name, None)
         for container, key, item in [(namespace, name, value), *(each for c in _containers(value) for each in _keyed(c))]:
-            if id(item) not in self._streams and (stream := stream_of(item)) is not None:
-                self._watch((item,), stream, label)
+            source = _owner(item)
+            if id(source) not in self._labels and (stream := stream_of(source)) is not None:
+                self._watch((source,), stream, label)
+                self._names.add(getattr(item, "__name__", ""))  # of a bound method, by whatever name it is called
             elif _advances(item) or (type(item) is tuple and any(map(_advances, item))):
                 container[key] = wire = self._wired(item, label)
                 self._wires.append((container, key, item, wire))
@@ -205,7 +210,11 @@ class Walk:
         return _Tripwire(item, functools.partial(self._taken, label))
 
     def _watch(self, sources, stream, label: str) -> None:
-        self._streams.update(dict.fromkeys(map(id, sources), (stream, label, stream.get())))
+        state = stream.get()
+        if isinstance(stream, NumpyStream) and stream.bits is None and not self._has_threads:
+            stream.source.seed(_SEED)  # then code that seeds it, perhaps to the state that it has, leaves another state
+        self._labels.update(dict.fromkeys(map(id, sources), label))
+        self._streams.append((stream, label, state, stream.get()))
 
     def _taken(self, label: str) -> TraceError:
         message = (
@@ -217,31 +226,35 @@ class Walk:
 
     def called(self, function) -> None:
         """Note a call of a function in C: its owner may be a random number generator."""
-        if (stream := self._streams.get(id(getattr(function, "__self__", None)))) is not None:
-            self._called.add(stream[1])
+        if (label := self._labels.get(id(getattr(function, "__self__", None)))) is not None:
+            self._called.add(label)
 
     def drawn_from(self, sees_calls: bool) -> list[str]:
         """The labels of the generators that were seeded or drawn from; this restores their states.
 
-        With other threads, which may draw as well, the calls of this one count, if it `sees_calls` in C.
+        Other threads may draw as well: of their generators those count that this thread has called, if it `sees_calls`
+        in C, and NumPy's, whose calls are not seen, if the code that ran names one of their methods.
         """
-        may_be_others = sees_calls and (self._has_threads or threading.active_count() > 1)
+        has_others = sees_calls and (self._has_threads or threading.active_count() > 1)
         drawn = []
-        for stream, label, state in self._streams.values():
-            if label in self._called or (not may_be_others and stream.moved(state)):
+        for stream, label, state, watched in self._streams:
+            methods = {name for name in dir(stream.source) if len(name) > 1} if isinstance(stream, NumpyStream) else ()
+            is_ours = not has_others or not self._names.isdisjoint(methods)
+            if label in self._called or (is_ours and stream.moved(watched)):
                 drawn.append(label)
+            if label in drawn or not has_others:
                 stream.set(state)
         return drawn
 
     def generators(self) -> list[torch.Generator]:
         """The generators of torch that the code can read."""
-        return [stream.generator for stream, *_ in self._streams.values() if isinstance(stream, TorchStream)]
+        return [stream.generator for stream, *_ in self._streams if isinstance(stream, TorchStream)]
 
     def restored(self) -> list[Change]:
         """Restore what changed, and return the changes."""
         for container, key, item, wire in self._wires:
             is_list = isinstance(container, (list, deque))
-            if (dict(enumerate(container)) if is_list else container).get(key) is wire:
+            if (dict(enumerate(container)) if is_list else container).get(key, None) is wire:
                 container[key] = item
             for each in wire if type(wire) is tuple else (wire,):
                 each.disarm()
@@ -309,10 +322,14 @@ class _Tripwire:
     __class__ = property(lambda self: type(self.of))  # pyright: ignore
 
 
+def _owner(value):
+    """The object of a bound method, such as ``count().__next__``; other objects as they are."""
+    return value.__self__ if isinstance(value, _BOUND) else value
+
+
 def _advances(value) -> bool:
     """Whether `value` is an iterator or a queue, whose items are gone once taken, but not of a class of the model."""
-    if isinstance(value, (types.MethodWrapperType, types.BuiltinMethodType)):  # such as count().__next__
-        value = value.__self__
+    value = _owner(value)
     if isinstance(value, functools.partial):
         return any(map(_advances, (value.func, *value.args)))
     kind = type(value)
