@@ -249,7 +249,7 @@ class _Forward:
         with same_arguments, once, held, held.in_functions(), found_packed(), call.reads.watched():
             with fused_attention_refused(), saving_hooks_refused(), branches:
                 outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
-        outputs = [held.traced.get(id(value), value) for value in outputs]
+        outputs: list[Any] = [held.traced.get(id(value), value) for value in outputs]
         buffers = [(traced, tensor) for tensor, traced, _ in pairs if not tensor.requires_grad]
         call.reads.kept.note_operations(buffers)
         held.require_known()

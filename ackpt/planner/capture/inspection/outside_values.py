@@ -28,7 +28,7 @@ from ackpt.core.errors import TraceError, warn
 from .attributes import Change, plain
 from .kept_tensors import Kept, NotConstant
 from .source_lines import not_repeated
-from .value_walk import Closures, Value, Walk, closes_over, is_of_model, said
+from .value_walk import Closures, Value, Walk, closes_over, drawn, is_of_model, said
 
 _CHECKPOINT = torch.utils.checkpoint._CheckpointFrame.__init__.__code__
 # The functions that seed. In regions the forward seeds again for the recomputation, which torch.seed does differently.
@@ -81,9 +81,8 @@ class Reads:
             nonlocal collecting
             if collectors and event in ("call", "return") and id(frame.f_code) in collectors:
                 collecting += 1 if event == "call" else -1
-            if event == "c_call" and collecting == 0:
-                self._has_hooks |= function.__name__ in _ADDING_HOOKS  # to a node
-                walk.called(function)
+            if event == "c_call" and function.__name__ in _ADDING_HOOKS:  # to a node
+                self._has_hooks = True
             if event != "call" or collecting > 0:
                 return
             if id(code := frame.f_code) in closing and self._closures is not None:
@@ -109,7 +108,6 @@ class Reads:
 
         try:
             with _on_every_call(called) as self._watching:
-                sees_calls = self._watching[0] is sys.setprofile
                 yield
         finally:
             self._watching = None
@@ -117,7 +115,7 @@ class Reads:
                 self._closures.ended()
             self.has_checkpoints |= id(_CHECKPOINT) in seen
             changed = walk.restored()
-            drawn = walk.drawn_from(sees_calls)
+            refused = [*walk.refused, *map(drawn, walk.drawn_from())]
             self._generators += walk.generators()
             if seeds:
                 torch.set_rng_state(seeds[0][1])
@@ -128,13 +126,8 @@ class Reads:
                 "numbers once and store them in a buffer, or pass them as an argument"
             )
             raise TraceError(f"{message}.") if name == "seed" else not_repeated(message)
-        if walk.refused:
-            raise not_repeated(walk.refused[0])
-        if drawn:
-            raise not_repeated(
-                f"the forward draws random numbers from {drawn[0]} or seeds it, which a captured step would not "
-                "repeat. Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors"
-            )
+        if refused:
+            raise not_repeated(refused[0])
         if changed and not self._note_first_changes(changed):
             raise not_repeated(changed[0].refusal)
 

@@ -25,8 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
-from ackpt.checkpointing.rng import NumpyStream, PythonStream, TorchStream, stream_of
-from ackpt.core.errors import TraceError
+from ackpt.checkpointing.rng import TorchStream, stream_of
 from ackpt.metering.without_data.holders import CACHED
 
 from .attributes import (
@@ -45,7 +44,7 @@ from .source_lines import not_repeated
 
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
-_SEED = 1_795_364_021  # of NumPy's generators while a forward runs that must not use them
+_SEED = 1_795_364_021  # of generators while a forward runs that must not seed them
 _BOUND = types.MethodType, types.MethodWrapperType, types.BuiltinMethodType
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
@@ -104,8 +103,8 @@ class Value:
 class Walk:
     """The values that code reads by name, starting from globals, a model's modules and the arguments of a call.
 
-    `runs`: whether the code runs; `drawn_from` then finds the random number generators that it used, iterators and
-    queues are replaced by objects that refuse their use, and `restored` includes the attributes of modules.
+    `runs`: whether the code runs; iterators, queues and random number generators are then guarded, torch's generators
+    seeded until `drawn_from`, which finds those that it seeded, and `restored` includes the attributes of modules.
     ``refused``: why a captured step would not do what the code does, in words, as far as it shows while it runs.
     """
 
@@ -113,16 +112,13 @@ class Walk:
         self._runs = runs
         self.values: dict[tuple[int, str], Value] = {}
         self.refused: list[str] = []
-        self._streams: list[tuple[Any, str, Any, Any]] = []
-        self._labels: dict[int, str] = {}
-        self._called: set[str] = set()
+        self._generators: dict[int, tuple[TorchStream, str, Any, Any]] = {}
         self._wires: list[tuple[Any, Any, Any, Any]] = []
-        self._has_threads = threading.active_count() > 1
         if runs:
-            self._watch((random, random._inst), PythonStream(), "Python's module random")  # pyright: ignore
+            self._guard_module(random, "Python's module random")
             if numpy := sys.modules.get("numpy"):
-                mtrand = numpy.random.mtrand
-                self._watch((mtrand, mtrand._rand), NumpyStream(mtrand._rand), "numpy.random")
+                for module in (numpy.random, numpy.random.mtrand):
+                    self._guard_module(module, "numpy.random")
         self._snapshots = [*module_snapshots(model)] if runs else []
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
@@ -191,64 +187,42 @@ class Walk:
             self._attributes(value, label, depth, self._names)
 
     def _guard(self, namespace, name: str, label: str) -> None:
-        """Watch random number generators, and guard iterators and queues: a value, or those in its lists and dicts."""
+        """Guard iterators, queues and random number generators: a value, or those in its lists and dicts."""
         if not self._runs:
             return
         value = namespace.get(name, None)
         for container, key, item in [(namespace, name, value), *(each for c in _containers(value) for each in _keyed(c))]:
-            source = _owner(item)
-            if id(source) not in self._labels and (stream := stream_of(source)) is not None:
-                self._watch((source,), stream, label)
-                self._names.add(getattr(item, "__name__", ""))  # of a bound method, by whatever name it is called
+            if isinstance(item, torch.Generator) and id(item) not in self._generators:
+                stream, state = TorchStream(item), item.get_state()
+                item.manual_seed(_SEED)
+                self._generators[id(item)] = stream, label, state, stream.get()
             elif _advances(item) or (type(item) is tuple and any(map(_advances, item))):
-                container[key] = wire = self._wired(item, label)
-                self._wires.append((container, key, item, wire))
+                self._wire(container, key, item, label)
 
-    def _wired(self, item, label: str):
+    def _guard_module(self, module: types.ModuleType, label: str) -> None:
+        """Guard the functions of `module` that draw from its global random numbers."""
+        for name, value in list(vars(module).items()):
+            if _advances(value) or type(value).__name__ == "cython_function_or_method":
+                self._wire(vars(module), name, value, label)
+
+    def _wire(self, container, key, item, label: str) -> None:
         if type(item) is tuple:
-            return tuple(self._wired(each, label) if _advances(each) else each for each in item)
-        return _Tripwire(item, functools.partial(self._taken, label))
+            wires = tuple(_Tripwire(each, self.refused, label) if _advances(each) else each for each in item)
+        else:
+            wires = _Tripwire(item, self.refused, label)
+        self._wires.append((container, key, item, wires))
+        container[key] = wires
 
-    def _watch(self, sources, stream, label: str) -> None:
-        state = stream.get()
-        if isinstance(stream, NumpyStream) and stream.bits is None and not self._has_threads:
-            stream.source.seed(_SEED)  # then code that seeds it, perhaps to the state that it has, leaves another state
-        self._labels.update(dict.fromkeys(map(id, sources), label))
-        self._streams.append((stream, label, state, stream.get()))
-
-    def _taken(self, label: str) -> TraceError:
-        message = (
-            f"the forward takes items from {label}, which a captured step would not repeat. Take them outside of the "
-            "model and pass them as arguments"
-        )
-        self.refused.append(message)
-        return not_repeated(message)
-
-    def called(self, function) -> None:
-        """Note a call of a function in C: its owner may be a random number generator."""
-        if (label := self._labels.get(id(getattr(function, "__self__", None)))) is not None:
-            self._called.add(label)
-
-    def drawn_from(self, sees_calls: bool) -> list[str]:
-        """The labels of the generators that were seeded or drawn from; this restores their states.
-
-        Other threads may draw as well: of their generators those count that this thread has called, if it `sees_calls`
-        in C, and NumPy's, whose calls are not seen, if the code that ran names one of their methods.
-        """
-        has_others = sees_calls and (self._has_threads or threading.active_count() > 1)
-        drawn = []
-        for stream, label, state, watched in self._streams:
-            methods = {name for name in dir(stream.source) if len(name) > 1} if isinstance(stream, NumpyStream) else ()
-            is_ours = not has_others or not self._names.isdisjoint(methods)
-            if label in self._called or (is_ours and stream.moved(watched)):
-                drawn.append(label)
-            if label in drawn or not has_others:
-                stream.set(state)
-        return drawn
+    def drawn_from(self) -> list[str]:
+        """The labels of torch's generators that were seeded; this restores their states."""
+        moved = [label for stream, label, _, seeded in self._generators.values() if stream.moved(seeded)]
+        for stream, _, state, _ in self._generators.values():
+            stream.set(state)
+        return moved
 
     def generators(self) -> list[torch.Generator]:
         """The generators of torch that the code can read."""
-        return [stream.generator for stream, *_ in self._streams if isinstance(stream, TorchStream)]
+        return [stream.generator for stream, *_ in self._generators.values()]
 
     def restored(self) -> list[Change]:
         """Restore what changed, and return the changes."""
@@ -294,18 +268,24 @@ class Walk:
 
 
 class _Tripwire:
-    """Represents an iterator or a queue while the model is captured, whose thread must not use it."""
+    """In the place of an iterator, a queue or random numbers during a capture, whose thread must not use them."""
 
-    def __init__(self, of, refuse: Callable[[], Exception]):
-        self.of, self._refuse, self._thread = of, refuse, threading.get_ident()
+    def __init__(self, of, refused: list[str], label: str):
+        self.of, self._refused, self._label, self._thread = of, refused, label, threading.get_ident()
 
     def disarm(self) -> None:
         self._thread = 0
 
     def _used(self):
-        if threading.get_ident() == self._thread:
-            raise self._refuse()
-        return self.of
+        if threading.get_ident() != self._thread:
+            return self.of
+        self._refused.append(
+            f"the forward takes items from {self._label}, which a captured step would not repeat. Take them outside of "
+            "the model and pass them as arguments"
+            if not _is_random(self.of)
+            else drawn(self._label)
+        )
+        raise not_repeated(self._refused[-1])
 
     def __iter__(self):
         return iter(self._used())
@@ -322,20 +302,36 @@ class _Tripwire:
     __class__ = property(lambda self: type(self.of))  # pyright: ignore
 
 
+def drawn(label: str) -> str:
+    return (
+        f"the forward draws random numbers from {label} or seeds it, which a captured step would not repeat. Draw them "
+        "with torch, as in torch.rand(()), or outside of the model and pass them as tensors"
+    )
+
+
+def _is_random(value) -> bool:
+    """Whether `value` is a random number generator of Python or NumPy, or a function that draws from one."""
+    return type(value).__name__ == "cython_function_or_method" or stream_of(_owner(value)) is not None
+
+
 def _owner(value):
     """The object of a bound method, such as ``count().__next__``; other objects as they are."""
     return value.__self__ if isinstance(value, _BOUND) else value
 
 
 def _advances(value) -> bool:
-    """Whether `value` is an iterator or a queue, whose items are gone once taken, but not of a class of the model."""
+    """Whether using `value` changes what it gives next: an iterator, a queue or random numbers, not of a model's class.
+
+    So do functions that are bound to one.
+    """
     value = _owner(value)
     if isinstance(value, functools.partial):
         return any(map(_advances, (value.func, *value.args)))
     kind = type(value)
     take = getattr(kind, "__next__", getattr(kind, "get", None) if hasattr(kind, "put") else None)
-    is_of_model_ = isinstance(take, types.FunctionType) and is_of_model(take.__code__.co_filename)
-    return take is not None and not is_of_model_ and not isinstance(value, io.IOBase)
+    is_models = isinstance(take, types.FunctionType) and is_of_model(take.__code__.co_filename)
+    is_advancing = take is not None and not is_models and not isinstance(value, io.IOBase)
+    return is_advancing or (stream_of(value) is not None and not isinstance(value, torch.Generator))
 
 
 class _Namespace:
@@ -413,7 +409,8 @@ def _keyed(container) -> list[tuple[Any, Any, Any]]:
     """(container, key, item) of the items that can be set by a key."""
     if isinstance(container, set):
         return []
-    return [(container, *each) for each in (container.items() if isinstance(container, dict) else enumerate(container))]
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(container, key, item) for key, item in items]
 
 
 def _items(container):
