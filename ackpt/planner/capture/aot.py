@@ -252,7 +252,8 @@ class _Forward:
         outputs: list[Any] = [held.traced.get(id(value), value) for value in outputs]
         buffers = [(traced, tensor) for tensor, traced, _ in pairs if not tensor.requires_grad]
         call.reads.kept.note_operations(buffers)
-        held.require_known()
+        if held.new_inputs:
+            raise HoldsTensors(held.new_inputs)
         for value in outputs:
             if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
                 raise TraceError(
@@ -448,7 +449,7 @@ def _captured(stack, call: _Call) -> Capture:
     with explained(call.model, is_as_it_is), torch.inference_mode(False), torch.enable_grad():
         found: dict[int, tuple[torch.Tensor, str]] = {}
         held: tuple[torch.Tensor, ...] = ()
-        for _ in range(3):  # the second may find tensors of the backward
+        for _ in range(2):
             try:
                 return _exported(stack, call, held)
             except HoldsTensors as error:
@@ -472,7 +473,6 @@ def _exported(stack, call: _Call, held) -> Capture:
     with contextlib.ExitStack() as inner, forward.where, call.reads.watched_backward(forward.modes):
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
-    forward.held.require_known()
     forward.require_same_attributes()
     call.reads.refuse_new_generators(joint.graph_module)
     forward.references.clear()  # torch keeps the module, but this holds tensors

@@ -208,7 +208,7 @@ def test_a_refusal_raises_without_a_warning(recwarn):
 
 def test_an_error_of_the_model_during_capture_is_shown_once():
     def refuses(self, x):
-        raise ValueError(f"no columns in a {type(x).__name__}")
+        raise ValueError(f"no columns in a {type(self.first(x)).__name__}")
 
     with pytest.raises(TraceError, match=r"like this at [^ ]*test_capture.py:\d+: no columns in a FunctionalTensor$"):
         trace(Model(refuses), torch.randn(3, 4))

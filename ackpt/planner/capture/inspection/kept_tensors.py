@@ -270,7 +270,7 @@ class Held(TorchFunctionMode):
         where: Where,
     ):
         super().__init__()
-        self._paused, self._where = paused, where
+        self._paused, self._where, self._is_backward = paused, where, False
         self._own = {id(each): tensor for each, tensor in zip(traced, own)}
         self.traced = {id(tensor): each for each, tensor in zip(traced, own)}
         self.new_inputs: dict[int, tuple[torch.Tensor, str]] = {}
@@ -292,6 +292,7 @@ class Held(TorchFunctionMode):
     @contextlib.contextmanager
     def modes(self):
         """Inside, code of the model's own runs in the backward, which torch runs without the modes of its forward."""
+        self._is_backward = True
         with self._where, self:
             yield
 
@@ -335,10 +336,6 @@ class Held(TorchFunctionMode):
             stack.enter_context(mock.patch.object(reentrant, "_run", _refused))
             yield
 
-    def require_known(self) -> None:
-        if self.new_inputs:
-            raise HoldsTensors(self.new_inputs)
-
     def _replaced(self, value):
         if isinstance(value, torch.Tensor):
             return self._stand_in(value)
@@ -350,7 +347,7 @@ class Held(TorchFunctionMode):
         if id(tensor) in self.traced:
             return self.traced[id(tensor)]
         is_traced = torch._is_functional_tensor(tensor) or is_functorch_wrapped_tensor(tensor)
-        if isinstance(tensor, FunctionalTensor) or is_traced or not in_model():
+        if isinstance(tensor, FunctionalTensor) or is_traced or self._is_backward or not in_model():
             return tensor
         require_plain(f"a tensor used{line()}", tensor)
         if tensor.requires_grad:
