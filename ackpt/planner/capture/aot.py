@@ -60,8 +60,7 @@ from .patches.python_kernels import casting_once, is_weight
 from .patches.size_arithmetic import SizeEnv, python_arithmetic
 from .shapes import off_meta, shape_of
 
-# Held during a capture, which replaces the model's tensors and functions of torch in all threads, and while others read
-# the model's tensors.
+# Held during a capture, which replaces functions of torch in all threads.
 CAPTURING = threading.RLock()
 _HELD = "held by the model's code"  # not a valid attribute name
 

@@ -206,14 +206,14 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 @contextlib.contextmanager
 def arguments_unchanged(arguments):
     """Inside, a forward runs that must not change lists and dicts among its `arguments`, copies of the caller's."""
-    nested = [each for value in arguments for each in _nested("", value)]
-    before = [("an attribute of a tensor" if name else f"a {type(each).__name__}", each, _copied(each)) for name, each in nested]
+    before = [(*each, _copied(each[1])) for each in _nested("", arguments)]
     yield
     for name, container, copy in before:
         if any(_changed_items(container, copy)):
             fill(container, copy)
+            what = f"a {type(container).__name__}" if not name else "an attribute of a tensor"
             raise not_repeated(
-                f"the forward changes {name} that it received as an argument, which a captured step would not do. "
+                f"the forward changes {what} that it received as an argument, which a captured step would not do. "
                 "Return the collected values as an output of the model"
             )
 

@@ -76,7 +76,7 @@ class Branches(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number, own: Container[int] = ()):
+    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number, own: Container[int]):
         super().__init__()
         self._own = own
         self.branches: list[Branch] = []

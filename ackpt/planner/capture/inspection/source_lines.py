@@ -58,7 +58,6 @@ _CHECKS = tuple(
     )
 )
 _OF_SHAPES = tuple(os.path.join(_TORCH, name) for name in ("_refs", "_prims", "_meta_registrations.py"))
-_HAS_TABLES = sys.version_info >= (3, 11)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _CLASSES = re.compile("FakeTensor|FunctionalTensor|SymInt|SymFloat|SymBool")
 _OF_CAPTURE = re.compile(
@@ -153,7 +152,7 @@ class Where(TorchFunctionMode):
 
 
 def _refuse(func, args, place: str) -> None:
-    """Raise a TraceError for a call of the model's code, at `place`, that a captured step would not do as eager does."""
+    """Raise a TraceError for a call of the model's code at `place` that a captured step would not do as eager does."""
     if func == _SET_DATA:
         raise not_repeated(
             f"the model's code replaces the data of a tensor at {place}, which a captured step would not do. Write the "
@@ -174,8 +173,8 @@ def _refuse(func, args, place: str) -> None:
 
 
 # Functions of torch that raise for some values of tensors.
-_RAISES_BY_VALUES = "linalg_", "cholesky", "inverse", "multinomial", "embedding", "gather", "index_select", "take", "nll_"
-_RAISES_BY_VALUES += ("cross_entropy",)
+_RAISES_BY_VALUES = "linalg_", "cholesky", "inverse", "multinomial", "embedding", "gather", "index_select", "take"
+_RAISES_BY_VALUES += "nll_loss", "cross_entropy"
 
 
 def _is_caught(frame) -> bool:
@@ -185,10 +184,12 @@ def _is_caught(frame) -> bool:
     """
     while frame is not None and frame.f_code.co_filename != _CAPTURE:
         code, at = frame.f_code, frame.f_lasti
-        entries = dis._parse_exception_table(code) if is_users(code.co_filename) and _HAS_TABLES else ()  # pyright: ignore
+        # Python: the exception table of a code object has no public reader (``Lib/dis.py``).
+        parse: Any = getattr(dis, "_parse_exception_table", lambda code: ())
+        entries = parse(code) if is_users(code.co_filename) else ()
         for handler in {entry.target for entry in entries if entry.start <= at < entry.end}:
-            steps = (each.opname for each in dis.get_instructions(code) if each.offset >= handler and each.opname != "NOP")
-            names = [*takewhile(lambda name: name != "RERAISE", steps)]
+            names = [each.opname for each in dis.get_instructions(code) if each.offset >= handler]
+            names = [*takewhile(lambda name: name != "RERAISE", (name for name in names if name != "NOP"))]
             suppresses = "WITH_EXCEPT_START" in names and "suppress" in code.co_names
             if suppresses or names[1:2] == ["POP_TOP"] or not {"CHECK_EXC_MATCH", "CHECK_EG_MATCH"}.isdisjoint(names):
                 return True
@@ -381,7 +382,7 @@ def _explained(error, model) -> TraceError:
             f"{module}: its package has registered no fake kernel. Register one by "
             "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
             "the operation itself.",
-            reason=f"no fake kernel gives the shapes of what {operation[0] if operation else 'an operation'} returns{where}",
+            reason=f"{module} runs an operation without a fake kernel{where}",
             module=path,
             can_split=True,
         )

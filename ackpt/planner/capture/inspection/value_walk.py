@@ -15,7 +15,7 @@ import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -114,6 +114,7 @@ class Walk:
         self.refused: list[str] = []
         self._generators: dict[int, tuple[TorchStream, str, Any, Any]] = {}
         self._wires: list[tuple[Any, Any, Any, Any]] = []
+        self._armed: list[_Tripwire] = []
         if runs:
             self._guard_module(random, "Python's module random")
             if numpy := sys.modules.get("numpy"):
@@ -139,8 +140,8 @@ class Walk:
         """Record the values that `code` reads, and globals that it sets; its globals are `namespace`."""
         if self._runs and (line := _compares_types(code)):
             self.refused.append(
-                f"the model's code compares the type of a tensor with torch.Tensor at {code_location(code.co_filename, line)}"
-                ", which a captured step would not do: while it is captured, computed tensors have another. Use isinstance"
+                f"the model's code compares a type with torch.Tensor at {code_location(code.co_filename, line)}, which a"
+                " captured step would not do, because the tensors of a capture are of a subclass. Use isinstance"
             )
         read, written = global_names(code)
         for name in sorted({*read, *written}):
@@ -191,7 +192,8 @@ class Walk:
         if not self._runs:
             return
         value = namespace.get(name, None)
-        for container, key, item in [(namespace, name, value), *(each for c in _containers(value) for each in _keyed(c))]:
+        items = [(namespace, name, value), *(each for container in _containers(value) for each in _keyed(container))]
+        for container, key, item in items:
             if isinstance(item, torch.Generator) and id(item) not in self._generators:
                 stream, state = TorchStream(item), item.get_state()
                 item.manual_seed(_SEED)
@@ -206,12 +208,14 @@ class Walk:
                 self._wire(vars(module), name, value, label)
 
     def _wire(self, container, key, item, label: str) -> None:
-        if type(item) is tuple:
-            wires = tuple(_Tripwire(each, self.refused, label) if _advances(each) else each for each in item)
-        else:
-            wires = _Tripwire(item, self.refused, label)
-        self._wires.append((container, key, item, wires))
-        container[key] = wires
+        def wired(value):
+            self._armed.append(_Tripwire(value, self.refused, label))
+            return self._armed[-1]
+
+        is_tuple = type(item) is tuple
+        wire = tuple(wired(each) if _advances(each) else each for each in item) if is_tuple else wired(item)
+        self._wires.append((container, key, item, wire))
+        container[key] = wire
 
     def drawn_from(self) -> list[str]:
         """The labels of torch's generators that were seeded; this restores their states."""
@@ -230,8 +234,8 @@ class Walk:
             is_list = isinstance(container, (list, deque))
             if (dict(enumerate(container)) if is_list else container).get(key, None) is wire:
                 container[key] = item
-            for each in wire if type(wire) is tuple else (wire,):
-                each.disarm()
+        for wire in self._armed:
+            wire.disarm()
         new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
         values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
         return [change for each in (*values, *self._snapshots) for change in each.restored()]
@@ -249,8 +253,8 @@ class Walk:
             if not _is_class_of_model(kind):
                 continue
             for name in names & vars(kind).keys():
-                value_of_class = vars(kind)[name]
-                if isinstance(value_of_class, _METHODS) or _content(value_of_class) is not None or _advances(value_of_class):
+                shares = vars(kind)[name]
+                if isinstance(shares, _METHODS) or _content(shares) is not None or _advances(shares):
                     put, pop = functools.partial(setattr, kind), functools.partial(delattr, kind)
                     of_class = _Namespace(vars(kind).get, put, pop)
                     namespace = self._classes.setdefault(kind, of_class)

@@ -1,0 +1,210 @@
+"""A capture sees the model's own objects: tensors, their attributes, errors, iterators, and random numbers of threads."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import queue
+import random
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ackpt
+
+
+class Model(nn.Module):
+    def __init__(self, function, **attributes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.function = nn.Linear(4, 8), nn.Linear(8, 3), function
+        self.a.weight.scale = 0.5
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x))).square().mean() * self.function(self, x)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t() * w.scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        scale = w.scale if isinstance(w, nn.Parameter) else 7.0
+        return gradient @ w * scale, gradient.t() @ x * scale
+
+
+class Holds(torch.autograd.Function):
+    """Its backward reads a parameter that it did not get as a tensor."""
+
+    @staticmethod
+    def forward(ctx, x, weights):
+        ctx.weights = weights
+        return x @ weights[0].t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.weights[0], None
+
+
+@torch.jit.script
+def scripted(x, weights: list[torch.Tensor]):
+    return x @ weights[0].t()
+
+
+X = torch.linspace(-1, 1, 20).reshape(5, 4)
+
+
+def stepped(model, steps=3):
+    losses = []
+    for _ in range(steps):
+        losses.append(model(X))
+        losses[-1].backward()
+    return [loss.item() for loss in losses], [parameter.grad for parameter in model.parameters()]
+
+
+def attempted(body, error=Exception):
+    def function(model, x):
+        hidden, factor = model.a(x), 3.0
+        try:
+            factor = body(model, hidden)
+        except error:
+            pass
+        return factor
+
+    return function
+
+
+def suppressed(model, x):
+    with contextlib.suppress(RuntimeError):
+        return 1 + model.a(x).std().item()
+    return 3.0
+
+
+def hooked(model, x):
+    hidden = model.a(x)
+    hidden.register_hook(lambda gradient: gradient * model.b.bias.mean())
+    return hidden.mean()
+
+
+def choleskys(model, x):
+    square = model.a(x).t() @ model.a(x)
+    try:
+        return torch.linalg.cholesky(square).mean()
+    except torch.linalg.LinAlgError:
+        return torch.linalg.cholesky(square + torch.eye(8)).mean()
+
+
+EQUAL = {
+    "isinstance": lambda self, x: 2.0 if isinstance(self.a.weight, nn.Parameter) else 1.0,
+    "in a set": lambda self, x: 2.0 if self.a.weight in {*self.parameters()} else 1.0,
+    "attribute": lambda self, x: self.a.weight.scale,
+    "is_leaf": lambda self, x: 2.0 if self.a.weight.is_leaf and x.grad_fn is None else 1.0,
+    "itself": lambda self, x: 2.0 if x.contiguous() is x and torch.atleast_1d(x, self.a.bias)[1] is self.a.bias else 1.0,
+    "custom function": lambda self, x: Scaled.apply(x, self.a.weight).mean(),
+    "in a list": lambda self, x: Holds.apply(self.a(x) @ self.a.weight, [self.a.weight]).mean(),
+    "scripted": lambda self, x: scripted(x, [self.a.weight]).mean(),
+    "parameter": lambda self, x: F.linear(x, nn.Parameter(self.a.weight)).mean(),
+    "vmap": lambda self, x: torch.vmap(lambda row: x @ row)(self.a.weight).mean(),
+    "hook": hooked,
+    "own error": attempted(lambda self, hidden: hidden.view(7, 7).mean(), RuntimeError),
+    "strides": attempted(lambda self, hidden: hidden.t().view(-1).mean(), RuntimeError),
+}
+READS = "looks at the values"
+REFUSED = {
+    "item": (attempted(lambda self, hidden: hidden.std().item()), READS),
+    "suppress": (suppressed, READS),
+    "data_ptr": (attempted(lambda self, hidden: 2.0 if self.a.weight.data_ptr() else 1.0), "data"),
+    "data": (attempted(lambda self, hidden: setattr(self.a.weight, "data", X[:, :1].expand(5, 4)) or 2.0), "replaces the data"),
+    "cholesky": (choleskys, "catches errors of linalg_cholesky"),
+    "embedding": (attempted(lambda self, hidden: F.embedding(torch.tensor([9]), hidden).mean()), "catches errors of embedding"),
+    "counts": (lambda self, x: setattr(self.a.weight, "scale", self.a.weight.scale + 1) or 1.0, "changes attribute 'weight.scale' of module 'a'"),
+    "type": (lambda self, x: 2.0 if type(self.a(x)) in (torch.Tensor, nn.Parameter) else 1.0, "compares a type"),
+    "assigns a module": (lambda self, x: setattr(self, "empty", nn.Tanh()) or 1.0, "replaces submodule 'empty'"),
+}
+ITEMS = {
+    "next": (lambda self, x: next(self.of), lambda: itertools.cycle([1.0, 0.5])),
+    "zip": (lambda self, x: next(zip(self.of, "a"))[0], lambda: (1.0 / n for n in itertools.count(1))),
+    "list": (lambda self, x: next(self.of[0]), lambda: [itertools.cycle([1.0, 0.5])]),
+    "tuple": (lambda self, x: next(self.of[0]), lambda: (itertools.cycle([1.0, 0.5]), 1)),
+    "method": (lambda self, x: self.of(), lambda: itertools.cycle([1.0, 0.5]).__next__),
+    "partial": (lambda self, x: self.of(), lambda: partial(next, itertools.cycle([1.0, 0.5]))),
+    "queue": (lambda self, x: self.of.get_nowait(), lambda: filled(queue.Queue())),
+    "caught": (attempted(lambda self, hidden: next(self.of)), lambda: itertools.cycle([1.0, 0.5])),
+}
+
+
+def filled(items):
+    for value in (1.0, 0.5, 0.25):
+        items.put(value)
+    return items
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_capture_sees_the_models_own_objects(name):
+    model, own = Model(EQUAL[name]), Model(EQUAL[name])
+    (losses, gradients), (own_losses, own_gradients) = stepped(ackpt.compile(model, X, policy="none")), stepped(own)
+    assert losses == own_losses and all(map(torch.equal, gradients, own_gradients))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_a_capture_does_is_refused_even_if_the_model_catches_it(name):
+    function, said = REFUSED[name]
+    model = Model(function, empty=None)
+    before = dict(vars(model))
+    with pytest.raises(ackpt.TraceError, match=said) as error:
+        ackpt.compile(model, X)
+    assert error.value.can_split and vars(model) == before and vars(model.a.weight) == {"scale": 0.5}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_items_that_a_forward_takes_are_refused_and_not_consumed(name):
+    function, make = ITEMS[name]
+    model, own = Model(function, of=make()), Model(function, of=make())
+    items = model.of
+    with pytest.raises(ackpt.TraceError, match="takes items from attribute 'of'"):
+        ackpt.compile(model, X)
+    assert model.of is items and stepped(model)[0] == stepped(own)[0]
+
+
+def test_attributes_of_parameters_are_compared_at_every_call():
+    model = Model(lambda self, x: getattr(self.a.weight, "scale", 1.0) * getattr(self.b.bias, "scale", 1.0))
+    own, step = copy.deepcopy(model), ackpt.compile(model, X, policy="none")
+    own.a.weight.scale = 0.5
+    for change in (partial(setattr, value=2.0), delattr):
+        for net in (model, own):
+            change(net.a.weight, "scale") if change is delattr else setattr(net.a.weight, "scale", 2.0)
+        assert step(X).item() == own(X).item()
+    for net in (model, own):
+        net.b.bias.scale = torch.tensor(3.0)
+    assert step(X).item() == own(X).item()
+
+
+def test_random_numbers_of_another_thread_are_not_the_models():
+    stop, drawn = threading.Event(), []
+
+    def draw():
+        while not stop.is_set():
+            drawn.append(random.random())
+            stop.wait(0.0005)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        ackpt.compile(Model(lambda self, x: 1.0), X)
+        with pytest.raises(ackpt.TraceError, match="draws random numbers from Python's module random"):
+            ackpt.compile(Model(lambda self, x: random.random()), X)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(set(drawn)) == len(drawn) > 0
