@@ -1,4 +1,4 @@
-"""A capture sees the model's own objects: tensors, their attributes, errors, iterators, and random numbers of threads."""
+"""A capture sees the model's own objects: tensors, their attributes, errors, iterators, and random numbers."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def scripted(x, weights: list[torch.Tensor]):
 
 
 X = torch.linspace(-1, 1, 20).reshape(5, 4)
+NINE = torch.tensor([9])
 
 
 def stepped(model, steps=3):
@@ -105,12 +106,26 @@ def choleskys(model, x):
         return torch.linalg.cholesky(square + torch.eye(8)).mean()
 
 
+def itself(model, x):
+    return 2.0 if x.contiguous() is x and torch.atleast_1d(x, model.a.bias)[1] is model.a.bias else 1.0
+
+
+def assigns_data(model, hidden):
+    model.a.weight.data = model.a.weight.data * 2
+    return 2.0
+
+
+def counts(model, x):
+    model.a.weight.scale += 1
+    return 1.0
+
+
 EQUAL = {
     "isinstance": lambda self, x: 2.0 if isinstance(self.a.weight, nn.Parameter) else 1.0,
     "in a set": lambda self, x: 2.0 if self.a.weight in {*self.parameters()} else 1.0,
     "attribute": lambda self, x: self.a.weight.scale,
     "is_leaf": lambda self, x: 2.0 if self.a.weight.is_leaf and x.grad_fn is None else 1.0,
-    "itself": lambda self, x: 2.0 if x.contiguous() is x and torch.atleast_1d(x, self.a.bias)[1] is self.a.bias else 1.0,
+    "itself": itself,
     "custom function": lambda self, x: Scaled.apply(x, self.a.weight).mean(),
     "in a list": lambda self, x: Holds.apply(self.a(x) @ self.a.weight, [self.a.weight]).mean(),
     "scripted": lambda self, x: scripted(x, [self.a.weight]).mean(),
@@ -125,10 +140,10 @@ REFUSED = {
     "item": (attempted(lambda self, hidden: hidden.std().item()), READS),
     "suppress": (suppressed, READS),
     "data_ptr": (attempted(lambda self, hidden: 2.0 if self.a.weight.data_ptr() else 1.0), "data"),
-    "data": (attempted(lambda self, hidden: setattr(self.a.weight, "data", X[:, :1].expand(5, 4)) or 2.0), "replaces the data"),
+    "data": (attempted(assigns_data), "replaces the data"),
     "cholesky": (choleskys, "catches errors of linalg_cholesky"),
-    "embedding": (attempted(lambda self, hidden: F.embedding(torch.tensor([9]), hidden).mean()), "catches errors of embedding"),
-    "counts": (lambda self, x: setattr(self.a.weight, "scale", self.a.weight.scale + 1) or 1.0, "changes attribute 'weight.scale' of module 'a'"),
+    "embedding": (attempted(lambda self, hidden: F.embedding(NINE, hidden).mean()), "catches errors of embedding"),
+    "counts": (counts, "changes attribute 'weight.scale' of module 'a'"),
     "type": (lambda self, x: 2.0 if type(self.a(x)) in (torch.Tensor, nn.Parameter) else 1.0, "compares a type"),
     "assigns a module": (lambda self, x: setattr(self, "empty", nn.Tanh()) or 1.0, "replaces submodule 'empty'"),
 }
