@@ -474,7 +474,8 @@ def _exported(stack, call: _Call, held) -> Capture:
         stack.enter_context(inner.pop_all())
     forward.require_same_attributes()
     call.reads.refuse_new_generators(joint.graph_module)
-    forward.references.clear()  # torch keeps the module, but this holds tensors
+    forward.references.clear()  # torch keeps the module, but these hold tensors
+    forward.held = None
     call.reads.kept.add_backward()
     shared = {name: getattr(call, name) for name in _SHARED}
     return Capture(joint, given, held, *forward.returned, **shared)
