@@ -245,7 +245,7 @@ class _Forward:
         given = {at: tensor for at, tensor in zip(places, tensors) if call.values and at not in call.numbers}
         number = _plain if call.symbols is None else call.symbols.number
         branches = Branches(call.values, given, number, held.traced)
-        with same_arguments, once, held, held.in_functions(), found_packed(), call.reads.watched():
+        with same_arguments, once, held, held.in_functions(), found_packed(), call.reads.watched(call.leaves):
             with fused_attention_refused(), saving_hooks_refused(), branches:
                 outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
         outputs: list[Any] = [held.traced.get(id(value), value) for value in outputs]

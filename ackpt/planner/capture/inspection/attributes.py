@@ -126,9 +126,10 @@ def _value_in(fact) -> str | None:
 
 
 class Change(NamedTuple):
-    """A change that a forward made: ``key`` identifies what it changed, the functions repeat and revert it."""
+    """A change that a forward made to ``now``: ``key`` identifies what changed, the functions repeat and revert it."""
 
     key: tuple[int, Any]
+    now: Any
     refusal: str
     repeat: Callable[[], Any]
     revert: Callable[[], Any]
@@ -156,6 +157,7 @@ class Snapshot:
         changes = [
             Change(
                 (id(self._container), key),
+                after,
                 self._refusal(key, before, after),
                 self._put(now, key),
                 self._put(self._copy, key),

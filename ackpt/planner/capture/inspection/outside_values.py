@@ -58,17 +58,18 @@ class Reads:
         self._generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
 
     @contextlib.contextmanager
-    def watched(self):
+    def watched(self, arguments):
         """Watch the model's forward run inside; on exit, restore the values and RNG states that it changed.
 
-        Changes are refused unless this is the first capture, after which `after_first_call` may repeat it.
+        Changes are refused unless this is the first capture, after which `after_first_call` may repeat it; so are
+        tensors among its `arguments` that it stores, since every call has others.
         """
         gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
-        with self._watched():
+        with self._watched(arguments):
             yield
 
     @contextlib.contextmanager
-    def _watched(self):
+    def _watched(self, arguments=()):
         walk = self._walk(runs=True)
         seen: dict[int, types.CodeType] = {}
         closing: set[int] = set()
@@ -128,6 +129,9 @@ class Reads:
             raise TraceError(f"{message}.") if name == "seed" else not_repeated(message)
         if refused:
             raise not_repeated(refused[0])
+        given = set(map(id, arguments))
+        if stored := next((change for change in changed if not given.isdisjoint(tensors_in([change.now]))), None):
+            raise not_repeated(stored.refusal)
         if changed and not self._note_first_changes(changed):
             raise not_repeated(changed[0].refusal)
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, global_names
@@ -89,7 +88,7 @@ class Value:
             key = id(getattr(self.namespace, "cell", self.namespace)), self.name
             repeat, revert = functools.partial(self._put, now), functools.partial(self._put, self.original)
             revert()
-            yield Change(key, _refusal(self.label, ABSENT, self.original, now), repeat, revert)
+            yield Change(key, now, _refusal(self.label, ABSENT, self.original, now), repeat, revert)
         for copy in self.copies:
             yield from copy.restored()
 
@@ -139,9 +138,10 @@ class Walk:
     def enter(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         """Record the values that `code` reads, and globals that it sets; its globals are `namespace`."""
         if self._runs and (line := _compares_types(code)):
+            place = code_location(code.co_filename, line)
             self.refused.append(
-                f"the model's code compares a type with torch.Tensor at {code_location(code.co_filename, line)}, which a"
-                " captured step would not do, because the tensors of a capture are of a subclass. Use isinstance"
+                f"the model's code compares a type with torch.Tensor at {place}, which a captured step would "
+                "not do, because the tensors of a capture are of a subclass. Use isinstance"
             )
         read, written = global_names(code)
         for name in sorted({*read, *written}):
@@ -374,25 +374,25 @@ def _content(value, depth: int = 0):
 
 
 def _is_set(was, now) -> bool:
-    """Whether a forward has set or deleted a value, or stored a tensor without data; not if it creates an object.
+    """Whether a forward has set or deleted a value, or stored a tensor; not if it creates an object.
 
     An object that it creates where there was none may be a cache.
     """
     can_compare = [each is ABSENT or _content(each) is not None for each in (was, now)]
     if all(can_compare):
         return _content(was) != _content(now)
-    return was is not now and (_is_traced(now) or not any(can_compare))
+    return was is not now and (_has_tensor(now) or not any(can_compare))
 
 
-def _is_traced(value, depth: int = 0) -> bool:
+def _has_tensor(value, depth: int = 0) -> bool:
     is_container = isinstance(value, (list, tuple, deque, set, frozenset, dict))
     if is_container and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
-        return any(_is_traced(item, depth + 1) for item in _items(value))
-    return isinstance(value, FunctionalTensor)
+        return any(_has_tensor(item, depth + 1) for item in _items(value))
+    return isinstance(value, torch.Tensor)
 
 
 def _refusal(label: str, key, was, now) -> str:
-    if _is_traced(now):
+    if _has_tensor(now):
         return stores_a_tensor(label)
     label += "" if key is ABSENT else f", at {in_words(key)},"
     return changes_value(label, in_words(was), in_words(now))
