@@ -179,7 +179,7 @@ def adds_to_deque(model, x):
 @pytest.mark.parametrize("forward", [adds_to_set, adds_to_own_set, adds_to_deque])
 def test_a_forward_that_adds_to_a_set_or_a_deque_is_refused_and_leaves_no_trace(forward):
     model = Model(forward, names=set())
-    with pytest.raises(TraceError, match="changes .* from None to 'name'"):
+    with pytest.raises(TraceError, match="changes .* from no value to 'name'"):
         ackpt.compile(model, X)
     assert not NAMES and not QUEUE and not model.names
 
