@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ackpt.core.autograd_state import phase, version, versions
 from ackpt.core.errors import CheckpointError, add_note
 
-from .reachable import LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data, is_stand_in
+from .reachable import LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data
 
 _SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the region runs
 _ABSENT = object()
@@ -352,7 +352,7 @@ class MutableState:
             other |= MODULE_FIELDS - {"training"}
         for name in [*saved, *(name for name in list(namespace) if name not in saved)]:
             value, present = saved.get(name, _ABSENT), namespace.get(name, _ABSENT)
-            if value is present or name in other or is_stand_in(value) or is_stand_in(present):
+            if value is present or name in other:
                 continue
             if value is not _ABSENT or not _is_made(present, value):
                 yield namespace, name, value

@@ -139,7 +139,7 @@ class ReachableState:
                         self.suspects.append((buffers, key, value))
         for key in attributes.keys() - MODULE_FIELDS:
             value = attributes[key]
-            if type(value) not in PLAIN and not (key == "forward" and is_stand_in(value)):
+            if type(value) not in PLAIN:
                 self._attribute(attributes, key, value, prefix + key, _OBJECT_DEPTH)
         if code is not None:
             self._globals_of(*code)
@@ -334,11 +334,6 @@ def is_data(cls) -> bool:
     return cls.__dictoffset__ != 0 and cls.__module__.partition(".")[0] not in _NOT_DATA
 
 
-def is_stand_in(value) -> bool:
-    """Whether `value` takes the place of a module's forward while a planned step runs, perhaps in another thread."""
-    return getattr(type(value), "ackpt_stands_in", False)
-
-
 def _is_plain_data(obj) -> bool:
     """Whether `obj` is a data object, such as a configuration, that has plain values only."""
     return is_data(type(obj)) and PLAIN.issuperset(map(type, vars(obj).values()))
@@ -352,7 +347,8 @@ _OBJECT_DEPTH = _DEPTH - 2  # of data objects in attributes of modules, of which
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _fields_of = operator.itemgetter("_parameters", "_buffers", "_modules", *HOOKS)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-MODULE_FIELDS = frozenset(vars(nn.Module()))
+IN_PLACE, TRAVELING = "0_ackpt_in_place", "0_ackpt_traveling"  # in `vars` of modules; `dir` omits such names
+MODULE_FIELDS = frozenset((*vars(nn.Module()), IN_PLACE, TRAVELING))
 # Without gradients in evaluation these use a fused kernel, unless a TorchFunctionMode such as the recorder is active.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 

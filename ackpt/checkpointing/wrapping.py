@@ -1,16 +1,14 @@
 """``apply_activation_checkpointing``: checkpoint chosen modules of a model without changing its code.
 
-Each chosen module gets a subclass of its class that differs only in ``forward``. Parameters, buffers, hooks, attributes
-and names do not change, so ``state_dict``, ``named_parameters`` and optimizers work as before. The class keeps its
-name, and pickles and copies of the model are checkpointed too. The first forward with gradients checks that the chosen
-modules were called.
+A region stands in for the ``forward`` of each chosen module, see `standing_in`. Classes, parameters, buffers, hooks
+and names do not change, so ``state_dict``, ``named_parameters`` and optimizers work as before; pickles and copies of
+the model are checkpointed too. The first forward with gradients checks that the chosen modules were called.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import types
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
@@ -20,8 +18,9 @@ from torch import nn
 from ackpt.core.errors import CheckpointError, warn
 from ackpt.offloading.saved_tensors import Offload, resolve
 
-from .reachable import graph_of
-from .reentrant import _modules_run, checkpoint, uncompiled
+from .reachable import TRAVELING, graph_of
+from .reentrant import _modules_run, checkpoint
+from .standing_in import StandIn, as_it_is
 from .tree import strip_result
 
 
@@ -51,8 +50,8 @@ def apply_activation_checkpointing(
         The qualified names of the chosen modules, in the order of ``named_modules``.
 
     Raises:
-        ValueError: if nothing matches, a name does not exist, or a module is scripted, sharded by
-            ``FullyShardedDataParallel``, or has its ``forward`` replaced on the instance.
+        ValueError: if nothing matches, a name does not exist, or a module is scripted or sharded by
+            ``FullyShardedDataParallel``.
         TypeError: if `check_fn` is none of the above, or if the model is planned by `ackpt.compile`.
         CheckpointError: in the first forward with gradients, if parameters of a chosen module were used but the module
             itself was not called and is therefore not checkpointed.
@@ -96,17 +95,12 @@ def apply_activation_checkpointing(
                 f"module {name!r} is a FullyShardedDataParallel, which gathers its parameters outside the region. Call "
                 "apply_activation_checkpointing before it, or pass the class of the blocks inside."
             )
-        if "forward" in vars(module):
-            raise ValueError(
-                f"module {name!r} has its forward replaced on the instance (by a hook library, perhaps), which would "
-                "bypass the checkpoint. Apply activation checkpointing first, then whatever replaces forward."
-            )
+    run = functools.partial(_run_as_region, {"preserve_rng_state": preserve_rng_state, "offload": offload})
     for module in chosen.values():
-        if not isinstance(module, _Checkpointed):
-            module.__class__ = _checkpointed_class(type(module))
-        vars(module)["_checkpoint_options"] = {"preserve_rng_state": preserve_rng_state, "offload": offload}
+        vars(module)[TRAVELING] = StandIn(type(module), run)
         _modules_run.discard(module)
         _compile_inside(module)
+    _compile_inside_regions()
     _stop_checking(model)
     model.register_forward_hook(_check_regions_ran)
     _warn_of_cache(model)
@@ -125,67 +119,48 @@ def remove_activation_checkpointing(model: nn.Module) -> list[str]:
     names = []
     for name, module in model.named_modules():
         _stop_checking(module)
-        if isinstance(module, _Checkpointed):
-            module.__class__ = _original_class(type(module))
-            if (run := vars(module).get("_compiled_call_impl")) is not None:
-                vars(module)["_compiled_call_impl"] = run.compiled
-            del module._checkpoint_options
+        if vars(module).pop(TRAVELING, None) is not None:
+            if isinstance(run := module._compiled_call_impl, _CompiledInside):
+                module._compiled_call_impl = run.compiled
             names.append(name)
     return names
 
 
-class _Checkpointed:
-    """Mixin that precedes a module's class; the combined class runs the original ``forward`` as one region."""
+class _CompiledInside(functools.partial):
+    """The call of a region whose module ``Module.compile`` has compiled; ``compiled``: that call without the region."""
 
-    _checkpoint_options: dict
-
-    def compile(self, *args, **kwargs):
-        super().compile(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        _compile_inside(self)
-
-    def __reduce_ex__(self, protocol):
-        # Pickle cannot find a class made at run time by its name: pickle the original class, replace it when loading.
-        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return _rebuild, (_original_class(type(self)),), state
+    compiled: Any
 
 
 def _compile_inside(module) -> None:
     """Let the region of a module that ``Module.compile`` has compiled run around the compiled code."""
     compiled = module._compiled_call_impl
-    if compiled is None or isinstance(compiled, functools.partial):
-        return
-
-    def forward(self, *args, **kwargs):
-        return compiled(*args, **kwargs)
-
-    run: Any = functools.partial(checkpoint, types.MethodType(forward, module), **module._checkpoint_options)
-    run.compiled, module._compiled_call_impl = compiled, run
+    if is_checkpointed(module) and compiled is not None and not isinstance(compiled, _CompiledInside):
+        options = vars(module)[TRAVELING].run.args[0]
+        module._compiled_call_impl = run = _CompiledInside(checkpoint, as_it_is(module, compiled), **options)
+        run.compiled = compiled
 
 
 @functools.cache
-def _checkpointed_class(cls):
-    @functools.wraps(cls.forward)
-    def forward(self, *args, **kwargs):
-        return checkpoint(cls.forward.__get__(self), *args, **self._checkpoint_options, **kwargs)
+def _compile_inside_regions() -> None:
+    """From now on, ``Module.compile`` of a checkpointed module compiles what is inside of the region."""
+    original = nn.Module.compile
 
-    uncompiled(forward)  # in compiled code, `cls.forward` of the module would be this function again
-    names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (_Checkpointed, cls), names)
+    @functools.wraps(original)
+    def compile(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        _compile_inside(self)
 
-
-def _original_class(cls):
-    """The class before checkpointing; raises TypeError if another library, such as FSDP, has changed it since."""
-    bases = cls.__bases__
-    if bases[0] is not _Checkpointed:
-        raise TypeError(
-            f"{cls.__name__} was changed by another library after activation checkpointing was applied; undo that first"
-        )
-    return bases[1]
+    nn.Module.compile = compile  # which assigns to `_compiled_call_impl`, so that Dynamo would meet the region
 
 
-def _rebuild(cls):
-    checkpointed = _checkpointed_class(cls)
-    return checkpointed.__new__(checkpointed)
+def _run_as_region(options, module, forward, args, kwargs):
+    return checkpoint(as_it_is(module, forward), *args, **options, **kwargs)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether `apply_activation_checkpointing` has chosen `module`."""
+    return vars(module).get(TRAVELING) is not None
 
 
 def _require_module(model):
@@ -295,7 +270,7 @@ def _check_regions_ran(model, args, result) -> None:
     if {type(output) for output in outputs} != {torch.Tensor}:  # others, for example, while the model is captured
         return
     _stop_checking(model)
-    regions: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, _Checkpointed)}
+    regions: dict[str, Any] = {name: m for name, m in model.named_modules() if is_checkpointed(m)}
     not_run = {name: module for name, module in regions.items() if module not in _modules_run}
     covered = {id(p) for module in regions.values() if module in _modules_run for p in module.parameters()}
     reached = {id(leaf) for leaf in graph_of(outputs).ends} - covered

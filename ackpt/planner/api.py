@@ -104,7 +104,7 @@ def compile(
 
     Returns:
         A `PlannedStep`, whose ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients. If no
-        gradient is needed, it runs the model itself.
+        gradient is needed, it runs the model itself. Hooks of the model run as in `apply_budget`.
 
     Raises:
         BudgetError: if the budget is infeasible; names the smallest feasible one. Also if `plan` would exceed its own
@@ -163,16 +163,19 @@ def apply_budget(
 ) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
 
-    The model keeps its class, its attributes and methods, and its state_dict. Evaluation and ``generate`` run without
-    the plan, and so do copies of the model and models loaded from its pickle. In planned steps, forward hooks of the
-    model and its modules run only during the capture; a hook that changes values is refused. `remove_budget` removes
-    the budget, and a second budget replaces the first.
+    A call is one of the model or of its ``forward``, also from its methods, a ``__call__`` of its class, and libraries
+    that replace ``forward`` on the instance. The model keeps its class, its attributes and methods, and its state_dict.
+    Evaluation and ``generate`` run without the plan, and so do copies of the model, models loaded from its pickle, and
+    calls of the class's function, as in ``Model.forward(model, x)``. Hooks of the model run in every step, outside of
+    the plan; those of its submodules run only during the capture, and one that changes values is refused.
+    `remove_budget` removes the budget, and a second budget replaces the first.
 
     Args:
         model: an ``nn.Module``.
-        batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. They are
-            planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If the program has imported
-            the Trainer of transformers, the call that the Trainer makes for this batch is planned.
+        batch: example inputs of the model's forward: a dict of keyword arguments, a tuple or list of positional ones,
+            or one tensor. They are planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If
+            the program has imported the Trainer of transformers, the call that the Trainer makes for this batch is
+            planned.
         budget: the upper bound on the peak; None for no bound, which gives a warning with policy ``"auto"`` if there
             is no slowdown either. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such

@@ -232,12 +232,26 @@ def test_a_step_that_is_planned_is_refused_at_once():
     planned(batch()).sum().backward()
 
 
-def test_a_forward_replaced_on_the_instance_is_refused():
-    model = Model()
-    model.blocks[1].forward = lambda x, **options: x
-    with pytest.raises(ValueError, match="'blocks.1' has its forward replaced on the instance"):
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_forward_replaced_on_the_instance_is_part_of_the_region(is_before):
+    seed()
+    model, x, calls = Model(), batch(), []
+    plain = copy.deepcopy(model)
+    if not is_before:
         apply(model, Block)
-    assert remove(model) == []
+    for block in model.blocks:
+
+        def forward(*args, own=block.forward, **kwargs):
+            calls.append(ackpt.is_recomputing())
+            return own(*args, **kwargs)
+
+        block.forward = forward
+    assert not is_before or apply(model, Block)
+    for each in (model, plain):
+        seed()
+        total(each(x)).backward()
+    assert calls == [False] * 3 + [True] * 3
+    assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], "gradient")
 
 
 def test_keywords_of_forward_may_have_any_name():

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ackpt.checkpointing.closures import bound
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, global_names
 from ackpt.planner.request import Request
-from ackpt.planner.step.planned_step import InPlace, PlannedStep, without_budget
+from ackpt.planner.step.planned_step import PlannedStep, put_in_place, without_budget
 
 _DEPTH = 4  # levels of helper functions, containers and plain objects in which modules are looked for
 
@@ -48,7 +48,9 @@ class WithoutDynamo:
         if isinstance(owner, nn.Module) and function.__name__ == "_call_impl":  # owner.compile()
             torch._dynamo.reset()  # what was compiled before has the model's own operations in it
             with without_budget(owner):
-                return InPlace(self._step(owner))
+                step = self._step(owner)
+            put_in_place(step)
+            return None  # for `_compiled_call_impl`: what stands in for forward runs the plan
         steps: dict[tuple[nn.Module, ...], PlannedStep] = {}  # by the modules among the arguments
         steps[()] = self._step(_Function(function))
 

@@ -23,6 +23,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ackpt.checkpointing.standing_in import call_own
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import TraceError, warn
 from ackpt.core.progress import stage
@@ -39,7 +40,6 @@ from .inspection.model_checks import (
     check_call,
     has_data,
     is_tensor,
-    own_call,
     require_traceable,
     tensor_facts,
 )
@@ -247,7 +247,7 @@ class _Forward:
         branches = Branches(call.values, given, number, held.traced)
         with same_arguments, once, held, held.in_functions(), found_packed(), call.reads.watched(call.leaves):
             with fused_attention_refused(), saving_hooks_refused(), branches:
-                outputs, out_spec = flatten_outputs(in_own_context(lambda: own_call(call.model)(*args, **kwargs)))
+                outputs, out_spec = flatten_outputs(in_own_context(lambda: call_own(call.model, *args, **kwargs)))
         outputs: list[Any] = [held.traced.get(id(value), value) for value in outputs]
         buffers = [(traced, tensor) for tensor, traced, _ in pairs if not tensor.requires_grad]
         call.reads.kept.note_operations(buffers)

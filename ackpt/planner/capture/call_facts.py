@@ -23,6 +23,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ackpt.checkpointing.reachable import HOOKS
+from ackpt.checkpointing.standing_in import in_place_of
 from ackpt.core.errors import warn
 
 from .aot import given_places
@@ -242,7 +243,7 @@ class WatchedModel:
         self.modules = every_module(self.model)
         modules = self.modules.values()
         for path, module in self.modules.items():
-            if path and hasattr(module._compiled_call_impl, "methods"):
+            if path and in_place_of(module) is not None:
                 warn(
                     f"{module_label(path)} ({type(module).__name__}) has a budget of its own, which has no effect in "
                     "the calls of the model around it: these run as that model was planned. Call ackpt.remove_budget "

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ackpt.checkpointing.wrapping import _Checkpointed, repeated_blocks
+from ackpt.checkpointing.wrapping import is_checkpointed, repeated_blocks
 from ackpt.metering.meter import Measurement, memory_format
 from ackpt.planner.capture.short_names import modules_text, pattern
 
@@ -159,7 +159,7 @@ def _switched(seen: Seen) -> Iterator[Finding]:
     on = [
         (path, module)
         for path, module in named_modules(seen.modules)
-        if isinstance(module, _Checkpointed)
+        if is_checkpointed(module)
         or hasattr(module, WRAPPED)
         or any(vars(module).get(name) is True for name in _SWITCHES)
     ]

@@ -485,7 +485,7 @@ def intercepted(watch: Watch):
     name += "_impl" * hasattr(torch_checkpoint, f"{name}_impl")  # from torch 2.14 on
     generator = getattr(torch_checkpoint, name)
     torch_reentrant = torch_checkpoint.CheckpointFunction
-    enter, leave, forward = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, PlannedStep.forward
+    enter, leave, run = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, vars(PlannedStep)["_ackpt_run"]
     apply, first_forward, recompute = torch_reentrant.apply, Region.first_forward, Region.recompute
     signature = inspect.signature(generator)
     regions: dict[int, tuple[Region, AuditedRegion]] = {}
@@ -538,13 +538,13 @@ def intercepted(watch: Watch):
         if hooks is watch.hooks or not watch.neutral:
             leave(hooks, *error)
 
-    def planned(step, *args, **kwargs):
+    def planned(step, model, own, args, kwargs):
         if watch.neutral:
-            return step._ackpt_variants.model._call_impl(*args, **kwargs)
+            return own(*args, **kwargs)
         register = nn.modules.module
         hidden = mock.patch.dict(register._global_forward_pre_hooks, clear=True)
         with hidden, mock.patch.dict(register._global_forward_hooks, clear=True):  # a capture must not see the watch
-            output = forward(step, *args, **kwargs)
+            output = run(step, model, own, args, kwargs)
         watch.keep_output(output)
         return output
 
@@ -553,7 +553,7 @@ def intercepted(watch: Watch):
         (torch_reentrant, "apply", staticmethod(reentrant_apply)),
         (saved_tensors_hooks, "__enter__", entered),
         (saved_tensors_hooks, "__exit__", left),
-        (PlannedStep, "forward", planned),
+        (PlannedStep, "_ackpt_run", planned),
     ]
     if watch.neutral:
         patches += [(reentrant, "_run", plain)]

@@ -1,17 +1,14 @@
 """The blocks of a model, and how one runs as a region or as it is.
 
 A block is a repeated block, as `ackpt.apply_activation_checkpointing` chooses them, or a module at the same level that
-is more than one operation. While a forward of the model runs, the ``forward`` of every block is replaced, so hooks of
-blocks run as usual.
+is more than one operation. While a forward of the model runs, the plan stands in for the ``forward`` of every block, so
+hooks of blocks run as usual.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from ackpt.checkpointing import guards
 from ackpt.checkpointing.guards import MutableState, version
 from ackpt.checkpointing.reachable import ReachableState
 from ackpt.checkpointing.rng import drawn_from, snapshot
+from ackpt.checkpointing.standing_in import StandIn
 from ackpt.checkpointing.tree import Tensors, strip_arguments
 from ackpt.checkpointing.wrapping import callable_members, repeated_blocks
 from ackpt.planner.capture.inspection.model_checks import is_opaque
@@ -29,28 +27,19 @@ _SMALL = 1 << 20  # bytes; arguments up to this size are copied, in case a block
 _DEPTH = 8  # of containers and objects in arguments
 
 
-class _Local(threading.local):
-    caller: Any = None  # the forward of the model that this thread runs; its `run` decides how a block runs
-
-
-_local = _Local()
-
-
 class Block:
-    """A module that runs as a region or as it is; called in place of its ``forward``.
+    """A module that runs as a region or as it is, as long as this exists.
 
     ``refused``: why it cannot be a region, empty if it can. ``has_run``: whether it has run as a region. ``kind``:
     equal for blocks that probably allocate alike.
     """
 
-    ackpt_stands_in = True  # regions leave it as it is: it may be in place for the forward of another thread
-
     def __init__(self, path: str, module: nn.Module):
         self.path, self.module = path, module
         self.refused = ""
         self.has_run = False
-        self.forward: Callable[..., Any] = module.forward
         self.kind = type(module), *(tuple(each.shape) for each in module.parameters())
+        self._stand_in = StandIn(type(module), None)
 
     @property
     def gradient_bytes(self) -> int:
@@ -58,12 +47,6 @@ class Block:
 
     def __repr__(self) -> str:
         return f"module {self.path!r} ({type(self.module).__name__})"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        caller = _local.caller
-        if caller is None or not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        return caller.run(self, args, kwargs)
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
@@ -94,39 +77,9 @@ def _blocks_in(module: nn.Module, path: str, repeated: Mapping[str, nn.Module], 
 
 def _is_of_torch(module: nn.Module) -> bool:
     """Whether a module without submodules is one operation of torch, which saves as much as a region of it would."""
-    forward = inspect.getattr_static(type(module), "forward")  # one of TorchScript cannot be read
-    return getattr(forward, "__module__", "").startswith("torch.")
-
-
-@contextlib.contextmanager
-def replaced(blocks: Collection[Block]) -> Iterator[None]:
-    """Inside, calls of the blocks' ``forward`` call the blocks."""
-    earlier = [vars(block.module).get("forward") for block in blocks]
-    for block in blocks:
-        block.forward = block.module.forward
-        vars(block.module)["forward"] = block
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, earlier):
-            del vars(block.module)["forward"]
-            if forward is not None:
-                vars(block.module)["forward"] = forward
-
-
-def present_caller() -> Any:
-    """The forward that runs the blocks in this thread, or None."""
-    return _local.caller
-
-
-@contextlib.contextmanager
-def called_by(caller: Any) -> Iterator[None]:
-    """Inside, `caller` runs the blocks in this thread; with None, they run as they are."""
-    before, _local.caller = _local.caller, caller
-    try:
-        yield
-    finally:
-        _local.caller = before
+    if isinstance(module, torch.jit.ScriptModule):  # whose forward cannot be read
+        return True
+    return str(getattr(type(module).forward, "__module__", "")).startswith("torch.")
 
 
 class UndoableState(MutableState):
@@ -152,8 +105,8 @@ class Undo:
     the arguments.
     """
 
-    def __init__(self, block: Block, args: tuple, kwargs: dict):
-        reachable = ReachableState(block.forward, strip_arguments((*args, *kwargs.values()), Tensors())[0])
+    def __init__(self, forward: Callable[..., Any], args: tuple, kwargs: dict):
+        reachable = ReachableState(forward, strip_arguments((*args, *kwargs.values()), Tensors())[0])
         self._state = UndoableState(reachable)
         self._streams = snapshot(reachable.streams)
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []

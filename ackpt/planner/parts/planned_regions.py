@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from torch import nn
 
 from ackpt.checkpointing.reachable import tensors_in
 from ackpt.checkpointing.reentrant import checkpoint
+from ackpt.checkpointing.standing_in import as_it_is, call_own, locally
 from ackpt.checkpointing.tree import strip_result
 from ackpt.core.autograd_state import phase
 from ackpt.core.budget import dynamic_limit, is_share, readable
@@ -33,13 +35,13 @@ from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import Resident
 from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.inspection.calls import described
-from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor, own_call
+from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor
 from ackpt.planner.capture.inspection.source_lines import running_modules
 from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
-from .module_blocks import Block, Undo, blocks_of, called_by, first_sentence, free, present_caller, replaced
+from .module_blocks import Block, Undo, blocks_of, first_sentence, free
 from .regions_plan import (
     CHECKPOINTED,
     SAVED,
@@ -150,7 +152,7 @@ class PlannedRegions:
         self.forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()  # whose graphs exist
         self._planned: dict[Any, list[_Planned]] = {}
         self._last: _Planned | None = None
-        self._lock = threading.RLock()  # the blocks are replaced while a forward runs
+        self._lock = threading.RLock()  # `live` counts one forward at a time
 
     @property
     def plan(self) -> RegionsPlan:
@@ -207,16 +209,15 @@ class PlannedRegions:
             BudgetError: if the forward allocates more than the budget.
             CheckpointError: if a block that ran as a region before cannot do so now.
         """
-        if (caller := present_caller()) is not None and caller.regions is self:  # the model calls itself
-            return own_call(self.model)(*call.args, **call.kwargs)
         with self._lock:
             record = self._record(planned)
             if record is not None and not record.forwards:
                 first = self._new(call)  # a smaller call may come first
                 planned.sizes, planned.plan, planned.step_bytes = call.sizes, first.plan, first.step_bytes
             forward = _Forward(self, planned, record)
-            with replaced(self.blocks), called_by(forward), forward.counted():
-                outputs = own_call(self.model)(*call.args, **call.kwargs)
+            runs = {id(block.module): partial(forward.run, block) for block in self.blocks}
+            with locally(runs), forward.counted():
+                outputs = call_own(self.model, *call.args, **call.kwargs)
             tensors = tensors_in([outputs]).values()  # also those in a dataclass
             leaves = [each for each in tensors if each.grad_fn is not None]
             forward.watch(leaves)
@@ -406,25 +407,28 @@ class _Forward:
     def _open_record(self) -> Record | None:
         return None if self.record is None else self.record()
 
-    def run(self, block: Block, args: tuple, kwargs: dict) -> Any:
-        """Run `block` as planned."""
+    def run(self, block: Block, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run `block`, whose own forward is `forward`, as planned."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
         number = self._numbers[block.path]
         self._numbers[block.path] += 1
         if not (self._in_block or block.refused) and self.planned.outgrows(block, number) and self.regions.is_share:
             self.is_bounded, self.live.bound = False, None  # the fraction is of the baseline of another step
         if self._in_block or block.refused or self.planned.is_saved(block, number):
-            return block.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
             block.refused = "it is called within saved_tensors_hooks or a checkpoint of the model itself"
-            return block.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         self._checkpointed.append(block.path)
+        forward = as_it_is(module, forward)
         run = Run(block.path, number, self.live.bytes)
         if (record := self._open_record()) is not None:
             record.segments.append(Segment(self.live.segment_peak()))
-        undo = None if block.has_run else Undo(block, args, kwargs)
+        undo = None if block.has_run else Undo(forward, args, kwargs)
         self._in_block = True
         try:
-            result = self._region(block, run, args, kwargs)
+            result = self._region(block, forward, run, args, kwargs)
             if undo is None or not phase.leaves_behind:
                 block.has_run = True
                 return result
@@ -445,11 +449,11 @@ class _Forward:
             free(error)
         finally:
             self._in_block, phase.leaves_behind = False, None
-        result = block.forward(*args, **kwargs)  # raises an error again that regions did not cause
+        result = forward(*args, **kwargs)  # raises an error again that regions did not cause
         block.refused = reason
         return result
 
-    def _region(self, block: Block, run: Run, args: tuple, kwargs: dict) -> Any:
+    def _region(self, block: Block, forward: types.MethodType, run: Run, args: tuple, kwargs: dict) -> Any:
         live, record, storages = self.live, self._open_record(), SavedStorages()
         _body.first = first_forward(live) if record is None else recorded_run(live, record, run, storages)
         phase.leaves_behind = False if not block.has_run else None
@@ -457,7 +461,8 @@ class _Forward:
         try:
             # A region keeps the states from before its forward.
             with live.more(RNG_STATE_BYTES), live.without_numbers():
-                result = checkpoint(partial(_run_body, block.forward), *args, **kwargs)
+                body = types.MethodType(partial(_run_body, forward.__func__), block.module)
+                result = checkpoint(body, *args, **kwargs)
         finally:
             _body.first = None
         outputs = strip_result(result)[0]

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from ackpt.checkpointing import standing_in
 from ackpt.core.errors import TraceError
 from ackpt.core.history import Event
 from ackpt.planner.capture.inspection.model_checks import (
@@ -22,12 +22,11 @@ from ackpt.planner.capture.inspection.model_checks import (
     check_model,
     first_opaque,
     is_tensor,
-    own_call,
     warn_of_evaluation,
 )
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import check_optimizer
-from ackpt.planner.capture.patches.graph_breaks import break_graphs_at, keep_at_compile
+from ackpt.planner.capture.patches.graph_breaks import break_graphs_at
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 
 _TRAINER = "transformers.trainer"  # a Trainer would drop all columns of a data set: forward names none of them
-_LOCK = threading.Lock()  # for the calls that models run
 
 
 class PlannedStep(nn.Module):
@@ -54,8 +52,8 @@ class PlannedStep(nn.Module):
     attributes of objects, such as ``SCALE`` or ``cfg.model.scale``. The 64 most recently used plans are stored; pass
     what changes at every step as a tensor. Longer chains of attributes, objects in containers, and what properties and
     extensions in C return stay as they were captured. Other effects of the model's code, such as printing or calling
-    hooks, happen during the capture, on tensors without data. If nothing requires grad, the model itself runs. Copies
-    and pickles have the model and the planner, and replan.
+    hooks of submodules, happen during the capture, on tensors without data. If nothing requires grad, the model itself
+    runs. Copies and pickles have the model and the planner, and replan.
 
     Args:
         model: an ``nn.Module``; it is shared, not copied.
@@ -86,6 +84,7 @@ class PlannedStep(nn.Module):
         uncovered = Uncovered(model, request)
         object.__setattr__(self, "_ackpt_uncovered", uncovered)
         object.__setattr__(self, "_ackpt_variants", Variants(model, request, uncovered, opaque))
+        object.__setattr__(self, "_ackpt_stand_in", standing_in.StandIn(type(model), None))
         training = model.training
         super().__init__()
         self.training = training
@@ -150,12 +149,17 @@ class PlannedStep(nn.Module):
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._ackpt_variants.model
+        with _standing_in(self):
+            return self._ackpt_variants.model(*args, **kwargs)
+
+    @torch._dynamo.disable
+    def _ackpt_run(self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """The outputs of a call of ``model.forward``, in whose place this stands."""
         if _keeps_gradients(model, args, kwargs):
             call = self._ackpt_variants.call(args, kwargs)
             variant = self._ackpt_variants.serving(call)
             return self._ackpt_uncovered.call(lambda: variant.outputs(call), lambda: self.plan)
-        outputs = own_call(model)(*args, **kwargs)
+        outputs = forward(*args, **kwargs)
         if torch.is_grad_enabled():
             _require_no_gradients(outputs)
         return outputs
@@ -186,61 +190,43 @@ class PlannedStep(nn.Module):
         return PlannedStep, (self._ackpt_variants.model, self._ackpt_variants.request)
 
 
-class InPlace:
-    """What a model with a budget runs when it is called.
-
-    ``Module.compile`` uses the same attribute of the model; copies and pickles of the model do not have it.
-    ``methods``: how many methods of the step are running, after which the model runs itself again; None for a budget.
-    """
-
-    ackpt_own_call = True
-
-    def __init__(self, step: PlannedStep):
-        self.step = step
-        self.methods: int | None = None
-        break_graphs_at(_has_plan)
-        keep_at_compile(_has_plan)
-
-    def __call__(self, *args, **kwargs):
-        return self.step.forward(*args, **kwargs)
-
-
 def put_in_place(step: PlannedStep) -> None:
-    """Let every call of the model run `step`."""
-    step._ackpt_variants.model._compiled_call_impl = InPlace(step)
+    """Let every call of the model's forward run `step`."""
+    standing_in.put_in_place(step._ackpt_variants.model, functools.partial(_run, step))
+    break_graphs_at(_has_plan)
 
 
 def in_place_of(model: nn.Module) -> PlannedStep | None:
     """The step that calls of `model` run; None if they run the model itself."""
-    call: Any = model._compiled_call_impl
-    return call.step if _has_plan(model) else None
+    run = standing_in.in_place_of(model)
+    return None if run is None else run.args[0]
 
 
 def _has_plan(model: nn.Module) -> bool:
-    return isinstance(model._compiled_call_impl, InPlace)
+    return standing_in.in_place_of(model) is not None
 
 
 def take_away(model: nn.Module) -> None:
     """Let calls of `model` run the model itself."""
-    del model._compiled_call_impl
+    standing_in.remove_from(model)
 
 
 @contextlib.contextmanager
 def without_budget(model: nn.Module):
     """Take away the budget of `model` inside."""
-    earlier = _call_of(model) if isinstance(model, nn.Module) and _has_plan(model) else None
-    if earlier is not None:
+    step = in_place_of(model) if isinstance(model, nn.Module) else None
+    if step is not None:
         take_away(model)
     try:
         yield
     finally:
-        if earlier is not None:
-            model._compiled_call_impl = earlier
+        if step is not None:
+            put_in_place(step)
 
 
 def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs):
     """Call a method of the model of `step`; where it calls the model, the step runs."""
-    with _in_use(step):
+    with _standing_in(step):
         result = method(*args, **kwargs)
     if inspect.isgenerator(result) or inspect.iscoroutine(result) or inspect.isasyncgen(result):
         if inspect.iscoroutine(result):
@@ -252,29 +238,13 @@ def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs)
     return result
 
 
-@contextlib.contextmanager
-def _in_use(step: PlannedStep):
-    """Let calls of the model run `step` inside, unless it has a budget; methods may run in several threads."""
-    model = step._ackpt_variants.model
-    with _LOCK:
-        if not _has_plan(model):
-            put_in_place(step)
-            _call_of(model).methods = 0
-        call = _call_of(model)
-        if call.methods is not None:
-            call.methods += 1
-    try:
-        yield
-    finally:
-        with _LOCK:
-            if call.methods is not None:
-                call.methods -= 1
-                if call.methods == 0 and _call_of(model) is call:
-                    take_away(model)
+def _run(step: PlannedStep, *call) -> Any:
+    return step._ackpt_run(*call)
 
 
-def _call_of(model: nn.Module) -> Any:
-    return model._compiled_call_impl
+def _standing_in(step: PlannedStep):
+    """Let calls of the model's forward run `step` inside, in this thread."""
+    return standing_in.locally({id(step._ackpt_variants.model): functools.partial(_run, step)})
 
 
 def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:

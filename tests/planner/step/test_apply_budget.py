@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ackpt
+from ackpt.checkpointing import standing_in
+from ackpt.checkpointing.reachable import IN_PLACE
 
 
 class Net(nn.Module):
@@ -30,6 +32,14 @@ class Net(nn.Module):
 
     def predict(self, x):
         return self(x).argmax(-1)
+
+    def training_step(self, batch):
+        return self.forward(**batch)
+
+
+class OwnCall(Net):
+    def __call__(self, x, labels):
+        return self.forward(x, labels)
 
 
 BATCH = {"x": torch.randn(32, 16, generator=torch.Generator().manual_seed(0)), "labels": torch.arange(32) % 5}
@@ -65,19 +75,62 @@ def test_training_runs_as_planned(model):
     assert step.plan.recompute_flops > 0
 
 
-@pytest.mark.filterwarnings("ignore:the model has a hook")
+@pytest.mark.parametrize("kind", [Net, OwnCall])
+@pytest.mark.parametrize("call", ["__call__", "forward", "training_step"])
+@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_every_way_to_call_the_model_runs_as_planned(kind, call, regions, in_place):
+    model = kind()
+    step = ackpt.apply_budget(model, BATCH, 0.8, regions=regions) if in_place else None
+    step = step or ackpt.compile(model, **BATCH, budget=0.8, regions=regions)
+    forward = getattr(model if in_place else step, call)
+
+    def once():
+        model.zero_grad()
+        (forward(BATCH) if call == "training_step" else forward(**BATCH))["loss"].backward()
+
+    once()
+    measured = ackpt.measure(once, resident=(model, *BATCH.values()), repeats=0)
+    assert measured.dynamic_peak_bytes <= step.plan.dynamic_peak_bytes < 0.8 * step.plan.baseline_dynamic_peak_bytes
+
+
+@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_hooks_of_the_model_run_in_every_step(regions, in_place):
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    if in_place:
+        ackpt.apply_budget(model, BATCH, "1MiB", regions=regions)
+    call = model if in_place else ackpt.compile(model, **BATCH, budget="1MiB", regions=regions)
+    calls = []
+
+    def doubles(owner, args, kwargs):
+        return args, {**kwargs, "x": 2 * kwargs["x"]}
+
+    def adds(owner, args, result):
+        calls.append(owner)
+        return {"loss": result["loss"] + 1}
+
+    for each in (model, plain):
+        each.register_forward_pre_hook(doubles, with_kwargs=True)
+        each.register_forward_hook(adds)
+    for _ in range(2):
+        results = []
+        for each in (call, plain):
+            each.zero_grad()
+            loss = each(**BATCH)["loss"]
+            loss.backward()
+            results.append([loss, *(parameter.grad for parameter in each.parameters())])
+        assert all(map(torch.equal, *results))
+    assert calls == [model, plain] * 2
+
+
 def test_type_state_and_attributes_of_the_model_stay_the_same(model):
-    hooked = []
-    model.register_forward_hook(lambda *_: hooked.append(1))
     names, attributes = list(model.state_dict()), set(dir(model))
     ackpt.apply_budget(model, BATCH, budget=0.7)
     assert type(model) is Net and isinstance(model, Net) and model.width == 16
     assert list(model.state_dict()) == names and set(dir(model)) == attributes
     assert [name for name, _ in model.named_modules()] == [name for name, _ in Net().named_modules()]
-    hooked.clear()
-    with torch.no_grad():
-        model(**BATCH)
-    assert hooked
 
 
 def test_evaluation_and_methods_run_the_model(model):
@@ -92,14 +145,13 @@ def test_evaluation_and_methods_run_the_model(model):
     assert len(step.history) == events
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_plain_models(model, copied):
     step = ackpt.apply_budget(model, BATCH, budget=0.7)
     other = copied(model)
     assert type(other) is Net and all(map(torch.equal, gradients(other), gradients(model)))
-    with torch.no_grad():
-        other.head.weight.zero_()
-    assert model.head.weight.abs().sum() > 0
+    other.forward = lambda *args: Net.forward(other, *args)
+    assert standing_in.in_place_of(model) is not None and "forward" not in vars(model)
     runs = len(step.history)
     other(torch.randn(7, 16), torch.zeros(7, dtype=torch.long))["loss"].backward()
     assert len(step.history) == runs  # the copy has no plan
@@ -127,7 +179,7 @@ def test_a_budget_can_be_removed(model):
     expected = gradients(model)
     step = ackpt.apply_budget(model, BATCH, budget=0.7)
     ackpt.remove_budget(model)
-    assert "_compiled_call_impl" not in vars(model)
+    assert IN_PLACE not in vars(model)
     events = len(step.history)
     model(torch.randn(7, 16), torch.zeros(7, dtype=torch.long))["loss"].backward()
     assert len(step.history) == events and all(map(torch.equal, gradients(model), expected))
@@ -149,7 +201,7 @@ def test_a_second_budget_replaces_the_first(model):
 def test_an_error_leaves_the_model_unchanged(model):
     with pytest.raises(ackpt.BudgetError):
         ackpt.apply_budget(model, BATCH, budget=0.001)
-    assert "_compiled_call_impl" not in vars(model)
+    assert IN_PLACE not in vars(model)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +328,7 @@ def test_a_model_with_a_budget_is_explained_without_it(model):
     step = ackpt.apply_budget(model, BATCH, budget=0.7)
     assert repr(ackpt.explain(model, BATCH)) == repr(plain)
     gradients(model)
-    assert len(step.history) == 1 and model._compiled_call_impl is not None
+    assert len(step.history) == 1 and standing_in.in_place_of(model) is not None
 
 
 def test_a_warning_points_at_the_line_that_called(model):
@@ -292,8 +344,7 @@ def test_a_warning_points_at_the_line_that_called(model):
 
 def test_compile_keeps_the_budget(model):
     step = ackpt.apply_budget(model, BATCH, budget=0.7)
-    with pytest.warns(UserWarning, match="compile\\(\\) had no effect: the model has a budget.*remove_budget"):
-        model.compile(backend="eager")
+    model.compile(backend="eager")
 
     def once():
         model.zero_grad()

@@ -133,7 +133,7 @@ def test_a_method_that_calls_the_model_runs_the_step():
     model, x = Counts(8, 8), torch.ones(4, 8)
     step = ackpt.compile(model, x, budget="1MiB")
     assert torch.equal(step.doubled(x), model.doubled(x))
-    assert "_compiled_call_impl" not in vars(model) and step.in_features == 8
+    assert not any("ackpt" in name for name in vars(model)) and step.in_features == 8
     step.doubled(torch.ones(5, 8)).sum().backward()
     assert [event.kind for event in step.history] == ["capture", "dynamic capture"]
 

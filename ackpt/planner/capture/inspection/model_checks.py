@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ackpt.checkpointing.reachable import HOOKS
+from ackpt.checkpointing.standing_in import in_place_of
 from ackpt.core.errors import TraceError, add_note, check_misspelt, did_you_mean, warn
 
 from .calls import named_leaves
@@ -26,6 +27,7 @@ _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': '
 _DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
 _GATHERS = "FSDP gathers parameters while a step runs, which cannot be captured."
 
+_OUTSIDE = ". Hooks of the model run outside of the plan: give what its forward gets, after forward pre-hooks."
 _LEFT_OUT = (
     "As a part of a larger model, it can stay outside the plan: ackpt.compile and ackpt.apply_budget plan the rest "
     "with policy 'auto', 'none' or 'full', unless regions=False."
@@ -60,12 +62,12 @@ def check_keywords(model, given, keywords, owner: str) -> None:
 
 
 def check_call(model, args, kwargs, keywords: Collection[str] = ()) -> None:
-    """Refuse arguments that the model's forward does not take, unless hooks of the model may change them.
+    """Refuse arguments that the model's forward does not take.
 
     `keywords`: those of `ackpt.compile`, if the arguments are all others that it got.
     """
     signature = _signature(model)
-    if signature is None or model._forward_pre_hooks:
+    if signature is None:
         return
     try:
         signature.bind(*args, **kwargs)
@@ -78,7 +80,7 @@ def check_call(model, args, kwargs, keywords: Collection[str] = ()) -> None:
         advice = f". The model is called with all keywords but those of ackpt.compile: {', '.join(keywords)}."
         raise TypeError(
             f"{type(model).__name__}.forward() {reason}{hint}; its parameters are {', '.join(names)}"
-            f"{advice if keywords and unknown is not None else ''}"
+            f"{advice if keywords and unknown is not None else ''}{_OUTSIDE if model._forward_pre_hooks else ''}"
         ) from None
 
 
@@ -127,11 +129,6 @@ def positional_names(model, args) -> list[str]:
     return [] if signature is None else list(signature.parameters)[: len(args)]
 
 
-def own_call(model: nn.Module):
-    """What `model` runs when it is called, also if `ackpt.apply_budget` has put a planned step in its place."""
-    return model._call_impl if hasattr(model._compiled_call_impl, "ackpt_own_call") else model
-
-
 def is_opaque(model: nn.Module, path: str) -> bool:
     """Whether the module at `path`, or one around it inside of `model`, is scripted or compiled."""
     names = path.split(".")
@@ -151,8 +148,7 @@ def first_opaque(model) -> str | None:
 def _is_compiled(module: nn.Module) -> bool:
     if isinstance(module, (OptimizedModule, torch.jit.ScriptModule)):
         return True
-    call = module._compiled_call_impl
-    return call is not None and not hasattr(call, "ackpt_own_call")
+    return module._compiled_call_impl is not None
 
 
 def check_model(model, except_opaque: bool = False) -> None:
@@ -165,7 +161,7 @@ def check_model(model, except_opaque: bool = False) -> None:
         reason = next((reason for kind, reason in _WRAPPERS.items() if isinstance(module, kind)), None)
         if "_ackpt_variants" in vars(module):
             reason = "it is already planned. Plan the whole model once, built from modules that are not planned."
-        elif reason is None and hasattr(module._compiled_call_impl, "ackpt_own_call"):
+        elif reason is None and in_place_of(module) is not None:
             reason = "it has a budget of its own. Call ackpt.remove_budget on it, and plan the whole model once."
         elif reason is None and module._compiled_call_impl is not None:
             reason = f"its compile() was called. Do not call it, {_INDUCTOR}."
@@ -187,11 +183,11 @@ def warn_of_evaluation(model: nn.Module) -> None:
 
 
 def warn_of_hooks(model: nn.Module) -> None:
-    """Warn of hooks of the user's own on modules, which a planned step does not call.
+    """Warn of hooks of the user's own on submodules, which a planned step does not call; those of the model run.
 
     Hooks of installed libraries are left out: what they do to tensors is part of the captured step.
     """
-    for name, module in model.named_modules():
+    for name, module in [*model.named_modules()][1:]:
         for hook in (hook for hooks in HOOKS for hook in getattr(module, hooks).values()):
             code = getattr(hook, "__code__", None)
             if code is not None and is_of_model(code.co_filename) and not is_installed(code.co_filename):

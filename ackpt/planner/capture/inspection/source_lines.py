@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from ackpt.checkpointing.recorder import code_location, is_users
+from ackpt.checkpointing.standing_in import call_own
 from ackpt.core.errors import CheckpointError, TraceError
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -37,6 +38,7 @@ _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
 _SET_GRADIENT = torch.Tensor.grad.__set__  # pyright: ignore
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore
 _CALL = nn.Module._call_impl.__code__
+_CALLS = _CALL, call_own.__code__  # both name the module `self`
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -117,7 +119,7 @@ class Where(TorchFunctionMode):
         while frame is not None and frame.f_code.co_filename != _CAPTURE and (module is None or source is None):
             if source is None and is_users(frame.f_code.co_filename):
                 source = code_location(frame.f_code.co_filename, frame.f_lineno)
-            if module is None and frame.f_code is _CALL:
+            if module is None and frame.f_code in _CALLS:
                 module = self._names.get(id(frame.f_locals["self"]))
             frame = frame.f_back
         try:
@@ -228,7 +230,7 @@ def running_modules() -> Iterator[nn.Module]:
     """The modules whose calls are running, the innermost first."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code in _CALLS:
             yield frame.f_locals["self"]
         frame = frame.f_back
 
@@ -243,7 +245,7 @@ def _of(frames) -> str:
 def _module_of(error, model) -> str:
     """The path of the innermost module of `model` in which `error` was raised; "" for the model itself."""
     names = {id(module): name for name, module in model.named_modules()}
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in _CALLS]
     entered = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
     return entered[-1] if entered else ""
 

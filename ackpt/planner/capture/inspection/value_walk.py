@@ -25,6 +25,7 @@ from ackpt.checkpointing.closures import bound, rebound_names
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import TorchStream, stream_of
+from ackpt.checkpointing.standing_in import own_attribute
 from ackpt.metering.without_data.holders import CACHED
 
 from .attributes import (
@@ -253,14 +254,14 @@ class Walk:
             if not _is_class_of_model(kind):
                 continue
             for name in names & vars(kind).keys():
-                shares = vars(kind)[name]
+                shares = own_attribute(kind, name)
                 if isinstance(shares, _METHODS) or _content(shares) is not None or _advances(shares):
                     put, pop = functools.partial(setattr, kind), functools.partial(delattr, kind)
-                    of_class = _Namespace(vars(kind).get, put, pop)
+                    of_class = _Namespace(functools.partial(own_attribute, kind), put, pop)
                     namespace = self._classes.setdefault(kind, of_class)
                     self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
                     shared.add(name)
-                elif isinstance(vars(kind)[name], types.MemberDescriptorType) and not isinstance(value, type):
+                elif isinstance(shares, types.MemberDescriptorType) and not isinstance(value, type):
                     get = functools.partial(_slot, value)
                     put, pop = functools.partial(setattr, value), functools.partial(delattr, value)
                     slots = _Namespace(get, put, pop)

@@ -1,11 +1,10 @@
 """Let calls of a model with a plan in place run as planned in functions that ``torch.compile`` compiles.
 
-Dynamo would trace the model's ``forward`` instead, so that the step would run without its plan. Here it breaks the
-graph at the call, or raises with ``fullgraph=True``.
+Dynamo would trace into what stands in for the model's ``forward``. Here it breaks the graph at the call, or raises with
+``fullgraph=True``.
 
-Torch: ``UnspecializedNNModuleVariable.call_function`` in ``torch/_dynamo/variables/nn_module.py`` does not look at
-``_compiled_call_impl``, which ``Module.__call__`` runs in eager. Versions: 2.11 to 2.13.
-``Module.compile`` assigns to the same attribute, so it would drop the plan.
+Torch: ``UnspecializedNNModuleVariable.call_function`` in ``torch/_dynamo/variables/nn_module.py`` inlines every module,
+and does not look at ``_compiled_call_impl``. Versions: 2.11 to 2.13.
 Tests: ``TestInCompiledFunctions`` and ``test_compile_keeps_the_budget`` in ``tests/planner/step/test_apply_budget.py``.
 """
 
@@ -16,26 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-
-from ackpt.core.errors import warn
-
-
-@functools.cache
-def keep_at_compile(has_plan: Callable[[nn.Module], bool]) -> None:
-    """From now on, ``Module.compile`` has no effect, and warns, for modules for which ``has_plan(module)`` is true."""
-    original = nn.Module.compile
-
-    @functools.wraps(original)
-    def compile(self, *args, **kwargs) -> None:
-        if not has_plan(self) or kwargs.get("backend") == "ackpt":  # which has a budget of its own
-            return original(self, *args, **kwargs)
-        warn(
-            f"{type(self).__name__}.compile() had no effect: the model has a budget, and compiled code would run "
-            "without its plan. To compile the planned step, call ackpt.remove_budget(model), then "
-            'torch.compile(model, backend="ackpt", options={"budget": ...}).'
-        )
-
-    nn.Module.compile = compile
 
 
 @functools.cache

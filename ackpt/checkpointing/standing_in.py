@@ -1,0 +1,218 @@
+"""Run something else wherever the ``forward`` of a module is called: a region, a planned step, a block of one.
+
+``forward`` of the module's class becomes a data descriptor, which Python asks before the instance's own attributes. So
+``model(x)``, ``model.forward(x)``, a class's own ``__call__`` and libraries that replace the instance's ``forward`` all
+reach what stands in. Without a `StandIn`, other instances, the class itself and ``super().forward`` get the class's own
+function. When the last `StandIn` of a class is gone, so is the descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .reachable import IN_PLACE, TRAVELING
+
+Run = Callable[[nn.Module, Callable[..., Any], tuple, dict], Any]  # called with the module and its own forward
+_LOCK = threading.RLock()  # garbage collection may end a `StandIn` while this thread makes one
+
+
+class StandIn:
+    """Runs ``run(module, forward, args, kwargs)`` in place of the ``forward`` of modules of the class `kind`.
+
+    As the attribute `IN_PLACE`, it is for `module` alone; copies ignore it, and pickles have None. As the attribute
+    `TRAVELING`, it is for every module that has it, so that copies and pickles of the module run `run`, too.
+    """
+
+    def __init__(self, kind: type[nn.Module], run: Run | None, module: nn.Module | None = None):
+        self.kind, self.run = kind, run
+        self.of = None if module is None else weakref.ref(module)
+        self.end = weakref.finalize(self, _left, _entered(kind))
+        self.end.atexit = False
+
+    def __reduce__(self):
+        return (StandIn, (self.kind, self.run)) if self.of is None else (type(None), ())
+
+
+def own_attribute(kind: type, name: str, default: Any = None) -> Any:
+    """``vars(kind)[name]`` as if nothing stood in."""
+    value = vars(kind).get(name, default)
+    return value.function if isinstance(value, _Forward) else value
+
+
+class _Local(threading.local):
+    """``runs``: by the id of a module, what runs in this thread. ``own``: ids of modules that run as they are;
+    ``in_place``: whether what was put in place runs."""
+
+    def __init__(self) -> None:
+        self.runs: Mapping[int, Run] = {}
+        self.own: frozenset[int] = frozenset()
+        self.in_place = True
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def locally(runs: Mapping[int, Run]) -> Iterator[None]:
+    """Inside, `runs` stand in for modules, by id, in this thread; the classes of the modules need a `StandIn`."""
+    before, _local.runs = _local.runs, {**_local.runs, **runs}
+    try:
+        yield
+    finally:
+        _local.runs = before
+
+
+def put_in_place(module: nn.Module, run: Run) -> None:
+    """From now on, `run` stands in for the forward of `module`, and not of its copies."""
+    remove_from(module)
+    vars(module)[IN_PLACE] = StandIn(type(module), run, module)
+
+
+def in_place_of(module: nn.Module) -> Any:
+    """What `put_in_place` gave `module`, or None."""
+    stand_in = vars(module).get(IN_PLACE)
+    return stand_in.run if stand_in is not None and stand_in.of() is module else None
+
+
+def remove_from(module: nn.Module) -> None:
+    """Undo `put_in_place`."""
+    if in_place_of(module) is not None:
+        vars(module).pop(IN_PLACE).end()
+
+
+def call_own(self: nn.Module, /, *args, **kwargs) -> Any:
+    """The result of the module's own ``forward``, inside of which nothing that was put in place runs."""
+    with _as_it_is(self, in_place=False):
+        return self.forward(*args, **kwargs)
+
+
+def as_it_is(module: nn.Module, forward: Callable[..., Any]) -> types.MethodType:
+    """`forward`, of `module`, as a method inside of which nothing stands in for the module, in whichever thread."""
+    return types.MethodType(functools.partial(_call_as_it_is, forward, _local.in_place), module)
+
+
+def _call_as_it_is(forward, in_place, module, /, *args, **kwargs):
+    with _as_it_is(module, in_place):
+        return forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _as_it_is(module, in_place):
+    before = _local.own, _local.in_place
+    _local.own, _local.in_place = before[0] | {id(module)}, in_place
+    try:
+        yield
+    finally:
+        _local.own, _local.in_place = before
+
+
+def _run_of(module) -> Run | None:
+    key, attributes = id(module), module.__dict__
+    if key in _local.own:
+        return None
+    if key in _local.runs:
+        return _local.runs[key]
+    if IN_PLACE in attributes and _local.in_place and (run := in_place_of(module)) is not None:
+        return run
+    return attributes[TRAVELING].run if TRAVELING in attributes else None
+
+
+class _Forward:
+    """The attribute ``forward`` of the class `kind`; ``function``: the one before."""
+
+    def __init__(self, kind: type):
+        self.kind, self.function, self.users = kind, vars(kind)["forward"], 0
+        self._method = _method(self.function)
+
+    def __get__(self, module, kind):
+        forward = self.function.__get__(module, kind) if hasattr(self.function, "__get__") else self.function
+        if module is None or not self._is_attribute_of(type(module)):
+            return forward
+        forward = module.__dict__.get("forward", forward)
+        return forward if _run_of(module) is None else self._stood_in(module, forward)
+
+    def _stood_in(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` with its name and signature, for which something stands in, as long as it does."""
+        if getattr(forward, "__code__", None) in _CODES:  # a library kept it, and has put it back
+            return forward
+        if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
+            return _function(module, forward)
+        method = self._method if forward.__func__ is self.function else _method(forward.__func__)
+        return types.MethodType(method, module)
+
+    def __set__(self, module, value) -> None:
+        module.__dict__["forward"] = value
+
+    def __delete__(self, module) -> None:
+        if module.__dict__.pop("forward", None) is None:
+            raise AttributeError("forward")
+
+    def _is_attribute_of(self, kind) -> bool:
+        """Whether this is ``kind.forward``, and not that of a base class, which ``super()`` asks for."""
+        for each in kind.__mro__:
+            if "forward" in each.__dict__:
+                return each.__dict__["forward"] is self
+        return False
+
+
+def _entered(kind: type) -> _Forward:
+    with _LOCK:
+        owner: Any = next(each for each in kind.__mro__ if "forward" in vars(each))
+        present = vars(owner)["forward"]
+        forward = present if isinstance(present, _Forward) else _Forward(owner)
+        forward.users += 1
+        if vars(owner)["forward"] is not forward:
+            owner.forward = forward
+    return forward
+
+
+def _left(forward: Any) -> None:
+    with _LOCK:
+        forward.users -= 1
+        if forward.users == 0 and vars(forward.kind).get("forward") is forward:
+            forward.kind.forward = forward.function
+
+
+def _method(function) -> Any:
+    @functools.wraps(function)
+    def forward(self, /, *args, **kwargs):
+        return _call(self, types.MethodType(function, self), args, kwargs)
+
+    return forward
+
+
+def _function(module, function) -> Any:
+    @functools.wraps(function)
+    def forward(*args, **kwargs):
+        return _call(module, function, args, kwargs)
+
+    return forward
+
+
+_CODES = [each.__code__ for each in (_method(lambda: None), _function(None, lambda: None))]
+
+
+def _call(module, forward, args, kwargs):
+    run = _run_of(module)
+    if run is None:
+        return forward(*args, **kwargs)
+    with _as_it_is(module, _local.in_place):
+        return run(module, forward, args, kwargs)
+
+
+# Torch: Dynamo compiles `_Forward.__get__` as a function, whose code reads ``forward``, which calls `__get__` again. So
+# it is skipped, as by ``torch._dynamo.eval_frame.skip_code``, without its import. Versions: 2.11 to 2.14; test:
+# test_modules_of_a_shared_class_compile_as_one_graph in tests/checkpointing/test_standing_in.py.
+_dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+for _each in (_Forward.__get__, _Forward._stood_in, _method, _function, _call_as_it_is):
+    _skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+    _dynamo.set_code_exec_strategy(_each.__code__, _skip)

@@ -1,0 +1,158 @@
+"""What stands in for a module's forward is reached by every call of it, and by nothing else."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from ackpt.checkpointing import standing_in
+from ackpt.checkpointing.reachable import IN_PLACE, TRAVELING
+from ackpt.checkpointing.standing_in import StandIn
+
+
+class Doubles(nn.Module):
+    def forward(self, x, scale=2.0):
+        """Twice the argument."""
+        return scale * x
+
+
+class Inherits(Doubles):
+    pass
+
+
+class CallsParent(Doubles):
+    def forward(self, x, scale=2.0):
+        return super().forward(x, scale)
+
+
+class OwnCall(Doubles):
+    def __call__(self, x):
+        return self.forward(x)
+
+
+class Recursive(nn.Module):
+    def forward(self, x):
+        return [self.forward(each) for each in x] if isinstance(x, list) else 2 * x
+
+
+def replaced(wrap):
+    """A module whose instance has a forward that calls its class's, as hook libraries make it."""
+
+    def make():
+        module = Doubles()
+        module.forward = wrap(module, module.forward)
+        return module
+
+    return make
+
+
+def as_method(module, own):
+    @functools.wraps(own)
+    def forward(self, *args, **kwargs):
+        return own(*args, **kwargs)
+
+    return types.MethodType(forward, module)
+
+
+def as_partial(module, own):
+    return functools.update_wrapper(functools.partial(lambda owner, *args, **kwargs: own(*args, **kwargs), module), own)
+
+
+MAKE = {
+    **{kind.__name__: kind for kind in (Doubles, Inherits, CallsParent, OwnCall)},
+    **{wrap.__name__: replaced(wrap) for wrap in (as_method, as_partial)},
+}
+CALLS = {
+    "call": lambda module, x: module(x),
+    "forward": lambda module, x: module.forward(x),
+    "kept": lambda module, x: copy.copy(module.forward)(x),
+}
+X = torch.ones(2)
+
+
+def adds_one(module, forward, args, kwargs):
+    return forward(*args, **kwargs) + 1
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_every_call_of_this_module_and_no_other_is_reached(name, call):
+    module, other = MAKE[name](), MAKE[name]()
+    standing_in.put_in_place(module, adds_one)
+    assert call(module, X).tolist() == [3, 3] and call(other, X).tolist() == [2, 2]
+    assert standing_in.call_own(module, X).tolist() == [2, 2]
+    assert call(CallsParent(), X).tolist() == [2, 2]
+    standing_in.remove_from(module)
+    assert call(module, X).tolist() == [2, 2]
+    assert isinstance(vars(Doubles)["forward"], types.FunctionType) and "forward" not in vars(Inherits)
+
+
+@pytest.mark.parametrize("wrap", [as_method, as_partial])
+def test_a_forward_that_is_replaced_later_is_reached_once(wrap):
+    module = Doubles()
+    standing_in.put_in_place(module, adds_one)
+    for _ in range(3):
+        own = module.forward
+        module.forward = wrap(module, own)
+        assert module(X).tolist() == [3, 3]
+        module.forward = own
+    assert module(X).tolist() == [3, 3]
+    del module.forward
+    standing_in.remove_from(module)
+    assert module(X).tolist() == own(X).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_names_and_signatures_are_the_modules_own(name):
+    module = MAKE[name]()
+    own = module.forward
+    standing_in.put_in_place(module, adds_one)
+    forward = module.forward
+    assert inspect.signature(forward) == inspect.signature(own)
+    assert [getattr(forward, each) for each in ("__name__", "__doc__")] == [own.__name__, own.__doc__]
+    assert getattr(forward, "__self__", None) is (None if name == "as_partial" else module)
+    assert isinstance(type(module).forward, types.FunctionType)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "replica": lambda module: module._replicate_for_data_parallel(),
+}
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize(("name", "expected"), [(IN_PLACE, 2), (TRAVELING, 3)])
+def test_copies_have_only_what_travels(duplicate, name, expected):
+    module = Doubles()
+    vars(module)[name] = StandIn(Doubles, adds_one, module if name == IN_PLACE else None)
+    duplicated = duplicate(module)
+    del module
+    gc.collect()
+    assert duplicated(X).tolist() == [expected] * 2
+    del duplicated
+    gc.collect()
+    assert isinstance(vars(Doubles)["forward"], types.FunctionType)
+
+
+def test_a_module_that_calls_itself_is_reached_once():
+    module = Recursive()
+    standing_in.put_in_place(module, lambda module, forward, args, kwargs: [*forward(*args), "run"])
+    assert module([1, [2]]) == [2, [4], "run"]
+
+
+def test_modules_of_a_shared_class_compile_as_one_graph(fresh_dynamo):
+    model, block = nn.Sequential(Doubles(), Inherits()), Doubles()
+    standing_in.put_in_place(block, adds_one)
+    assert torch.compile(model, backend="eager", fullgraph=True)(X).tolist() == [4, 4]
+    for call in CALLS.values():
+        assert torch.compile(lambda x, call=call: call(block, x), backend="eager")(X).tolist() == [3, 3]
