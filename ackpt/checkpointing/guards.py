@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import threading
 import types
 import weakref
@@ -28,12 +29,10 @@ from ackpt.core.errors import CheckpointError, add_note
 
 from .reachable import LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data
 
-_SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the region runs
+_SMALL = 1 << 20  # bytes
 _ABSENT = object()
 _GONE = torch.empty(0)
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-# Larger buffers that a region did not change, by storage: swap_tensors refuses tensors with weak references.
-_UNCHANGED_BUFFERS: weakref.WeakKeyDictionary[torch.UntypedStorage, set] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,9 +217,12 @@ def memory(tensor):
 
 
 class MutableState:
-    """The buffers, attributes and globals that a region may change, with their values from before its forward."""
+    """The buffers, attributes and globals that a region may change, with their values from before its forward.
 
-    def __init__(self, reachable, is_recorded: bool = True):
+    `copies`: the bytes of a buffer that is copied in advance at most. A recorder copies what it sees a call write.
+    """
+
+    def __init__(self, reachable, is_recorded: bool = True, copies: float = math.inf):
         self._bindings = reachable.bindings
         self._namespaces = reachable.namespaces
         self._saved = [*map(dict.copy, reachable.namespaces)]
@@ -238,17 +240,20 @@ class MutableState:
             if tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)):
                 self._parameters.append((tensor, name))
             elif not tensor.is_inference():
-                self._before.append((tensor, name, version(tensor), _copy(tensor)))
+                copy = tensor.detach().clone() if _bytes(tensor) <= copies else None
+                self._before.append((tensor, name, version(tensor), copy))
         tensors = [tensor for tensor, _ in self._parameters]
         self._versions, self._storages = versions(tensors), [*map(storage, tensors)] if is_recorded else []
 
-    def after_forward(self, leaves, recorder) -> set[int]:
+    def after_forward(self, leaves, recorder, subject) -> set[int]:
         """Keep the old values of the buffers that the forward changed, and return the ids of these buffers.
 
-        `recorder`: of the forward; without one, any buffer may have changed even if its version counter has not. Values
-        with a history are kept only if they are among `leaves`: otherwise a module that stores its last output would
-        keep the graphs of all steps alive.
+        `recorder`: of the forward; without one, any buffer may have changed even if its version counter has not.
+        `subject`: learns whether buffers change where no recorder sees it, as in compiled code, and so must be copied
+        in advance. Values with a history are kept only if they are among `leaves`: otherwise a module that stores its
+        last output would keep the graphs of all steps alive.
         """
+        walked = {id(each[0]) for each in (*self._before, *self._parameters)}
         used = {id(leaf) for leaf in leaves}
         results = [each for each in self._suspects if id(each[2]) not in used and _has_history(each[2])]
         self._suspects = []
@@ -269,26 +274,44 @@ class MutableState:
                 self._rewritten.append((tensor, name))  # by `p.set_(p.data)`, which no recorder sees
                 self.is_repeatable = False
         self._parameters = []
+        copied: set = set()
+        if recorder is not None:
+            self._changed = recorder.copies[::-1]  # where views overlap, the oldest value is set last
+            copied = {memory(tensor) for tensor, _ in recorder.copies}
+            self.is_repeatable = self.is_repeatable and copied.isdisjoint(recorder.written)
+            if recorder.copies_writes:
+                reads = [(read.value, read.name, read.version, None) for read in recorder.reads.values()]
+                self._before += [each for each in reads if id(each[0]) not in walked]
+        unseen, changed = False, set()
         for tensor, name, mark, copy in self._before:
-            if recorder is not None:
-                silently = memory(tensor) in recorder.written
-                self.is_repeatable = self.is_repeatable and not silently
-            else:
-                silently = copy is not None and not (tensor.is_cpu and _is_equal(tensor, copy))
-            if version(tensor) == mark and not silently:
-                if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
-                    _UNCHANGED_BUFFERS.setdefault(tensor.untyped_storage(), set()).add(_view_of_storage(tensor))
+            if copied and memory(tensor) in copied:
+                changed.add(id(tensor))
                 continue
+            if recorder is None:
+                silently = copy is not None and not (tensor.is_cpu and is_equal(tensor, copy))
+            else:
+                silently = copy is not None and memory(tensor) in recorder.written
+            if version(tensor) == mark and not silently:
+                continue
+            if tensor.requires_grad:
+                if memory(tensor) in recorder.overwritten:
+                    raise changes_parameter(tensor, name)
+                continue
+            unseen = True
+            changed.add(id(tensor))
             if copy is None:
-                _UNCHANGED_BUFFERS[tensor.untyped_storage()].discard(_view_of_storage(tensor))
+                if subject is not None:
+                    subject.changes_unseen = True
                 raise CheckpointError(
-                    f"buffer {name!r}, {describe(tensor)}, is changed by this checkpointed region for the first time "
-                    "after steps that left it alone, and no copy of its old value was kept. Repeat the step (from now "
-                    "on a copy is kept), or update the buffer outside the region."
+                    f"buffer {name!r}, {describe(tensor)}, is changed by this checkpointed region where ackpt cannot "
+                    "see it, as in compiled code, and no copy of its old value was kept. Repeat the step (from now on "
+                    "a buffer is copied in advance), or update it outside the region."
                 )
             self._changed.append((tensor, copy))
         self._before = []
-        return {id(tensor) for tensor, _ in self._changed}
+        if subject is not None:
+            subject.changes_unseen = subject.changes_unseen or unseen
+        return changed
 
     def is_as_before(self) -> bool:
         """Whether there is nothing to restore."""
@@ -299,7 +322,7 @@ class MutableState:
         """Restore the values from before the forward for recomputation and backward, and the present ones afterwards.
 
         A value that the recomputation assigns stays if it equals the present one and has a history: the graph of the
-        forward's value still has its saved tensors.
+        forward's value may still have its saved tensors.
         """
         bindings, contents = self._changes()
         bindings = [each for each in bindings if not _is_made(each[0].get(each[1], _ABSENT), each[2])]
@@ -318,7 +341,8 @@ class MutableState:
                     for tensor, old in self._changed:
                         is_resized = tensor.shape != old.shape
                         tensors.append((tensor, tensor.data if is_resized else tensor.detach().clone(), is_resized))
-                        _set(tensor, old.clone() if is_resized else old)
+                    for tensor, old in self._changed:
+                        _set(tensor, old if tensor.shape == old.shape else old.clone())
                 yield
                 for tensor, name, value in rewritten:
                     if not torch.equal(tensor.detach(), value):
@@ -330,8 +354,10 @@ class MutableState:
                             tensor.data = value
                         else:
                             _set(tensor, value)
-                _fill([each for each in items if not (_has_history(each[1]) and _is_equal(*each))])
-                _bind([(of, key, v) for of, key, v in values if not (_has_history(v) and _is_equal(of.get(key), v))])
+                _fill([each for each in items if not (_has_history(each[1]) and is_equal(*each))])
+                _bind(
+                    [(of, key, v) for of, key, v in values if not (_has_history(v) and _is_made_again(of.get(key), v))]
+                )
 
     def _changes(self):
         """The bindings and the containers' items from before the forward, where the present ones are others."""
@@ -388,16 +414,16 @@ def _has_history(value, depth=0) -> bool:
     return depth == 4 or len(items) > LONGEST_CONTAINER or any(_has_history(item, depth + 1) for item in items)
 
 
-def _is_equal(value, other) -> bool:
+def is_equal(value, other) -> bool:
     """Whether two tensors, or containers of tensors, are equal; fake and meta tensors by shape and dtype."""
     if value is other:
         return True
     if type(value) is not type(other):
         return False
     if isinstance(value, (list, tuple, deque)):
-        return len(value) == len(other) and all(map(_is_equal, value, other))
+        return len(value) == len(other) and all(map(is_equal, value, other))
     if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_is_equal(item, other[key]) for key, item in value.items())
+        return value.keys() == other.keys() and all(is_equal(item, other[key]) for key, item in value.items())
     if not isinstance(value, torch.Tensor):
         return type(value) in PLAIN and value == other
     if value.shape != other.shape or value.dtype != other.dtype:
@@ -411,6 +437,11 @@ def _bind(bindings) -> None:
             namespace.pop(name, None)
         else:
             namespace[name] = value
+
+
+def _is_made_again(present, value) -> bool:
+    """Whether two values are equal; not for an input of a region, which has a graph, but no saved tensors."""
+    return "retain_grad" not in getattr(value, "__dict__", ()) and is_equal(present, value)
 
 
 def _fill(contents) -> None:
@@ -442,17 +473,6 @@ def is_filled_with(container, items) -> bool:
 
 def _bytes(tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _copy(tensor):
-    if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
-        if _view_of_storage(tensor) in _UNCHANGED_BUFFERS.get(tensor.untyped_storage(), ()):
-            return None
-    return tensor.detach().clone()
-
-
-def _view_of_storage(tensor):
-    return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 # The errors of regions; each names the cause and what to do instead.
@@ -541,11 +561,19 @@ def other_outputs(count: int, expected: dict, recomputed: list) -> CheckpointErr
     )
 
 
+def other_left(function) -> CheckpointError:
+    return CheckpointError(
+        f"the forward of a checkpointed region ({name_of(function)}) stored a tensor that needs a gradient outside of "
+        "its return value, and its recompute did not compute it again. Return the tensor, or compute it both times."
+    )
+
+
 def other_draws(name: str, function) -> CheckpointError:
     return CheckpointError(
         f"the recompute of a checkpointed region ({name_of(function)}) drew other random numbers from {name} than its "
         "forward: its code seeds it differently each time, as torch.seed(), random.seed() and a seed from a counter "
-        "do. Seed outside of the region, or with a number that stays the same, as in torch.manual_seed(5)."
+        "do, or another thread draws from it meanwhile. Seed outside of the region, or with a number that stays the "
+        "same, as in torch.manual_seed(5); let other threads draw from generators of their own."
     )
 
 

@@ -39,8 +39,9 @@ class ReachableState:
 
     ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. Names that may be assigned another object
     later: ``namespaces``, the dicts of attributes, parameters, buffers and children of modules, and of attributes of
-    data objects (see `is_data`); ``bindings``, ``(namespace, name, value)`` of tensors in containers and rebound cells
-    and of globals; ``suspects``: those of all of them whose value may have an autograd history. ``containers``: lists,
+    parameters and data objects (see `is_data`); ``bindings``, ``(namespace, name, value)`` of tensors in containers, of
+    rebound cells and of globals;
+    ``suspects``: those of all of them whose value may have an autograd history. ``containers``: lists,
     dicts, sets and deques in attributes; ``hooks``: the dicts of the modules' hooks. ``sharded``: whether FSDP manages
     a module of the region; its hooks expect gradients to arrive inside the region. ``opaque``: whether a module's calls
     cannot be recorded, because it is scripted or takes another path while they are recorded. ``unread``: ids of buffers
@@ -58,6 +59,7 @@ class ReachableState:
         self.hooks: list[dict] = []
         self.sharded = self.opaque = False
         self.unread: set[int] = set()
+        self._tensor_namespaces: list[dict[str, Any]] = []
         self.walked = function is not None
         self._seen: set[int] = set()
         if function is None:
@@ -70,6 +72,9 @@ class ReachableState:
         for item in template:
             if not is_plain(item):
                 self._visit(item, "argument", 0)
+        if self.sharded:  # FSDP's own attributes change between forward and backward
+            self._tensor_namespaces = []
+        self.namespaces += self._tensor_namespaces
 
     def _visit(self, obj, name, depth, restores=True):
         """Visit what `obj` refers to; ``restores``: attributes of data objects in it are to be restored."""
@@ -128,6 +133,8 @@ class ReachableState:
             for key, value in parameters.items():
                 if value is not None:
                     tensors.setdefault(id(value), (value, prefix + key))
+                    if value.__dict__:
+                        self._attributes_of(value, prefix + key)
         if buffers:
             namespaces.append(buffers)
             if module.training and issubclass(cls, _NormBase) and cls.forward.__module__.startswith("torch.nn."):
@@ -153,6 +160,15 @@ class ReachableState:
                 if child is not None:
                     self._module(child, prefix + key)
 
+    def _attributes_of(self, tensor, name):
+        """Visit the attributes of a parameter: for example, the quantized weight of bitsandbytes."""
+        if id(tensor) not in self._seen:
+            self._seen.add(id(tensor))
+            self._tensor_namespaces.append(tensor.__dict__)
+            for key, value in tensor.__dict__.items():
+                if type(value) not in PLAIN:
+                    self._attribute(tensor.__dict__, key, value, f"{name}.{key}", _OBJECT_DEPTH)
+
     def _bind(self, namespace, key, value):
         self.bindings.append(binding := (namespace, key, value))
         self.suspects.append(binding)
@@ -164,7 +180,8 @@ class ReachableState:
             self.tensors.setdefault(id(value), (value, name))
         elif isinstance(value, _CONTAINERS):
             self._containers_in(value)
-            if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in ATOMS:
+            items = value.values() if isinstance(value, dict) else value
+            if len(value) <= LONGEST_CONTAINER and not ATOMS.issuperset(map(type, items)):
                 self._visit(value, name, 1)
         elif not self._generator(value):
             self._containers_in(value)

@@ -1,10 +1,11 @@
 """Check that a region's recomputation repeats its forward.
 
 ``Recorder`` watches one run. It records every call whose result requires grad, with its numbers, flags and shapes. It
-also records the storages that a call may write without bumping a version counter; ``guards.py`` restores these buffers.
-That takes longer than the calls themselves where tensors are small. So a small region is recorded in its first runs
-only, and its later runs are compared by ``Evidence``: what their graphs show of all that gradients depend on.
-``check_same_path`` raises an error if the recomputation took a different path than the forward.
+notes the tensors and generators that the run reads and did not make, and copies what a call is about to write, which
+``guards.py`` restores. That takes longer than the calls themselves where tensors are small. So a small region is
+recorded in its first runs only, and always if it reads what ``ReachableState`` does not find. Its later runs are
+compared by ``Evidence``: what their graphs show of all that gradients depend on. ``check_same_path`` raises an error if
+the recomputation took a different path than the forward.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ackpt.core.autograd_state import phase
+from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import CheckpointError
 
-from .guards import PLAIN_TENSORS, changed_between, memory, name_of
+from .guards import PLAIN_TENSORS, changed_between, is_equal, memory, name_of
 from .reachable import _TORCH, Graph
 from .rng import MEMORY
 from .tree import ATOMS
@@ -85,15 +87,26 @@ _DESCRIBING = frozenset(
     "__get__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_floating_point "
     "is_complex".split()
 )
-_IN_PLACE, _MAX_NORM = "in place", "max_norm"
-# Calls that need more than recording, by function: one look-up per call.
+_FIRST, _ANY, _SILENT, _MAX_NORM = "first argument", "any argument", "any argument, silently", "max_norm"
 _EFFECTS = {
-    **{getattr(torch.Tensor, name): _IN_PLACE for name in dir(torch.Tensor) if re.fullmatch("[^_].*[^_]_", name)},
-    **dict.fromkeys(_MAY_WRITE, "may write"),
-    _SET_ITEM: _IN_PLACE,
+    **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.detach_)),
+    **dict.fromkeys(_MAY_WRITE, _SILENT),
+    _SET_ITEM: _FIRST,
     F.embedding: _MAX_NORM,
     F.embedding_bag: _MAX_NORM,
 }
+
+
+@functools.lru_cache(maxsize=4096)
+def _effect_of(function) -> str | None:
+    """Which of its arguments a function may write."""
+    if function in _EFFECTS:
+        return _EFFECTS[function]
+    if re.fullmatch(r"\w*[^\W_]_(\..*)?", getattr(function, "__name__", "")):  # add_, _foreach_add_, init.normal_
+        return _FIRST
+    overloads = [getattr(function, name) for name in function.overloads()] if hasattr(function, "overloads") else ()
+    schemas = [each._schema for each in overloads or (function,) if hasattr(each, "_schema")]
+    return _ANY if any(schema.is_mutable for schema in schemas) else None
 
 
 class Call(NamedTuple):
@@ -119,75 +132,131 @@ class Recorder(TorchFunctionMode):
     `expected`: the recorder of the first run; ``different``: the first call that differs, with its line and module.
     `named`: ``{id: (tensor, name)}`` of what the first run can reach. `refused`: ``{id: change}`` of tensors that have
     changed since; a call that reads one raises. ``calls``: each with the number of its autograd node and the
-    ``_source`` of every argument. ``written``: storages that may have been written without a new version;
-    ``overwritten``: those of tensors that calls changed in place.
+    ``_source`` of every argument. ``reads``, ``streams``: the tensors that the run reads and did not make, and the
+    generators that it uses, with their states from before, by id. ``copies``: tensors among ``reads`` and views of them
+    that calls may have written, with copies from before; ``overwritten``: the storages that calls changed in place;
+    ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
+    `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
-    def __init__(self, expected: Recorder | None = None, named=None, refused=None):
+    def __init__(self, expected: Recorder | None = None, named=None, refused=None, wanted=(), copies_writes=False):
         super().__init__()
+        self.copies_writes = copies_writes
         self.calls: list[tuple[int, Call, list]] = []
-        self.inputs: dict[int, int] = {}
-        self.results: list[weakref.ref] = []
-        self.written: set[int | None] = set()
+        self.inputs: dict[int, int | None] = {}
+        self.results: list[tuple[tuple[int, int], weakref.ref]] = []
+        self.reads: dict[int, _Read] = {}
+        self.streams: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.overwritten: set[int | None] = set()
-        self.parameters: dict[int, _Parameter] = {}
+        self.written: set[int | None] = set()
+        self.kept: dict[tuple[int, int], torch.Tensor] = {}
         self.different: tuple[Call, str, nn.Module | None] | None = None
         self.named: dict = (named if expected is None else expected.named) or {}
+        self._made: dict[int, tuple[weakref.ref, dict[int, _Read]]] = {}
+        self._storages: set[int | None] = set()
+        self._copied: set = set()
         self._refused: dict = refused or {}
-        self._expected = None if expected is None else expected.calls
-        existing = () if expected is None else expected.parameters.values()
-        self._existing = {id(each.value): each for each in existing if each.value is not None}
+        self._wanted = wanted
+        self._began = torch.autograd._get_sequence_nr()
+        self._expected = expected
+        self._outer: Recorder | None = phase.recorder
+        self._is_inside = self._outer is None and (phase.dropping or phase.recomputing)
 
     def __enter__(self):
-        self._outer, phase.recorder = phase.recorder, self
+        phase.recorder = self
         return super().__enter__()
 
     def __exit__(self, *error):
         phase.recorder = self._outer
         return super().__exit__(*error)
 
-    def record_region(self, inner: Path, output) -> None:
-        """Record a nested region, which is one node of this region's graph, with its path and its output."""
-        call = Call(_region, ((inner,), ()), output.shape, output.dtype)
-        self.calls.append((output.grad_fn._sequence_nr(), call, []))
+    def record_region(self, inner: Path, outputs) -> None:
+        """Record a nested region, which is one node of this region's graph, with its path and its outputs."""
+        call = Call(_region, ((inner,), ()), outputs[0].shape, outputs[0].dtype)
+        self._add(outputs[0].grad_fn._sequence_nr(), call, [], outputs)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # Dynamo is tracing this method; compiled code is not recorded
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
+        values = [*_flat(args), *_flat(kwargs.values())] if kwargs else [*_flat(args)]
+        effect = _effect_of(func)
+        describes = effect is None and getattr(func, "__name__", "") in _DESCRIBING
+        sources: list = []
+        if not describes:
+            with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
+                sources = [*map(self._source, values)]
+                self._prepare(effect, values, args, kwargs)
         result = func(*args, **kwargs)
-        if self._refused and (func.__name__ not in _DESCRIBING or isinstance(result, torch.Tensor)):
-            for value in _flat((*args, *kwargs.values())):
+        if describes and not isinstance(result, torch.Tensor):
+            return result
+        if self._refused:
+            for value in values:
                 if id(value) in self._refused:
                     raise changed_between(*self._refused[id(value)])
-        with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
-            self._record(func, args, kwargs, result, started)
+        with torch._C.DisableTorchFunction():
+            self._record(func, args, kwargs, result, started, sources or [*map(self._source, values)])
         return result
 
     def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
-        self.inputs = {key: position for position, key in enumerate(ids) if ids.count(key) == 1}
+        self.inputs = {key: position if ids.count(key) == 1 else None for position, key in enumerate(ids)}
 
     def forget(self) -> None:
-        """Drop the references to tensors that the recomputation does not need."""
+        """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
         self.results = []
+        self._made = {key: pair for key, pair in self._made.items() if pair[0]() is not None}
+        for read in self.reads.values():
+            read.is_new = read.is_new or read.value is None
+        self.reads = {key: read for key, read in self.reads.items() if read.value is not None}
         self.named = {
             key: pair for key, pair in self.named.items() if pair[0].is_leaf and type(pair[0]) is not torch.Tensor
         }
 
-    def left_results(self) -> list[torch.Tensor]:
-        """The results with a graph that are still alive, although the run's graph should have been freed."""
-        tensors = (result() for result in self.results)
-        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    def left_results(self):
+        """Yield the results with a graph that are still alive, although the run's graph should have been freed, from
+        the last on, each with its place: (index of the call, index of the result)."""
+        for place, result in reversed(self.results):
+            if (tensor := result()) is not None and tensor.requires_grad:
+                yield place, tensor
 
-    def _record(self, func, args, kwargs, result, started) -> None:
-        if (effect := _EFFECTS.get(func)) is not None:
-            self._note(effect, args, kwargs)
-        tensor = result
+    def _prepare(self, effect, values, args, kwargs) -> None:
+        """Note what a call may write, and copy it if the run has not made it."""
+        if effect is _MAX_NORM:
+            if kwargs.get("max_norm") is not None:
+                self.overwritten.update(memory(each) for each in values if isinstance(each, nn.Parameter))
+            return
+        if effect is _FIRST or kwargs.get("inplace"):
+            written = [*_flat(args[:1] or kwargs.values())]
+        else:
+            written = values if effect is not None else [*_flat((kwargs.get("out"),))]
+        for value in written:
+            if not isinstance(value, torch.Tensor):
+                continue
+            while is_functorch_wrapped_tensor(value):  # inside torch.func.grad or vmap
+                value = get_unwrapped(value)
+            storage = memory(value)
+            (self.written if effect is _SILENT else self.overwritten).add(storage)
+            if not self.copies_writes or storage not in self._storages or value.requires_grad:
+                continue
+            if isinstance(value, nn.Parameter) or (storage and value.numel() and not value.untyped_storage().nbytes()):
+                continue  # a parameter is refused, and one without memory, such as a released one, has no value
+            view = None if storage is None else (storage, value.storage_offset(), value.shape, value.stride())
+            if self._copied.isdisjoint((id(value), view)) and not value.is_inference():
+                self._copied.update((id(value), view or id(value)))
+                self.copies.append((value, value.detach().clone()))
+
+    def _record(self, func, args, kwargs, result, started, sources) -> None:
+        tensor, results = result, [result]
         if not isinstance(result, torch.Tensor):
-            tensor = args[0] if func is _SET_ITEM else _first_with_grad(result)
+            results = [each for each in _flat((result,)) if isinstance(each, torch.Tensor)]
+            tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
+        for each in results or [tensor]:
+            if each is not None and each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
+                self._made[id(each)] = weakref.ref(each), _reads_in(sources)
         if tensor is None or not tensor.requires_grad or (node := tensor.grad_fn) is None:
             return
         number = node._sequence_nr()
@@ -196,23 +265,19 @@ class Recorder(TorchFunctionMode):
         plain = self._plain
         values = tuple(map(plain, args)), tuple([(key, plain(value)) for key, value in kwargs.items()])
         call = Call(func, values, tensor.shape, tensor.dtype)
-        self.calls.append((number, call, [self._source(value) for value in _flat((*args, *kwargs.values()))]))
-        self.results.append(weakref.ref(tensor))
+        self._add(number, call, sources, results or [tensor])
         if self._expected is not None and self.different is None:
             at = len(self.calls) - 1
-            if at >= len(self._expected) or self._expected[at][1] != call:
+            if at >= len(self._expected.calls) or self._expected.calls[at][1] != call:
                 self.different = call, *_caller()
 
-    def _note(self, effect, args, kwargs) -> None:
-        if effect is _IN_PLACE:
-            self.overwritten.add(memory(args[0]))
-        elif effect is not _MAX_NORM:
-            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-            self.written.update(map(memory, tensors))
-        elif kwargs.get("max_norm") is not None:
-            self.overwritten.update(
-                memory(each) for each in (*args, *kwargs.values()) if isinstance(each, nn.Parameter)
-            )
+    def _add(self, number, call, sources, results) -> None:
+        at = len(self.calls)
+        self.calls.append((number, call, sources))
+        for position, tensor in enumerate(results):
+            self.results.append(((at, position), weakref.ref(tensor)))
+            if (at, position) in self._wanted:
+                self.kept[at, position] = tensor
 
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
@@ -221,29 +286,60 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             # The class of Parameter has a slow check.
             is_parameter = type(value) is not torch.Tensor and isinstance(value, nn.Parameter)
-            return self._parameter(value) if is_parameter else None
+            return self._read(value) if is_parameter else None
         if isinstance(value, (list, tuple)):
             return tuple(map(self._plain, value))
         if type(value) is slice:
             return slice, self._plain(value.start), self._plain(value.stop), self._plain(value.step)
         return type(value)
 
-    def _parameter(self, value):
-        parameter = self.parameters.get(id(value)) or self._existing.get(id(value))
-        if parameter is None:
-            unnamed = weakref.ref(value) if self._expected is None else None
-            parameter = _Parameter(*self.named.get(id(value), (unnamed,)))
-        self.parameters[id(value)] = parameter
-        return parameter
-
     def _source(self, value):
-        """Where an argument comes from: (number of its autograd node, output index), an input's position, or None."""
+        """Where an argument comes from: an input's position, (number of its autograd node, output index), a `_Read`, or
+        the reads that a tensor without gradients was made from; None if unknown."""
         if not isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Generator) and id(value) not in self.streams:
+                self.streams[id(value)] = weakref.ref(value), value.get_state()
             return None
-        position = self.inputs.get(id(value))
-        if position is not None or (node := value.grad_fn) is None:
-            return position
-        return node._sequence_nr(), value.output_nr
+        key = id(value)
+        if key in self.inputs:
+            return self.inputs[key]
+        for recorder in (self, self._expected):
+            made = None if recorder is None else recorder._made.get(key)
+            if made is not None and made[0]() is value:
+                return made[1]
+            read = None if recorder is None else recorder.reads.get(key)
+            if read is not None and read.value is value:
+                self.reads[key] = read
+                return read
+        if (node := value.grad_fn) is not None and node._sequence_nr() >= self._began:
+            return node._sequence_nr(), value.output_nr
+        return self._read(value)
+
+    def _read(self, value) -> _Read:
+        key = id(value)
+        read = self.reads.get(key)
+        if read is None or read.value is not value:
+            tensor, name = self.named.get(key, (None, ""))
+            is_named = tensor is value and value.grad_fn is None
+            is_new = self._expected is not None or self._is_inside
+            if not is_new and self._outer is not None:  # an outer region that is recorded says whether it has made it
+                source = self._outer._source(value)
+                is_new = type(source) is not _Read or source.is_new
+            read = _Read(value if is_named else weakref.ref(value), name, is_new, version(value))
+            self._storages.add(memory(value))
+            self.reads[key] = read
+        return read
+
+
+def _reads_in(sources) -> dict[int, _Read]:
+    """The reads among `sources`, and those that tensors among them were made from, by id."""
+    reads: dict[int, _Read] = {}
+    for source in sources:
+        if type(source) is _Read:
+            reads[id(source)] = source
+        elif type(source) is dict:
+            reads.update(source)
+    return reads
 
 
 # `reshape` makes the second under a dispatch mode, such as FlopCounterMode, and the first without one: its C++ in
@@ -258,17 +354,16 @@ class Path:
     ``evidence``: the `Evidence` of a small region. Of a recorded run, ``nodes``: the names of the graph's nodes, but
     for casts, as autocast casts a leaf once and any other tensor once per use; ``calls``: those that an output depends
     on; ``sources``: for each call, where its arguments come from: an input's position, (index of a call, index of its
-    result), or None if unknown.
+    result), a tensor from outside, those that it was made from without gradients, or None if unknown.
     """
 
-    def __init__(self, recorder: Recorder | None, graph: Graph, evidence: Evidence | None):
+    def __init__(self, recorder: Recorder | None, names: dict[int, str], evidence: Evidence | None):
         self.evidence: Any = evidence
         self.nodes: Any = None
         self.calls: Any = None
         self.sources: Any = None
         if recorder is None:
             return
-        names = {node._sequence_nr(): node.name() for node in graph.nodes}
         calls = [made for made in recorder.calls if made[0] in names]
         numbers = {number: at for at, (number, _, _) in enumerate(calls)}
 
@@ -302,6 +397,10 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
     if index is None and len(forward.calls) == len(recomputed.calls):
         for at, sources in enumerate(zip(forward.sources, recomputed.sources)):
             for before, now in zip(*sources):
+                if type(before) is type(now) is dict:
+                    before, now = [*before.values()], [*now.values()]
+                elif dict in (type(before), type(now)):  # it may come from a cache
+                    continue
                 if before != now and before is not None and now is not None:
                     change = f"was given {_source_text(before)} in the forward and is given {_source_text(now)} now"
                     raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
@@ -328,7 +427,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
 
 #: A small region is recorded until this number of its recomputations have been compared call by call.
 RECORDED_RUNS = 3
-#: The bytes of the inputs and constants of a small region at most, and the bytes of an output that are compared.
+#: The bytes of the inputs and constants of a small region at most, and of each of its outputs.
 SMALL_BYTES = 1 << 20
 
 
@@ -359,12 +458,27 @@ def evidence_of(graph: Graph, outputs: list[torch.Tensor]) -> Evidence:
 _REGIONS: set[type] = set()  # the class of the nodes of regions, which have an attribute `region`
 
 
+def names_of(graph: Graph) -> dict[int, str]:
+    """The names of a graph's nodes, by their sequence number."""
+    return {node._sequence_nr(): node.name() for node in graph.nodes}
+
+
+def checksum(tensor: torch.Tensor) -> Any:
+    """A number that tells two outputs apart, on the tensor's device; None for one without plain bytes."""
+    if tensor.is_cpu or type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+        return _hash(tensor)
+    words = tensor.detach().contiguous().flatten().view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
+    return words.sum(dtype=torch.int64)
+
+
 def _hash(tensor: torch.Tensor) -> int | None:
     if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
     tensor = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-    address = tensor.data_ptr()
-    return hash(MEMORY[address : address + min(tensor.nbytes, SMALL_BYTES)])
+    address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    if tensor.nbytes <= SMALL_BYTES:
+        return hash(MEMORY[address:end])
+    return hash(tuple([hash(MEMORY[at : min(at + SMALL_BYTES, end)]) for at in range(address, end, SMALL_BYTES)]))
 
 
 def _is_same(before: Evidence, now: Evidence) -> bool:
@@ -393,11 +507,16 @@ def _ranks(order: list[int]) -> list[int]:
 
 
 class Subject:
-    """What is known of the regions of one function or module: how many recomputations have ``passed`` a comparison of
-    all calls, with equal `Evidence`, and the ``kinds`` of their nodes."""
+    """What is known of the regions of one function or module.
+
+    ``passed``: how many recomputations have passed a comparison of all calls, with equal `Evidence`. ``kinds``: the
+    classes of their nodes. ``counts``: of the tensors that names reach. ``changes_unseen``: whether buffers change
+    where no recorder sees it; None before the first run.
+    """
 
     def __init__(self, reference):
-        self.reference, self.passed, self.kinds = reference, 0.0, set()
+        self.reference, self.passed, self.kinds, self.counts = reference, 0.0, set(), set()
+        self.changes_unseen: bool | None = None
 
     def add(self, before: Evidence | None, now: Evidence | None, is_repeatable: bool) -> None:
         """Take note of the evidence of two recorded runs with equal calls."""
@@ -430,6 +549,10 @@ def subject_of(function) -> Subject | None:
 def _source_text(source) -> str:
     if isinstance(source, int):
         return f"input {source + 1} of the region"
+    if isinstance(source, (_Read, list)):
+        return (
+            str(source) if isinstance(source, _Read) else f"what is made from {', '.join(map(str, source)) or 'none'}"
+        )
     number, output = source
     return f"the result of operation {number + 1}" + (f" (number {output + 1})" if output else "")
 
@@ -449,36 +572,41 @@ def _other_nodes(before, now) -> str:
     return f"only the forward has {', '.join(missing) or 'none'}, only the recompute {', '.join(extra) or 'none'}"
 
 
-def _first_with_grad(result):
-    items = result if isinstance(result, (tuple, list)) else ()
-    return next((item for item in items if isinstance(item, torch.Tensor) and item.requires_grad), None)
+class _Read:
+    """A tensor that a run reads and did not make.
 
-
-class _Parameter:
-    """A parameter that a call received; those that the two runs of a region created compare equal.
-
-    `value`: the parameter; a weak reference if no name leads to it; None if the recomputation created it.
+    `value`: the tensor; a weak reference if no name leads to it. ``is_new``: whether it may exist for one run only. In
+    the first run it is gone at the end, because the run has made it by a call that a recorder does not see, or an outer
+    region has made it; in the recomputation, the first run did not read it. Two of these compare equal. ``version``: at
+    the first read.
     """
 
-    def __init__(self, value, name: str = ""):
-        self._value, self.name = value, name
+    def __init__(self, value, name: str, is_new: bool, version: int):
+        self._value, self.name, self.is_new, self.version = value, name, is_new, version
 
     @property
     def value(self):
         return self._value() if type(self._value) is weakref.ref else self._value
 
     def __eq__(self, other):
-        return type(other) is _Parameter and self.value is other.value
+        if type(other) is not _Read or (self.is_new and other.is_new):
+            return type(other) is _Read
+        tensors = [self.value, other.value]
+        if any(each is None or each.requires_grad or isinstance(each, nn.Parameter) for each in tensors):
+            return tensors[0] is not None and tensors[0] is tensors[1]
+        return is_equal(*tensors)  # for example, masks that both runs have made and stored
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
-        return f"parameter at {id(self.value):#x}"
+        return "a new tensor" if self.is_new else f"tensor at {id(self.value):#x}"
 
     def __str__(self) -> str:
-        if self.value is None:
-            return "a new parameter"
-        return f"parameter {self.name!r}" if self.name else f"a parameter of shape {list(self.value.shape)}"
+        value = self.value
+        kind = "parameter" if value is None or isinstance(value, nn.Parameter) else "tensor"
+        if self.name:
+            return f"{kind} {self.name!r}"
+        return f"a new {kind}" if value is None or self.is_new else f"a {kind} of shape {list(value.shape)}"
 
 
 def _text(value) -> str:
@@ -486,7 +614,7 @@ def _text(value) -> str:
         return "..."
     if isinstance(value, tuple) and value[:1] == (slice,):
         return ":".join("" if end is None else str(end) for end in value[1:]).removesuffix(":")
-    if isinstance(value, _Parameter):
+    if isinstance(value, _Read):
         return str(value)
     if isinstance(value, Path):
         return f"{len(value.calls)} operations"

@@ -27,7 +27,7 @@ from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
 from .reachable import Graph, graph_of
 from .recorder import _REGIONS
-from .region import Region
+from .region import Region, _swap
 
 __all__ = ["checkpoint"]
 
@@ -164,7 +164,7 @@ def _run(function, args, kwargs, preserve_rng_state, offload, compiler=None) -> 
         _modules_run.add(function.__self__)
     region = Region(function, args, kwargs, preserve_rng_state, compiler)
     inputs, leaves = region.first_forward()
-    if not region.node_outputs:  # no output needs a gradient
+    if not region.node_outputs and not region.left:  # no output needs a gradient
         return region.result(())
     # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
     anchor = None if any(region.needs_grad) or leaves else torch.zeros((), requires_grad=True)
@@ -177,8 +177,12 @@ def _run(function, args, kwargs, preserve_rng_state, offload, compiler=None) -> 
         outputs = _apply(region, inputs, leaves, anchor, *sources)
         del sources
         region.accumulators = None
+    count = len(region.node_outputs)
     if phase.recorder is not None and region.path is not None:
-        phase.recorder.record_region(region.path, outputs[0])
+        phase.recorder.record_region(region.path, outputs[: count or 1])
+    for tensor, output in zip(region.left, outputs[count:]):
+        _swap(tensor, output)
+    region.left = []
     return region.result(outputs)
 
 
@@ -213,7 +217,10 @@ class _Recompute(torch.autograd.Function):
         with _NOTHING if region.state is None or region.state.is_as_before() else region.state.restored():
             # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
             saved, prefetch = saved_tensors_of(ctx)
-            graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves)
+            count = len(region.node_outputs)
+            left = [each for each in zip(region.left_facts, grad_outputs[count:]) if each[1] is not None]
+            grad_outputs = (*grad_outputs[:count], *(gradient for _, gradient in left))
+            graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves, [facts for facts, _ in left])
             del saved
             if prefetch is not None:
                 _middle_node(outputs, received).register_prehook(prefetch)

@@ -18,9 +18,36 @@ from typing import Any
 
 import torch
 
-# Only one region at a time may use the global streams. Otherwise a draw of another thread, between snapshot and draw or
+from ackpt.core.errors import CheckpointError
+
+
+class _Lock:
+    """A lock for one region at a time, and for those nested in it in the same thread."""
+
+    def __init__(self):
+        self._lock, self.owner = threading.RLock(), 0
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+    def __enter__(self):
+        waits = 0
+        while not self._lock.acquire(timeout=0.5):
+            frame = sys._current_frames().get(self.owner)
+            waits = waits + 1 if frame is not None and frame.f_code.co_filename == threading.__file__ else 0
+            if waits > 3:
+                raise CheckpointError(
+                    "a checkpointed region runs in a thread while the region of another thread waits, perhaps for this "
+                    "one, as when a region runs parts of itself in a thread pool. Only one thread at a time can run a "
+                    "region, because regions restore random numbers. Use checkpoint() either around the code that "
+                    "starts the threads or inside them, or pass preserve_rng_state=False to the outer region."
+                )
+        self.owner = threading.get_ident()
+
+
+# Only one region at a time may use the global streams. Otherwise a draw of another region, between snapshot and draw or
 # during a replay, would give the recomputation another dropout mask than the forward.
-LOCK = threading.RLock()
+LOCK = _Lock()
 #: The memory of this process as bytes by address; a slice takes a quarter of the time of ``ctypes.string_at``.
 MEMORY: Any = (ctypes.c_char * (1 << 62)).from_address(0)
 
@@ -53,8 +80,9 @@ class TorchStream(Stream):
         self.generator, self.get, self.set = generator, generator.get_state, generator.set_state
 
     def comparable(self, state: torch.Tensor) -> bytes:
-        address = state.data_ptr()
-        return MEMORY[address : address + state.numel()]
+        with torch._C.DisableTorchFunction():  # the recorder of an outer region would take this for a possible write
+            address = state.data_ptr()
+            return MEMORY[address : address + state.numel()]
 
 
 class PythonStream(Stream):
@@ -209,9 +237,21 @@ def drawn_from(states: list) -> list:
     return [(stream, state) for stream, state in states if stream.moved(state)]
 
 
-def ended_elsewhere(states: list, marks: list[int]) -> str:
-    """The name of a stream that moved since `states` and whose ``mark()`` differs now; empty if there is none."""
-    pairs = zip(states, marks)
+def is_of_cpu(stream: Stream) -> bool:
+    """Whether threads that prepare data may draw from a stream, as from all but a device's."""
+    return not isinstance(stream, TorchStream) or stream.generator.device.type == "cpu"
+
+
+def unknown(used, states: list) -> list:
+    """The part of `used`, ``[(weak reference to a torch.Generator, state)]``, that is not in a snapshot, as one."""
+    existing = {id(stream.generator) for stream, _ in states if isinstance(stream, TorchStream)}
+    generators = ((reference(), state) for reference, state in used)
+    return [(TorchStream(each), state) for each, state in generators if each is not None and id(each) not in existing]
+
+
+def ended_elsewhere(pairs) -> str:
+    """The name of a stream that moved since its state, of ``((stream, state), mark)``, and whose ``mark()`` differs
+    now; empty if there is none."""
     moved = (stream for (stream, state), mark in pairs if stream.mark() != mark and stream.moved(state))
     return next((stream.name for stream in moved), "")
 

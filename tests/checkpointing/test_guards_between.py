@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -316,3 +318,43 @@ def test_a_weight_released_and_gathered_again_keeps_gradients_exact():
     plain = run(plain_call)
     seed()
     assert_equal(plain, run(ackpt.checkpoint), "gradient")
+
+
+_state = {"n": 0, "t": torch.ones(1), "list": [0, torch.ones(1)]}
+
+
+def _through_dict():
+    return _state["t"] * 2
+
+
+READS = {
+    "helper": lambda: _through_dict(),
+    "list": lambda: _state["list"][1],
+    "choice": lambda: torch.ones(1) * _state["list"][1] if _state["n"] else _state["t"] * 1,
+}
+CHANGES = {
+    "in place": lambda: [each.mul_(3) for each in (_state["t"], _state["list"][1])],
+    "another": lambda: _state.update(n=1, t=torch.full((1,), 3.0), list=[0, torch.full((1,), 3.0)]),
+}
+
+
+@pytest.mark.parametrize("rows", [4, 40_000])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", READS)
+def test_reads_by_every_route(name, change, rows):
+    layer = nn.Linear(8, 8)
+    for depth in (1, 2):
+        function = lambda x: torch.tanh(layer(x)) * READS[name]()  # noqa: E731
+        for _ in range(depth):
+            function = partial(ackpt.checkpoint, function)
+        for changes in (False, True, False, False, False, True):
+            _state.update(n=0, t=torch.ones(1), list=[0, torch.ones(1)])
+            x = torch.randn(rows, 8)
+            (expected,) = torch.autograd.grad((torch.tanh(layer(x)) * READS[name]()).sum(), layer.weight)
+            loss, layer.weight.grad = function(x).sum(), None
+            if changes:
+                CHANGES[change]()
+            with contextlib.suppress(ackpt.CheckpointError) if changes else contextlib.nullcontext():
+                loss.backward()
+            assert layer.weight.grad is None if change == "in place" and changes else True
+            assert layer.weight.grad is None or torch.equal(layer.weight.grad, expected)

@@ -205,9 +205,10 @@ class Namespace:
 
 
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS)
-def test_a_tensor_that_is_not_returned_cannot_take_part_in_the_loss(leak):
+def test_a_tensor_that_no_recorder_sees_and_is_not_returned_cannot_take_part_in_the_loss(leak):
     keep, x = Namespace(), batch()
-    out = ackpt.checkpoint(leak(keep), x)
+    with ackpt.guarantees(unchanged=False):
+        out = ackpt.checkpoint(leak(keep), x)
     if not isinstance(out, torch.Tensor):
         loss = out.value.sum()
     else:
@@ -239,8 +240,15 @@ def test_an_unreachable_tensor_is_named():
 
     root, hidden = batch(), Hidden()
     hidden.tensor = root.exp()
-    with raises_cleanly(Error, "computed before it \\(by ExpBackward0\\).* Pass that tensor as an argument"):
+    with (
+        raises_cleanly(Error, "computed before it \\(by ExpBackward0\\).* Pass that tensor as an argument"),
+        ackpt.guarantees(unchanged=False),
+    ):
         ackpt.checkpoint(lambda x: x * hidden.tensor, batch())
+    for _ in range(5):  # a recorder sees it
+        ackpt.checkpoint(lambda x: x * hidden.tensor, x := batch()).sum().backward(retain_graph=True)
+        assert torch.equal(x.grad, hidden.tensor)
+    root.grad = None
     hidden.tensor = root
     ackpt.checkpoint(lambda x: x * hidden.tensor, batch()).sum().backward()
     assert root.grad is not None  # a leaf is found by the graph alone

@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import random
+import threading
 import types
 
 import numpy as np
@@ -294,3 +296,43 @@ def test_random_numbers_drawn_by_the_forward_alone_are_allowed():
     x = torch.ones(4, requires_grad=True)
     ackpt.checkpoint(lambda x: (ackpt.is_recomputing() or random.random(), x.sin())[1], x).sum().backward()
     assert torch.equal(x.grad, torch.ones(4).cos())
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: torch.rand(3)], ids=["random", "numpy", "torch"]
+)
+def test_another_thread_draws(draw):
+    """While a region runs that draws nothing; the first draw below stands for that of the thread."""
+    layer, gate, drawn, done = torch.nn.Linear(4, 4), threading.Event(), threading.Event(), threading.Event()
+
+    def prefetch():
+        while not done.is_set():
+            if gate.wait(0.05):
+                draw()
+                gate.clear()
+                drawn.set()
+
+    def function(x):
+        gate.set()
+        assert drawn.wait(10)
+        drawn.clear()
+        return torch.tanh(layer(x))
+
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    try:
+        for rows in (4, 40_000):
+            for _ in range(3):
+                x, ways = torch.randn(rows, 4), iter((1, 2))
+                loss = ackpt.checkpoint(lambda x, w=ways: [function(x) for _ in range(next(w))][-1], x).sum()  # noqa: B023
+                loss.backward()
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_regions_in_threads_of_a_region_are_refused():
+    x = torch.randn(4, requires_grad=True)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ackpt.CheckpointError, match="thread pool"):
+            ackpt.checkpoint(lambda x: pool.submit(ackpt.checkpoint, torch.sin, x).result(), x)

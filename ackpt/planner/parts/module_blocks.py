@@ -92,7 +92,7 @@ class UndoableState(MutableState):
         guards._fill(contents)
         with torch.no_grad():
             for tensor, _, mark, copy in self._before:
-                if copy is None or (version(tensor) == mark and guards._is_equal(tensor, copy)):
+                if copy is None or (version(tensor) == mark and guards.is_equal(tensor, copy)):
                     continue
                 with torch.autograd._unsafe_preserve_version_counter(tensor):
                     guards._set(tensor, copy)
