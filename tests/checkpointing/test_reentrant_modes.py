@@ -290,6 +290,7 @@ class Dropping(nn.Sequential):
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("order", ["regions first", "compiled first"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo reads of every input, as without regions
 def test_regions_run_around_blocks_that_are_compiled(fresh_dynamo, order, fullgraph):
     sizes, runs = [], []
 
