@@ -37,6 +37,7 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
 
     from . import offload
     from .reports import offload as offload_report
+    from .steps.failures import Failures
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -50,8 +51,11 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
             raise ValueError(f"unknown field {name!r}: choose from {', '.join(sorted(fields))}")
     overrides = {name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()}
     config = dataclasses.replace(base, **overrides)
-    records = offload.run_offload(config, "experiments.colab.run_demo()", timed_rounds)
+    failures = Failures()
+    records = offload.run_offload(config, "experiments.colab.run_demo()", timed_rounds, failures)
     print(offload_report.text_table(records))
+    for method, reason in failures.reasons.items():
+        print(f"FAILED: {method}: {reason}")
     figures = offload_report.figures(records)
     shell = _shell()
     if shell is None:

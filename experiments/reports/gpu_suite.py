@@ -29,7 +29,7 @@ def rows(job: str, records: list[Record]) -> list[dict]:
     """One row per run of a job, with the keys of `COLUMNS`; a missing figure is None.
 
     Sizes are in MiB. ``memory`` and ``time`` are the differences from the baseline in percent, ``off`` is that of the
-    predicted peak from the measured one. The peaks of the frontier are dynamic, all others are of the whole memory.
+    predicted peak from the measured one. The peaks of frontier and selftest are dynamic, others of the whole memory.
     """
     runs = [run for record in records for run in _runs(record)]
     baseline = next((run for name, run in runs if name == BASELINE), {})
@@ -39,10 +39,14 @@ def rows(job: str, records: list[Record]) -> list[dict]:
 def _runs(record: Record):
     """``(method, its figures)`` of a record, the baseline first."""
     metrics = record.metrics
-    if "points" not in metrics:
+    if "points" in metrics:
+        runs = [(BASELINE, metrics["baseline"]), *_frontier(metrics)]
+    elif "checks" in metrics:  # of the selftest
+        runs = metrics["methods"].items()
+    else:
         yield record.config["method"], metrics
         return
-    for name, run in ((BASELINE, metrics["baseline"]), *_frontier(metrics)):
+    for name, run in runs:
         if "measured_peak_bytes" in run:
             yield name, {**run, "peak_bytes": run["measured_peak_bytes"]}
 

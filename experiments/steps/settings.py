@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
 
 from ackpt.metering.gpus import BLOCK
+
+LOSS_SCALE = 2.0**16  # of float16, which cannot represent the gradients of a mean over many elements
 
 
 def require_positive(config, *names: str) -> None:
@@ -22,6 +27,13 @@ def require_lengths(config) -> None:
     for length in config.seq_lens:
         if length < 1:
             raise ValueError(f"seq_len must be at least 1, got {length}")
+
+
+def on_this_gpu(config) -> Any:
+    """The configuration in float16 instead of bfloat16 if this GPU has no attention in bfloat16, as a T4."""
+    if config.dtype != "bfloat16" or config.device != "cuda" or not torch.cuda.is_available():
+        return config
+    return config if torch.cuda.get_device_capability() >= (8, 0) else replace(config, dtype="float16")
 
 
 def record_config(config, **more) -> dict:
