@@ -128,12 +128,16 @@ def notebooks(session: nox.Session) -> None:
         shutil.copy(ROOT / "tools" / "brief_times.py", startup)
         options = ["--nbval", "--nbval-current-env", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider"]
         with session.chdir(folder):
-            run(session, "pytest", *options, *session.posargs, env={"IPYTHONDIR": str(startup.parent.parent)})
+            env = {"IPYTHONDIR": str(startup.parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+            run(session, "pytest", *options, *session.posargs, env=env)
 
 
 @shared
 def reproduce(session: nox.Session) -> None:
-    """Execute every notebook, rewrite records, tables and figures, build the book (`-- --only 01`: one chapter)."""
+    """Execute every notebook, rewrite records, tables and figures, build the book (`-- --only 01`: one chapter).
+
+    `-- --device cuda --minutes 60` also runs the published experiments on this GPU.
+    """
     run(session, "python", "tools/reproduce.py", *session.posargs)
     build_book(session)
 

@@ -77,6 +77,37 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | di
         return plots._finished(figure, [*shown.values()], [*shown])
 
 
+def overlaid_plot(steps: dict[str, tuple[Timeline, int, Timeline, int]], title: str):
+    """A Figure with a panel per step: its predicted live memory by category, and the measured memory as a line.
+
+    Args:
+        steps: ``{name: (predicted, resident bytes, measured, resident bytes)}``. The line is as wide as the prediction,
+            whatever the number of its events.
+    """
+    from matplotlib.lines import Line2D
+
+    from ackpt.metering import plots
+
+    with plots.style.context("default"):
+        figure, only = plots._axes(title, "", "")
+        only.remove()
+        handles, look = {}, {"color": plots.TEXT, "linewidth": 1.4}
+        for axes, (name, step) in zip(figure.subplots(1, len(steps), sharey=True, squeeze=False)[0], steps.items()):
+            predicted, below, measured, resident_bytes = step
+            plots._style(axes)
+            handles |= plots.stack(axes, 0, predicted, below)
+            places = [index * len(predicted.live) / len(measured.live) for index in range(len(measured.live))]
+            axes.plot(places, [(resident_bytes + live) / plots.MIB for live in measured.live], **look)
+            axes.set_title(name, fontsize=8.5, color=plots.TEXT)
+            axes.set_xticks([])
+            axes.set_xlabel("allocations and frees", color=plots.TEXT, fontsize=9)
+        figure.axes[0].set_ylabel("live memory (MiB)", color=plots.TEXT, fontsize=9)
+        shown = {"measured": Line2D([], [], **look), **plots.as_stacked(handles)}
+        legend = {"frameon": False, "labelcolor": plots.TEXT, "fontsize": 8.5, "ncols": 4}
+        figure.legend([*shown.values()], [*shown], loc="outside lower center", **legend)
+        return plots._finished(figure, [], [])
+
+
 def panels_plot(steps: dict[str, Timeline], title: str):
     """A Figure with a panel per step, all equally wide: its live memory, its peak, and what it saves for backward.
 

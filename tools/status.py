@@ -14,7 +14,8 @@ from pathlib import Path
 from address import ROOT
 from chapter import source_hash
 
-from experiments.reports.gpu_records import gpu_columns
+from experiments.reports.gpu_records import all_rows, gpu_columns
+from experiments.reports.gpu_suite import DIFFERENCES
 from experiments.results import DASH, Record, load_records, markdown_table
 
 RUN = "notebook"  # the experiment of a run's record
@@ -35,6 +36,23 @@ NOTEBOOKS = {
     "source": "its source",
 }
 TABLES = {"table": "table", "cpu": "made on a CPU", "also": "also holds figures", "gpu": "measured on a GPU"}
+ON_GPU = {
+    "job": "experiment",
+    "method": "method",
+    "peak": "peak, MiB",
+    "memory": "vs baseline, %",
+    "requested": "requested, MiB",
+    "reserved": "reserved, MiB",
+    "off": "prediction off by, %",
+    "ms": "ms per step",
+    "spread": "lowest to highest",
+    "time": "added time, %",
+    "training": "training, s",
+}
+FIGURES = {  # drawn by the chapters if there are records
+    "04_measured.png": "The synthetic experiment, 16,384 tokens: predicted memory by category, and measured as a line.",
+    "05_measured.png": "The offload experiment: predicted memory by category, and measured as a line.",
+}
 MISSING_CELLS = {"table": "table", "column": "column", "cells": "rows not yet measured"}
 
 
@@ -191,15 +209,33 @@ def missing_rows(root: Path = ROOT) -> list[dict]:
     ]
 
 
+def gpu_rows(root: Path = ROOT) -> list[dict]:
+    """A row for every run that a GPU recorded."""
+    rows = all_rows(root / "results" / "gpu")
+    for row in rows:
+        row |= {name: round(row[name], 1) for name in (*DIFFERENCES, "training") if row[name] is not None}
+    return [{name: DASH if row[name] is None else row[name] for name in ON_GPU} for row in rows]
+
+
 PARTS = {
     "notebooks": (notebook_rows, NOTEBOOKS, "The last run of every notebook."),
     "tables": (table_rows, TABLES, "Every table of the book: where its figures come from."),
     "missing": (missing_rows, MISSING_CELLS, "What is not yet measured."),
+    "gpu": (gpu_rows, ON_GPU, "Every run that a GPU recorded. Peaks of frontier and selftest are dynamic."),
 }
+NONE = {"missing": "Nothing is missing.", "gpu": "There is no record of a GPU yet."}
 
 
 def page(part: str, root: Path = ROOT) -> str:
     """One of `PARTS` as Markdown."""
     rows, columns, caption = PARTS[part]
     found = rows(root)
-    return markdown_table(found, columns, caption, f"status-{part}") if found else "Nothing is missing.\n"
+    if not found:
+        return f"{NONE[part]}\n"
+    drawn = {
+        name: text for name, text in FIGURES.items() if part == "gpu" and (root / "results/figures" / name).exists()
+    }
+    figures = [
+        f"```{{figure}} ../results/figures/{name}\n:alt: {text}\n\n{text}\n```\n" for name, text in drawn.items()
+    ]
+    return "\n".join([markdown_table(found, columns, caption, f"status-{part}"), *figures])

@@ -34,6 +34,15 @@ COLUMNS = {
     "published_peak": "published MiB",
     "published_ms": "published ms",
 }
+# Columns of our measurements in the table of the published batches.
+ON_GPU = {
+    "gpu baseline": "baseline, on a GPU, MiB",
+    "gpu baseline ms": "baseline, on a GPU, ms",
+    "gpu per-block": "per-block, on a GPU, MiB",
+    "gpu per-block time": "per-block, on a GPU: added time, %",
+    "gpu auto@per-block": "plan, on a GPU, MiB",
+    "gpu auto@per-block time": "plan, on a GPU: added time, %",
+}
 FORMS = dict.fromkeys(("vs_baseline", "flops", "time"), PERCENT)
 LARGEST_COLUMNS = {
     "method": "method",
@@ -128,7 +137,7 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
     Returns:
         Rows with the keys batch; without, with, ``saved``, ``without_ms``, ``with_ms``, ``time`` and ``larger`` as
         published, or computed from it; ``predicted`` and ``error`` of "without"; ``ours`` and the ``time`` of each
-        method of the curves, such as ``mu-two time``; ``gpu``. MiB, ms and percent, as text. ``larger``: which batch
+        method of the curves, such as ``mu-two time``; those of `ON_GPU`. MiB, ms and percent. ``larger``: which batch
         fits with the pipeline into the memory of the row without it, interpolated, relative to the row's batch;
         ``"≥ 2.0"`` if even the largest published batch fits.
     """
@@ -137,7 +146,7 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
         for method in ("without", "with")
     )
     peaks = {row["sizes"]["batch"]: row for row in predicted}
-    on_gpu = {row["batch_size"]: row["peak"] for row in rows(measured) if row["method"] == BASELINE}
+    on_gpu = {(row["batch_size"], row["method"]): row for row in rows(measured)}
     shown = []
     for batch, row in without.items():
         other, ours = with_it[batch], curves[batch]
@@ -158,10 +167,16 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
                     f"{name} time": signed(100 * (each["seconds"] / ours["without"]["seconds"] - 1), 1)
                     for name, each in ours.items()
                 },
-                "gpu": on_gpu.get(batch),
+                **{key: _on_gpu(on_gpu, batch, key) for key in ON_GPU},
             }
         )
     return shown
+
+
+def _on_gpu(rows_: dict, batch: int, key: str):
+    """The figure of a key of `ON_GPU` at that batch, or None."""
+    _, method, *what = key.split()
+    return rows_.get((batch, method), {}).get(*what or ["peak"])
 
 
 def _larger(row: dict, with_it: dict[int, dict]) -> str:

@@ -70,7 +70,7 @@ def unrecorded(table: str, folder=FOLDER) -> list[str]:
     Args:
         table: the text of a file in ``results/tables``; the headings of its columns say which are measured on a GPU.
     """
-    recorded = {abs(round(value, 1)) for row in _all_rows(folder) for value in row.values() if isinstance(value, float)}
+    recorded = {abs(round(value, 1)) for row in all_rows(folder) for value in row.values() if isinstance(value, float)}
     return [text for text in gpu_cells(table) if float(text.replace(",", "")) not in recorded]
 
 
@@ -88,10 +88,27 @@ def gpu_columns(table: str) -> list[int]:
     return [index for index, cell in enumerate(heading.strip("| ").split("|")) if _ON_GPU.search(cell.strip())]
 
 
-def _all_rows(folder) -> list[dict]:
-    """The rows of every record of the folder, compared with the baseline of its configuration."""
+def all_rows(folder=FOLDER) -> list[dict]:
+    """The rows of every record of a GPU in the folder, compared with the baseline of its configuration.
+
+    ``job`` is the experiment with its size; ``training``: the seconds of all training steps, or None.
+    """
     groups: dict[str, list[Record]] = {}
     for record in load_records(folder) if Path(folder).is_dir() else []:
         shared = {name: value for name, value in record.config.items() if name != "method"}
-        groups.setdefault(f"{record.experiment} {sorted(shared.items())}", []).append(record)
-    return [row for group in groups.values() for row in rows("", group)]
+        if record.environment["device"] == "cuda":
+            groups.setdefault(f"{record.experiment} {sorted(shared.items())}", []).append(record)
+    found = []
+    for group in groups.values():
+        seconds = {record.config.get("method"): record.metrics.get("seconds_training") for record in group}
+        found += [{**row, "training": seconds.get(row["method"])} for row in rows(_sized(group[0]), group)]
+    return found
+
+
+def _sized(record: Record) -> str:
+    """The experiment of a record, its model, sizes and dtype."""
+    sizes = {"seq_len": "tokens", "total_tokens": "tokens", "batch_size": "in a batch"}
+    config = record.config
+    parts = [str(config[name]) for name in ("model", "compiler") if config.get(name)]
+    parts += [f"{config[name]:,} {unit}" for name, unit in sizes.items() if isinstance(config.get(name), int)]
+    return ", ".join([record.experiment, *parts, *([config["dtype"]] if config.get("dtype") else [])])
