@@ -37,7 +37,7 @@ from experiments.steps.named_steps import (
     method,
     needs_limit,
 )
-from experiments.steps.settings import on_this_gpu, record_config
+from experiments.steps.settings import Prepared, on_this_gpu, record_config
 from experiments.steps.step_shapes import Shapes, does_not_fit
 
 EXPERIMENT = "batch-size"
@@ -255,8 +255,8 @@ def _measured(shapes: Shapes, methods, baseline_fits: bool, timed_rounds: int, f
     if timed_rounds and ready:
         by_name = {each.name: each for each in ready}
         steps = {name: functools.partial(run.step, each) for name, each in by_name.items()}
-        device = shapes.setting.device
-        comparison = compare_seconds(steps, timed_rounds, device=device, prepare=lambda name: run.switch(by_name[name]))
+        steps = Prepared(steps, lambda name: run.switch(by_name[name]))
+        comparison = compare_seconds(steps, timed_rounds, device=shapes.setting.device)
         times = comparison.to_json()
         for name in steps:
             ratio = {"reference": comparison.reference, **times["seconds_ratio"][name]}

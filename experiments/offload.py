@@ -28,6 +28,7 @@ from experiments.steps.offload_methods import KEEPS_ALL, METHODS, OURS, Method, 
 from experiments.steps.profiling import traced
 from experiments.steps.settings import (
     LOSS_SCALE,
+    Prepared,
     block_bytes,
     free_host_bytes,
     record_config,
@@ -254,7 +255,7 @@ def _time(config, model, methods, rounds, failures) -> dict[str, dict]:
         methods[name].switch_on()
 
     steps = {name: partial(one_step, config, model, method, batch) for name, method in methods.items()}
-    comparison = compare_seconds(steps, rounds, device=config.device, prepare=switch_on)
+    comparison = compare_seconds(Prepared(steps, switch_on), rounds, device=config.device)
     times = comparison.to_json()
     timed = {}
     for name, method in methods.items():

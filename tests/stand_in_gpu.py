@@ -35,6 +35,8 @@ class Allocator:
             "get_device_capability": lambda device=None: capability,
             "get_device_properties": lambda device=None: SimpleNamespace(**about),
             "get_device_name": lambda device=None: about["name"],
+            "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": lambda *_: None,
             "Event": Event,
         }
         for name, value in replaced.items():
@@ -83,6 +85,8 @@ class OnTheCpu(TorchFunctionMode):
     """Inside, tensors that are asked for on "cuda", or in page-locked memory, are made on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
         kwargs = {name: _here(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         return func(*map(_here, args), **kwargs)
 

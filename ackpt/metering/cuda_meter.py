@@ -29,7 +29,10 @@ def trace(step_fn, warm_up, owned, device):
             "call torch.cuda.memory._record_memory_history(None) first"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
-    counts = on_device(index)
+
+    def counts(tensor):
+        return tensor.device.type == "cuda" and tensor.device.index == index
+
     with torch.cuda.device(index):
         gc.collect()
         torch.cuda.empty_cache()  # so that reserved bytes are those of this step
@@ -100,11 +103,6 @@ def _replay(allocator: CachingAllocator, actions) -> dict[str, int]:
             phase = kind
         peaks[phase] = max(peaks.get(phase, 0), allocator.allocated)
     return peaks
-
-
-def on_device(index: int):
-    """Whether a tensor is on that GPU, as a function."""
-    return lambda tensor: tensor.device.type == "cuda" and tensor.device.index == index
 
 
 def clock(step_fn, device) -> float:

@@ -260,7 +260,6 @@ def compare_seconds(
     reference: str | None = None,
     device: torch.device | str | None = None,
     clock: Literal["wall", "processor"] = "wall",
-    prepare: Callable[[str], object] = lambda name: None,
 ) -> Comparison:
     """Time several functions in rounds, in one process; in every round each function runs once.
 
@@ -271,7 +270,6 @@ def compare_seconds(
         device: ``"cpu"`` (default) or ``"cuda"``, which times every run by CUDA events.
         clock: ``"processor"`` counts the seconds in which processors work for this process, added up over its threads.
             With one thread, it leaves out the time in which the machine runs other processes. On a CPU only.
-        prepare: called with the name of a function before each of its runs, outside the time.
 
     Returns:
         Seconds of each function and its ratios to the reference, taken within each round.
@@ -293,13 +291,11 @@ def compare_seconds(
     if clock == "processor" and device.type != "cpu":
         raise MeterError("the clock 'processor' does not see what a GPU does: use clock='wall' on device 'cuda'")
     seconds_of = _backend(device).clock if clock == "wall" else partial(cpu_meter.clock, now=time.process_time)
-    for name, function in functions.items():
-        prepare(name)
+    for function in functions.values():
         function()
     samples = {name: [] for name in functions}
     for index in range(repeats):
         for name in functions if index % 2 == 0 else reversed([*functions]):
-            prepare(name)
             samples[name].append(seconds_of(functions[name], device))
     return Comparison(
         reference,

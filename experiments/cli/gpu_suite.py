@@ -21,7 +21,7 @@ def add_gpu_suite(commands) -> None:
     add = parser.add_argument
     add("--out", metavar="FOLDER", help="folder for the records; required without --predict")
     add("--only", type=names, metavar="E,E,...", help="some of selftest,synthetic,lm,offload,batch-size,bert,frontier")
-    add("--minutes", type=float, default=9.0, metavar="N", help="start no job that would end later (default 9)")
+    add("--minutes", type=float, default=8.0, metavar="N", help="start no job that would end later (default 8)")
     add(
         "--tier",
         choices=("cpu", "t4", "full"),

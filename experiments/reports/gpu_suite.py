@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
+from ackpt.planner.costs.devices import device
 from experiments.results import Record
 from experiments.steps.named_steps import BASELINE
 from experiments.suite.gpu_suite import Outcome
@@ -79,6 +80,37 @@ def _row(run: dict, baseline: dict) -> dict:
     if run is not baseline and "seconds_ratio" in run and reference == BASELINE:
         row["time"] = 100 * (run["seconds_ratio"]["median"] - 1)
     return row
+
+
+GPUS = {"t4": "T4", "l4": "L4", "a100-40g": "A100", "h100-80g": "H100"}
+SHARE = 0.4  # of a data sheet's rate, that steps reach
+STEPS = {"synthetic": 14, "lm": 500}  # of training; the other experiments time single steps
+SIZES = {"synthetic": "seq_len", "lm": "seq_len", "offload": "total_tokens", "bert": "seq_len"}
+FIT_COLUMNS = {"experiment": "experiment", "tokens": "tokens", "steps": "steps", "peak": "largest peak, MiB"}
+FIT_COLUMNS |= {name: f"{title}, s" for name, title in GPUS.items()}
+
+
+def fit_rows(predicted: list[Record]) -> list[dict]:
+    """One row per size of the published experiments: its largest predicted peak, and its seconds on several GPUs.
+
+    The seconds are those of the published steps by all methods, at `SHARE` of the rates; a text where the peak exceeds
+    the memory.
+    """
+    groups: dict[tuple, list[Record]] = {}
+    for record in predicted:
+        experiment = record.experiment.removesuffix("-predicted")
+        if experiment in SIZES and experiment != record.experiment:
+            groups.setdefault((experiment, record.config[SIZES[experiment]]), []).append(record)
+    shown = []
+    for (experiment, tokens), records in sorted(groups.items()):
+        steps, peak = STEPS.get(experiment, 1), max(record.metrics["peak_bytes"] for record in records)
+        flops = steps * sum(record.metrics["flops"] for record in records)
+        row = {"experiment": experiment, "tokens": f"{tokens:,}", "steps": steps, "peak": f"{peak / MIB:,.1f}"}
+        for name in GPUS:
+            seconds = flops / (SHARE * device(name).flops_per_second["float16"])
+            row[name] = f"{seconds:,.1f}" if peak < device(name).memory_bytes else "does not fit"
+        shown.append(row)
+    return shown
 
 
 def text_table(records: dict[str, list[Record]]) -> str:

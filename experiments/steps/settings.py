@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,6 +12,21 @@ import torch
 from ackpt.metering.gpus import BLOCK
 
 LOSS_SCALE = 2.0**16  # of float16, which cannot represent the gradients of a mean over many elements
+
+
+class Prepared(dict):
+    """Functions by name for `ackpt.compare_seconds`; ``prepare(name)`` runs when one is looked up, before its time."""
+
+    def __init__(self, functions: dict[str, Callable[[], object]], prepare: Callable[[str], object]):
+        super().__init__(functions)
+        self.prepare = prepare
+
+    def __getitem__(self, name: str) -> Callable[[], object]:
+        self.prepare(name)
+        return super().__getitem__(name)
+
+    def values(self):
+        return map(self.__getitem__, self)
 
 
 def require_positive(config, *names: str) -> None:

@@ -25,7 +25,7 @@ from ackpt.planner.workloads.step_request import autocast
 from experiments.results import Record, environment
 
 from .failures import STRICT
-from .settings import record_config, record_metrics
+from .settings import Prepared, record_config, record_metrics
 
 METHODS = ("baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss")
 OFFLOADED = "checkpoint+offload"  # the inputs of the checkpointed blocks are offloaded
@@ -220,7 +220,7 @@ def _time(task, model, optimizer, called, start, methods, rounds):
     optimizer.state.clear()
     batch, scaler = task.batch(0), scaler_of(task.device, task.dtype)
     steps = {m: partial(one_step, task, called[m], optimizer, batch, m, scaler) for m in methods}
-    comparison = compare_seconds(steps, rounds, device=task.device, prepare=partial(configure, model))
+    comparison = compare_seconds(Prepared(steps, partial(configure, model)), rounds, device=task.device)
     times = comparison.to_json()
     return {
         method: {

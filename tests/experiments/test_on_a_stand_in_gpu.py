@@ -21,7 +21,9 @@ JOBS = [
 @pytest.mark.filterwarnings("ignore")  # of autocast and the profiler, which miss CUDA
 def test_a_job_runs_and_its_records_are_those_of_a_gpu(job, tmp_path, monkeypatch):
     allocator = Allocator(monkeypatch)
+    allocator.live = allocator.peak = 2**30  # the budget of a plan is a measured peak
     monkeypatch.setattr(Workload, "device", "cuda")
+    monkeypatch.setattr("experiments.offload.traced", lambda step: step() or {"copies": 0})  # see test_profiling
     with OnTheCpu():
         outcome = run_suite([job], tmp_path, minutes=10)
     assert (outcome.ran, outcome.failed) == ([job.name], {})
@@ -34,4 +36,4 @@ def test_a_job_runs_and_its_records_are_those_of_a_gpu(job, tmp_path, monkeypatc
             assert record.metrics["seconds_step"]["median"] == 1.5  # by the events of the stand-in
         if "points" not in record.metrics and "largest_batch" not in record.metrics:
             assert record.metrics["reserved_peak_bytes"] == 2 * record.metrics["peak_bytes"]
-    assert allocator.emptied and set(allocator.fractions) <= {1.0} | set(allocator.fractions)
+    assert allocator.emptied and not allocator.recording
