@@ -21,7 +21,7 @@ from experiments.results import DASH, Record, load_records, markdown_table
 RUN = "notebook"  # the experiment of a run's record
 MISSING = "*not yet measured*"
 NOTHING = "no such column"
-READERS = ("gpu_records", "gpu_rows")  # what a notebook reads records of a GPU with, by experiment
+READER = "gpu_records"  # what a notebook reads records of a GPU with, by experiment
 KINDS = {  # of figures, beside those that were measured on a CPU
     "published by others": re.compile("published", re.I),
     "predicted": re.compile("predicted|simulated|from shapes alone|data sheet", re.I),
@@ -128,7 +128,7 @@ def chapter_of(table: Table, root: Path = ROOT) -> Path:
 def gpu_experiments(source: Path) -> set[str]:
     """The experiments whose records of a GPU the notebook reads."""
     calls = (node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
-    named = (call.args[0] for call in calls if ast.unparse(call.func).split(".")[-1] in READERS and call.args)
+    named = (call.args[0] for call in calls if ast.unparse(call.func).split(".")[-1] == READER and call.args)
     return {str(ast.literal_eval(argument)) for argument in named}
 
 
@@ -220,8 +220,8 @@ def gpu_rows(root: Path = ROOT) -> list[dict]:
 PARTS = {
     "notebooks": (notebook_rows, NOTEBOOKS, "The last run of every notebook."),
     "tables": (table_rows, TABLES, "Every table of the book: where its figures come from."),
-    "missing": (missing_rows, MISSING_CELLS, "What is not yet measured."),
     "gpu": (gpu_rows, ON_GPU, "Every run that a GPU recorded. Peaks of frontier and selftest are dynamic."),
+    "missing": (missing_rows, MISSING_CELLS, "What is not yet measured."),
 }
 NONE = {"missing": "Nothing is missing.", "gpu": "There is no record of a GPU yet."}
 

@@ -6,9 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from experiments.results import Record, RecordError, load_records
+from experiments.results import Record, load_records
 
-from .gpu_suite import COLUMNS, rows
+from .gpu_suite import rows
 
 FOLDER = Path("results", "gpu")
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -25,24 +25,6 @@ def gpu_records(experiment: str, folder=FOLDER, **config) -> list[Record]:
     records = load_records(folder, experiment) if Path(folder).is_dir() else []
     records = [record for record in records if record.environment["device"] == "cuda"]
     return [r for r in records if all(r.config.get(name) == value for name, value in config.items())]
-
-
-def gpu_rows(experiment: str, methods, folder=FOLDER, **config) -> list[dict]:
-    """One row per method, in order, with the keys of `gpu_suite.COLUMNS`; a figure that was not measured is None.
-
-    Args:
-        methods: those of the table, whether they were measured or not.
-        config: values that select the published configuration among others in the folder, as in `gpu_records`.
-
-    Raises:
-        RecordError: as `gpu_records`; also if two records are of the same method.
-    """
-    measured: dict[str, dict] = {}
-    for row in rows(experiment, gpu_records(experiment, folder, **config)):
-        if row["method"] in measured:
-            raise RecordError(f"two records of {experiment} {row['method']} in {folder}: say more of the configuration")
-        measured[row["method"]] = row
-    return [measured.get(method, {**dict.fromkeys(COLUMNS), "method": method}) for method in methods]
 
 
 def not_of_this_repository(folder=FOLDER, root=".") -> list[str]:
@@ -91,18 +73,14 @@ def gpu_columns(table: str) -> list[int]:
 def all_rows(folder=FOLDER) -> list[dict]:
     """The rows of every record of a GPU in the folder, compared with the baseline of its configuration.
 
-    ``job`` is the experiment with its size; ``training``: the seconds of all training steps, or None.
+    ``job`` is the experiment with its size.
     """
     groups: dict[str, list[Record]] = {}
     for record in load_records(folder) if Path(folder).is_dir() else []:
         shared = {name: value for name, value in record.config.items() if name != "method"}
         if record.environment["device"] == "cuda":
             groups.setdefault(f"{record.experiment} {sorted(shared.items())}", []).append(record)
-    found = []
-    for group in groups.values():
-        seconds = {record.config.get("method"): record.metrics.get("seconds_training") for record in group}
-        found += [{**row, "training": seconds.get(row["method"])} for row in rows(_sized(group[0]), group)]
-    return found
+    return [row for group in groups.values() for row in rows(_sized(group[0]), group)]
 
 
 def _sized(record: Record) -> str:

@@ -27,14 +27,15 @@ DIFFERENCES = ("memory", "time", "off")
 
 
 def rows(job: str, records: list[Record]) -> list[dict]:
-    """One row per run of a job, with the keys of `COLUMNS`; a missing figure is None.
+    """One row per run of a job, with the keys of `COLUMNS`, and ``training``, in seconds; a missing figure is None.
 
     Sizes are in MiB. ``memory`` and ``time`` are the differences from the baseline in percent, ``off`` is that of the
     predicted peak from the measured one. The peaks of frontier and selftest are dynamic, others of the whole memory.
     """
     runs = [run for record in records for run in _runs(record)]
     baseline = next((run for name, run in runs if name == BASELINE), {})
-    return [{**dict.fromkeys(COLUMNS), "job": job, "method": name, **_row(run, baseline)} for name, run in runs]
+    empty = {**dict.fromkeys(COLUMNS), "training": None, "job": job}
+    return [{**empty, "method": name, **_row(run, baseline)} for name, run in runs]
 
 
 def _runs(record: Record):
@@ -70,6 +71,7 @@ def _row(run: dict, baseline: dict) -> dict:
     row: dict = {"peak": round(peak / MIB, 1)}
     for name, key in (("requested", "requested_peak_bytes"), ("reserved", "reserved_peak_bytes")):
         row[name] = round(run[key] / MIB, 1) if key in run else None
+    row["training"] = run.get("seconds_training")
     if run.get("predicted_peak_bytes"):
         row["off"] = 100 * (run["predicted_peak_bytes"] / peak - 1)
     if run is not baseline and baseline.get("peak_bytes"):

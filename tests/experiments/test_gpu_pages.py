@@ -9,8 +9,6 @@ from stand_in_gpu import Allocator
 
 from experiments import lm, offload, synthetic
 from experiments.graph_profile import overlaid_plot
-from experiments.predicted_curves import BatchCurves
-from experiments.published import Predictions
 from experiments.published import rows as published_figures
 from experiments.reports import batch_size as batch_report
 from experiments.reports import bert as bert_report
@@ -88,12 +86,12 @@ def test_the_status_page_has_every_run_and_no_kind_is_left_out(gpu):
 
 def tables(gpu):
     """The tables of the chapters, as they make them: ``{name: (Markdown, columns on a GPU)}``."""
-    stored, predicted = Predictions(), load_records(status.ROOT / "results" / "cpu")
+    predicted = load_records(status.ROOT / "results" / "cpu")
     ours = {name: [r for r in predicted if r.experiment == f"{name}-predicted"] for name in EXPERIMENTS}
     steps: dict[str, list] = {}
     for row in published_figures():
         steps.setdefault(row["step"], []).append(row)
-    of = {name: [stored.of(row) for row in steps[name]] for name in steps if name.startswith("reference")}
+    of = {name: [{**row, "predicted": MIB, "error": 0.0} for row in found] for name, found in steps.items()}
     rows = training.published_rows(
         load_reference("synthetic"), of["reference-synthetic"], ours["synthetic"], gpu_records("synthetic", gpu)
     )
@@ -109,7 +107,8 @@ def tables(gpu):
     )
     yield "offload", rows, {"gpu_peak": "on a GPU, MiB", "gpu_ms": "ours on a GPU, ms"}
     measured = gpu_records("batch-size", gpu, model="resnet152", trains=False)
-    curves = BatchCurves().curves("h100-80g")["resnet152"]
+    point = {"without": {"peak_bytes": MIB, "seconds": 1.0}}
+    curves = dict.fromkeys((4, 8, 16, 32, 64), point)
     rows = batch_report.published_rows(load_reference("mu-two-resnet"), of["reference-resnet"], curves, measured)
     yield "resnet", rows, batch_report.ON_GPU
     rows = bert_report.published_rows(ours["bert"], gpu_records("bert", gpu))
