@@ -132,13 +132,7 @@ def load_records(folder: str | os.PathLike[str], experiment: str | None = None) 
 
 
 def devices_in(folder: str | os.PathLike[str]) -> set[str]:
-    """The devices, ``"cpu"`` or ``"cuda"``, on which the measured records of a folder were made.
-
-    Example:
-        >>> from experiments.results import devices_in
-        >>> devices_in("nowhere")
-        set()
-    """
+    """The devices, ``"cpu"`` or ``"cuda"``, on which the measured records of a folder were made."""
     found = set()
     for path in Path(folder).glob("*.json"):
         with contextlib.suppress(RecordError):

@@ -681,8 +681,9 @@ ratios = load_reference(time_ratios.REFERENCE)["rows"]
 times = [time_ratios.compared(row, time_ratios.Times()) for row in ratios if row["url"].endswith("/offload.json")]
 gpu = gpu_records("offload", total_tokens=offload.GPU.total_tokens)
 rows = offload_report.published_rows(reference, peaks, times, predicted, gpu)
-if pairs := offload_report.measured_timelines(gpu, predicted):
-    plots.save(overlaid_plot(pairs, ""), "results/figures/05_measured.png")
+if on_gpu := {record.config["method"]: record.metrics for record in gpu if "timeline" in record.metrics}:
+    by_method = {record.config["method"]: record.metrics for record in predicted}
+    plots.save(overlaid_plot(by_method, on_gpu), "results/figures/05_measured.png")
 columns = {"method": "method", "peak": "published, MiB", "peak_change": "vs baseline, %"}
 columns |= {"classic_change": "vs ckpt_classic, %", "predicted": "predicted, MiB", "error": "error, %"}
 columns |= {"ours": "ours, MiB", "gpu_peak": "on a GPU, MiB"}

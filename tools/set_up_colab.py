@@ -81,8 +81,10 @@ def driver_cuda() -> tuple[int, int] | None:
 
 def index_of(driver: tuple[int, int] | None) -> list[str]:
     """The options of pip for wheels that run with the driver."""
+    if driver is None:
+        return []
     for least, options in INDICES:
-        if driver is None or driver >= least:
+        if driver >= least:
             return options
     raise RuntimeError(f"the GPU's driver supports CUDA {driver[0]}.{driver[1]} only: choose another runtime")
 

@@ -120,21 +120,6 @@ def published_rows(reference, predicted, times, ours, measured=()) -> list[dict]
     return shown
 
 
-def measured_timelines(measured, predicted) -> dict[str, tuple[Timeline, int, Timeline, int]]:
-    """The predicted and the measured timeline of each method of `STACKED`, for `overlaid_plot`."""
-    runs, steps = ({r.config["method"]: r.metrics for r in ran(records)} for records in (measured, predicted))
-    return {
-        method: (
-            Timeline.from_json(steps[method]["timeline"]),
-            steps[method]["resident_bytes"],
-            Timeline.from_json(runs[method]["timeline"]),
-            runs[method]["resident_bytes"],
-        )
-        for method in STACKED
-        if method in runs and method in steps
-    }
-
-
 def text_table(records) -> str:
     """The rows in columns; below them the methods not run, with reasons, machine, versions, and an explanation."""
     if not records:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ackpt.metering.timeline import Timeline
-
 from .tables import MIB, PERCENT, is_predicted, origin, percent_change, table
 
 FORMS = {"last loss": "{:.4f}"}
@@ -124,25 +122,6 @@ def measured_losses(measured) -> dict[str, dict[str, list[float]]]:
             "losses"
         ]
     return {name: methods for name, methods in curves.items() if len(methods) == 2}
-
-
-def measured_timelines(measured, predicted, seq_len: int) -> dict[str, tuple[Timeline, int, Timeline, int]]:
-    """The predicted and the measured timeline of each method at a length, for `overlaid_plot`.
-
-    `predicted` gives the predicted steps of the methods that were measured.
-    """
-    runs = {record.config["method"]: record.metrics for record in measured if record.config["seq_len"] == seq_len}
-    runs = {method: runs[method] for method in ("baseline", "checkpoint") if method in runs}
-    steps = predicted(tuple(runs)) if runs else {}
-    return {
-        method: (
-            steps[method].timeline.thinned(600),
-            steps[method].resident_bytes,
-            Timeline.from_json(run["timeline"]),
-            run["resident_bytes"],
-        )
-        for method, run in runs.items()
-    }
 
 
 def text_table(records) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
-from ackpt.metering.meter import Measurement
 from ackpt.metering.prediction import predict
 from experiments import lm, synthetic
 from experiments.results import Record, environment
@@ -53,28 +52,24 @@ def _predict_plan(config, seq_len: int, budget_bytes: int) -> dict:
     return Shapes(Setting(name, config.batch_size, **sizes)).predicted(Method(PLANNED, PLANNED, budget_bytes))
 
 
-def predicted_timelines(config, seq_len: int, methods) -> dict[str, Measurement]:
-    """The predicted steps of one length, with their timelines, by method."""
-    make: Any = lm.task if isinstance(config, lm.LMConfig) else synthetic.task
-    task = make(replace(config, device="cpu"), seq_len)
-    return {method: _predicted(task, config.device, method) for method in methods}
+def predicted_timelines(config, seq_len: int) -> dict[str, dict]:
+    """The metrics of the synthetic experiment at one length, with timelines, by method."""
+    task = synthetic.task(replace(config, device="cpu"), seq_len)
+    return {method: _predict(task, config.device, method, timeline=True) for method in config.methods}
 
 
-def _predict(task, device, method) -> dict:
-    return record_metrics(_predicted(task, device, method))
-
-
-def _predicted(task, device, method) -> Measurement:
+def _predict(task, device, method, timeline: bool = False) -> dict:
     with FakeTensorMode():
         model = task.build()
         batch = task.example()
         optimizer = adamw(model, task.learning_rate)
         make_states(optimizer)
     configure(model, method)
-    return predict(
+    predicted = predict(
         lambda: one_step(task, model, optimizer, batch, method),
         resident=(model, optimizer, *task.tensors(batch)),
         device=device,
         warmup=0,
         round_to=block_bytes(device),
     )
+    return record_metrics(predicted) | ({"timeline": predicted.timeline.thinned(600).to_json()} if timeline else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ LOSS_SCALE = 2.0**16  # of float16, which cannot represent the gradients of a me
 class Prepared(dict):
     """Functions by name for `ackpt.compare_seconds`; ``prepare(name)`` runs when one is looked up, before its time."""
 
-    def __init__(self, functions: dict[str, Callable[[], object]], prepare: Callable[[str], object]):
+    def __init__(self, functions: Mapping[str, Callable[[], object]], prepare: Callable[[str], object]):
         super().__init__(functions)
         self.prepare = prepare
 

@@ -27,26 +27,20 @@ def measure_here(
     minutes: float = 10,
     folder: Path = FOLDER,
 ) -> None:
-    """Run the published configurations of the experiments and print their table; nothing on a CPU.
+    """Run the published configurations of the experiments on a GPU and print their table; nothing on a CPU.
 
-    The records in `folder` are those of ``python -m experiments gpu-suite``, and a job that has records is skipped.
+    The records are those of ``python -m experiments gpu-suite``, and a job that has records is skipped.
 
     Args:
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` for a GPU if torch sees one.
         tier: ``"full"``, ``"t4"`` (in float16, with its times), ``"cpu"`` (nothing), or ``"auto"`` by the GPU's memory.
         dataset: of the language model: ``"embedded"``, or ``"wikitext"``, which needs a network.
         minutes: of wall-clock time; no job starts that should take longer than the rest.
-
-    Raises:
-        ValueError: for an unknown value, and for ``device="cuda"`` without a GPU.
-
-    Example:
-        >>> from experiments.suite.chapters import measure_here
-        >>> measure_here("lm", device="cpu")
     """
-    _require("device", device, (AUTO, "cpu", "cuda"))
-    _require("tier", tier, (AUTO, *TIERS))
-    _require("dataset", dataset, DATASETS)
+    choices = (device, (AUTO, "cpu", "cuda")), (tier, (AUTO, *TIERS)), (dataset, DATASETS)
+    for value, allowed in choices:
+        if value not in allowed:
+            raise ValueError(f"unknown value {value!r}: choose from {', '.join(allowed)}")
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise ValueError(
@@ -57,14 +51,8 @@ def measure_here(
     if tier == AUTO:
         tier = "t4" if torch.cuda.get_device_properties(0).total_memory < SMALL_BYTES else "full"
     chosen = jobs(tier, experiments)
-    chosen = [
-        replace(job, config=replace(job.config, dataset=dataset)) if job.experiment == "lm" else job for job in chosen
-    ]
+    reads = {"lm": {"dataset": dataset}}
+    chosen = [replace(job, config=replace(job.config, **reads.get(job.experiment, {}))) for job in chosen]
     outcome = run_suite(chosen, folder, f"a chapter on {', '.join(experiments)}", minutes)
     records = records_of(chosen, folder, environment()["commit"])
     print("\n".join([text_table(records), *text_outcome(outcome)]))
-
-
-def _require(name: str, value: str, choices) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: choose from {', '.join(choices)}")
