@@ -7,6 +7,7 @@ attention, so packed sequences go through a memory-efficient kernel. Without a G
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
@@ -57,20 +58,10 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
     for method, reason in failures.reasons.items():
         print(f"FAILED: {method}: {reason}")
     figures = offload_report.figures(records)
-    shell = _shell()
-    if shell is None:
+    if "IPython" not in sys.modules or sys.modules["IPython"].get_ipython() is None:
         return figures
     from IPython.display import Image, display
 
     for figure in figures.values():
         display(Image(plots.png(figure), width=860))
     return {}
-
-
-def _shell():
-    """The running IPython, or None."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return None
-    return get_ipython()

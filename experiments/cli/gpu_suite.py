@@ -22,12 +22,7 @@ def add_gpu_suite(commands) -> None:
     add("--out", metavar="FOLDER", help="folder for the records; required without --predict")
     add("--only", type=names, metavar="E,E,...", help="some of selftest,synthetic,lm,offload,batch-size,bert,frontier")
     add("--minutes", type=float, default=8.0, metavar="N", help="start no job that would end later (default 8)")
-    add(
-        "--tier",
-        choices=("cpu", "t4", "full"),
-        default="full",
-        help="full (default) as published, t4 in fp16, cpu small",
-    )
+    add("--tier", choices=("cpu", "t4", "full"), default="full", help="full (default), t4 (float16), or cpu (small)")
     add("--commit", metavar="SHA", help="the commit of this code, if git cannot tell it")
     add("--predict", action="store_true", help="list the jobs with peaks predicted from shapes alone; --out saves them")
     parser.set_defaults(run=run_gpu_suite)

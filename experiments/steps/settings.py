@@ -45,11 +45,14 @@ def require_lengths(config) -> None:
             raise ValueError(f"seq_len must be at least 1, got {length}")
 
 
-def on_this_gpu(config) -> Any:
+def on_this_gpu(config, capability: tuple[int, int] | None = None) -> Any:
     """The configuration in float16 instead of bfloat16 if this GPU has no attention in bfloat16, as a T4."""
-    if config.dtype != "bfloat16" or config.device != "cuda" or not torch.cuda.is_available():
-        return config
-    return config if torch.cuda.get_device_capability() >= (8, 0) else replace(config, dtype="float16")
+    if config.dtype == "bfloat16" and config.device == "cuda":
+        if capability is None and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability()
+        if capability is not None and capability < (8, 0):
+            return replace(config, dtype="float16")
+    return config
 
 
 def record_config(config, **more) -> dict:

@@ -54,12 +54,9 @@ def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
             raise ValueError(f"unknown experiment {name!r}: choose from {', '.join(EXPERIMENTS)}")
     chosen = [job for job in (cpu_jobs() if tier == "cpu" else gpu_jobs()) if job.experiment in only]
     if tier == "t4":
-        chosen = [replace(job, config=_on_t4(job.config), minutes=0.5 + 6 * job.minutes) for job in chosen]
-    return [job if job.experiment == SELFTEST else replace(job, config=on_this_gpu(job.config)) for job in chosen]
-
-
-def _on_t4(config):
-    return replace(config, dtype="float16") if getattr(config, "dtype", "") == "bfloat16" else config
+        chosen = [replace(job, minutes=0.5 + 6 * job.minutes) for job in chosen]
+    halve = partial(on_this_gpu, capability=(7, 5) if tier == "t4" else None)
+    return [job if job.experiment == SELFTEST else replace(job, config=halve(job.config)) for job in chosen]
 
 
 def gpu_jobs() -> list[Job]:
