@@ -6,7 +6,7 @@ from ackpt.core.budget import from_text, readable
 from ackpt.metering.meter import memory_format
 from experiments.batch_size import EXPERIMENT, LARGEST
 from experiments.results import DASH
-from experiments.steps.named_steps import BASELINE, needs_limit
+from experiments.steps.named_steps import BASELINE, PER_BLOCK, needs_limit
 
 from .tables import (
     MIB,
@@ -34,15 +34,16 @@ COLUMNS = {
     "published_peak": "published MiB",
     "published_ms": "published ms",
 }
-# Columns of our measurements in the table of the published batches.
-ON_GPU = {
-    "gpu baseline": "baseline, on a GPU, MiB",
-    "gpu baseline ms": "baseline, on a GPU, ms",
-    "gpu per-block": "per-block, on a GPU, MiB",
-    "gpu per-block time": "per-block, on a GPU: added time, %",
-    "gpu auto@per-block": "plan, on a GPU, MiB",
-    "gpu auto@per-block time": "plan, on a GPU: added time, %",
+# Our measurements in the table of the published batches: method, key of `rows`, heading.
+GPU_FIGURES = {
+    "gpu": (BASELINE, "peak", "baseline, on a GPU, MiB"),
+    "gpu ms": (BASELINE, "ms", "baseline, on a GPU, ms"),
+    "gpu per-block": (PER_BLOCK, "peak", "per-block, on a GPU, MiB"),
+    "gpu per-block time": (PER_BLOCK, "time", "per-block, on a GPU: added time, %"),
+    "gpu auto": ("auto@per-block", "peak", "plan, on a GPU, MiB"),
+    "gpu auto time": ("auto@per-block", "time", "plan, on a GPU: added time, %"),
 }
+ON_GPU = {key: heading for key, (_, _, heading) in GPU_FIGURES.items()}
 FORMS = dict.fromkeys(("vs_baseline", "flops", "time"), PERCENT)
 LARGEST_COLUMNS = {
     "method": "method",
@@ -167,16 +168,10 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
                     f"{name} time": signed(100 * (each["seconds"] / ours["without"]["seconds"] - 1), 1)
                     for name, each in ours.items()
                 },
-                **{key: _on_gpu(on_gpu, batch, key) for key in ON_GPU},
+                **{key: on_gpu.get((batch, method), {}).get(figure) for key, (method, figure, _) in GPU_FIGURES.items()},
             }
         )
     return shown
-
-
-def _on_gpu(rows_: dict, batch: int, key: str):
-    """The figure of a key of `ON_GPU` at that batch, or None."""
-    _, method, *what = key.split()
-    return rows_.get((batch, method), {}).get(*what or ["peak"])
 
 
 def _larger(row: dict, with_it: dict[int, dict]) -> str:
