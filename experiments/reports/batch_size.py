@@ -168,7 +168,7 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
                     f"{name} time": signed(100 * (each["seconds"] / ours["without"]["seconds"] - 1), 1)
                     for name, each in ours.items()
                 },
-                **{key: on_gpu.get((batch, method), {}).get(figure) for key, (method, figure, _) in GPU_FIGURES.items()},
+                **{key: on_gpu.get((batch, way), {}).get(name) for key, (way, name, _) in GPU_FIGURES.items()},
             }
         )
     return shown
