@@ -14,7 +14,7 @@ from pathlib import Path
 from address import ROOT
 from chapter import source_hash
 
-from experiments.reports.gpu_records import all_rows, gpu_columns
+from experiments.reports.gpu_records import all_rows, gpu_columns, gpu_records
 from experiments.reports.gpu_suite import DIFFERENCES
 from experiments.results import DASH, Record, load_records, markdown_table
 
@@ -141,7 +141,7 @@ def on_gpu(table: Table, root: Path = ROOT) -> str | None:
         return MISSING
     folder = root / "results" / "gpu"
     wanted = gpu_experiments(chapter_of(table, root))
-    found = [r for r in (load_records(folder) if folder.is_dir() else []) if r.experiment in wanted]
+    found = [record for experiment in sorted(wanted) for record in gpu_records(experiment, folder)]
     if not found:
         raise ValueError(f"{table.path.name} has figures of a GPU, and {folder} has no record of {', '.join(wanted)}")
     return "; ".join(dict.fromkeys(where(record.environment) for record in found))
