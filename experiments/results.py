@@ -23,7 +23,6 @@ from .provenance import environment
 __all__ = [
     "Record",
     "RecordError",
-    "devices_in",
     "environment",
     "load_records",
     "load_reference",
