@@ -51,6 +51,10 @@ BROWSER = [
     "tomli; python_version < '3.11'",
 ]
 
+# Of the packages that Colab preinstalls, those that a chapter or what it imports may import.
+PREINSTALLED = "ipython pip numpy pandas scipy scikit-learn matplotlib seaborn tqdm transformers tokenizers".split()
+PREINSTALLED += "datasets accelerate peft safetensors huggingface-hub tensorboard pillow sympy networkx".split()
+
 # What builds the book with a newer Sphinx than Jupyter Book 1 allows, and what of Jupyter Book it leaves out.
 NEXT = ["sphinx>=8.2", "sphinx-book-theme>=1.4", "myst-nb", "sphinx-external-toc", "sphinx-design", "sphinx-copybutton"]
 NEXT += ["sphinx-togglebutton", "sphinxcontrib-bibtex", "sphinx-multitoc-numbering", "sphinx-mathjax-offline"]
@@ -124,12 +128,16 @@ def notebooks(session: nox.Session) -> None:
         shutil.copy(ROOT / "tools" / "brief_times.py", startup)
         options = ["--nbval", "--nbval-current-env", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider"]
         with session.chdir(folder):
-            run(session, "pytest", *options, *session.posargs, env={"IPYTHONDIR": str(startup.parent.parent)})
+            env = {"IPYTHONDIR": str(startup.parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+            run(session, "pytest", *options, *session.posargs, env=env)
 
 
 @shared
 def reproduce(session: nox.Session) -> None:
-    """Execute every notebook, rewrite records, tables and figures, build the book (`-- --only 01`: one chapter)."""
+    """Execute every notebook, rewrite records, tables and figures, build the book (`-- --only 01`: one chapter).
+
+    `-- --device cuda --minutes 60` also runs the published experiments on this GPU.
+    """
     run(session, "python", "tools/reproduce.py", *session.posargs)
     build_book(session)
 
@@ -222,10 +230,10 @@ def check(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True, default=False)
 def colab(session: nox.Session) -> None:
-    """Run the install cell and chapter 1 with no more than Colab brings; arguments: other chapters, such as 06."""
-    session.install("-c", "constraints.txt", "torch", "ipython", "pip")
+    """Run every chapter as Colab does, with what Colab preinstalls and a broken torchvision (`-- 06`: one chapter)."""
+    session.install("-c", "constraints.txt", "torch", *PREINSTALLED)
     env = {**FIXED, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
-    session.run("python", "tools/check_colab.py", *(session.posargs or ["01"]), env=env)
+    session.run("python", "tools/check_colab.py", *session.posargs, env=env)
 
 
 def build_book(session: nox.Session) -> None:

@@ -37,7 +37,7 @@ from experiments.steps.named_steps import (
     method,
     needs_limit,
 )
-from experiments.steps.settings import record_config
+from experiments.steps.settings import Prepared, on_this_gpu, record_config
 from experiments.steps.step_shapes import Shapes, does_not_fit
 
 EXPERIMENT = "batch-size"
@@ -67,6 +67,7 @@ class BatchSizeConfig:
     dtype: str = "float32"
     learning_rate: float = 1e-4
     seed: int = 0
+    trains: bool = True
     methods: tuple[str, ...] = METHODS
 
     def __post_init__(self):
@@ -114,9 +115,10 @@ def configuration(tier: str = "cpu", model: str | None = None, **changes) -> Bat
     _require_known(model)
     if "fields" in changes:
         changes["fields"] = {**SIZES[tier][model].get("fields", {}), **changes["fields"]}
-    return BatchSizeConfig(
+    config = BatchSizeConfig(
         **{"model": model, "device": "cpu" if tier == "cpu" else "cuda", **SIZES[tier][model], **changes}
     )
+    return config if "dtype" in changes else on_this_gpu(config)
 
 
 def _require_known(model: str) -> None:
@@ -251,7 +253,9 @@ def _measured(shapes: Shapes, methods, baseline_fits: bool, timed_rounds: int, f
                 answers[each.name]["cost"] = planned.plan.cost
     ready = [each for each in ready if each.name not in failures.reasons]
     if timed_rounds and ready:
-        steps = {each.name: functools.partial(run.step, each) for each in ready}
+        by_name = {each.name: each for each in ready}
+        steps = {name: functools.partial(run.step, each) for name, each in by_name.items()}
+        steps = Prepared(steps, lambda name: run.switch(by_name[name]))
         comparison = compare_seconds(steps, timed_rounds, device=shapes.setting.device)
         times = comparison.to_json()
         for name in steps:

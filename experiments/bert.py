@@ -19,7 +19,7 @@ from ackpt.planner.schedule.plan import SAVED, Activation, Plan
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
 from experiments.steps.named_steps import BASELINE, PER_BLOCK, Setting, method, needs_limit
-from experiments.steps.settings import record_config
+from experiments.steps.settings import on_this_gpu, record_config
 from experiments.steps.step_shapes import Shapes
 
 from .batch_size import record, step_metrics
@@ -71,7 +71,8 @@ def configuration(tier: str = "cpu", **changes) -> BertStepConfig:
     base = CPU if tier == "cpu" else GPU
     if "fields" in changes:
         changes["fields"] = {**base.fields, **changes["fields"]}
-    return replace(base, **changes)
+    config = replace(base, **changes)
+    return config if "dtype" in changes else on_this_gpu(config)
 
 
 def run_bert(

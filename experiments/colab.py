@@ -7,6 +7,7 @@ attention, so packed sequences go through a memory-efficient kernel. Without a G
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
 
     from . import offload
     from .reports import offload as offload_report
+    from .steps.failures import Failures
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -50,23 +52,16 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
             raise ValueError(f"unknown field {name!r}: choose from {', '.join(sorted(fields))}")
     overrides = {name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()}
     config = dataclasses.replace(base, **overrides)
-    records = offload.run_offload(config, "experiments.colab.run_demo()", timed_rounds)
+    failures = Failures()
+    records = offload.run_offload(config, "experiments.colab.run_demo()", timed_rounds, failures)
     print(offload_report.text_table(records))
+    for method, reason in failures.reasons.items():
+        print(f"FAILED: {method}: {reason}")
     figures = offload_report.figures(records)
-    shell = _shell()
-    if shell is None:
+    if "IPython" not in sys.modules or sys.modules["IPython"].get_ipython() is None:
         return figures
     from IPython.display import Image, display
 
     for figure in figures.values():
         display(Image(plots.png(figure), width=860))
     return {}
-
-
-def _shell():
-    """The running IPython, or None."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return None
-    return get_ipython()

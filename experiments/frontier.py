@@ -30,6 +30,7 @@ from ackpt.planner.policies.search.frontier import baseline_cost, frontier
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.schedule import recomputed
 from ackpt.planner.workloads.planned_shapes import kernels_of_a_gpu
+from ackpt.planner.workloads.step_request import DTYPES
 from experiments.policies import PAPERS
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
@@ -74,8 +75,8 @@ class FrontierConfig:
     def __post_init__(self):
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"unknown device {self.device!r}: choose cpu or cuda")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype {self.dtype!r} is not supported here: choose float32, or autocast to bfloat16")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}: choose from {', '.join(DTYPES)}")
         if self.compiler not in COMPILERS:
             raise ValueError(f"unknown compiler {self.compiler!r}: choose from {', '.join(COMPILERS)}")
         if self.clock not in ("wall", "processor"):

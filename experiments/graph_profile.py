@@ -77,6 +77,36 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | di
         return plots._finished(figure, [*shown.values()], [*shown])
 
 
+def overlaid_plot(predicted: dict[str, dict], measured: dict[str, dict]):
+    """A Figure with a panel per method that was measured: predicted live memory by category, measured memory as a line.
+
+    Args:
+        predicted, measured: metrics of records by method. The line is as wide as the prediction.
+    """
+    from matplotlib.lines import Line2D
+
+    from ackpt.metering import plots
+
+    both = {name: (predicted[name], metrics) for name, metrics in measured.items() if name in predicted}
+    with plots.style.context("default"):
+        figure, only = plots._axes("", "", "")
+        only.remove()
+        handles, look = {}, {"color": plots.TEXT, "linewidth": 1.4}
+        for axes, (name, pair) in zip(figure.subplots(1, len(both), sharey=True, squeeze=False)[0], both.items()):
+            expected, real = (Timeline.from_json(metrics["timeline"]) for metrics in pair)
+            plots._style(axes)
+            handles |= plots.stack(axes, 0, expected, pair[0]["resident_bytes"])
+            x = [index * len(expected.live) / len(real.live) for index in range(len(real.live))]
+            axes.plot(x, [(pair[1]["resident_bytes"] + live) / plots.MIB for live in real.live], **look)
+            axes.set_title(name, fontsize=8.5, color=plots.TEXT)
+            axes.set_xticks([])
+        figure.axes[0].set_ylabel("live memory (MiB)", color=plots.TEXT, fontsize=9)
+        shown = {"measured": Line2D([], [], **look), **plots.as_stacked(handles)}
+        legend = {"frameon": False, "labelcolor": plots.TEXT, "fontsize": 8.5, "ncols": 4}
+        figure.legend([*shown.values()], [*shown], loc="outside lower center", **legend)
+        return plots._finished(figure, [], [])
+
+
 def panels_plot(steps: dict[str, Timeline], title: str):
     """A Figure with a panel per step, all equally wide: its live memory, its peak, and what it saves for backward.
 

@@ -27,6 +27,8 @@ from experiments.steps.gradients import TOLERANCE, GradientsDiffer, require_equa
 from experiments.steps.offload_methods import KEEPS_ALL, METHODS, OURS, Method, cannot_run, make_method
 from experiments.steps.profiling import traced
 from experiments.steps.settings import (
+    LOSS_SCALE,
+    Prepared,
     block_bytes,
     free_host_bytes,
     record_config,
@@ -36,7 +38,6 @@ from experiments.steps.settings import (
 
 EXPERIMENT = "offload"
 WITHOUT_COPIES = ("baseline", "ckpt_classic")
-LOSS_SCALE = 2.0**16  # float16 only: the mean over all outputs has gradients that it cannot hold
 
 
 @dataclass(frozen=True)
@@ -250,15 +251,11 @@ def _time(config, model, methods, rounds, failures) -> dict[str, dict]:
         return {}
     batch = make_batch(config, 0)
 
-    def step_of(method):
-        def step():
-            method.switch_on()
-            one_step(config, model, method, batch)
+    def switch_on(name):
+        methods[name].switch_on()
 
-        return step
-
-    steps = {name: step_of(method) for name, method in methods.items()}
-    comparison = compare_seconds(steps, rounds, device=config.device)
+    steps = {name: partial(one_step, config, model, method, batch) for name, method in methods.items()}
+    comparison = compare_seconds(Prepared(steps, switch_on), rounds, device=config.device)
     times = comparison.to_json()
     timed = {}
     for name, method in methods.items():
@@ -271,6 +268,7 @@ def _time(config, model, methods, rounds, failures) -> dict[str, dict]:
             samples = comparison.seconds[name].samples
             timed[name] |= _copy_seconds([_one_counted_step(config, model, method, batch) for _ in samples])
         if config.device == "cuda" and name not in WITHOUT_COPIES:
+            switch_on(name)
             with failures.of(f"the trace of {name}"):
                 timed[name]["seconds_traced"] = traced(steps[name])
     return timed

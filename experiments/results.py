@@ -6,6 +6,7 @@ that everything else can be compared between two runs byte by byte.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -33,6 +34,7 @@ __all__ = [
 SCHEMA = "ackpt.record"
 REFERENCE_SCHEMA = "ackpt.reference"
 VERSION = 1
+GPU_FOLDER = Path(__file__).parent.parent / "results" / "gpu"
 REFERENCES = Path(__file__).parent.parent / "results" / "reference"
 
 _RECORD = {"schema": str, "version": int, "experiment": str, "config": dict, "metrics": dict, "environment": dict}
@@ -126,6 +128,16 @@ def load_records(folder: str | os.PathLike[str], experiment: str | None = None) 
         raise RecordError(f"there is no folder {folder}: run the experiment first, or name another folder")
     records = [Record.load(path) for path in sorted(Path(folder).glob("*.json"))]
     return [record for record in records if experiment in (None, record.experiment)]
+
+
+def devices_in(folder: str | os.PathLike[str]) -> set[str]:
+    """The devices, ``"cpu"`` or ``"cuda"``, on which the measured records of a folder were made."""
+    found = set()
+    for path in Path(folder).glob("*.json"):
+        with contextlib.suppress(RecordError):
+            record = Record.load(path)
+            found |= set() if record.experiment.endswith("-predicted") else {record.environment["device"]}
+    return found
 
 
 def load_reference(name: str, folder: str | os.PathLike[str] = REFERENCES) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from ackpt.models import LanguageModel, Transformer, TransformerConfig
 from ackpt.models.transformer import Block
 from experiments import head_chunks, lm, synthetic
 from experiments.data import packed_batches, token_stream
-from experiments.graph_profile import orders_plot
+from experiments.graph_profile import orders_plot, overlaid_plot
 from experiments.published import Predictions, reference
 from experiments.published import rows as published_figures
 from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
@@ -37,11 +37,22 @@ from experiments.reports import training as report
 from experiments.reports.figures import line_plot, logits_plot, losses_plot, stacked_plot
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import environment, load_reference, markdown_table, write_text_atomic
-from experiments.steps.predicted import predict_experiment
+from experiments.steps.predicted import predict_experiment, predicted_timelines
+from experiments.suite.chapters import measure_here
 
 torch.set_num_threads(2)
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
 SOURCE = "notebooks/04_experiments.py"
+
+# %% [markdown]
+# With a GPU, for example on Colab, the next two cells also run the published experiment there, as long as `minutes`
+# allow ({doc}`12_your_gpu`). Without a GPU they do nothing.
+
+# %% tags=["parameters"]
+device, tier, dataset, minutes = "auto", "auto", "embedded", 10
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+measure_here("synthetic", "lm", device=device, tier=tier, dataset=dataset, minutes=minutes)
 
 # %% [markdown]
 # ## The synthetic experiment
@@ -309,7 +320,10 @@ for record in predictions:
 figures = load_reference("synthetic")
 stored = Predictions()
 configured = [stored.of(row) for row in published_figures() if row["step"] == "reference-synthetic"]
-rows = report.published_rows(figures, configured, predictions, gpu_records("synthetic"))
+on_gpu = gpu_records("synthetic")
+rows = report.published_rows(figures, configured, predictions, on_gpu)
+if at_16k := {r.config["method"]: r.metrics for r in on_gpu if r.config["seq_len"] == 16384}:
+    plots.save(overlaid_plot(predicted_timelines(published, 16384), at_16k), "results/figures/04_measured.png")
 caption = (
     "The synthetic experiment: peaks as published, predicted from shapes for the published model, and predicted for "
     "ours; published seconds of 14 steps, and their ratio to the baseline's."
@@ -445,8 +459,9 @@ for method in methods:
 # %% [markdown]
 # ## The language model
 #
-# The published experiment reads wikitext-103, as does `python -m experiments lm --dataset wikitext`. This page needs no
-# network: its corpus, `embedded`, consists of the names of Unicode's characters. A byte-pair encoding is trained on it.
+# The published experiment reads wikitext-103, as do `python -m experiments lm --dataset wikitext` and this page with
+# `dataset = "wikitext"` on a GPU, through the package `datasets`. Otherwise this page needs no network: its corpus,
+# `embedded`, consists of the names of Unicode's characters. A byte-pair encoding is trained on it.
 # The model reads $T$ tokens and predicts the next one at each position.
 
 # %%
@@ -527,13 +542,13 @@ for records in lm.run_lm(small, timed_rounds=0):
     differences = {a - b for a, b in zip(*curves[name].values())}
     print(f"{name}: {len(curves[name]['baseline'])} steps, differences {differences}")
 
-# %% tags=["hide-input"] alt="Loss over 120 steps at 128, 256 and 512 tokens, in three pairs of axes. In each, the loss falls from 7.6 to between 6 and 7.3, and the dashed curve with checkpointing lies on the baseline's. Below, the difference is a straight line at zero."
-figure = losses_plot(curves, "")
+# %% tags=["hide-input"] alt="Loss over the training steps at three lengths, in three pairs of axes. In each, the loss falls, and the dashed curve with checkpointing lies on the baseline's. Below, the difference is a straight line at zero, on a GPU at least nearly."
+figure = losses_plot(report.measured_losses(gpu_records("lm")) or curves, "")
 path = plots.save(figure, "results/figures/04_losses.png")
 figure
 
 # %% [markdown]
-# *Loss without and with checkpointing. Their difference is exactly zero at every step.*
+# *Loss without and with checkpointing. On a CPU, their difference is exactly zero at every step.*
 #
 # ### What the head costs
 
@@ -780,7 +795,7 @@ for record in lm_predictions:
     path = record.save(f"results/cpu/04_{report.file_name(record)}")
 lm_figures = load_reference("lm")
 configured = [stored.of(row) for row in published_figures() if row["step"] == "reference-language-model"]
-measured = gpu_records("lm", dtype="bfloat16")
+measured = gpu_records("lm")
 caption = (
     "The language model: peaks as published, predicted from shapes for the published model, and predicted for ours; "
     "published seconds of 499 steps, and their ratio to the baseline's."
@@ -793,7 +808,7 @@ rows = [
         "seq_len": f"{record.config['seq_len']:,}",
         "method": record.config["method"],
         "predicted": f"{record.metrics['peak_bytes'] / 2**20:,.1f}",
-        "measured": report.measured_peak(record, measured),
+        **report.measured_figures(record, measured),
     }
     for record in lm_predictions
     if "chunked-loss" in record.config["method"]

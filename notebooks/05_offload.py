@@ -38,8 +38,9 @@ from ackpt.metering import plots
 from ackpt.metering.meter import measure
 from ackpt.models import Block, TransformerConfig
 from ackpt.offloading import transport
-from ackpt.planner.costs.devices import device
+from ackpt.planner.costs import devices
 from experiments import offload
+from experiments.graph_profile import overlaid_plot
 from experiments.pitfalls import copies as pitfalls
 from experiments.predicted_curves import Timelines
 from experiments.published import Predictions, time_ratios
@@ -47,8 +48,19 @@ from experiments.published import rows as published_peaks
 from experiments.reports import offload as offload_report
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import Record, environment, load_reference, markdown_table, write_text_atomic
+from experiments.suite.chapters import measure_here
 
 SOURCE = "notebooks/05_offload.py"
+
+# %% [markdown]
+# With a GPU, for example on Colab, the next two cells also run the published experiment there, as long as `minutes`
+# allow ({doc}`12_your_gpu`). Without a GPU they do nothing.
+
+# %% tags=["parameters"]
+device, tier, dataset, minutes = "auto", "auto", "embedded", 10
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+measure_here("offload", device=device, tier=tier, dataset=dataset, minutes=minutes)
 
 # %% [markdown]
 # :::{admonition} Without a GPU
@@ -515,7 +527,8 @@ peaks_by_choice
 width_rows = []
 for name, half in (("t4", "float16"), ("a100-80g", "bfloat16"), ("h100-80g", "bfloat16")):
     for dtype, size in ((half, 2), ("float32", 4)):
-        rate, bandwidth = device(name).flops_per_second[dtype], device(name).link_bytes_per_second
+        rates = devices.device(name)
+        rate, bandwidth = rates.flops_per_second[dtype], rates.link_bytes_per_second
         row = {"device": name.split("-")[0].upper(), "dtype": dtype, "rate": f"{rate / 1e12:.4g}"}
         per_width = size * rate / bandwidth
         least = {"inputs": per_width / 24, "length": max(0, per_width / 4 - 6 * 512)}
@@ -668,6 +681,9 @@ ratios = load_reference(time_ratios.REFERENCE)["rows"]
 times = [time_ratios.compared(row, time_ratios.Times()) for row in ratios if row["url"].endswith("/offload.json")]
 gpu = gpu_records("offload", total_tokens=offload.GPU.total_tokens)
 rows = offload_report.published_rows(reference, peaks, times, predicted, gpu)
+if on_gpu := {record.config["method"]: record.metrics for record in gpu if "timeline" in record.metrics}:
+    by_method = {record.config["method"]: record.metrics for record in predicted}
+    plots.save(overlaid_plot(by_method, on_gpu), "results/figures/05_measured.png")
 columns = {"method": "method", "peak": "published, MiB", "peak_change": "vs baseline, %"}
 columns |= {"classic_change": "vs ckpt_classic, %", "predicted": "predicted, MiB", "error": "error, %"}
 columns |= {"ours": "ours, MiB", "gpu_peak": "on a GPU, MiB"}
@@ -707,7 +723,7 @@ figure
 
 # %%
 (baseline,) = Timelines().records("reference-offload", ["baseline"])
-flops, t4 = baseline.metrics["flops"], device("t4")
+flops, t4 = baseline.metrics["flops"], devices.device("t4")
 published_seconds = reference["rows"][0]["milliseconds"] / 1e3
 share = flops / published_seconds / t4.flops_per_second["float16"]
 qkv = 12_000 * 3 * 1024 * 2  # bytes of the packed queries, keys and values of a block

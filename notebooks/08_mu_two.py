@@ -33,7 +33,7 @@ import ackpt
 from ackpt import models
 from ackpt.graph import simulate
 from ackpt.metering import plots
-from ackpt.planner.costs.devices import device
+from ackpt.planner.costs import devices
 from ackpt.planner.policies.mu_two import Link, drop, schedules_of, states
 from ackpt.planner.policies.search.frontier import costs
 from ackpt.planner.schedule.schedule import everything
@@ -47,11 +47,22 @@ from experiments.reports import schematics
 from experiments.reports.figures import ratio_plot
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import environment, load_reference, markdown_table, write_text_atomic
+from experiments.suite.chapters import measure_here
 from experiments.widgets.offload_lanes import shown
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)
 MIB = 2**20
+
+# %% [markdown]
+# With a GPU, for example on Colab, the next two cells also run the published experiment there, as long as `minutes`
+# allow ({doc}`12_your_gpu`). Without a GPU they do nothing.
+
+# %% tags=["parameters"]
+device, tier, dataset, minutes = "auto", "auto", "embedded", 10
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+measure_here("batch-size", device=device, tier=tier, dataset=dataset, minutes=minutes)
 
 # %% [markdown]
 # ## Three fates and their times
@@ -82,7 +93,7 @@ all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(saved, recomputed
 # saves the output of its tanh:
 
 # %%
-t4 = device("t4")
+t4 = devices.device("t4")
 rate, memory, link = t4.flops_per_second["float32"], t4.memory_bytes_per_second, t4.link_bytes_per_second
 hidden, ratios = x, []
 for linear, tanh in zip(net[0:10:2], net[1:10:2]):
@@ -378,7 +389,7 @@ print("\n".join(reference["claims"]))
 # %% tags=["hide-input"]
 curves = BatchCurves().curves("h100-80g")
 peaks = [Predictions().of(row) for row in published_peaks() if row["step"] == "reference-resnet"]
-measured = gpu_records("batch-size", model="resnet152")
+measured = gpu_records("batch-size", model="resnet152", trains=False)
 rows = batch_report.published_rows(reference, peaks, curves["resnet152"], measured)
 columns = {"batch": "batch", "without": "without, MiB", "predicted": "predicted, MiB", "error": "error, %"}
 columns |= {"with": "with, MiB", "saved": "peak, %", "without_ms": "without, ms", "with_ms": "with, ms"}
@@ -391,7 +402,7 @@ caption = (
 path = write_text_atomic("results/tables/08_published.md", markdown_table(rows, columns, caption, "tab-published"))
 columns = {"batch": "batch", "without peak": "baseline, MiB", "per-block peak": "per-block, MiB"}
 columns |= {"per-block time": "per-block: added time, %", "mu-two peak": "mu-TWO, MiB", "mu-two time": "mu-TWO: added time, %"}
-columns |= {"auto peak": "plan, MiB", "auto time": "plan: added time, %", "gpu": "on a GPU, MiB"}
+columns |= {"auto peak": "plan, MiB", "auto time": "plan: added time, %", **batch_report.ON_GPU}
 caption = (
     "Our ResNet-152 with per-block checkpointing, and with plans of mu-TWO and of `ackpt` within the same peak. Predicted "
     "from shapes and an H100's data sheet: forward and backward in fp32, no copies to the host."

@@ -37,6 +37,7 @@ from experiments.reports import frontier_times
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import Record, environment, load_reference, markdown_table, write_text_atomic
 from experiments.steps.frontier_models import workload
+from experiments.suite.chapters import measure_here
 from experiments.widgets import explorer
 
 # torch.compile imports modules that use deprecated torch functions.
@@ -45,6 +46,16 @@ torch.set_num_threads(2)
 generator = torch.manual_seed(0)
 MIB = 2**20
 SOURCE = "notebooks/09_frontier.py"
+
+# %% [markdown]
+# With a GPU, for example on Colab, the next two cells also run the published experiment there, as long as `minutes`
+# allow ({doc}`12_your_gpu`). Without a GPU they do nothing.
+
+# %% tags=["parameters"]
+device, tier, dataset, minutes = "auto", "auto", "embedded", 10
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+measure_here("bert", "frontier", device=device, tier=tier, dataset=dataset, minutes=minutes)
 
 # %% [markdown]
 # ## How far from the optimum?
@@ -184,7 +195,7 @@ print(f"a plan within the same peak: {planned:+.0%}")
 # %% tags=["hide-input"]
 names = "transformer", "resnet50", "unet", "transformer-inductor", "bert-inductor"
 records = [timed, *map(record_of, names)]
-table_rows = frontier_times.times_rows(records)
+table_rows = frontier_times.times_rows([*records, *frontier_times.largest(gpu_records("frontier"))])
 caption = (
     "Added time, measured, in % of the baseline's step: PyTorch's per-block checkpointing at its peak, a plan within the "
     "same peak, and one within half of the baseline's, with its modeled (not measured) cost, lower bound and optimality "

@@ -11,6 +11,8 @@
 import torch
 
 from ackpt.cli.selftest import SelftestConfig, failed, run_selftest, text_table
+from experiments.reports.gpu_suite import FIT_COLUMNS, fit_rows
+from experiments.results import load_records, markdown_table, write_text_atomic
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cpu":
@@ -44,16 +46,38 @@ print(text_table(record))
 # %% [markdown]
 # ## Records of the published experiments
 #
-# Chapters 4, 5, 8 and 9 compare predictions with published measurements. GPU records fill their columns *on a GPU* with
-# our measurements. To run the published experiments, the most important first:
+# Chapters 4, 5, 8 and 9 compare predictions with published measurements. On a GPU, they also run the published
+# experiments, the longest sequences first, and show our measurements in the columns *on a GPU*. On Colab, open a chapter
+# with its badge. For all chapters, on your own GPU:
 #
 # ```bash
-# python -m experiments gpu-suite --out results/gpu --minutes 30
-# nox -s reproduce
+# nox -s reproduce -- --device cuda --minutes 60
 # ```
 #
-# `gpu-suite` writes a record with machine, versions, date and commit after each run, and stops at the time limit; the
-# next call continues. `nox -s reproduce` fills the columns. To run a single experiment, use `python -m experiments` with
+# Each of these chapters has a cell with the parameters `device` (`"auto"`, `"cpu"` or `"cuda"`), `tier` (`"auto"`,
+# `"t4"` for fp16, `"full"`, or `"cpu"` for nothing), `dataset` (`"embedded"` or `"wikitext"`) and `minutes`. A GPU below
+# compute capability 8.0, such as a T4, has no attention in bf16, so it runs fp16 with a scaled loss. Does your GPU suffice?
+
+# %% tags=["hide-input"]
+rows = fit_rows(load_records("results/cpu"))
+caption = (
+    "Which published configurations fit, predicted: the largest peak of our methods, and the time of all methods at 40 % "
+    "of the rates of the data sheets. One method at a time is in memory."
+)
+path = write_text_atomic("results/tables/12_fits.md", markdown_table(rows, FIT_COLUMNS, caption, "tab-fits"))
+
+# %% [markdown]
+# ```{include} ../../results/tables/12_fits.md
+# ```
+#
+# A machine that has only numpy, torch and transformers needs no installation: in a clone of the repository,
+#
+# ```bash
+# python -m experiments gpu-suite --out results/gpu --minutes 8
+# ```
+#
+# runs the same experiments, the most important first. It writes a record with machine, versions, date and commit after
+# each run, and stops at the time limit; the next call continues. To run a single experiment, use `python -m experiments` with
 # `synthetic`, `lm`, `offload`, `batch-size`, `bert` or `frontier` and `--out results/gpu`; `--help` lists their options.
 # On Colab, `run_demo()` of `experiments.colab` runs the offload experiment in one cell and shows its table and figures.
 # {doc}`../status` says which tables have no such records yet.

@@ -1,13 +1,16 @@
 """The notebooks that the Colab badges open: plain Markdown, whatever MyST the chapters use."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import check_notebooks
 import nbformat
 import pytest
+import set_up_colab
 from address import COLAB_FOLDER, ROOT, colab_address, project, repository_address
-from chapter import COLAB_CELL, NotebookError, prepare, to_text
+from chapter import COLAB_CELL, NotebookError, extras_of, prepare, to_text
 from colab import Translation, for_colab
 from markdown_it import MarkdownIt
 
@@ -70,14 +73,67 @@ def test_a_notebook_for_colab_is_its_chapter_without_what_belongs_to_the_page(na
     assert ("solution" in str(chapter)) == ("#@title Solution" in str(colab))
 
 
-def test_the_first_cells_say_what_is_installed_and_which_torch_is_needed():
-    _, note, install = read(ROOT / COLAB_FOLDER / f"{NAMES[0]}.ipynb").cells[:3]
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_cells_say_what_is_installed_and_which_torch_is_needed(name):
+    _, note, install = read(ROOT / COLAB_FOLDER / f"{name}.ipynb").cells[:3]
     (torch,) = (need for need in project()["dependencies"] if need.startswith("torch"))
     assert f"torch {torch.removeprefix('torch>=')} or newer" in note.source
-    (extras,) = re.findall(r"\.\[([\w,]+)\]", COLAB_CELL)
-    needed = [name for extra in extras.split(",") for name in project()["optional-dependencies"][extra]]
+    extras = extras_of(ROOT / "notebooks" / f"{name}.py")
+    needed = [name for extra in extras for name in project()["optional-dependencies"][extra]]
     assert [name for name in ("numpy", "tqdm", *needed) if name not in note.source] == []
-    assert install.source == COLAB_CELL.format(address=ADDRESS)
+    assert install.source == COLAB_CELL.format(address=ADDRESS, extras=",".join(extras))
+    assert ("hf" in extras) == (name in ("01_where_memory_goes", "03_what_pytorch_offers"))
+
+
+KEPT = ["install -q .[lm]"]
+TORCH = "install -q -U torch>=2.11 torchvision"
+CUDA_12 = "--index-url https://download.pytorch.org/whl/cu126 --extra-index-url https://pypi.org/simple"
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "broken", "calls"),
+    [
+        ("2.11.0+cu128", "12.4", (), KEPT),
+        ("2.13.0", None, (), KEPT),
+        ("2.9.0+cu126", "12.4", (), [f"{TORCH} {CUDA_12}", *KEPT]),
+        ("2.9.0+cu126", "13.0", (), [TORCH, *KEPT]),
+        ("2.9.0+cpu", None, (), [TORCH, *KEPT]),
+        (None, None, (), [TORCH, *KEPT]),
+        ("2.11.0", None, ("torchvision",), [*KEPT, "uninstall -q -y torchvision"]),
+        ("2.11.0", "12.4", ("cuda",), "GPU that torch 2.11.0 cannot use .the driver knows CUDA 12.4."),
+        ("2.9.0", "11.4", (), "supports CUDA 11.4 only"),
+    ],
+)
+def test_colab_keeps_a_recent_torch_and_otherwise_gets_one_for_its_driver(torch, driver, broken, calls, monkeypatch):
+    made, versions = [], {"torch": torch, "torchvision": "0.1"}
+
+    def run(command, **options):
+        if command[0] == "nvidia-smi" and driver is None:
+            raise FileNotFoundError
+        if command[1:3] == ["-m", "pip"]:
+            made.append(" ".join(command[3:]))
+        failed = command[1] == "-c" and any(name in command[2] for name in broken) if len(command) > 1 else False
+        return subprocess.CompletedProcess(command, int(failed), f"| CUDA Version: {driver}  |", "")
+
+    monkeypatch.setattr(set_up_colab, "installed", versions.get)
+    monkeypatch.setattr(set_up_colab.subprocess, "run", run)
+    monkeypatch.setattr(set_up_colab.os, "kill", lambda pid, signal: made.append("restart"))
+    if isinstance(calls, str):
+        with pytest.raises(RuntimeError, match=calls):
+            set_up_colab.set_up("lm")
+    else:
+        set_up_colab.set_up("lm")
+        assert made == [*calls, *(["restart"] if calls[0] != KEPT[0] and "torch" in sys.modules else [])]
+
+
+def test_a_pip_that_fails_is_one_error(monkeypatch):
+    monkeypatch.setattr(
+        set_up_colab.subprocess,
+        "run",
+        lambda command, **_: subprocess.CompletedProcess(command, 1, "", "a\nno space\n"),
+    )
+    with pytest.raises(RuntimeError, match="pip install x failed: no space$"):
+        set_up_colab.pip("install", "x")
 
 
 @pytest.mark.parametrize(

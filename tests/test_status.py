@@ -23,7 +23,7 @@ def book(tmp_path):
         (tmp_path / name).mkdir(parents=True)
     for stem in ("01_one", "02_two"):
         code = f"import x\npath = write('results/tables/{stem}.md')\n"
-        code += "rows = report.gpu_rows('lm', METHODS)\n" if stem == "02_two" else ""
+        code += "rows = report.gpu_records('lm')\n" if stem == "02_two" else ""
         (tmp_path / "notebooks" / f"{stem}.py").write_text(code)
     columns = {"n": "tokens", "cpu": "ours, predicted, MiB"}
     write(tmp_path, "01_one", [{"n": 1, "cpu": 2.0}], columns)

@@ -75,6 +75,40 @@ def test_reproducing_twice_gives_the_same_bytes_but_for_measured_times(checkout:
     assert problems(checkout / "notebooks/01_first.py", tmp_path / "first/book/notebooks/01_first.ipynb") == []
 
 
+def test_on_a_gpu_notebooks_get_parameters_and_records_are_kept(checkout: Path, monkeypatch) -> None:
+    chapter = CHAPTER.replace(
+        "# %% [markdown]\n# It is done.",
+        """# %% tags=["parameters"]
+device, minutes = "auto", 10
+
+# %%
+import os
+
+print(device, minutes, os.environ.get("CUDA_VISIBLE_DEVICES"))
+if device == "cuda":
+    Path("results/gpu/new.json").write_text("{}")
+
+# %% [markdown]
+# It is done.""",
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (checkout / "notebooks" / "01_first.py").write_text(chapter)
+    (checkout / "notebooks" / "02_without.py").write_text(CHAPTER.replace("run.json", "other.json"))
+    (checkout / "results" / "gpu").mkdir()
+    (checkout / "results" / "gpu" / "old.json").write_text("{}")
+    monkeypatch.setattr("experiments.results.environment", lambda *_: {"commit": "a" * 40 + "-dirty"})
+    with pytest.raises(NotebookError, match="commit the changes of this checkout first"):
+        reproduce(checkout, checkout, [], 60)
+    monkeypatch.setattr("experiments.results.environment", lambda *_: {"commit": "a" * 40})
+    monkeypatch.setattr("reproduce.record_run", lambda *_: None)
+    reproduce(checkout, checkout, [], 60)
+    first = checkout / "book" / "notebooks" / "01_first.ipynb"
+    assert "cuda 60.0 None" in first.read_text() and problems(checkout / "notebooks" / "01_first.py", first) == []
+    reproduce(checkout, checkout, [])
+    assert "auto 10 \\n" in first.read_text()
+    assert {path.name for path in (checkout / "results" / "gpu").iterdir()} == {"new.json", "old.json"}
+
+
 def test_a_failing_notebook_changes_nothing_and_names_its_cell(checkout: Path) -> None:
     (checkout / "notebooks" / "02_second.py").write_text("# %% [markdown]\n# # Two\n\n# %%\n1 / 0\n")
     before = written(checkout)

@@ -23,14 +23,16 @@ MEASURED = "measured-time"
 KEPT_CELL_METADATA = ("tags", "mystnb")
 SOLUTION_PROMPTS = {"code_prompt_show": "Show the solution", "code_prompt_hide": "Hide the solution"}
 DRAWING_PROMPTS = {"code_prompt_show": "Show how it is drawn", "code_prompt_hide": "Hide how it is drawn"}
+EXTRAS = ("lm", "plots", "plan")  # that the install cell of every chapter installs
 COLAB_CELL = """\
 import os
+import runpy
 import sys
 
 if "google.colab" in sys.modules and not os.path.exists("noxfile.py"):
-    !git clone -q --depth 1 {address} ackpt
+    !test -d ackpt || git clone -q --depth 1 {address} ackpt
     %cd -q ackpt
-    %pip install -q ".[lm,plots,plan]"
+    runpy.run_path("tools/set_up_colab.py")["set_up"]("{extras}")
 elif os.path.exists("../_toc.yml"):  # opened where it is committed: work from the top of the checkout
     os.chdir("../..")
 sys.path.insert(0, os.getcwd())  # the chapters import `experiments`, a folder of the checkout"""
@@ -43,6 +45,12 @@ class NotebookError(ValueError):
 def source_hash(source: Path) -> str:
     """The sha256 of a notebook's source, in hex."""
     return hashlib.sha256(source.read_bytes()).hexdigest()
+
+
+def extras_of(source: Path) -> tuple[str, ...]:
+    """The extras of the package that a chapter needs: `EXTRAS`, and ``hf`` if it imports transformers or peft."""
+    needs = re.search(r"^\s*(?:from|import) (?:transformers|peft)\b", source.read_text(encoding="utf-8"), re.MULTILINE)
+    return (*EXTRAS, "hf") if needs else EXTRAS
 
 
 def prepare(source: Path, address: str | None = None) -> NotebookNode:
@@ -65,7 +73,9 @@ def prepare(source: Path, address: str | None = None) -> NotebookNode:
     opens = colab_address(address, f"{COLAB_FOLDER}/{source.stem}.ipynb")
     notebook.cells[1:1] = [
         new_markdown_cell(f"[![Open in Colab](../_static/colab.svg)]({opens})"),
-        new_code_cell(COLAB_CELL.format(address=address), metadata={"tags": ["remove-cell"]}),
+        new_code_cell(
+            COLAB_CELL.format(address=address, extras=",".join(extras_of(source))), metadata={"tags": ["remove-cell"]}
+        ),
     ]
     _clean_metadata(notebook)
     notebook.metadata = nbformat.from_dict(

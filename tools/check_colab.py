@@ -1,24 +1,26 @@
-"""Does a chapter that was opened in Colab set itself up and run?
+"""Do the chapters that were opened in Colab set themselves up and run?
 
-Needs an environment with no more than Colab brings: IPython and torch. Runs the install cell of the committed
-notebooks, but clones what is committed in this checkout instead of the published repository, then the first cell of
-every chapter, which holds the imports, and the whole of the chapters that are named.
+Needs an environment like Colab's: IPython, torch, its preinstalled packages, and a torchvision that fails on import,
+which `nox -s colab` makes. Every chapter runs in a Python and a clone of its own, as in a fresh runtime; the clone is
+of what is committed in this checkout instead of the published repository.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import types
 from pathlib import Path
 
-from IPython.core.interactiveshell import InteractiveShell
-
 ROOT = Path(__file__).resolve().parent.parent
 IN_COLAB = '"google.colab" in sys.modules'
+BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')\n"
 
 
 def code_cells(notebook: Path) -> list[str]:
@@ -30,38 +32,57 @@ def code_cells(notebook: Path) -> list[str]:
     return sources
 
 
-def run(cells: list[str]) -> None:
-    """Run cells one after the other in a fresh namespace; what a cell raises goes on to the caller."""
-    shell = InteractiveShell.instance()
-    shell.reset(new_session=False)
-    for cell in cells:
-        shell.run_cell(cell, silent=True).raise_error()
+def break_torchvision() -> None:
+    """Install a torchvision that fails on import, as one built for another torch does."""
+    site = Path(sysconfig.get_path("purelib"))
+    about = site / "torchvision-0.1.dist-info"
+    for folder in (site / "torchvision", about):
+        folder.mkdir(exist_ok=True)
+    (site / "torchvision" / "__init__.py").write_text(BROKEN)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n")
+    files = ("torchvision/__init__.py", *(f"{about.name}/{name}" for name in ("METADATA", "RECORD", "INSTALLER")))
+    (about / "INSTALLER").write_text("pip\n")
+    (about / "RECORD").write_text("".join(f"{name},,\n" for name in files))
 
 
-def main() -> int:
-    """Command line: `python tools/check_colab.py [01 ...]`, the numbers of chapters to run whole."""
-    notebooks = sorted((ROOT / "book" / "colab").glob("*.ipynb"))
-    whole = sys.argv[1:]
-    unknown = [number for number in whole if not any(path.name.startswith(number) for path in notebooks)]
-    if unknown or not notebooks:
-        print(f"no chapter {', '.join(unknown)} in {ROOT / 'book/colab'}")
-        return 2
-    install, *_ = code_cells(notebooks[0])
+def run_all(notebook: Path) -> None:
+    """Run every cell of a notebook in this process, in the current folder; what a cell raises goes to the caller."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    install, *cells = code_cells(notebook)
     from_here, changed = re.subn(r"(git clone -q --depth 1) \S+", rf"\1 {ROOT.as_uri()}", install)
     assert changed == 1, install
     sys.modules["google.colab"] = types.ModuleType("google.colab")
     os.environ["MPLBACKEND"] = "agg"
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        run([from_here])
+    shell = InteractiveShell.instance()
+    for cell in (from_here, *cells):
+        shell.run_cell(cell, silent=True).raise_error()
         assert Path("noxfile.py").exists(), "the install cell did not enter its clone"
-        for path in notebooks:
-            first, *rest = code_cells(path)[1:]
-            complete = any(path.name.startswith(number) for number in whole)
-            run([first, *rest] if complete else [first])
-            print(f"{path.stem}: {'runs' if complete else 'its imports are there'}", flush=True)
-        os.chdir(ROOT)
-    return 0
+
+
+def main() -> int:
+    """Command line: `python tools/check_colab.py [--folder FOLDER] [01 ...]`, all chapters by default."""
+    parser = argparse.ArgumentParser(description="Run chapters as Colab does.")
+    parser.add_argument("--folder", type=Path, default=ROOT / "book" / "colab", help="the notebooks (book/colab)")
+    parser.add_argument("--here", action="store_true", help="run one chapter in this process, in the current folder")
+    parser.add_argument("chapters", nargs="*", metavar="NN", help="numbers of chapters")
+    arguments = parser.parse_args()
+    notebooks = sorted(arguments.folder.resolve().glob("*.ipynb"))
+    chosen = [path for path in notebooks if path.name.startswith(tuple(arguments.chapters or [""]))]
+    if not chosen or len(chosen) < len(set(arguments.chapters)):
+        print(f"no chapter {', '.join(arguments.chapters)} in {arguments.folder}")
+        return 2
+    if arguments.here:
+        run_all(*chosen)
+        return 0
+    failed = []
+    for path in chosen:
+        break_torchvision()
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, "--here", "--folder", str(arguments.folder.resolve()), path.name]
+            failed += [path.stem] if subprocess.run(command, cwd=folder).returncode else []
+        print(f"{path.stem}: {'FAILED' if path.stem in failed else 'runs'}", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import nbformat
 from address import BRANCH, COLAB_FOLDER, ROOT, colab_address, project, repository_address
-from chapter import MEASURED, NotebookError
+from chapter import EXTRAS, MEASURED, NotebookError, extras_of
 from nbformat import NotebookNode
 from nbformat.v4 import new_notebook
 from pybtex.database import parse_file
 from pybtex.richtext import Text
 
 CHAPTERS = "book/notebooks"  # links and included files are relative to this folder
-EXTRAS = ("lm", "plots", "plan")  # what the install cell installs, see COLAB_CELL
 FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,}|:{3,})(?P<name>\{[^}]*\})?(?P<argument>.*)")
 OPTION = re.compile(r":([\w-]+):\s*(.*)")
 DROPPED = re.compile(r"\s*%|\s*\+\+\+|\([\w:-]+\)=\s*$")  # comments, cell breaks, labels
@@ -40,9 +39,9 @@ INSTALL_NOTE = """\
 clone also holds `experiments`, which the chapters import and which is not installed. pip also installs those of these
 packages that are missing: {packages}.
 
-`ackpt` requires {torch}. How long the cell takes depends on the downloads. If Colab's own torch is recent enough, pip
-keeps it, and the downloads are small. Otherwise pip replaces it with the newest release, a download of gigabytes that
-takes minutes; Colab's torchvision and torchaudio may not work afterwards."""
+`ackpt` requires {torch}. If Colab's own torch is recent enough, the cell keeps it, and the downloads are small.
+Otherwise it installs a torch and a torchvision that belong together and that the GPU's driver supports, a download of
+gigabytes that takes minutes. If torch was already imported, the runtime then restarts: run the cell again."""
 
 
 def for_colab(notebook: NotebookNode, root: Path = ROOT) -> NotebookNode:
@@ -53,7 +52,8 @@ def for_colab(notebook: NotebookNode, root: Path = ROOT) -> NotebookNode:
     """
     chapter = Path(notebook.metadata.ackpt.source).name
     cells = copy.deepcopy(notebook.cells)
-    cells[1].source += f"\n\n{install_note()}"
+    source = ROOT / "notebooks" / chapter
+    cells[1].source += f"\n\n{install_note(extras_of(source) if source.is_file() else EXTRAS)}"
     for index, cell in enumerate(cells):
         tags, page = cell.metadata.get("tags", []), cell.metadata.get("mystnb", {})
         kept: dict = {"tags": [MEASURED]} if MEASURED in tags else {}  # lets `check_same` accept other times
@@ -68,12 +68,12 @@ def for_colab(notebook: NotebookNode, root: Path = ROOT) -> NotebookNode:
     return new_notebook(cells=cells, metadata=nbformat.from_dict(metadata))
 
 
-def install_note() -> str:
+def install_note(extras: tuple[str, ...] = EXTRAS) -> str:
     """What the install cell does, from pyproject.toml; without the requirements of the package's extras."""
     about = project()
     needs = {re.split(r"[^\w-]", text)[0]: text for text in about["dependencies"]}
     names = [name for name in needs if name != "torch"]
-    names += [name for extra in EXTRAS for name in about["optional-dependencies"][extra]]
+    names += [name for extra in extras for name in about["optional-dependencies"][extra]]
     torch = needs["torch"].replace("torch>=", "torch ") + " or newer"
     return INSTALL_NOTE.format(address=repository_address(), packages=", ".join(names), torch=torch)
 

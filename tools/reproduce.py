@@ -2,6 +2,9 @@
 
 Everything happens in a staging folder whose `results/` the notebooks see. Only when every notebook has succeeded are
 the files moved to where they belong, each by one rename, so that a failed or interrupted run changes nothing.
+
+By default the notebooks see no GPU. With `--device cuda`, those with a cell of parameters also run the published
+experiments on the GPU, and their records move to `results/gpu`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from colab import for_colab
 from papermill.exceptions import PapermillExecutionError
 
 MADE = ("cpu", "tables", "figures", "explorer", "runs")  # the folders of results/ that only notebooks write
+ON_GPU = Path("results", "gpu")
 # One setting for every machine: sums in another order of threads are other numbers.
 FIXED = {
     "OMP_NUM_THREADS": "2",
@@ -44,8 +48,13 @@ def chapters(only: list[str], folder: Path) -> list[Path]:
     return chosen
 
 
-def execute(source: Path, stage: Path) -> None:
-    """Execute one notebook in `stage` and leave it there, normalised.
+def has_parameters(source: Path) -> bool:
+    """Whether the notebook has a cell of parameters, which papermill can set."""
+    return 'tags=["parameters"]' in source.read_text(encoding="utf-8")
+
+
+def execute(source: Path, stage: Path, parameters: dict | None = None) -> None:
+    """Execute one notebook in `stage`, with these values for its parameters, and leave it there, normalised.
 
     Raises NotebookError naming notebook and cell; the partly executed notebook and its log stay beside `stage`.
     """
@@ -57,6 +66,7 @@ def execute(source: Path, stage: Path) -> None:
         papermill.execute_notebook(
             str(target),
             str(raw),
+            parameters if has_parameters(source) else None,
             kernel_name="python3",
             cwd=str(stage),
             progress_bar=sys.stderr.isatty(),
@@ -69,7 +79,9 @@ def execute(source: Path, stage: Path) -> None:
             f"{source.name}, cell {error.cell_index}: {error.ename}: {error.evalue}\n"
             f"  log: {log}, notebook so far: {raw}"
         ) from error
-    notebook = normalise(nbformat.read(raw, as_version=4))
+    notebook = nbformat.read(raw, as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if "injected-parameters" not in cell.metadata.get("tags", [])]
+    notebook = normalise(notebook)
     refuse_accidents(notebook, source.name, private_paths(stage))
     target.write_text(to_text(notebook), encoding="utf-8")
     raw.unlink()
@@ -101,13 +113,14 @@ def private_paths(stage: Path) -> list[str]:
 def move_into_place(stage: Path, out: Path, untouched: dict[Path, int], everything: bool) -> list[Path]:
     """Move to `out` what was made in `stage` since `untouched` (times of change) was noted there.
 
-    After a full run, results that no notebook wrote are removed; return them.
+    After a full run, results that no notebook wrote are removed, but for records of a GPU; return them.
     """
     made = [name for name, changed in times_of_change(stage).items() if untouched.get(name) != changed]
     for name in made:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, out / name)
-    removed = [name for name in times_of_change(out) if name not in made] if everything else []
+    old = [name for name in times_of_change(out) if name not in made and ON_GPU not in name.parents]
+    removed = old if everything else []
     for name in removed:
         (out / name).unlink()
     return removed
@@ -120,8 +133,8 @@ def times_of_change(top: Path) -> dict[Path, int]:
 
 
 def made_folders(top: Path) -> list[Path]:
-    """The folders under `top` that belong to the notebooks alone."""
-    return [top / "book" / "notebooks", top / COLAB_FOLDER, *(top / "results" / name for name in MADE)]
+    """The folders under `top` that belong to the notebooks alone, and that of the records of a GPU."""
+    return [top / "book" / "notebooks", top / COLAB_FOLDER, *(top / "results" / name for name in MADE), top / ON_GPU]
 
 
 def make_stage(root: Path, everything: bool) -> Path:
@@ -137,16 +150,26 @@ def make_stage(root: Path, everything: bool) -> Path:
     return stage
 
 
-def reproduce(root: Path, out: Path, only: list[str]) -> None:
+def on_gpu(minutes: float, sources: list[Path]) -> dict:
+    """The parameters of notebooks that run on a GPU and share the minutes; NotebookError if no record could be kept."""
+    from experiments.results import environment
+
+    if (environment()["commit"] or "-dirty").endswith("-dirty"):
+        raise NotebookError("records of a GPU name the commit of the code: commit the changes of this checkout first")
+    return {"device": "cuda", "minutes": minutes / max(1, sum(map(has_parameters, sources)))}
+
+
+def reproduce(root: Path, out: Path, only: list[str], minutes_on_gpu: float | None = None) -> None:
     """Execute the chosen chapters of the checkout `root` and write everything they make below `out`."""
     sources = chapters(only, root / "notebooks")
-    os.environ.update(FIXED)
+    os.environ.update(FIXED if minutes_on_gpu else {**FIXED, "CUDA_VISIBLE_DEVICES": ""})
+    parameters = on_gpu(minutes_on_gpu, sources) if minutes_on_gpu else None
     stage = make_stage(root, everything=not only)
     untouched = times_of_change(stage)
     try:
         for source in sources:
             start = time.perf_counter()
-            execute(source, stage)
+            execute(source, stage, parameters)
             seconds = time.perf_counter() - start
             record_run(source, stage, seconds)
             print(f"{source.stem}: {seconds:.0f} s", flush=True)
@@ -159,13 +182,16 @@ def reproduce(root: Path, out: Path, only: list[str]) -> None:
 
 
 def main() -> int:
-    """Command line: `python tools/reproduce.py [--only 01 ...] [--out FOLDER]`."""
+    """Command line: `python tools/reproduce.py [--only 01 ...] [--out FOLDER] [--device cuda --minutes 60]`."""
     parser = argparse.ArgumentParser(description="Execute the notebooks and rewrite what comes from them.")
     parser.add_argument("--only", nargs="+", default=[], metavar="NN", help="the chapters to execute (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT, help="write below this folder, not into the checkout")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: also run the experiments there")
+    parser.add_argument("--minutes", type=float, default=60, metavar="N", help="with --device cuda, of all chapters")
     arguments = parser.parse_args()
+    minutes = arguments.minutes if arguments.device == "cuda" else None
     try:
-        reproduce(ROOT, arguments.out.resolve(), arguments.only)
+        reproduce(ROOT, arguments.out.resolve(), arguments.only, minutes)
     except NotebookError as error:
         print(f"reproduce: {error}", file=sys.stderr)
         return 1

@@ -14,13 +14,14 @@ from pathlib import Path
 from address import ROOT
 from chapter import source_hash
 
-from experiments.reports.gpu_records import gpu_columns
+from experiments.reports.gpu_records import all_rows, gpu_columns, gpu_records
+from experiments.reports.gpu_suite import DIFFERENCES
 from experiments.results import DASH, Record, load_records, markdown_table
 
 RUN = "notebook"  # the experiment of a run's record
 MISSING = "*not yet measured*"
 NOTHING = "no such column"
-READERS = ("gpu_records", "gpu_rows")  # what a notebook reads records of a GPU with, by experiment
+READER = "gpu_records"  # what a notebook reads records of a GPU with, by experiment
 KINDS = {  # of figures, beside those that were measured on a CPU
     "published by others": re.compile("published", re.I),
     "predicted": re.compile("predicted|simulated|from shapes alone|data sheet", re.I),
@@ -35,6 +36,23 @@ NOTEBOOKS = {
     "source": "its source",
 }
 TABLES = {"table": "table", "cpu": "made on a CPU", "also": "also holds figures", "gpu": "measured on a GPU"}
+ON_GPU = {
+    "job": "experiment",
+    "method": "method",
+    "peak": "peak, MiB",
+    "memory": "vs baseline, %",
+    "requested": "requested, MiB",
+    "reserved": "reserved, MiB",
+    "off": "prediction off by, %",
+    "ms": "ms per step",
+    "spread": "lowest to highest",
+    "time": "added time, %",
+    "training": "training, s",
+}
+FIGURES = {  # drawn by the chapters if there are records
+    "04_measured.png": "The synthetic experiment, 16,384 tokens: predicted memory by category, and measured as a line.",
+    "05_measured.png": "The offload experiment: predicted memory by category, and measured as a line.",
+}
 MISSING_CELLS = {"table": "table", "column": "column", "cells": "rows not yet measured"}
 
 
@@ -110,7 +128,7 @@ def chapter_of(table: Table, root: Path = ROOT) -> Path:
 def gpu_experiments(source: Path) -> set[str]:
     """The experiments whose records of a GPU the notebook reads."""
     calls = (node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
-    named = (call.args[0] for call in calls if ast.unparse(call.func).split(".")[-1] in READERS and call.args)
+    named = (call.args[0] for call in calls if ast.unparse(call.func).split(".")[-1] == READER and call.args)
     return {str(ast.literal_eval(argument)) for argument in named}
 
 
@@ -123,7 +141,7 @@ def on_gpu(table: Table, root: Path = ROOT) -> str | None:
         return MISSING
     folder = root / "results" / "gpu"
     wanted = gpu_experiments(chapter_of(table, root))
-    found = [r for r in (load_records(folder) if folder.is_dir() else []) if r.experiment in wanted]
+    found = [record for experiment in sorted(wanted) for record in gpu_records(experiment, folder)]
     if not found:
         raise ValueError(f"{table.path.name} has figures of a GPU, and {folder} has no record of {', '.join(wanted)}")
     return "; ".join(dict.fromkeys(where(record.environment) for record in found))
@@ -191,15 +209,33 @@ def missing_rows(root: Path = ROOT) -> list[dict]:
     ]
 
 
+def gpu_rows(root: Path = ROOT) -> list[dict]:
+    """A row for every run that a GPU recorded."""
+    rows = all_rows(root / "results" / "gpu")
+    for row in rows:
+        row |= {name: round(row[name], 1) for name in (*DIFFERENCES, "training") if row[name] is not None}
+    return [{name: DASH if row[name] is None else row[name] for name in ON_GPU} for row in rows]
+
+
 PARTS = {
     "notebooks": (notebook_rows, NOTEBOOKS, "The last run of every notebook."),
     "tables": (table_rows, TABLES, "Every table of the book: where its figures come from."),
+    "gpu": (gpu_rows, ON_GPU, "Every run that a GPU recorded. Peaks of frontier and selftest are dynamic."),
     "missing": (missing_rows, MISSING_CELLS, "What is not yet measured."),
 }
+NONE = {"missing": "Nothing is missing.", "gpu": "There is no record of a GPU yet."}
 
 
 def page(part: str, root: Path = ROOT) -> str:
     """One of `PARTS` as Markdown."""
     rows, columns, caption = PARTS[part]
     found = rows(root)
-    return markdown_table(found, columns, caption, f"status-{part}") if found else "Nothing is missing.\n"
+    if not found:
+        return f"{NONE[part]}\n"
+    drawn = {
+        name: text for name, text in FIGURES.items() if part == "gpu" and (root / "results/figures" / name).exists()
+    }
+    figures = [
+        f"```{{figure}} ../results/figures/{name}\n:alt: {text}\n\n{text}\n```\n" for name, text in drawn.items()
+    ]
+    return "\n".join([markdown_table(found, columns, caption, f"status-{part}"), *figures])

@@ -126,10 +126,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)[0]
     elif q.device.type == "cuda" and not torch.cuda.is_available():
         out = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[0]
-    elif type(q) is Tensor and _choice(q, k, v, is_causal=causal) == SDPBackend.MATH.value:
+    elif is_readable(q) and _choice(q, k, v, is_causal=causal) == SDPBackend.MATH.value:
         raise ValueError(
-            f"no flash or memory-efficient attention kernel on {q.device} for {q.dtype} with head_dim "
-            f"{q.shape[-1]}: use float32, bfloat16 or float16 and a head_dim that is a multiple of 8"
+            f"no flash or memory-efficient attention kernel on {q.device} for {q.dtype} with head_dim {q.shape[-1]}: "
+            "use float32 or float16 (bfloat16 needs compute capability 8.0) and a head_dim that is a multiple of 8"
         )
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)

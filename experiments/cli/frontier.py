@@ -56,6 +56,8 @@ def add_frontier(commands) -> None:
         help="what the policies minimize: counted (FLOPs and traffic, the default), rates; "
         "with several, auto plans with each",
     )
+    add("--device", help="cpu (default) or cuda")
+    add("--dtype", help="float32 (default), or autocast to bfloat16 or float16")
     add("--compiler", metavar="NAME", help="eager (default), or inductor, which compiles every step")
     add("--seed", type=int)
     add("--times", type=int, default=0, metavar="ROUNDS", help="interleaved rounds of timing (default 0: none)")
@@ -80,7 +82,8 @@ def configuration(arguments):
 
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     changes: dict[str, Any] = {field: tuple(given[name]) for name, field in LISTS.items() if name in given}
-    changes |= {name: given[name] for name in ("model", "compiler", "clock", "seed") if name in given}
+    named = ("model", "device", "dtype", "compiler", "clock", "seed")
+    changes |= {name: given[name] for name in named if name in given}
     return FrontierConfig(sizes={name: given[name] for name in SIZES if name in given}, **changes)
 
 
@@ -88,12 +91,13 @@ def run_frontier_command(arguments, command: str) -> int:
     from experiments.frontier import run_frontier
     from experiments.reports import frontier as report
 
-    from .options import UsageError, writable
+    from .options import UsageError, folder_for, require_gpu
 
     config = configuration(arguments)
     if arguments.times < 0:
         raise UsageError(f"--times must be at least 0, got {arguments.times}")
-    folder = writable(arguments.out, "--out")
+    require_gpu(config.device, "--device cuda needs a CUDA GPU and torch sees none here: use --device cpu")
+    folder = folder_for(arguments.out, config.device)
     record = run_frontier(config, command, arguments.times)
     if folder is not None:
         path = record.save(folder / report.file_name(record))

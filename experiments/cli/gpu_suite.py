@@ -6,9 +6,7 @@ import os
 import re
 import sys
 
-import torch
-
-from .options import TIERS, UsageError, names, writable
+from .options import UsageError, folder_for, names, require_gpu
 
 
 def add_gpu_suite(commands) -> None:
@@ -22,9 +20,9 @@ def add_gpu_suite(commands) -> None:
     )
     add = parser.add_argument
     add("--out", metavar="FOLDER", help="folder for the records; required without --predict")
-    add("--only", type=names, metavar="E,E,...", help="some of synthetic,lm,offload,batch-size,bert,frontier")
-    add("--minutes", type=float, default=9.0, metavar="N", help="start no job that would end later (default 9)")
-    add("--tier", choices=TIERS, default="gpu", help="sizes: gpu (default) as published, cpu small")
+    add("--only", type=names, metavar="E,E,...", help="some of selftest,synthetic,lm,offload,batch-size,bert,frontier")
+    add("--minutes", type=float, default=8.0, metavar="N", help="start no job that would end later (default 8)")
+    add("--tier", choices=("cpu", "t4", "full"), default="full", help="full (default), t4 (float16), or cpu (small)")
     add("--commit", metavar="SHA", help="the commit of this code, if git cannot tell it")
     add("--predict", action="store_true", help="list the jobs with peaks predicted from shapes alone; --out saves them")
     parser.set_defaults(run=run_gpu_suite)
@@ -41,17 +39,15 @@ def run_gpu_suite(arguments, command: str) -> int:
     chosen = jobs(arguments.tier, EXPERIMENTS if arguments.only is None else arguments.only)
     if arguments.commit is not None:
         _take_commit(arguments.commit)
-    folder = writable(arguments.out, "--out")
+    device = "cpu" if arguments.tier == "cpu" else "cuda"
+    folder = folder_for(arguments.out, device)
     if arguments.predict:
         return _predict(chosen, folder)
     if folder is None:
         raise UsageError("give a folder for the records: --out FOLDER")
     commit = environment()["commit"]
-    if arguments.tier == "gpu":
-        if not torch.cuda.is_available():
-            raise UsageError(
-                "torch sees no CUDA GPU here: add --predict for the peaks from shapes alone, or use --tier cpu"
-            )
+    require_gpu(device, "torch sees no CUDA GPU here: add --predict for the peaks from shapes alone, or use --tier cpu")
+    if device == "cuda":
         if commit is None:
             raise UsageError("git cannot tell the commit of this code, which every record names: give --commit SHA")
         if commit.endswith("-dirty"):
@@ -80,7 +76,7 @@ def _predict(jobs, folder) -> int:
     """Print the jobs with their predicted peaks; returns 1 if a prediction failed."""
     from experiments.results import environment
     from experiments.steps.failures import Failures
-    from experiments.suite.gpu_suite import predicted_peaks
+    from experiments.suite.gpu_suite import add_predictions, predicted_peaks
 
     commit = environment()["commit"]
     failures = Failures()
@@ -89,6 +85,8 @@ def _predict(jobs, folder) -> int:
         with failures.of(job.name):
             for method, peak in predicted_peaks(job, folder, commit).items():
                 print(f"  {method:24} {peak / 2**20:10.1f} MiB")
+            if folder is not None:
+                add_predictions(job, folder, commit)
     for name, reason in failures.reasons.items():
         print(f"python -m experiments gpu-suite: {name}: {reason}", file=sys.stderr)
     return 1 if failures.reasons else 0

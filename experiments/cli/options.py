@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ackpt.cli.command_line import UsageError, add_set, field, writable
+from experiments.results import GPU_FOLDER, devices_in
 
 TIERS = ("cpu", "gpu")
 FIELDS = {"seq_len": "seq_lens", "method": "methods", "lr": "learning_rate"}  # of a configuration, by option
@@ -68,6 +69,7 @@ def tier_of(arguments) -> str:
 def configuration(arguments):
     """The configuration of ``synthetic``, ``lm`` or ``offload``: the tier's, changed by the options that were given."""
     from experiments import lm, offload, synthetic
+    from experiments.steps.settings import on_this_gpu
 
     module = {"lm": lm, "synthetic": synthetic, "offload": offload}[arguments.command]
     base: Any = module.GPU if tier_of(arguments) == "gpu" else module.CPU
@@ -79,7 +81,8 @@ def configuration(arguments):
             changes[name] = tuple(value) if isinstance(value, list) else value
     if "vocab_size" in changes and "tokenizer_vocab" not in changes:
         changes["tokenizer_vocab"] = min(base.tokenizer_vocab, changes["vocab_size"])
-    return dataclasses.replace(base, **changes)
+    config = dataclasses.replace(base, **changes)
+    return config if "dtype" in changes else on_this_gpu(config)
 
 
 def checked_folder(config, arguments) -> Path | None:
@@ -96,15 +99,35 @@ def checked_folder(config, arguments) -> Path | None:
         raise UsageError(f"unknown device {config.device!r}: choose cpu or cuda")
     if config.device == "cpu" and config.dtype == "float16":
         raise UsageError("float16 training needs a GPU: choose float32 or bfloat16 on the CPU")
-    if config.device == "cuda" and not arguments.predict and not torch.cuda.is_available():
-        needing = "--tier gpu needs" if arguments.tier == "gpu" else "--device cuda needs"
-        raise UsageError(
-            f"{needing} a CUDA GPU and torch sees none here: add --predict for the peaks from shapes alone, or use "
-            "--tier cpu --device cpu"
-        )
+    needing = "--tier gpu needs" if arguments.tier == "gpu" else "--device cuda needs"
+    device = "cpu" if arguments.predict else config.device
+    require_gpu(
+        device,
+        f"{needing} a CUDA GPU and torch sees none here: add --predict for the peaks from shapes alone, or use "
+        "--tier cpu --device cpu",
+    )
     if arguments.timed_rounds < 0:
         raise UsageError(f"--timed-rounds must be at least 0, got {arguments.timed_rounds}")
-    return writable(arguments.out, "--out")
+    return folder_for(arguments.out, device)
+
+
+def require_gpu(device: str, message: str) -> None:
+    """UsageError with the message if the device is a GPU and torch sees none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(message)
+
+
+def folder_for(out: str | None, device: str) -> Path | None:
+    """The folder for records made on `device`; UsageError if it has records of the other device, or is `GPU_FOLDER`."""
+    if out is None:
+        return None
+    other = GPU_FOLDER.resolve() == Path(out).resolve() and device == "cpu"
+    if other or devices_in(out) - {device}:
+        raise UsageError(
+            f"--out {out}: this run makes records of device {device}, and that folder is for the other device; name "
+            "another folder, or give --device"
+        )
+    return writable(out, "--out")
 
 
 def save_and_print(groups, report, folder: Path | None, arguments) -> int:

@@ -6,7 +6,7 @@ from ackpt.core.budget import from_text, readable
 from ackpt.metering.meter import memory_format
 from experiments.batch_size import EXPERIMENT, LARGEST
 from experiments.results import DASH
-from experiments.steps.named_steps import BASELINE, needs_limit
+from experiments.steps.named_steps import BASELINE, PER_BLOCK, needs_limit
 
 from .tables import (
     MIB,
@@ -34,6 +34,16 @@ COLUMNS = {
     "published_peak": "published MiB",
     "published_ms": "published ms",
 }
+# Our measurements in the table of the published batches: method, key of `rows`, heading.
+GPU_FIGURES = {
+    "gpu": (BASELINE, "peak", "baseline, on a GPU, MiB"),
+    "gpu ms": (BASELINE, "ms", "baseline, on a GPU, ms"),
+    "gpu per-block": (PER_BLOCK, "peak", "per-block, on a GPU, MiB"),
+    "gpu per-block time": (PER_BLOCK, "time", "per-block, on a GPU: added time, %"),
+    "gpu auto": ("auto@per-block", "peak", "plan, on a GPU, MiB"),
+    "gpu auto time": ("auto@per-block", "time", "plan, on a GPU: added time, %"),
+}
+ON_GPU = {key: heading for key, (_, _, heading) in GPU_FIGURES.items()}
 FORMS = dict.fromkeys(("vs_baseline", "flops", "time"), PERCENT)
 LARGEST_COLUMNS = {
     "method": "method",
@@ -128,7 +138,7 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
     Returns:
         Rows with the keys batch; without, with, ``saved``, ``without_ms``, ``with_ms``, ``time`` and ``larger`` as
         published, or computed from it; ``predicted`` and ``error`` of "without"; ``ours`` and the ``time`` of each
-        method of the curves, such as ``mu-two time``; ``gpu``. MiB, ms and percent, as text. ``larger``: which batch
+        method of the curves, such as ``mu-two time``; those of `ON_GPU`. MiB, ms and percent. ``larger``: which batch
         fits with the pipeline into the memory of the row without it, interpolated, relative to the row's batch;
         ``"≥ 2.0"`` if even the largest published batch fits.
     """
@@ -137,7 +147,7 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
         for method in ("without", "with")
     )
     peaks = {row["sizes"]["batch"]: row for row in predicted}
-    on_gpu = {row["batch_size"]: row["peak"] for row in rows(measured) if row["method"] == BASELINE}
+    on_gpu = {(row["batch_size"], row["method"]): row for row in rows(measured)}
     shown = []
     for batch, row in without.items():
         other, ours = with_it[batch], curves[batch]
@@ -158,7 +168,7 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
                     f"{name} time": signed(100 * (each["seconds"] / ours["without"]["seconds"] - 1), 1)
                     for name, each in ours.items()
                 },
-                "gpu": on_gpu.get(batch),
+                **{key: on_gpu.get((batch, way), {}).get(name) for key, (way, name, _) in GPU_FIGURES.items()},
             }
         )
     return shown

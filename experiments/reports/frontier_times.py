@@ -47,7 +47,17 @@ def is_by_inductor(record: Record) -> bool:
 def name_of(record: Record) -> str:
     """The name of a record's model, and of its compiler unless that is eager."""
     name = NAMES[record.config["model"]]
+    if record.environment["device"] == "cuda":
+        name += f" on a {record.environment['device_name']}"
     return f"{name}, Inductor" if is_by_inductor(record) else name
+
+
+def largest(records: Sequence[Record]) -> list[Record]:
+    """Of each model and compiler, the record with the most points."""
+    chosen: dict[tuple, Record] = {}
+    for record in sorted(records, key=lambda each: len(each.metrics["points"])):
+        chosen[record.config["model"], record.config.get("compiler")] = record
+    return list(chosen.values())
 
 
 def label(policy_or_peer: str, record: Record) -> str:

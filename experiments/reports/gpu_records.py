@@ -6,19 +6,16 @@ import re
 import subprocess
 from pathlib import Path
 
-from experiments.results import Record, RecordError, load_records
+from experiments.results import Record, load_records
 
-from .gpu_suite import COLUMNS, rows
+from .gpu_suite import rows
 
 FOLDER = Path("results", "gpu")
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def gpu_records(experiment: str, folder=FOLDER, **config) -> list[Record]:
-    """The records of an experiment whose configuration has the given values; [] without any, or without the folder.
-
-    Raises:
-        RecordError: if one of them was not made on a GPU.
+    """The records that a GPU made of an experiment, with the given values in their configuration.
 
     Example:
         >>> from experiments.reports.gpu_records import gpu_records
@@ -26,28 +23,8 @@ def gpu_records(experiment: str, folder=FOLDER, **config) -> list[Record]:
         []
     """
     records = load_records(folder, experiment) if Path(folder).is_dir() else []
-    for record in records:
-        if record.environment["device"] != "cuda":
-            raise RecordError(f"a record of {experiment} in {folder} was made on {record.environment['device_name']}")
+    records = [record for record in records if record.environment["device"] == "cuda"]
     return [r for r in records if all(r.config.get(name) == value for name, value in config.items())]
-
-
-def gpu_rows(experiment: str, methods, folder=FOLDER, **config) -> list[dict]:
-    """One row per method, in order, with the keys of `gpu_suite.COLUMNS`; a figure that was not measured is None.
-
-    Args:
-        methods: those of the table, whether they were measured or not.
-        config: values that select the published configuration among others in the folder, as in `gpu_records`.
-
-    Raises:
-        RecordError: as `gpu_records`; also if two records are of the same method.
-    """
-    measured: dict[str, dict] = {}
-    for row in rows(experiment, gpu_records(experiment, folder, **config)):
-        if row["method"] in measured:
-            raise RecordError(f"two records of {experiment} {row['method']} in {folder}: say more of the configuration")
-        measured[row["method"]] = row
-    return [measured.get(method, {**dict.fromkeys(COLUMNS), "method": method}) for method in methods]
 
 
 def not_of_this_repository(folder=FOLDER, root=".") -> list[str]:
@@ -75,7 +52,7 @@ def unrecorded(table: str, folder=FOLDER) -> list[str]:
     Args:
         table: the text of a file in ``results/tables``; the headings of its columns say which are measured on a GPU.
     """
-    recorded = {abs(round(value, 1)) for row in _all_rows(folder) for value in row.values() if isinstance(value, float)}
+    recorded = {abs(round(value, 1)) for row in all_rows(folder) for value in row.values() if isinstance(value, float)}
     return [text for text in gpu_cells(table) if float(text.replace(",", "")) not in recorded]
 
 
@@ -93,10 +70,23 @@ def gpu_columns(table: str) -> list[int]:
     return [index for index, cell in enumerate(heading.strip("| ").split("|")) if _ON_GPU.search(cell.strip())]
 
 
-def _all_rows(folder) -> list[dict]:
-    """The rows of every record of the folder, compared with the baseline of its configuration."""
+def all_rows(folder=FOLDER) -> list[dict]:
+    """The rows of every record of a GPU in the folder, compared with the baseline of its configuration.
+
+    ``job`` is the experiment with its size.
+    """
     groups: dict[str, list[Record]] = {}
     for record in load_records(folder) if Path(folder).is_dir() else []:
         shared = {name: value for name, value in record.config.items() if name != "method"}
-        groups.setdefault(f"{record.experiment} {sorted(shared.items())}", []).append(record)
-    return [row for group in groups.values() for row in rows("", group)]
+        if record.environment["device"] == "cuda":
+            groups.setdefault(f"{record.experiment} {sorted(shared.items())}", []).append(record)
+    return [row for group in groups.values() for row in rows(_sized(group[0]), group)]
+
+
+def _sized(record: Record) -> str:
+    """The experiment of a record, its model, sizes and dtype."""
+    sizes = {"seq_len": "tokens", "total_tokens": "tokens", "batch_size": "in a batch"}
+    config = record.config
+    parts = [str(config[name]) for name in ("model", "compiler") if config.get(name)]
+    parts += [f"{config[name]:,} {unit}" for name, unit in sizes.items() if isinstance(config.get(name), int)]
+    return ", ".join([record.experiment, *parts, *([config["dtype"]] if config.get("dtype") else [])])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
+from ackpt.planner.costs.devices import device
 from experiments.results import Record
 from experiments.steps.named_steps import BASELINE
 from experiments.suite.gpu_suite import Outcome
@@ -26,23 +27,28 @@ DIFFERENCES = ("memory", "time", "off")
 
 
 def rows(job: str, records: list[Record]) -> list[dict]:
-    """One row per run of a job, with the keys of `COLUMNS`; a missing figure is None.
+    """One row per run of a job, with the keys of `COLUMNS`, and ``training``, in seconds; a missing figure is None.
 
     Sizes are in MiB. ``memory`` and ``time`` are the differences from the baseline in percent, ``off`` is that of the
-    predicted peak from the measured one. The peaks of the frontier are dynamic, all others are of the whole memory.
+    predicted peak from the measured one. The peaks of frontier and selftest are dynamic, others of the whole memory.
     """
     runs = [run for record in records for run in _runs(record)]
     baseline = next((run for name, run in runs if name == BASELINE), {})
-    return [{**dict.fromkeys(COLUMNS), "job": job, "method": name, **_row(run, baseline)} for name, run in runs]
+    empty = {**dict.fromkeys(COLUMNS), "training": None, "job": job}
+    return [{**empty, "method": name, **_row(run, baseline)} for name, run in runs]
 
 
 def _runs(record: Record):
     """``(method, its figures)`` of a record, the baseline first."""
     metrics = record.metrics
-    if "points" not in metrics:
+    if "points" in metrics:
+        runs = [(BASELINE, metrics["baseline"]), *_frontier(metrics)]
+    elif "checks" in metrics:  # of the selftest
+        runs = metrics["methods"].items()
+    else:
         yield record.config["method"], metrics
         return
-    for name, run in ((BASELINE, metrics["baseline"]), *_frontier(metrics)):
+    for name, run in runs:
         if "measured_peak_bytes" in run:
             yield name, {**run, "peak_bytes": run["measured_peak_bytes"]}
 
@@ -65,6 +71,7 @@ def _row(run: dict, baseline: dict) -> dict:
     row: dict = {"peak": round(peak / MIB, 1)}
     for name, key in (("requested", "requested_peak_bytes"), ("reserved", "reserved_peak_bytes")):
         row[name] = round(run[key] / MIB, 1) if key in run else None
+    row["training"] = run.get("seconds_training")
     if run.get("predicted_peak_bytes"):
         row["off"] = 100 * (run["predicted_peak_bytes"] / peak - 1)
     if run is not baseline and baseline.get("peak_bytes"):
@@ -75,6 +82,37 @@ def _row(run: dict, baseline: dict) -> dict:
     if run is not baseline and "seconds_ratio" in run and reference == BASELINE:
         row["time"] = 100 * (run["seconds_ratio"]["median"] - 1)
     return row
+
+
+GPUS = {"t4": "T4", "l4": "L4", "a100-40g": "A100", "h100-80g": "H100"}
+SHARE = 0.4  # of a data sheet's rate, that steps reach
+STEPS = {"synthetic": 14, "lm": 500}  # of training; the other experiments time single steps
+SIZES = {"synthetic": "seq_len", "lm": "seq_len", "offload": "total_tokens", "bert": "seq_len"}
+FIT_COLUMNS = {"experiment": "experiment", "tokens": "tokens", "steps": "steps", "peak": "largest peak, MiB"}
+FIT_COLUMNS |= {name: f"{title}, s" for name, title in GPUS.items()}
+
+
+def fit_rows(predicted: list[Record]) -> list[dict]:
+    """One row per size of the published experiments: its largest predicted peak, and its seconds on several GPUs.
+
+    The seconds are those of the published steps by all methods, at `SHARE` of the rates; a text where the peak exceeds
+    the memory.
+    """
+    groups: dict[tuple, list[Record]] = {}
+    for record in predicted:
+        experiment = record.experiment.removesuffix("-predicted")
+        if experiment in SIZES and experiment != record.experiment:
+            groups.setdefault((experiment, record.config[SIZES[experiment]]), []).append(record)
+    shown = []
+    for (experiment, tokens), records in sorted(groups.items()):
+        steps, peak = STEPS.get(experiment, 1), max(record.metrics["peak_bytes"] for record in records)
+        flops = steps * sum(record.metrics["flops"] for record in records)
+        row = {"experiment": experiment, "tokens": f"{tokens:,}", "steps": steps, "peak": f"{peak / MIB:,.1f}"}
+        for name in GPUS:
+            seconds = flops / (SHARE * device(name).flops_per_second["float16"])
+            row[name] = f"{seconds:,.1f}" if peak < device(name).memory_bytes else "does not fit"
+        shown.append(row)
+    return shown
 
 
 def text_table(records: dict[str, list[Record]]) -> str:

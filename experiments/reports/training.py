@@ -12,6 +12,7 @@ PUBLISHED = {
     "configured": "predicted, MiB",
     "predicted": "ours, predicted, MiB",
     "measured": "ours, on a GPU, MiB",
+    "measured_seconds": "ours, on a GPU, s",
     "seconds": "published, s",
     "ratio": "ratio",
 }
@@ -86,7 +87,7 @@ def published_rows(reference, configured, predicted, measured=(), digits: int = 
                 "published": f"{row['peak']:,.{digits}f}",
                 "configured": f"{published_step['predicted'] / MIB:,.{digits}f}",
                 "predicted": f"{record.metrics['peak_bytes'] / MIB:,.1f}",
-                "measured": measured_peak(record, measured),
+                **measured_figures(record, measured),
                 "seconds": f"{row['seconds']:.2f}",
                 "ratio": f"{row['seconds'] / printed[tokens, 'baseline']['seconds']:.2f}",
             }
@@ -94,12 +95,33 @@ def published_rows(reference, configured, predicted, measured=(), digits: int = 
     return rows
 
 
-def measured_peak(record, measured) -> str | None:
-    """The peak of the measured record with the sizes, dtype and method of another, in MiB."""
+def measured_figures(record, measured) -> dict[str, str | None]:
+    """``measured``, the peak in MiB, and ``measured_seconds``, of all training steps, at the size of another record.
+
+    A GPU without attention in bfloat16 measures in float16, whose bytes are the same.
+    """
     for other in measured:
-        if all(other.config.get(name) == record.config.get(name) for name in SIZES):
-            return f"{other.metrics['peak_bytes'] / MIB:,.1f}"
-    return None
+        if _size(other) == _size(record):
+            seconds = f"{other.metrics['seconds_training']:,.1f}"
+            return {"measured": f"{other.metrics['peak_bytes'] / MIB:,.1f}", "measured_seconds": seconds}
+    return {"measured": None, "measured_seconds": None}
+
+
+def _size(record) -> tuple:
+    size = {name: record.config.get(name) for name in SIZES}
+    size["dtype"] = {"float16": "bfloat16"}.get(size["dtype"], size["dtype"])
+    return tuple(size.values())
+
+
+def measured_losses(measured) -> dict[str, dict[str, list[float]]]:
+    """``{length: {method: losses}}`` of baseline and checkpoint in half precision, for `figures.losses_plot`."""
+    curves: dict[str, dict[str, list[float]]] = {}
+    half = [r for r in measured if r.config["dtype"] != "float32" and r.config["method"] in ("baseline", "checkpoint")]
+    for record in sorted(half, key=lambda each: (each.config["seq_len"], each.config["method"])):
+        curves.setdefault(f"{record.config['seq_len']:,} tokens", {})[record.config["method"]] = record.metrics[
+            "losses"
+        ]
+    return {name: methods for name, methods in curves.items() if len(methods) == 2}
 
 
 def text_table(records) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ackpt.cli.selftest import Workload, transformer
 from ackpt.core.errors import did_you_mean
 from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
+from experiments.steps.settings import LOSS_SCALE
 
 TRANSFORMER = {
     "batch_size": 2,
@@ -37,9 +38,14 @@ UNET = {"batch_size": 4, "image_size": 64, "width": 32, "num_classes": 8}
 
 
 def workload(model: str, sizes: dict[str, int], seed: int, device: str = "cpu", dtype: str = "float32") -> Workload:
-    """The model of that name with `sizes`, on a device, its weights and batch drawn from `seed` on the CPU."""
+    """The model of that name with `sizes`, on a device, its weights and batch drawn from `seed` on the CPU.
+
+    In float16 its loss is scaled by `LOSS_SCALE`, as a gradient scaler would.
+    """
     torch.manual_seed(seed)
     made = replace(MODELS[model].build(**sizes), dtype=dtype)
+    if dtype == "float16":
+        made = replace(made, model=_Scaled(made.model))
     if device == "cpu":
         return made
     return replace(made, model=made.model.to(device), args=tuple(each.to(device) for each in made.args))
@@ -131,6 +137,17 @@ def _bert(batch_size, seq_len, **sizes) -> Workload:
     model = _Bert(BertConfig(positions=seq_len, **sizes))
     tokens = torch.randint(sizes["vocab_size"], (batch_size, seq_len))
     return Workload(model, (tokens, tokens.clone()), tuple(model.model.bert.blocks))
+
+
+class _Scaled(nn.Module):
+    """A model whose loss is multiplied by `LOSS_SCALE`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.model(*args) * LOSS_SCALE
 
 
 @dataclass(frozen=True)

@@ -126,12 +126,12 @@ class Runs:
         """The differences that rounding makes: those of a baseline step whose parameters differ in their last bits."""
         parameters = list(self.work.model.parameters())
         before = [parameter.detach().clone() for parameter in parameters]
-        noise = torch.Generator(self.work.device).manual_seed(self.seed)
+        noise = torch.Generator().manual_seed(self.seed)
         self._restart()
         with torch.no_grad():
             for parameter in parameters:
-                draws = torch.randn(parameter.shape, generator=noise, device=parameter.device)
-                parameter.mul_(1 + _LAST_BITS * draws)
+                draws = torch.randn(parameter.shape, generator=noise)
+                parameter.mul_(1 + _LAST_BITS * draws.to(parameter.device))
         self._step(self.work.model)
         with torch.no_grad():
             for parameter, value in zip(parameters, before, strict=True):

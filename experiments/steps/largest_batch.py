@@ -147,6 +147,7 @@ def _peak_within(setting: Setting, method: Method, limit_bytes: int) -> int | No
     try:
         run = RunStep(setting)
         run.prepare(method)
+        run.switch(method)
         for _ in range(2):
             run.step(method)
         torch.cuda.synchronize()

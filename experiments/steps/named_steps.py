@@ -20,11 +20,11 @@ from ackpt.metering.meter import measure
 from ackpt.models import Block
 from ackpt.planner.policies import POLICIES
 from ackpt.planner.workloads.planned_shapes import NEEDS_FATES
-from ackpt.planner.workloads.step_request import BUILT_IN, StepRequest, autocast, training_step
+from ackpt.planner.workloads.step_request import BUILT_IN, DTYPES, StepRequest, autocast, training_step
 from experiments.models import BasicBlock, BertBlock, BertForMaskedLM, Bottleneck
 
 from .settings import record_metrics
-from .training import adamw
+from .training import adamw, backward_and_update, scaler_of
 
 BASELINE, PER_BLOCK = "baseline", "per-block"
 BLOCKS = (BasicBlock, Bottleneck, Block, BertBlock)
@@ -35,7 +35,10 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Setting:
-    """Which step: a model by name, fields of its configuration, sizes of a batch, device and dtype."""
+    """Which step: a model by name, fields of its configuration, sizes of a batch, device and dtype.
+
+    `trains`: whether AdamW's step belongs to it; otherwise it is forward and backward.
+    """
 
     model: str
     batch_size: int
@@ -46,13 +49,14 @@ class Setting:
     dtype: str = "float32"
     learning_rate: float = 1e-4
     seed: int = 0
+    trains: bool = True
 
     def __post_init__(self):
         if self.model not in BUILT_IN:
             close = did_you_mean(self.model, BUILT_IN)
             raise ValueError(f"unknown model {self.model!r}{close}: choose from {', '.join(BUILT_IN)}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype {self.dtype!r} is not supported here: choose float32, or autocast to bfloat16")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}: choose from {', '.join(DTYPES)}")
         self.request()
 
     def request(self) -> StepRequest:
@@ -117,19 +121,21 @@ class RunStep:
         made = training_step(setting.request(), setting.device)
         self.model = made.model.train()
         self.inputs = with_data(made.model, made.inputs, setting.seed)
-        self.optimizer = adamw(self.model, setting.learning_rate)
+        self.optimizer = adamw(self.model, setting.learning_rate) if setting.trains else None
+        self.scaler = scaler_of(setting.device, setting.dtype)
         self.planned: dict[Method, Any] = {}
 
     @property
     def resident(self) -> tuple:
-        return (self.model, self.optimizer, *tensors(self.inputs))
+        return (self.model, *([self.optimizer] if self.optimizer else []), *tensors(self.inputs))
 
     def prepare(self, method: Method):
         """Plan the method's step; raises NotRun if its budget is infeasible."""
         remove_activation_checkpointing(self.model)
         if method.policy is None or method in self.planned:
             return
-        options = {"budget": method.budget, "policy": method.policy, "optimizer": self.optimizer}
+        options: dict[str, Any] = {"budget": method.budget, "policy": method.policy}
+        options |= {"optimizer": self.optimizer, "scaler": self.scaler} if self.optimizer else {}
         try:
             with autocast(self.setting.device, self.setting.dtype):
                 self.planned[method] = ackpt.compile(self.model, **options, **self.inputs)
@@ -137,12 +143,19 @@ class RunStep:
             raise NotRun(str(error)) from error
 
     def step(self, method: Method, train: bool = True):
-        """Run one step; without `train`, forward and backward only, and the gradients stay allocated."""
+        """Run one step, after ``switch``; without `train`, forward and backward only, and the gradients stay."""
+        call, optimizer = self.planned.get(method, self.model), self.optimizer if train else None
+        one_step(call, self.inputs, self.setting, optimizer, self.scaler)
+        if train and optimizer is None:
+            self.model.zero_grad(set_to_none=True)
+
+    def switch(self, method: Method) -> None:
+        """Prepare the model for steps of the method."""
         switch(self.model, method)
-        one_step(self.planned.get(method, self.model), self.inputs, self.setting, self.optimizer if train else None)
 
     def measure(self, method: Method) -> dict:
         """Bytes and FLOPs of a step for its record; of a step on a GPU also the timeline."""
+        self.switch(method)
         measured = measure(partial(self.step, method), self.setting.device, resident=self.resident, warmup=1, repeats=0)
         timeline = {"timeline": measured.timeline.thinned(400).to_json()} if self.setting.device == "cuda" else {}
         return record_metrics(measured) | timeline
@@ -150,6 +163,7 @@ class RunStep:
     def gradients(self, method: Method) -> dict[str, torch.Tensor]:
         """The gradients of one step from the present weights, copied to the CPU; all methods draw the same masks."""
         torch.manual_seed(self.setting.seed)
+        self.switch(method)
         self.step(method, train=False)
         gradients = {name: p.grad.cpu().clone() for name, p in self.model.named_parameters() if p.grad is not None}
         self.model.zero_grad(set_to_none=True)
@@ -164,14 +178,11 @@ def switch(model, method: Method) -> None:
         remove_activation_checkpointing(model)
 
 
-def one_step(model, inputs, setting: Setting, optimizer) -> None:
+def one_step(model, inputs, setting: Setting, optimizer, scaler=None) -> None:
     device = next(iter(tensors(inputs))).device.type  # of a GPU's step without data, the CPU
     with autocast(device, setting.dtype):
         loss = model(**inputs)
-    loss.backward()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    backward_and_update(loss, optimizer, scaler)
 
 
 def with_data(model, inputs: dict, seed: int) -> dict:

@@ -6,7 +6,7 @@ All work on the same model object: a method is switched on, runs a step, and the
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,14 @@ from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_
 from ackpt.models.transformer import Block
 from ackpt.offloading.saved_tensors import Offload, offload_saved_tensors
 
+from .failures import described
+
 OURS = ("baseline", "ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload", "offload_sync", "offload_async")
 PEERS = ("save_on_cpu", "offload_wrapper", "trl", "transformers")
 METHODS = OURS + PEERS
 KEEPS_ALL = ("offload_sync", "offload_async", "trl")  # they offload everything that the baseline saves
 STORES_IN_TORCH = ("offload_wrapper",)  # on a CPU its store counts as device memory
-PACKAGES = {"trl": "trl", "transformers": "transformers"}
+MODULES = {"trl": "trl.models.activation_offloading", "transformers": "transformers.modeling_layers"}
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,14 @@ def cannot_run(method: str, device: str, shapes_only: bool = False) -> str | Non
     """Why a method cannot run here, or None."""
     if method in PEERS and shapes_only:
         return "a peer's copies cannot be followed on tensors without data"
-    if method not in PACKAGES:
+    if method not in MODULES:
         return None
     if device != "cuda":
         return "needs a CUDA GPU"
-    if importlib.util.find_spec(PACKAGES[method]) is None:
-        return f"not installed: pip install {PACKAGES[method]}"
-    if method == "trl" and importlib.util.find_spec("trl.models.activation_offloading") is None:
-        return "this version of trl has no OffloadActivations"
+    try:
+        importlib.import_module(MODULES[method])
+    except Exception as error:  # what breaks a package is often another one, such as a torchvision of another torch
+        return f"{MODULES[method]} cannot be imported ({described(error)}): pip install -U {method}"
     return None
 
 

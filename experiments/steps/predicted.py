@@ -52,7 +52,13 @@ def _predict_plan(config, seq_len: int, budget_bytes: int) -> dict:
     return Shapes(Setting(name, config.batch_size, **sizes)).predicted(Method(PLANNED, PLANNED, budget_bytes))
 
 
-def _predict(task, device, method) -> dict:
+def predicted_timelines(config, seq_len: int) -> dict[str, dict]:
+    """The metrics of the synthetic experiment at one length, with timelines, by method."""
+    task = synthetic.task(replace(config, device="cpu"), seq_len)
+    return {method: _predict(task, config.device, method, timeline=True) for method in config.methods}
+
+
+def _predict(task, device, method, timeline: bool = False) -> dict:
     with FakeTensorMode():
         model = task.build()
         batch = task.example()
@@ -66,4 +72,4 @@ def _predict(task, device, method) -> dict:
         warmup=0,
         round_to=block_bytes(device),
     )
-    return record_metrics(predicted)
+    return record_metrics(predicted) | ({"timeline": predicted.timeline.thinned(600).to_json()} if timeline else {})

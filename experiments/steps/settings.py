@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
 
 from ackpt.metering.gpus import BLOCK
+
+LOSS_SCALE = 2.0**16  # of float16, which cannot represent the gradients of a mean over many elements
+
+
+class Prepared(dict):
+    """Functions by name for `ackpt.compare_seconds`; ``prepare(name)`` runs when one is looked up, before its time."""
+
+    def __init__(self, functions: Mapping[str, Callable[[], object]], prepare: Callable[[str], object]):
+        super().__init__(functions)
+        self.prepare = prepare
+
+    def __getitem__(self, name: str) -> Callable[[], object]:
+        self.prepare(name)
+        return super().__getitem__(name)
+
+    def values(self):
+        return map(self.__getitem__, self)
 
 
 def require_positive(config, *names: str) -> None:
@@ -22,6 +43,16 @@ def require_lengths(config) -> None:
     for length in config.seq_lens:
         if length < 1:
             raise ValueError(f"seq_len must be at least 1, got {length}")
+
+
+def on_this_gpu(config, capability: tuple[int, int] | None = None) -> Any:
+    """The configuration in float16 instead of bfloat16 if this GPU has no attention in bfloat16, as a T4."""
+    if config.dtype == "bfloat16" and config.device == "cuda":
+        if capability is None and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability()
+        if capability is not None and capability < (8, 0):
+            return replace(config, dtype="float16")
+    return config
 
 
 def record_config(config, **more) -> dict:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ackpt
 from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
-from ackpt.planner.capture.optimizer_state import Loop, with_loop
+from ackpt.planner.capture.optimizer_state import loop_with, with_loop
 from ackpt.planner.costs.devices import device as device_rates
 from ackpt.planner.costs.profiles import with_gpu_workspace
 from ackpt.planner.policies import function_of
@@ -21,7 +21,7 @@ from ackpt.planner.workloads.step_request import training_step
 
 from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
 from .settings import block_bytes, free_host_bytes, record_metrics
-from .training import adamw, make_states
+from .training import adamw, make_states, scaler_of
 
 ROOM_SHARE = 0.8  # of free memory that a run may take; the rest is for what allocators add
 
@@ -57,8 +57,9 @@ class Shapes:
     def _eager(self, method: Method) -> dict:
         with FakeTensorMode():
             made = training_step(self.setting.request(), "cpu")
-            optimizer = adamw(made.model, self.setting.learning_rate)
-            make_states(optimizer)
+            optimizer = adamw(made.model, self.setting.learning_rate) if self.setting.trains else None
+            if optimizer is not None:
+                make_states(optimizer)
         switch(made.model, method)
         cuda = self.setting.device == "cuda"
 
@@ -66,7 +67,7 @@ class Shapes:
             with kernels_of_a_gpu() if cuda else contextlib.nullcontext():
                 one_step(made.model, made.inputs, self.setting, optimizer)
 
-        resident = (made.model, optimizer, *tensors(made.inputs))
+        resident = (made.model, *([optimizer] if optimizer else []), *tensors(made.inputs))
         device = self.setting.device
         return record_metrics(predict(step, resident=resident, device=device, warmup=0, round_to=block_bytes(device)))
 
@@ -103,8 +104,9 @@ class Shapes:
                 self.setting.request(), self.setting.dtype, optimizer="none", device=AS_ON if cuda else None
             )
             graph = captured(made, wanted, where)
-            optimizer = adamw(made.model, self.setting.learning_rate)
-            graph = with_loop(graph, made.model, Loop(optimizer))
+            if self.setting.trains:
+                scaler, optimizer = scaler_of("cpu", self.setting.dtype), adamw(made.model, self.setting.learning_rate)
+                graph = with_loop(graph, made.model, loop_with(optimizer, False, scaler))
             profile = ackpt.profile(graph)
             self._found = graph, with_gpu_workspace(graph, profile) if cuda else profile
         return self._found

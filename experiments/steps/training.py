@@ -25,7 +25,7 @@ from ackpt.planner.workloads.step_request import autocast
 from experiments.results import Record, environment
 
 from .failures import STRICT
-from .settings import record_config, record_metrics
+from .settings import Prepared, record_config, record_metrics
 
 METHODS = ("baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss")
 OFFLOADED = "checkpoint+offload"  # the inputs of the checkpointed blocks are offloaded
@@ -96,18 +96,29 @@ def make_states(optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def scaler_of(device: str, dtype: str):
+    """The gradient scaler of a training loop in float16; None for another dtype."""
+    return torch.amp.GradScaler(device) if dtype == "float16" else None
+
+
+def backward_and_update(loss, optimizer, scaler) -> None:
+    """Run backward and, with an optimizer, its step, and drop the gradients."""
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if optimizer is None:
+        return
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+
+
 def one_step(task: Task, model, optimizer, batch, method: str, scaler=None):
     """Run forward, backward and the optimizer's step; returns the loss, still on its device."""
     with autocast(task.device, task.dtype):
         loss = model(**task.arguments(batch, method))
-    if scaler is None:
-        loss.backward()
-        optimizer.step()
-    else:
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    backward_and_update(loss, optimizer, scaler)
     return loss.detach()
 
 
@@ -165,11 +176,12 @@ def _planned(task, model, optimizer, budget_bytes: int):
     """The model compiled by policy auto within the budget, a bound on the whole peak."""
     with autocast(task.device, task.dtype):
         arguments = task.arguments(task.batch(0), PLANNED)
-        return ackpt.compile(model, budget=budget_bytes, optimizer=optimizer, **arguments)
+        scaler = scaler_of(task.device, task.dtype)
+        return ackpt.compile(model, budget=budget_bytes, optimizer=optimizer, scaler=scaler, **arguments)
 
 
 def _train_and_measure(task, model, called, optimizer, method, steps, config, profiles) -> dict:
-    scaler = torch.amp.GradScaler(task.device) if task.dtype == "float16" else None
+    scaler = scaler_of(task.device, task.dtype)
     losses, seconds = _train(task, called, optimizer, method, steps, scaler)
     batch = task.batch(steps)
     step = partial(one_step, task, called, optimizer, batch, method, scaler)
@@ -192,7 +204,8 @@ def _train(task, model, optimizer, method, steps, scaler):
     losses = []
     began = time.perf_counter()
     for step in tqdm(range(steps), desc=method, unit="step", disable=None, leave=False):
-        losses.append(one_step(task, model, optimizer, task.batch(step), method, scaler))
+        # A copy: the storage of a mean squared error is as large as the input.
+        losses.append(one_step(task, model, optimizer, task.batch(step), method, scaler).clone())
     losses = [float(loss) for loss in losses]  # waits for a GPU
     if not all(math.isfinite(loss) for loss in losses):
         raise LossesDiffer(f"{method}: the loss is not finite at step {_first(losses, lambda x: not math.isfinite(x))}")
@@ -205,16 +218,9 @@ def _time(task, model, optimizer, called, start, methods, rounds):
         return {}
     model.load_state_dict(start)
     optimizer.state.clear()
-    batch = task.batch(0)
-
-    def step_of(method):
-        def step():
-            configure(model, method)
-            one_step(task, called[method], optimizer, batch, method)
-
-        return step
-
-    comparison = compare_seconds({method: step_of(method) for method in methods}, rounds, device=task.device)
+    batch, scaler = task.batch(0), scaler_of(task.device, task.dtype)
+    steps = {m: partial(one_step, task, called[m], optimizer, batch, m, scaler) for m in methods}
+    comparison = compare_seconds(Prepared(steps, partial(configure, model)), rounds, device=task.device)
     times = comparison.to_json()
     return {
         method: {

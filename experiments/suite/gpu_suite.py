@@ -107,6 +107,13 @@ def run_suite(jobs, folder, command: str = "", minutes: float = 9, say: Callable
             if failures.reasons:
                 outcome.failed[job.name] = failures.reasons
             outcome.stopped = _free_all()
+        with contextlib.suppress(OutOfTime), _time_limit(deadline):  # last: a GPU is not needed for it
+            for job in [] if outcome.stopped else jobs:
+                failures = Failures()
+                with failures.of(PREDICTION):
+                    add_predictions(job, folder, commit)
+                if failures.reasons:
+                    outcome.failed.setdefault(job.name, {}).update(failures.reasons)
     return outcome
 
 
@@ -116,12 +123,11 @@ def _run_job(job: Job, folder: Path, command: str, commit, failures: Failures, d
     state, device = DONE, "unknown"
     try:
         with _time_limit(deadline), _deterministic(job.deterministic), failures.of(WHOLE):
-            predicted: dict[str, int] = {}
-            with failures.of(PREDICTION):
-                predicted = predicted_peaks(job, folder, commit)
             for group in job.run(job.config, command, failures):
                 for record in group:
-                    names.append(_saved(record, job, len(names), predicted, folder))
+                    name = f"{job.name}-{len(names):02d}-{re.sub('[^a-zA-Z0-9._-]+', '-', _method(record))}.json"
+                    record.save(folder / name)
+                    names.append(name)
                     device = record.environment["device_name"]
     except OutOfTime:
         state = CUT_OFF
@@ -133,15 +139,18 @@ def _run_job(job: Job, folder: Path, command: str, commit, failures: Failures, d
     return state
 
 
-def _saved(record: Record, job: Job, number: int, predicted: dict[str, int], folder: Path) -> str:
-    """Write a record; returns the name of its file."""
-    method = str(record.config.get("method", record.config.get("model", "")))
-    if "peak_bytes" in record.metrics and method in predicted:
-        metrics = {"predicted_peak_bytes": predicted[method], **record.metrics}
-        record = dataclasses.replace(record, metrics=metrics)
-    name = f"{job.name}-{number:02d}-{re.sub('[^a-zA-Z0-9._-]+', '-', method)}.json"
-    record.save(folder / name)
-    return name
+def _method(record: Record) -> str:
+    return str(record.config.get("method", record.config.get("model", "")))
+
+
+def add_predictions(job: Job, folder, commit) -> None:
+    """Add the predicted peaks to the job's records in the folder."""
+    for name in read_state(folder, job, commit).get("records", ()):
+        record = Record.load(Path(folder, name))
+        if "peak_bytes" in record.metrics and "predicted_peak_bytes" not in record.metrics:
+            if (peak := predicted_peaks(job, folder, commit).get(_method(record))) is not None:
+                metrics = {"predicted_peak_bytes": peak, **record.metrics}
+                dataclasses.replace(record, metrics=metrics).save(Path(folder, name))
 
 
 def predicted_peaks(job: Job, folder, commit) -> dict[str, int]:

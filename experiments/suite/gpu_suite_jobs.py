@@ -1,13 +1,16 @@
 """The jobs of the suite: the published configurations for a GPU, most important first, and the same small for a CPU.
 
-Minutes are estimates for one H200, or for one core of a CPU; they apply until a job of that experiment is measured.
+Minutes are estimates for one H200, a T4 or one core of a CPU; they apply until a job of that experiment is measured.
+The first five jobs take less than eight minutes on an H200.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ackpt.cli.selftest import SelftestConfig, failed, run_selftest
 from experiments import batch_size, bert, lm, offload, synthetic
 from experiments.batch_size import BatchSizeConfig
 from experiments.bert import BertStepConfig
@@ -16,16 +19,20 @@ from experiments.frontier import FrontierConfig, predict_frontier, run_frontier
 from experiments.lm import LMConfig
 from experiments.offload import OffloadConfig
 from experiments.reports.frontier import broken_promises
+from experiments.results import Record, environment
 from experiments.steps.offload_methods import OURS
 from experiments.steps.predicted import predict_experiment
+from experiments.steps.settings import on_this_gpu
 from experiments.steps.training import METHODS
 from experiments.synthetic import SyntheticConfig
 
 from .gpu_suite import WHOLE, Job
 
-EXPERIMENTS = ("synthetic", "lm", "offload", "batch-size", "bert", "frontier")
+TIERS = ("cpu", "t4", "full")
+SELFTEST = "selftest"
+EXPERIMENTS = (SELFTEST, "synthetic", "lm", "offload", "batch-size", "bert", "frontier")
 STEPS = ("baseline", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.33")
-PUBLISHED_PEAK = "mu-two@4392MiB"  # of results/reference/mu-two-resnet.json, at 64 images
+RESNET = ("baseline", "per-block", "mu-two@per-block", "auto@per-block")  # of the table in chapter 8
 SEARCHED = ("baseline", "per-block", "auto")
 BOUNDARIES = (*OURS[:4], "save_on_cpu", "offload_wrapper")  # the other methods offload all activations
 OFFLOADS = ("baseline", "ckpt_classic", "ckpt_async_offload", "save_on_cpu")
@@ -33,7 +40,9 @@ TRANSFORMER = {"layers": 12, "dim": 1024, "heads": 16, "ff_dim": 4096, "vocab_si
 
 
 def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
-    """The jobs of ``"gpu"`` or ``"cpu"`` that belong to the experiments named, most important first.
+    """The jobs of one of `TIERS` that belong to the experiments named, most important first.
+
+    A GPU without attention in bfloat16 runs them in float16. ``"t4"``: in float16, with the time that a T4 needs.
 
     Raises:
         ValueError: for a name that is not in `EXPERIMENTS`, and for an empty list.
@@ -43,35 +52,45 @@ def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
     for name in only:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}: choose from {', '.join(EXPERIMENTS)}")
-    return [job for job in (gpu_jobs() if tier == "gpu" else cpu_jobs()) if job.experiment in only]
+    chosen = [job for job in (cpu_jobs() if tier == "cpu" else gpu_jobs()) if job.experiment in only]
+    if tier == "t4":
+        chosen = [replace(job, minutes=0.5 + 6 * job.minutes) for job in chosen]
+    halve = partial(on_this_gpu, capability=(7, 5) if tier == "t4" else None)
+    return [job if job.experiment == SELFTEST else replace(job, config=halve(job.config)) for job in chosen]
 
 
 def gpu_jobs() -> list[Job]:
     shares = {"budgets": (0.6, 0.4, 0.3, 0.25), "settings": (1.0, 0.5, 0.0)}
     front = {**shares, "policies": ("auto", "full", "chen-sqrt", "revolve", "rotor", "min-cut"), "device": "cuda"}
     inductor = {**front, "policies": ("auto",), "compiler": "inductor"}
+    short = {**front, "budgets": (0.6, 0.4), "policies": ("auto", "full"), "peers": ("checkpoint", "selective")}
     deterministic = replace(lm.GPU, seq_lens=(2048,), steps=100, dtype="float32")
     return [
+        _selftest(SelftestConfig, "cuda", 0.5),
+        _synthetic(replace(synthetic.GPU, seq_lens=(16384,)), 0.7),
+        _lm(replace(lm.GPU, seq_lens=(8192,), methods=METHODS[:2]), 2.0),
         _offload(offload.GPU, 1.5),
-        _lm(replace(lm.GPU, seq_lens=(8192,)), 4.0),
-        _synthetic(replace(synthetic.GPU, seq_lens=(16384,), methods=synthetic.KNOWN), 1.5),
+        _frontier(FrontierConfig("transformer", TRANSFORMER, **short, dtype="bfloat16"), 2.5, suffix="-short"),
         _bert(replace(bert.GPU, methods=(*bert.METHODS, "auto@per-block")), 2.0),
+        *(_synthetic(replace(synthetic.GPU, seq_lens=(length,)), 0.5) for length in (12288, 8192, 4096, 2048)),
+        *(_lm(replace(lm.GPU, seq_lens=(length,), methods=METHODS[:2]), 1.2) for length in (4096, 2048)),
+        *(
+            _steps(batch_size.configuration("gpu", "resnet152", batches=(n,), methods=RESNET, trains=False), 1.5)
+            for n in (64, 32, 16, 8, 4)
+        ),
+        *(
+            _lm(replace(lm.GPU, seq_lens=(length,), methods=METHODS[2:]), 1.5, "-chunked")
+            for length in (8192, 4096, 2048)
+        ),
+        *(
+            _synthetic(replace(synthetic.GPU, seq_lens=(length,), methods=synthetic.KNOWN[1:]), 0.7, "-more")
+            for length in (16384, 8192)
+        ),
+        replace(_lm(deterministic, 1.5, "-float32-deterministic"), deterministic=True),
         _steps(batch_size.configuration("gpu", "resnet50", batches=(64,), methods=STEPS), 2.0),
         _frontier(FrontierConfig("transformer", TRANSFORMER, **front, dtype="bfloat16"), 5.0),
-        *(
-            _synthetic(replace(synthetic.GPU, seq_lens=(length,), methods=synthetic.KNOWN), 1.0)
-            for length in (8192, 2048, 4096, 12288)
-        ),
-        _lm(replace(lm.GPU, seq_lens=(2048,)), 2.0),
-        _lm(replace(lm.GPU, seq_lens=(4096,)), 2.5),
-        replace(_lm(deterministic, 1.5, "-float32-deterministic"), deterministic=True),
         _offload(replace(offload.GPU, total_tokens=48_000, methods=BOUNDARIES), 1.5),
         _offload(replace(offload.GPU, total_tokens=96_000, methods=BOUNDARIES), 2.0),
-        _steps(batch_size.configuration("gpu", "resnet152", batches=(64,), methods=(*STEPS, PUBLISHED_PEAK)), 4.5),
-        *(
-            _steps(batch_size.configuration("gpu", "resnet152", batches=(images,), methods=STEPS[:2]), 0.5)
-            for images in (4, 8, 16, 32)
-        ),
         _steps(batch_size.configuration("gpu", "transformer", batches=(32,), methods=STEPS), 2.0),
         _largest(batch_size.configuration("gpu", "resnet50", batches=(16, 64), methods=SEARCHED), 3.0),
         _largest(batch_size.configuration("gpu", "bert-large", batches=(4, 16), methods=SEARCHED), 4.0),
@@ -92,9 +111,10 @@ def cpu_jobs() -> list[Job]:
     front = {"layers": 2, "dim": 32, "heads": 2, "ff_dim": 64, "vocab_size": 64, "seq_len": 32}
     shares = {"policies": ("full",), "budgets": (0.9,), "peers": ("checkpoint", "selective")}
     return [
-        _offload(OffloadConfig(**sizes, **small), 0.1, "cpu"),
-        _lm(text, 0.1, tier="cpu"),
+        _selftest(partial(SelftestConfig, rounds=1), "cpu", 0.5),
         _synthetic(SyntheticConfig((48,), 1, 3, **sizes, methods=synthetic.KNOWN), 0.1, tier="cpu"),
+        _lm(text, 0.1, tier="cpu"),
+        _offload(OffloadConfig(**sizes, **small), 0.1, "cpu"),
         _bert(BertStepConfig(2, 24, bert_fields, "cpu", "float32", methods=("baseline", "per-block")), 0.1, "cpu"),
         _steps(BatchSizeConfig("transformer", (4,), **packed, methods=("baseline", "per-block", "full")), 0.1, "cpu"),
         _frontier(FrontierConfig("transformer", front, **shares), 0.2, "cpu"),
@@ -106,11 +126,29 @@ def cpu_jobs() -> list[Job]:
 ROUNDS = {"cpu": 1, "gpu": 10}
 
 
-def _synthetic(config: SyntheticConfig, minutes: float, tier: str = "gpu") -> Job:
+@dataclass(frozen=True)
+class _Selftest:
+    """The configuration of ``ackpt selftest``, which looks for its device only when it runs."""
+
+    device: str
+
+
+def _selftest(made, device: str, minutes: float) -> Job:
+    def run(config, command, failures):
+        report = run_selftest(made(config.device), command)
+        where = environment(config.device, command)
+        yield [Record(SELFTEST, {**report.config, "method": SELFTEST}, report.metrics, where)]
+        if broken := failed(report):
+            failures.reasons[WHOLE] = "; ".join(broken)
+
+    return Job(SELFTEST, SELFTEST, _Selftest(device), minutes, run, lambda config: {})
+
+
+def _synthetic(config: SyntheticConfig, minutes: float, suffix: str = "", tier: str = "gpu") -> Job:
     def run(config, command, failures):
         return synthetic.run_synthetic(config, command, ROUNDS[tier], failures=failures)
 
-    return Job(f"synthetic-L{config.seq_lens[0]}", "synthetic", config, minutes, run, _predict_training)
+    return Job(f"synthetic-L{config.seq_lens[0]}{suffix}", "synthetic", config, minutes, run, _predict_training)
 
 
 def _lm(config: LMConfig, minutes: float, suffix: str = "", tier: str = "gpu") -> Job:
@@ -165,14 +203,14 @@ def _largest(config: BatchSizeConfig, minutes: float, tier: str = "gpu") -> Job:
     return Job(f"largest-batch-{config.model}", "batch-size", config, minutes, run, predict)
 
 
-def _frontier(config: FrontierConfig, minutes: float, tier: str = "gpu") -> Job:
+def _frontier(config: FrontierConfig, minutes: float, tier: str = "gpu", suffix: str = "") -> Job:
     def run(config, command, failures):
         record = run_frontier(config, command, ROUNDS[tier], failures)
         if config.device == "cpu" and (broken := broken_promises(record)):
             failures.reasons[WHOLE] = "; ".join(broken)
         yield [record]
 
-    name = f"{FRONTIER}-{config.model}" + ("" if config.compiler == "eager" else f"-{config.compiler}")
+    name = f"{FRONTIER}-{config.model}" + ("" if config.compiler == "eager" else f"-{config.compiler}") + suffix
     return Job(name, FRONTIER, config, minutes, run, predict_frontier)
 
 

@@ -35,7 +35,7 @@ def test_on_a_gpu_it_is_the_published_size_in_fp16(monkeypatch):
     """Records and figures are made elsewhere; here, that nothing but the device decides on the size."""
     asked = []
 
-    def run(config, command, rounds):
+    def run(config, command, rounds, failures):
         asked.append((config.total_tokens, config.dtype, config.device, config.layers))
         return [Record("offload", {"method": "trl", **vars(config), "methods": []}, {"not_run": "no"}, RUN_HERE)]
 
@@ -44,6 +44,16 @@ def test_on_a_gpu_it_is_the_published_size_in_fp16(monkeypatch):
     monkeypatch.setattr("experiments.offload.run_offload", run)
     assert run_demo(layers=2) == {}
     assert asked == [(12_000, "float16", "cuda", 2)]
+
+
+def test_a_method_that_fails_is_named_and_the_others_are_shown(monkeypatch, capsys):
+    def broken(model):
+        raise ImportError("no such wrapper")
+
+    monkeypatch.setattr("experiments.steps.offload_methods._offload_wrapper", broken)
+    run_demo(timed_rounds=0, methods=["baseline", "offload_wrapper", "save_on_cpu"], **TINY)
+    out = capsys.readouterr().out
+    assert "save_on_cpu" in out and "FAILED: offload_wrapper: ImportError: no such wrapper" in out
 
 
 @pytest.mark.parametrize(

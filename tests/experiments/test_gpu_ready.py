@@ -1,18 +1,25 @@
 """What the experiments do differently on a GPU, as far as it can be proven without one."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from experiments import provenance
+from experiments import batch_size, offload, provenance
+from experiments.batch_size import BatchSizeConfig
 from experiments.cli.command_line import main
-from experiments.steps import largest_batch
+from experiments.frontier import FrontierConfig, run_frontier
+from experiments.lm import LMConfig, run_lm
+from experiments.results import GPU_FOLDER, Record
+from experiments.steps import largest_batch, offload_methods, training
+from experiments.steps.frontier_models import workload
 from experiments.steps.gradients import GradientsDiffer, require_equal
 from experiments.steps.named_steps import PER_BLOCK, Method, Setting, method
 from experiments.steps.predicted import predict_experiment
 from experiments.steps.step_shapes import Shapes
-from experiments.synthetic import SyntheticConfig
+from experiments.steps.training import METHODS
+from experiments.synthetic import SyntheticConfig, run_synthetic
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
 
@@ -30,6 +37,7 @@ def test_a_copy_without_git_has_the_given_commit(monkeypatch):
 @pytest.mark.parametrize("commit, message", [(None, "give --commit SHA"), ("1" * 40 + "-dirty", "commit them")])
 def test_a_gpu_record_without_a_commit_is_refused(commit, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("experiments.results.environment", lambda: {"commit": commit})
     assert main(["gpu-suite", "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
@@ -50,6 +58,87 @@ def test_a_plan_is_predicted_within_the_peak_of_checkpoint():
     ((_, checkpoint, planned),) = predict_experiment(config)
     assert planned.metrics["peak_bytes"] <= checkpoint.metrics["peak_bytes"]
     assert planned.metrics["flops"] < checkpoint.metrics["flops"]
+
+
+HALF = {"dtype": "float16", "device": "cpu"}  # as on a T4, whose attention knows no bfloat16
+
+
+def test_every_experiment_trains_in_float16_with_a_scaled_loss():
+    text = {"vocab_size": 300, "tokenizer_vocab": 300, "methods": METHODS[:2]}
+    runs = [
+        *next(iter(run_synthetic(SyntheticConfig((32,), 1, 3, **SIZES, **HALF), timed_rounds=1))),
+        *next(iter(run_lm(LMConfig((24,), 2, 3, **SIZES, **text, **HALF), timed_rounds=1))),
+    ]
+    assert [record.config["dtype"] for record in runs] == ["float16"] * 4
+    for record in runs:
+        assert all(map(math.isfinite, record.metrics["losses"])) and record.metrics["seconds_step"]["median"] > 0
+    methods = ("baseline", "per-block", "auto@0.9")
+    steps = BatchSizeConfig("transformer", (2,), seq_len=16, fields=SIZES, methods=methods, **HALF)
+    ((*records,),) = batch_size.compare_steps(steps, timed_rounds=1)
+    assert [record.metrics["gradients_difference"] for record in records] == [0.0] * 3
+    front = {"layers": 1, "dim": 32, "heads": 2, "ff_dim": 64, "vocab_size": 64, "seq_len": 32}
+    config = FrontierConfig("transformer", front, policies=("full",), budgets=(0.9,), peers=("checkpoint",), **HALF)
+    made = workload(config.model, config.sizes, 0, dtype="float16")
+    made.step(made.model, 0)
+    smallest = min(float(parameter.grad.abs().max()) for parameter in made.model.parameters())
+    assert smallest > 1 and run_frontier(config).metrics["points"][0]["gradients_difference"] == 0.0
+
+
+def test_methods_are_switched_outside_the_time(monkeypatch):
+    """And a step that is timed contains the step alone."""
+    order = []
+
+    def clock(step, device):
+        order.append("begin")
+        step()
+        order.append("end")
+        return 1.0
+
+    monkeypatch.setattr("ackpt.metering.cpu_meter.clock", clock)
+    for module, name in ((training, "configure"), (offload_methods, "remove_activation_checkpointing")):
+        switch = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, switch=switch: order.append("switch") or switch(*args))
+    next(iter(run_synthetic(SyntheticConfig((16,), 1, 1, **SIZES), timed_rounds=2)))
+    small = {"total_tokens": 32, "batch_size": 2, "steps": 1, "methods": ("baseline", "save_on_cpu")}
+    offload.run_offload(offload.OffloadConfig(**SIZES, **small), timed_rounds=2)
+    inside = [order[begin + 1] for begin, name in enumerate(order) if name == "begin"]
+    before = [order[begin - 1] for begin, name in enumerate(order) if name == "begin"]
+    assert inside == ["end"] * 8 and before == ["switch"] * 8
+
+
+def test_a_kept_loss_has_no_storage_of_the_size_of_the_input(monkeypatch):
+    kept = []
+    monkeypatch.setattr(
+        training, "float", lambda loss: kept.append(loss.untyped_storage().nbytes()) or 1.0, raising=False
+    )
+    next(iter(run_synthetic(SyntheticConfig((16,), 1, 3, **SIZES), timed_rounds=0)))
+    assert kept == [4] * 6
+
+
+def test_a_step_without_an_optimizer_is_forward_and_backward():
+    config = BatchSizeConfig(
+        "transformer", (2,), seq_len=16, fields=SIZES, methods=("baseline", "auto@0.9"), trains=False
+    )
+    ((*records,),) = batch_size.compare_steps(config, timed_rounds=0)
+    predicted = batch_size.predicted(config)
+    for record, other in zip(records, predicted, strict=True):
+        assert record.metrics["categories"]["optimizer"] == 0
+        assert record.metrics["peak_bytes"] == other.metrics["peak_bytes"]
+
+
+@pytest.mark.parametrize("command", ["gpu-suite --tier cpu", "lm", "offload", "frontier", "bert", "batch-size"])
+def test_a_folder_of_records_of_another_device_is_refused(command, tmp_path, capsys):
+    where = provenance.environment() | {"device": "cuda"}
+    Record("lm", {}, {}, where).save(tmp_path / "one.json")
+    for folder in (tmp_path, GPU_FOLDER):
+        assert main([*command.split(), "--out", str(folder)]) == 2
+        assert "makes records of device cpu, and that folder is for the other device" in capsys.readouterr().err
+
+
+def test_frontier_takes_a_device(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["frontier", "--device", "cuda"]) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
 def test_rounding_differences_of_gradients_are_allowed_on_a_gpu():
@@ -85,7 +174,7 @@ def test_every_kind_of_out_of_memory_error_means_that_a_batch_does_not_fit(no_gp
     def refuse(setting):
         if setting.batch_size > 5:
             raise error
-        return SimpleNamespace(prepare=lambda each: None, step=lambda each: None)
+        return SimpleNamespace(prepare=lambda each: None, switch=lambda each: None, step=lambda each: None)
 
     monkeypatch.setattr(largest_batch, "RunStep", refuse)
     found = largest_batch.largest_on_cuda(Setting("resnet18", 1), Method("baseline"), 25, guess=3)

@@ -11,11 +11,10 @@ from experiments.reports.gpu_records import (
     gpu_cells,
     gpu_columns,
     gpu_records,
-    gpu_rows,
     not_of_this_repository,
     unrecorded,
 )
-from experiments.results import Record, RecordError, environment, markdown_table
+from experiments.results import Record, environment, markdown_table
 
 ROOT = Path(__file__).parents[2]
 RECORDS, TABLES = ROOT / "results" / "gpu", ROOT / "results" / "tables"
@@ -42,24 +41,9 @@ def saved(folder, *records):
     return folder
 
 
-def test_rows_are_those_that_were_asked_for_and_none_was_measured_is_none(tmp_path):
-    saved(tmp_path, a_record(), a_record("checkpoint", 25 * MIB), a_record(seq_len=4), a_record(dtype="float32"))
-    asked = {"seq_len": 8, "dtype": "bfloat16"}
-    baseline, auto, checkpoint = gpu_rows("lm", ("baseline", "auto", "checkpoint"), tmp_path, **asked)
-    assert (baseline["peak"], baseline["reserved"], baseline["memory"]) == (100.0, 200.0, None)
-    assert (checkpoint["peak"], checkpoint["memory"]) == (25.0, -75.0)
-    assert auto.pop("method") == "auto" and set(auto.values()) == {None} and auto.keys() | {"method"} == baseline.keys()
-    assert 'measured: "peak".*' in markdown_table([{"peak": auto["peak"]}], {"peak": "peak"}, "A table.", "tab-a")
-    assert [row["peak"] for row in gpu_rows("synthetic", ("baseline",), tmp_path)] == [None]
-    assert gpu_rows("lm", ("baseline",), tmp_path / "none")[0]["peak"] is None
-    with pytest.raises(RecordError, match="two records of lm baseline"):
-        gpu_rows("lm", ("baseline",), tmp_path, seq_len=8)
-
-
 def test_a_record_of_a_cpu_does_not_count_for_a_gpu(tmp_path):
-    saved(tmp_path, a_record(device="cpu"))
-    with pytest.raises(RecordError, match="made on a GPU"):
-        gpu_records("lm", tmp_path)
+    saved(tmp_path, a_record(device="cpu"), a_record("checkpoint"))
+    assert [record.config["method"] for record in gpu_records("lm", tmp_path)] == ["checkpoint"]
 
 
 @in_git

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +17,25 @@ from experiments.suite.gpu_suite import read_state, records_of
 from experiments.suite.gpu_suite_jobs import EXPERIMENTS, cpu_jobs, gpu_jobs, jobs
 
 COMMIT = environment()["commit"]
+ROOT = Path(__file__).parents[2]
+# A machine with a GPU may have numpy, torch and transformers only, with what these bring.
+ABSENT = "matplotlib seaborn scipy datasets tensorboard accelerate peft jupytext papermill nbformat IPython pandas trl"
+BARE = f"""
+import sys
+sys.modules.update(dict.fromkeys({ABSENT.split()!r}))
+from experiments.cli.command_line import main
+raise SystemExit(main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory):
-    """Everything once, as the command runs it."""
+    """Everything once, as the command runs it in a bare checkout."""
     folder = tmp_path_factory.mktemp("suite")
-    assert main(["gpu-suite", "--tier", "cpu", "--out", str(folder), "--minutes", "120"]) == 0
+    command = [sys.executable, "-c", BARE, "gpu-suite", "--tier", "cpu", "--out", str(folder), "--minutes", "120"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environ)
+    assert done.returncode == 0, done.stderr + done.stdout
     return folder, records_of(cpu_jobs(), folder, COMMIT)
 
 
@@ -60,10 +76,22 @@ def test_jobs_for_a_gpu_are_of_their_own_and_the_published_ones_come_first():
     found = gpu_jobs()
     names = [job.name for job in found]
     assert len(set(names)) == len({job.key for job in found}) == len(found)
-    first = ["offload-T12000", "lm-L8192", "synthetic-L16384", "bert-B8", "batch-size-resnet50-B64"]
-    assert names[:6] == [*first, "frontier-transformer"] and {job.experiment for job in found} == set(EXPERIMENTS)
+    first = ["selftest", "synthetic-L16384", "lm-L8192", "offload-T12000", "frontier-transformer-short"]
+    assert names[:5] == first and sum(job.minutes for job in found[:5]) < 8
+    assert {job.experiment for job in found} == set(EXPERIMENTS)
     for job in found:
         assert job.config.device == "cuda" and json.dumps(dataclasses.asdict(job.config))
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float16"), ((8, 0), "bfloat16")])
+def test_the_device_chooses_the_half_precision_that_its_attention_has(capability, dtype, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
+    dtypes = {job.name: getattr(job.config, "dtype", None) for job in jobs("full")}
+    named = ("synthetic-L16384", "lm-L8192", "bert-B8", "frontier-transformer-short", "largest-batch-bert-large")
+    assert {dtypes[name] for name in named} == {dtype} and dtypes["offload-T12000"] == "float16"
+    assert dtypes["batch-size-resnet152-B64"] == dtypes["lm-L2048-float32-deterministic"] == "float32"
+    assert {job.config.dtype for job in jobs("t4") if job.experiment == "lm"} == {"float16", "float32"}
 
 
 def test_peaks_for_a_gpu_are_predicted_without_one():
@@ -94,11 +122,11 @@ def test_a_job_of_one_method_that_fails_keeps_the_others(monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--only", "lm,vision"], "unknown experiment 'vision': choose from synthetic, lm,"),
+        (["--only", "lm,vision"], "unknown experiment 'vision': choose from selftest, synthetic, lm,"),
         (["--minutes", "0"], "--minutes must be more than 0 and less than a million, got 0"),
         (["--minutes", "nan"], "and less than a million, got nan"),
         (["--minutes", "inf"], "and less than a million, got inf"),
-        (["--only", ","], "give at least one experiment: synthetic, lm,"),
+        (["--only", ","], "give at least one experiment: selftest, synthetic,"),
         (["--commit", "abc"], "--commit is a whole commit of 40 hexadecimal digits"),
         ([], "give a folder for the records: --out FOLDER"),
     ],
@@ -125,5 +153,5 @@ def test_predict_lists_the_jobs_and_a_failure(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("experiments.suite.gpu_suite_jobs.jobs", lambda *_: found)
     assert main(["gpu-suite", "--predict"]) == 1
     out = capsys.readouterr()
-    assert "offload-T12000: about 1.5 minutes\n  baseline                        1.0 MiB\nlm-L8192" in out.out
-    assert "lm-L8192: ZeroDivisionError" in out.err
+    assert "selftest: about 0.5 minutes\n  baseline                        1.0 MiB\nsynthetic-L16384" in out.out
+    assert "synthetic-L16384: ZeroDivisionError" in out.err

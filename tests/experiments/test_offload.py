@@ -22,7 +22,7 @@ from experiments.offload import (
 )
 from experiments.reports import offload as report
 from experiments.results import DASH, Record, load_reference
-from experiments.steps.offload_methods import METHODS, OURS, _transformers, cannot_run, make_method
+from experiments.steps.offload_methods import METHODS, MODULES, OURS, _transformers, cannot_run, make_method
 
 TINY = OffloadConfig(
     total_tokens=96, batch_size=4, layers=5, dim=32, ff_dim=64, head_dim=16, steps=2, min_bytes=1024, methods=METHODS
@@ -150,11 +150,15 @@ def test_at_the_published_size_offload_takes_a_sixth_off_the_classic_peak():
 
 
 def test_a_peer_on_a_gpu_needs_its_package(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cannot_run("trl", "cuda") == "not installed: pip install trl"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if "." in name else object())
-    assert cannot_run("trl", "cuda") == "this version of trl has no OffloadActivations"
     assert cannot_run("transformers", "cuda") is None and cannot_run("save_on_cpu", "cpu") is None
+
+    def broken(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    why = "cannot be imported (RuntimeError: operator torchvision::nms does not exist): pip install -U"
+    for peer, module in MODULES.items():
+        assert cannot_run(peer, "cuda") == f"{module} {why} {peer}"
 
 
 def test_blocks_in_a_model_of_transformers_have_the_same_gradients():

@@ -1,9 +1,8 @@
 """The timeline of a CUDA memory history, tested without a GPU."""
 
-import contextlib
-
 import pytest
 import torch
+from stand_in_gpu import Allocator
 
 from ackpt.metering import cuda_meter as meter_cuda
 from ackpt.metering import meter
@@ -50,61 +49,6 @@ def test_the_allocators_peak_is_the_peak():
     assert sum(measured.categories.values()) == 2000
 
 
-class Allocator:
-    """Replaces torch.cuda without a GPU: a step tells it what a GPU would have allocated."""
-
-    def __init__(self, patch):
-        self.live, self.peak, self.events, self.history, self.recording = 1000, 1000, [0, 0], [], False
-        self.emptied: list[int] = []  # after how many allocations the cache was
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "synchronize", lambda: None)
-        patch.setattr(torch.cuda, "empty_cache", lambda: self.emptied.append(self.events[0]))
-        patch.setattr(torch.cuda, "memory_allocated", lambda: self.live)
-        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(self, "peak", self.live))
-        patch.setattr(torch.cuda, "memory_stats", self.statistics)
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
-        patch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [self.history]})
-        patch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: self.recording, raising=False)
-
-    def record(self, enabled, **options):
-        self.recording = enabled is not None
-        if options.get("clear_history"):
-            self.history.clear()
-
-    def note(self, action, address, size):
-        self.live += size if action == "alloc" else -size
-        self.peak = max(self.peak, self.live)
-        self.events[action != "alloc"] += 1
-        if self.recording:
-            self.history.append({"action": action, "addr": address, "size": size})
-
-    def statistics(self):
-        return {
-            "allocation.all.allocated": self.events[0],
-            "allocation.all.freed": self.events[1],
-            "allocated_bytes.all.peak": self.peak,
-            "requested_bytes.all.peak": self.peak - 1,
-            "reserved_bytes.all.peak": 2 * self.peak,
-        }
-
-
-class Event:
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, end):
-        return 1500.0  # milliseconds
-
-
 def test_measure_reads_a_simulated_allocator(monkeypatch):
     allocator = Allocator(monkeypatch)
     x = torch.ones(2, requires_grad=True)
@@ -129,6 +73,25 @@ def test_measure_reads_a_simulated_allocator(monkeypatch):
     assert allocator.emptied == [0]  # what others left there would count as reserved
     assert measured.seconds.samples == (1.5, 1.5)
     assert torch.autograd._engine_run_backward is engine and not allocator.recording
+
+
+def test_gradients_are_found_by_their_addresses(monkeypatch):
+    allocator = Allocator(monkeypatch)
+    x = torch.ones(2, requires_grad=True)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
+
+    def step():
+        allocator.note("alloc", 1, 512)
+        x.square().sum().backward()
+        allocator.note("free_requested", 1, 512)
+
+    x.register_hook(lambda grad: allocator.note("alloc", grad.data_ptr(), 512))
+    measured = meter.measure(step, "cuda", resident=(x,), warmup=0, repeats=0)
+    assert measured.timeline.at(measured.timeline.peak_index)["gradients"] == 512
+    assert measured.categories["parameters"] + measured.categories["inputs"] == 512
+    x.register_hook(lambda grad: grad.mul_(1))
+    again = meter.measure(step, "cuda", resident=(x,), warmup=0, repeats=0)
+    assert again.timeline.live[0] == 512  # a gradient that exists before the step
 
 
 def test_a_history_that_is_being_recorded_is_refused(monkeypatch):

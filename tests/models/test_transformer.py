@@ -10,7 +10,16 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ackpt.models import PUBLISHED, Block, LanguageModel, RMSNorm, Transformer, TransformerConfig, attention
+from ackpt.models import (
+    PUBLISHED,
+    Block,
+    LanguageModel,
+    RMSNorm,
+    Transformer,
+    TransformerConfig,
+    attention,
+    packed_attention,
+)
 from experiments import data
 
 TINY = TransformerConfig(dim=32, ff_dim=64, layers=2, head_dim=16, vocab_size=50)
@@ -455,3 +464,21 @@ def test_bad_arguments_are_named(call, message):
 def test_bad_targets_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         LanguageModel(TINY)(torch.arange(6), offsets(6), 6, **arguments)
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [(torch.float16, "EFFICIENT_ATTENTION"), (torch.bfloat16, "MATH")])
+def test_a_gpu_before_capability_8_has_attention_in_float16_only(dtype, kernel, monkeypatch):
+    """A T4: no `varlen_attn`, and no fused kernel in bfloat16."""
+    wanted = attention(q := torch.randn(8, 2, 16).to(dtype), q, q, offsets(4, 4), 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    choice = getattr(torch.nn.attention.SDPBackend, kernel).value
+    monkeypatch.setattr(packed_attention, "_choice", lambda *_, **__: choice)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    if kernel == "MATH":
+        with pytest.raises(ValueError, match=r"use float32 or float16 \(bfloat16 needs compute capability 8.0\)"):
+            attention(q, q, q, offsets(4, 4), 4)
+    else:
+        assert torch.allclose(attention(q, q, q, offsets(4, 4), 4), wanted, atol=2e-3)

@@ -1,0 +1,39 @@
+"""Every job of the suite with device "cuda", on a stand-in for a GPU: what it calls, and what its records say."""
+
+import dataclasses
+
+import pytest
+from stand_in_gpu import Allocator, OnTheCpu
+
+from ackpt.cli.selftest import Workload
+from experiments.results import load_records
+from experiments.suite.gpu_suite import run_suite
+from experiments.suite.gpu_suite_jobs import SELFTEST, cpu_jobs
+
+JOBS = [
+    dataclasses.replace(job, config=dataclasses.replace(job.config, device="cuda"), predict=lambda config: {})
+    for job in cpu_jobs()
+    if job.experiment != SELFTEST and not job.name.startswith("largest")  # see test_gpu_ready
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=[job.name for job in JOBS])
+@pytest.mark.filterwarnings("ignore")  # of autocast and the profiler, which miss CUDA
+def test_a_job_runs_and_its_records_are_those_of_a_gpu(job, tmp_path, monkeypatch):
+    allocator = Allocator(monkeypatch)
+    allocator.live = allocator.peak = 2**30  # the budget of a plan is a measured peak
+    monkeypatch.setattr(Workload, "device", "cuda")
+    monkeypatch.setattr("experiments.offload.traced", lambda step: step() or {"copies": 0})  # see test_profiling
+    with OnTheCpu():
+        outcome = run_suite([job], tmp_path, minutes=10)
+    assert (outcome.ran, outcome.failed) == ([job.name], {})
+    records = load_records(tmp_path)
+    assert {record.environment["device_name"] for record in records} == {"a stand-in"}
+    for record in records:
+        assert record.config["device"] == record.environment["device"] == "cuda"
+        assert record.environment["capability"] == "7.5"
+        if "seconds_step" in record.metrics:
+            assert record.metrics["seconds_step"]["median"] == 1.5  # by the events of the stand-in
+        if "points" not in record.metrics and "largest_batch" not in record.metrics:
+            assert record.metrics["reserved_peak_bytes"] == 2 * record.metrics["peak_bytes"]
+    assert allocator.emptied and not allocator.recording
