@@ -6,6 +6,8 @@ Nothing is computed: parameters and inputs are fake tensors, so models of any si
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -245,9 +247,11 @@ class _Forward:
         given = {at: tensor for at, tensor in zip(places, tensors) if call.values and at not in call.numbers}
         number = _plain if call.symbols is None else call.symbols.number
         branches = Branches(call.values, given, number, held.traced)
-        with same_arguments, once, held, held.in_functions(), found_packed(), call.reads.watched(call.leaves):
-            with fused_attention_refused(), saving_hooks_refused(), branches:
-                outputs, out_spec = flatten_outputs(in_own_context(lambda: call_own(call.model, *args, **kwargs)))
+        with same_arguments, _stores_none(own[len(pairs) :]) as returned, once, held, held.in_functions():
+            with found_packed(), call.reads.watched(call.leaves):
+                with fused_attention_refused(), saving_hooks_refused(), branches:
+                    outputs, out_spec = flatten_outputs(in_own_context(lambda: call_own(call.model, *args, **kwargs)))
+            returned += outputs
         outputs: list[Any] = [held.traced.get(id(value), value) for value in outputs]
         buffers = [(traced, tensor) for tensor, traced, _ in pairs if not tensor.requires_grad]
         call.reads.kept.note_operations(buffers)
@@ -266,6 +270,28 @@ class _Forward:
         self.returned = out_spec, constants, refused, tuple(branches.branches)
         return tuple(
             value.detach() if index in refused else value for index, value in enumerate(outputs) if is_tensor(value)
+        )
+
+
+@contextlib.contextmanager
+def _stores_none(tensors: list[torch.Tensor]):
+    """Refuse a forward that stores one of the `tensors` of its call, wherever; what it returns goes into the list."""
+    returned: list[Any] = []
+    before = [sys.getrefcount(each) for each in tensors]
+    yield returned
+
+    def stored() -> list[int]:
+        """The places of tensors to which there are more references than before and in the two lists of outputs."""
+        counts = [sys.getrefcount(each) for each in tensors]
+        twice = [2 * sum(value is each for value in returned) for each in tensors]
+        return [at for at, (now, was, more) in enumerate(zip(counts, before, twice)) if now - more > was]
+
+    if stored():
+        gc.collect()  # a cycle, such as that of a caught error, may hold a frame with the tensor
+    if places := stored():
+        raise not_repeated(
+            f"the forward stores an argument, a tensor of shape {list(tensors[places[0]].shape)}, in an object, which "
+            "a captured step would not do. Return it from the forward"
         )
 
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import types
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,6 +295,30 @@ def test_kept_tensors_that_are_not_constants_are_refused_and_removed(case):
     assert without_data() == before and model.attribute is None and not model.known
     assert not LOG and not DEEP["a"]["b"]["c"]["d"]
     assert torch.isfinite(model(x))
+
+
+@pytest.mark.parametrize("value", [lambda x: x, lambda x: (1, [x]), lambda x: lambda: x], ids=["x", "list", "closure"])
+def test_an_argument_that_is_stored_in_an_object_is_refused(value):
+    target = SimpleNamespace()
+
+    def stores(model, x):
+        target.value = value(x)
+        return 0.0
+
+    with pytest.raises(TraceError, match=r"stores an argument, a tensor of shape \[2, 6, 8\].*regions=True"):
+        ackpt.trace(Attends(stores), torch.randn(2, 6, 8))
+
+
+def test_an_argument_that_a_caught_error_holds_is_not_stored():
+    def catches(model, x):
+        try:
+            raise ValueError(x)
+        except ValueError as error:
+            caught = error  # the frame and the error refer to each other
+        return caught.args[0].mean()
+
+    x = torch.randn(2, 6, 8)
+    assert ackpt.trace(Attends(catches), x).nodes
 
 
 def test_models_without_data_leave_caches_empty():
