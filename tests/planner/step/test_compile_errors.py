@@ -406,7 +406,7 @@ LIMITATIONS = {
         lambda model, h: h if type(h) is torch.Tensor else _raise(TypeError(str(type(h)))),
         "FunctionalTensor",
     ),
-    "caught": (lambda model, h: _caught(h), "mine"),
+    "caught": (lambda model, h: _caught(h), "looks at the values"),
 }
 
 
