@@ -46,7 +46,15 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Write a file in one step, as `write_text_atomic` does."""
+    """Write a file in one step, as `write_text_atomic` does.
+
+    Example:
+        >>> import tempfile
+        >>> from ackpt.core.files import write_bytes_atomic
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_bytes_atomic(f"{folder}/figure.png", b"bytes").read_bytes()
+        b'bytes'
+    """
     return _written(path, data)
 
 

@@ -235,8 +235,7 @@ def test_the_cause_names_the_module_or_the_attribute(change, cause):
     assert words.startswith(cause)
 
 
-@pytest.mark.parametrize("method", ["act", "forward"])
-def test_a_replaced_method_of_the_class_gives_another_capture(method, monkeypatch):
+def test_a_replaced_method_of_the_class_gives_another_capture(monkeypatch):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -250,9 +249,9 @@ def test_a_replaced_method_of_the_class_gives_another_capture(method, monkeypatc
 
     model, x = Model(), torch.ones(2, 4)
     step = ackpt.compile(model, x, policy="none", differentiate="all")
-    monkeypatch.setattr(Model, method, lambda self, x: 3 * self.linear(x))
+    monkeypatch.setattr(Model, "act", lambda self, x: 3 * x)
     assert torch.equal(step(x), model(x))
-    assert list(step.history)[-1].cause == f"attribute {method!r} of the class of the model changed"
+    assert list(step.history)[-1].cause == "attribute 'act' of the class of the model changed"
     monkeypatch.undo()
     assert torch.equal(step(x), model(x)) and len(list(step.history)) == 2
 
