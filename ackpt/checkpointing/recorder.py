@@ -11,12 +11,14 @@ the recomputation took a different path than the forward.
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import os
 import re
 import sys
 import types
 import weakref
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +30,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import CheckpointError
 
-from .evidence import SAME_GRADIENT, Evidence, difference_of, is_same, other_nodes
-from .guards import changed_between, is_equal, memory, name_of
-from .reachable import _TORCH
+from .guards import PLAIN_TENSORS, changed_between, is_equal, memory, name_of
+from .reachable import _TORCH, Graph
+from .rng import MEMORY
 from .tree import ATOMS
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
@@ -134,7 +136,6 @@ class Recorder(TorchFunctionMode):
     generators that it uses, with their states from before, by id. ``copies``: tensors among ``reads`` and views of them
     that calls may have written, with copies from before; ``overwritten``: the storages that calls changed in place;
     ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
-    ``kind``: a hash of all calls: their functions, and which calls or inputs their arguments come from.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
@@ -157,9 +158,6 @@ class Recorder(TorchFunctionMode):
         self._copied: set = set()
         self._refused: dict = refused or {}
         self._wanted = wanted
-        self.dead_calls: Any = None  # a `Liveness` or `Skipping`, which then makes the calls
-        self.kind = 0
-        self._makers: dict[int, int] = {}  # `kind` when a tensor was made, by its id
         self._began = torch.autograd._get_sequence_nr()
         self._expected = expected
         self._outer: Recorder | None = phase.recorder
@@ -176,7 +174,6 @@ class Recorder(TorchFunctionMode):
     def record_region(self, inner: Path, outputs) -> None:
         """Record a nested region, which is one node of this region's graph, with its path and its outputs."""
         call = Call(_region, ((inner,), ()), outputs[0].shape, outputs[0].dtype)
-        self._makers.update((id(output), self.kind + at) for at, output in enumerate(outputs))
         self._add(outputs[0].grad_fn._sequence_nr(), call, [], outputs)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -185,7 +182,6 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
         values = [*_flat(args), *_flat(kwargs.values())] if kwargs else [*_flat(args)]
-        self.kind = hash((self.kind, func, *[self._makers.get(id(value)) for value in values]))
         effect = _effect_of(func)
         describes = effect is None and getattr(func, "__name__", "") in _DESCRIBING
         sources: list = []
@@ -193,10 +189,7 @@ class Recorder(TorchFunctionMode):
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
                 sources = [*map(self._source, values)]
                 self._prepare(effect, values, args, kwargs)
-        if (dead_calls := self.dead_calls) is None:
-            result = func(*args, **kwargs)
-        else:
-            result = dead_calls.run(func, args, kwargs)
+        result = func(*args, **kwargs)
         if describes and not isinstance(result, torch.Tensor):
             return result
         if self._refused:
@@ -210,12 +203,11 @@ class Recorder(TorchFunctionMode):
     def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
-        self._makers.update(zip(ids, range(len(ids))))
         self.inputs = {key: position if ids.count(key) == 1 else None for position, key in enumerate(ids)}
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
-        self.results, self._makers, self.dead_calls = [], {}, None
+        self.results = []
         self._made = {key: pair for key, pair in self._made.items() if pair[0]() is not None}
         for read in self.reads.values():
             read.is_new = read.is_new or read.value is None
@@ -262,8 +254,7 @@ class Recorder(TorchFunctionMode):
         if not isinstance(result, torch.Tensor):
             results = [each for each in _flat((result,)) if isinstance(each, torch.Tensor)]
             tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
-        for at, each in enumerate(results or [tensor]):
-            self._makers[id(each)] = self.kind + at
+        for each in results or [tensor]:
             if each is not None and each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
                 self._made[id(each)] = weakref.ref(each), _reads_in(sources)
         if tensor is None or not tensor.requires_grad or (node := tensor.grad_fn) is None:
@@ -351,6 +342,9 @@ def _reads_in(sources) -> dict[int, _Read]:
     return reads
 
 
+# `reshape` makes the second under a dispatch mode, such as FlopCounterMode, and the first without one: its C++ in
+# ``aten/src/ATen/native/TensorShape.cpp`` asks ``isTensorSubclassLike``.
+_SAME_GRADIENT = {"ReshapeAliasBackward0": "ViewBackward0"}
 _region = object()  # in place of a function, in the `Call` of a nested region
 
 
@@ -378,21 +372,16 @@ class Path:
                 return (numbers[of[0]], of[1]) if of[0] in numbers else None
             return of
 
-        self.nodes = [SAME_GRADIENT.get(name, name) for name in names.values() if name != "ToCopyBackward0"]
+        self.nodes = [_SAME_GRADIENT.get(name, name) for name in names.values() if name != "ToCopyBackward0"]
         self.calls = [call for _, call, _ in calls]
         self.sources = [list(map(source, sources)) for _, _, sources in calls]
 
     def __eq__(self, other):
         if self.calls is not None and other.calls is not None:
             return (self.nodes, self.calls, self.sources) == (other.nodes, other.calls, other.sources)
-        return self.evidence is None or other.evidence is None or is_same(self.evidence, other.evidence)
+        return self.evidence is None or other.evidence is None or _is_same(self.evidence, other.evidence)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def has_other_calls(self, other: Path) -> bool:
-        """Whether the functions or their plain arguments differ, which leaving out dead calls cannot cause."""
-        pairs = zip(self.calls, other.calls)
-        return any(a.function != b.function or (a.function is not _region and a.values != b.values) for a, b in pairs)
 
 
 def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, function) -> None:
@@ -402,7 +391,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
     if forward.calls is None or recomputed.calls is None:
         for before, now in zip(forward.evidence.regions, recomputed.evidence.regions):
             check_same_path(before, now, recorder, function)
-        raise _other_path(function, difference_of(forward.evidence, recomputed.evidence))
+        raise _other_path(function, _difference(forward.evidence, recomputed.evidence))
     pairs = enumerate(zip(forward.calls, recomputed.calls))
     index = next((i for i, (a, b) in pairs if a != b and repr(a) != repr(b)), None)  # repr, as nan != nan
     if index is None and len(forward.calls) == len(recomputed.calls):
@@ -417,7 +406,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
                     raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
         if forward.nodes == recomputed.nodes:
             return
-        raise _other_path(function, other_nodes(forward.nodes, recomputed.nodes))
+        raise _other_path(function, _other_nodes(forward.nodes, recomputed.nodes))
     index = min(len(forward.calls), len(recomputed.calls)) if index is None else index
     expected = forward.calls[index] if index < len(forward.calls) else "absent"
     call = recomputed.calls[index] if index < len(recomputed.calls) else None
@@ -434,6 +423,127 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
             f"{list(call.shape)} {str(call.dtype).removeprefix('torch.')} now, because it was given other values"
         )
     raise _other_path(function, difference)
+
+
+#: A small region is recorded until this number of its recomputations have been compared call by call.
+RECORDED_RUNS = 3
+#: The bytes of the inputs and constants of a small region at most, and of each of its outputs.
+SMALL_BYTES = 1 << 20
+
+
+class Evidence(NamedTuple):
+    """What the graph of a run shows of its path: ``kinds``, the classes of its nodes; ``links`` between them, and
+    ``ends``, the tensors at which it ends; ``order``, their sequence numbers, of which the ranks count; and ``values``,
+    hashes of the bytes of the outputs. ``regions``: the paths of nested regions.
+
+    Runs with the same evidence have the same gradients, unless a number or tensor differs and changes no bit of an
+    output, for example in a branch that is multiplied by zero.
+    """
+
+    kinds: list[type]
+    links: list
+    ends: list
+    values: list
+    regions: list
+    order: list[int]
+
+
+def evidence_of(graph: Graph, outputs: list[torch.Tensor]) -> Evidence:
+    """The `Evidence` of a run whose graph of `outputs` is `graph`, with the ids of the tensors in ``ends``."""
+    kinds = list(map(type, graph.nodes))
+    regions = [] if _REGIONS.isdisjoint(kinds) else [n.region.path for n in graph.nodes if type(n) in _REGIONS]
+    return Evidence(kinds, graph.links, [*map(id, graph.ends)], list(map(_hash, outputs)), regions, graph.order)
+
+
+_REGIONS: set[type] = set()  # the class of the nodes of regions, which have an attribute `region`
+
+
+def names_of(graph: Graph) -> dict[int, str]:
+    """The names of a graph's nodes, by their sequence number."""
+    return {node._sequence_nr(): node.name() for node in graph.nodes}
+
+
+def checksum(tensor: torch.Tensor) -> Any:
+    """A number that tells two outputs apart, on the tensor's device; None for one without plain bytes."""
+    if tensor.is_cpu or type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+        return _hash(tensor)
+    words = tensor.detach().contiguous().flatten().view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
+    return words.sum(dtype=torch.int64)
+
+
+def _hash(tensor: torch.Tensor) -> int | None:
+    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return None
+    tensor = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    if tensor.nbytes <= SMALL_BYTES:
+        return hash(MEMORY[address:end])
+    return hash(tuple([hash(MEMORY[at : min(at + SMALL_BYTES, end)]) for at in range(address, end, SMALL_BYTES)]))
+
+
+def _is_same(before: Evidence, now: Evidence) -> bool:
+    if before.kinds != now.kinds and _names(before.kinds) != _names(now.kinds):
+        return False
+    return before[1:5] == now[1:5] and (before.order == now.order or _ranks(before.order) == _ranks(now.order))
+
+
+def _names(kinds: list[type]) -> list[str]:
+    return [_SAME_GRADIENT.get(kind.__name__, kind.__name__) for kind in kinds]
+
+
+def _difference(before: Evidence, now: Evidence) -> str:
+    """In what two runs differ, for an error."""
+    names = [_names(each.kinds) for each in (before, now)]
+    if Counter(names[0]) != Counter(names[1]):
+        return _other_nodes(*names)
+    for name, what in zip(Evidence._fields, ("operations", "arguments", "inputs", "values in its outputs", "regions")):
+        if getattr(before, name) != getattr(now, name):
+            return f"the same operations have other {what}"
+    return "the same operations have another order"
+
+
+def _ranks(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+class Subject:
+    """What is known of the regions of one function or module.
+
+    ``passed``: how many recomputations have passed a comparison of all calls, with equal `Evidence`. ``kinds``: the
+    classes of their nodes. ``counts``: of the tensors that names reach. ``changes_unseen``: whether buffers change
+    where no recorder sees it; None before the first run.
+    """
+
+    def __init__(self, reference):
+        self.reference, self.passed, self.kinds, self.counts = reference, 0.0, set(), set()
+        self.changes_unseen: bool | None = None
+
+    def add(self, before: Evidence | None, now: Evidence | None, is_repeatable: bool) -> None:
+        """Take note of the evidence of two recorded runs with equal calls."""
+        if before is None or now is None:
+            return
+        opaque = (kind for kind in before.kinds if kind not in _REGIONS and not _NODE.fullmatch(kind.__name__))
+        if not is_repeatable or any(opaque) or None in before.values or not _is_same(before, now):
+            self.passed = -math.inf  # its values are others each time, or the evidence does not show all that it does
+        self.passed += 1
+        self.kinds.update(before.kinds)
+
+
+_NODE = re.compile(r"\w+Backward\d+")  # of an operation of torch, rather than of a function in Python or C++
+_subjects: dict[int, Subject] = {}  # by id of a function's code or of a module, until it is gone
+
+
+def subject_of(function) -> Subject | None:
+    """The `Subject` of a region's function; None if no weak reference to it is possible."""
+    while type(function) is functools.partial:
+        function = function.func
+    if type(function) is types.MethodType:
+        function = function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__
+    key = function.__code__ if type(function) is types.FunctionType else function
+    place = id(key)
+    if place not in _subjects and type(key).__weakrefoffset__:
+        _subjects[place] = Subject(weakref.ref(key, lambda _: _subjects.pop(place, None)))
+    return _subjects.get(place)
 
 
 def _source_text(source) -> str:
@@ -455,6 +565,11 @@ def _other_path(function, difference: str) -> CheckpointError:
         "dispatch mode (FlopCounterMode, for example) around one of the two, which can change torch's kernels. Code "
         "that must act once per step can ask ackpt.is_recomputing()."
     )
+
+
+def _other_nodes(before, now) -> str:
+    missing, extra = Counter(before) - Counter(now), Counter(now) - Counter(before)
+    return f"only the forward has {', '.join(missing) or 'none'}, only the recompute {', '.join(extra) or 'none'}"
 
 
 class _Read:

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from ackpt.checkpointing.reachable import tensors_in
-from ackpt.checkpointing.reentrant import APPLY, checkpoint
+from ackpt.checkpointing.reentrant import checkpoint
 from ackpt.checkpointing.standing_in import as_it_is, call_own, locally
 from ackpt.checkpointing.tree import strip_result
 from ackpt.core.autograd_state import phase
@@ -52,10 +53,8 @@ from .regions_plan import (
     Segment,
     first_forward,
     hold_outputs,
-    in_body,
     is_within,
     recorded_run,
-    run_body,
 )
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
@@ -456,21 +455,21 @@ class _Forward:
 
     def _region(self, block: Block, forward: types.MethodType, run: Run, args: tuple, kwargs: dict) -> Any:
         live, record, storages = self.live, self._open_record(), SavedStorages()
-        in_body.first = first_forward(live) if record is None else recorded_run(live, record, run, storages)
+        _body.first = first_forward(live) if record is None else recorded_run(live, record, run, storages)
         phase.leaves_behind = False if not block.has_run else None
         before = live.bytes
         try:
             # A region keeps the states from before its forward.
             with live.more(RNG_STATE_BYTES), live.without_numbers():
-                body = types.MethodType(partial(run_body, forward.__func__), block.module)
+                body = types.MethodType(partial(_run_body, forward.__func__), block.module)
                 result = checkpoint(body, *args, **kwargs)
         finally:
-            in_body.first = None
+            _body.first = None
         outputs = strip_result(result)[0]
         nodes = (each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION)
         node: Any = next(nodes, None)
-        if node is not None and APPLY not in vars(node):  # which an output that is an argument has of another block
-            setattr(node, APPLY, partial(self._backward_of, block, run, weakref.ref(node)))
+        if node is not None and "apply" not in vars(node):  # which an output that is an argument has of another block
+            node.apply = partial(self._backward_of, block, run, weakref.ref(node))
             for _, state in node.region.streams:
                 if is_tensor(state):
                     live.follow(state)
@@ -484,7 +483,6 @@ class _Forward:
     def _backward_of(self, block: Block, run: Run, reference, *gradients) -> Any:
         """The backward of a block that ran as a region."""
         node, record = reference(), self._open_record()
-        region: Any = node.region
         if self.is_counted:  # AccumulateGrad copies some gradients
             for gradient in self.regions.gradients():
                 self.live.follow(gradient)
@@ -499,20 +497,19 @@ class _Forward:
                 shift = saved_bytes - self.live.bytes
                 record.segments.append(Segment(self.live.segment_peak(), run, None))
 
-            in_body.run, region.recomputed = run, recomputed
-        before, in_body.live = in_body.live, self.live if self.is_in_mode else None
+            _body.recomputed = recomputed
+        before, _body.live = _body.live, self.live if self.is_in_mode else None
         self.live.watches = self.is_counted
         try:
             # The recomputation keeps the present states, and reads those at its end.
-            with self.live.more(2 * sum(state.nbytes for _, state in region.streams if is_tensor(state))):
-                return getattr(type(node), APPLY)(node, *gradients)
+            with self.live.more(2 * sum(state.nbytes for _, state in node.region.streams if is_tensor(state))):
+                return type(node).apply(node, *gradients)
         except CheckpointError as error:
             raise self._left_out(block, error) from error
         finally:
-            if record is not None and region.recomputed is not None:
+            if record is not None and _body.recomputed is not None:
                 record.segments.append(Segment(self.live.segment_peak(), run, shift))
-            in_body.live = before
-            in_body.run = region.recomputed = None
+            _body.live, _body.recomputed = before, None
 
     def _left_out(self, block: Block, error: Exception) -> CheckpointError:
         block.refused = first_sentence(error)
@@ -577,3 +574,30 @@ class _Forward:
         return next(
             (f"module {name!r} ({type(module).__name__})" for name, module in running), "the model's own forward"
         )
+
+
+class _Body(threading.local):
+    """What the body of a region does in this thread.
+
+    ``first``: a context for the first forward; None for recomputations. ``live``: what counts recomputations;
+    ``recomputed``: called when one ends.
+    """
+
+    first: AbstractContextManager | None = None
+    live: Any = None
+    recomputed: Callable[[], None] | None = None
+
+
+_body = _Body()
+
+
+def _run_body(forward, *args, **kwargs) -> Any:
+    first, _body.first = _body.first, None
+    if first is None:
+        live, recomputed = _body.live, _body.recomputed
+        result = forward(*args, **kwargs) if live is None else live.recomputed(forward, *args, **kwargs)
+        if recomputed is not None:
+            recomputed()
+        return result
+    with first:
+        return forward(*args, **kwargs)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +24,7 @@ from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.call_facts import Sizes
 from ackpt.planner.schedule.plan import PlanError
 
-from .live_bytes import RNG_STATE_BYTES, _top_hooks
+from .live_bytes import RNG_STATE_BYTES
 
 SAVED, CHECKPOINTED = "saved", "checkpointed"
 
@@ -138,8 +136,8 @@ class Run:
 
     ``number``: how many calls of the block came before in this forward. ``entry_bytes``: live when it began.
     ``held_bytes``: what its graph holds in addition to what the region saves; ``left_bytes``: what the region leaves
-    allocated. ``cost``: of what its recomputation runs. ``is_over``: whether its backward has begun. ``outputs``: weak
-    references to those that the graph saves.
+    allocated. ``cost``: of its operations. ``is_over``: whether its backward has begun. ``outputs``: weak references to
+    those that the graph saves.
     """
 
     path: str
@@ -283,13 +281,12 @@ class SavedStorages:
 
     def __init__(self) -> None:
         self.keys: set[int] = set()
-        self.outer: Any = torch.Tensor.detach  # the hook of the region
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
             self.keys.add(tensor.untyped_storage()._cdata)
         # The tensor itself would refer to its own graph if it is the result of the operation that saves it.
-        return self.outer(tensor)
+        return tensor.detach()
 
 
 def hold_outputs(outputs, saved: SavedStorages, arguments: Any, live, record, run: Run) -> None:
@@ -319,7 +316,6 @@ def first_forward(live):
 def recorded_run(live, record: Record, run: Run, storages: SavedStorages):
     """Record what a block costs, saves and holds at its end."""
     cost, start = live.cost, live.bytes
-    storages.outer = (_top_hooks(True) or (storages.outer,))[0]
     record.segments.append(Segment(live.segment_peak(), run, None))
     with first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         yield
@@ -335,37 +331,3 @@ def is_within(sizes: Sizes, largest: Sizes) -> bool:
         for pair in zip((*size, unused), (*most, most_unused))
     )
     return all(size <= most for size, most in pairs)
-
-
-class _Body(threading.local):
-    """What the body of a region does in this thread.
-
-    ``first``: a context for the first forward; None for recomputations. ``live``: what counts recomputations; ``run``:
-    the recorded call, whose recomputation gives its cost.
-    """
-
-    first: AbstractContextManager | None = None
-    live: Any = None
-    run: Run | None = None
-
-
-in_body = _Body()
-
-
-def run_body(forward, *args, **kwargs) -> Any:
-    """Call the forward of a block in its region."""
-    first, in_body.first = in_body.first, None
-    if first is None:
-        live, run = in_body.live, in_body.run
-        if live is None:
-            return forward(*args, **kwargs)
-        cost = live.cost
-        result = live.recomputed(forward, *args, **kwargs)
-        if run is not None:
-            run.cost = live.cost - cost
-        return result
-    with first:
-        return forward(*args, **kwargs)
-
-
-run_body.runs_argument = True
