@@ -294,7 +294,7 @@ class MutableState:
             if version(tensor) == mark and not silently:
                 continue
             if tensor.requires_grad:
-                if memory(tensor) in recorder.overwritten:
+                if recorder is not None and memory(tensor) in recorder.overwritten:
                     raise changes_parameter(tensor, name)
                 continue
             unseen = True

@@ -349,7 +349,8 @@ class Region:
         self.function = frozen(self.function)
         if self.state is not None:
             changed = self.state.after_forward(leaves, self.recorder, self.subject)
-            items, names = [*map(weakref.ref, inputs), *leaves], [*range(len(inputs))]
+            items: list[Any] = [*map(weakref.ref, inputs), *leaves]
+            names: list[Any] = [*range(len(inputs))]
             names += [reachable.tensors.get(id(leaf), (None, ""))[1] for leaf in leaves]
             for key, (tensor, name) in reachable.tensors.items():
                 if not tensor.requires_grad and key not in changed and key not in reachable.unread:
