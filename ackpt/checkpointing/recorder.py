@@ -400,8 +400,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
         for before, now in zip(forward.evidence.regions, recomputed.evidence.regions):
             check_same_path(before, now, recorder, function)
         raise _other_path(function, _difference(forward.evidence, recomputed.evidence))
-    pairs = enumerate(zip(forward.calls, recomputed.calls))
-    index = next((i for i, (a, b) in pairs if a != b), None)
+    index = next((i for i, (a, b) in enumerate(zip(forward.calls, recomputed.calls)) if a != b), None)
     if index is None and len(forward.calls) == len(recomputed.calls):
         for at, sources in enumerate(zip(forward.sources, recomputed.sources)):
             for before, now in zip(*sources):

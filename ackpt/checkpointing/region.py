@@ -362,7 +362,7 @@ class Region:
                     self.subject.passed = -math.inf  # without a recorder, these reads would go unseen
                 for key in hidden.difference(changed, map(id, leaves)):
                     items.append(weakref.ref(self.recorder.reads[key].value))
-                    names.append(self.recorder.reads[key].name)
+                    names.append(self.recorder.reads[key].name)  # pyright: ignore[reportArgumentType]
             self.watch = guards.Watch(items, names)
 
     def recompute(self, saved, leaves, left):
