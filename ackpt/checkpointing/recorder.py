@@ -282,7 +282,7 @@ class Recorder(TorchFunctionMode):
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
         if type(value) in ATOMS or isinstance(value, numbers.Number):
-            return value
+            return value if value == value else math.nan  # one object, as tuples with the same one are equal
         if isinstance(value, torch.Tensor):
             # The class of Parameter has a slow check.
             is_parameter = type(value) is not torch.Tensor and isinstance(value, nn.Parameter)
@@ -370,7 +370,7 @@ class Path:
         def source(of):
             if type(of) is tuple:
                 return (numbers[of[0]], of[1]) if of[0] in numbers else None
-            return of
+            return [*of.values()] if type(of) is dict else of
 
         self.nodes = [_SAME_GRADIENT.get(name, name) for name in names.values() if name != "ToCopyBackward0"]
         self.calls = [call for _, call, _ in calls]
@@ -378,10 +378,18 @@ class Path:
 
     def __eq__(self, other):
         if self.calls is not None and other.calls is not None:
-            return (self.nodes, self.calls, self.sources) == (other.nodes, other.calls, other.sources)
+            is_same = (self.nodes, self.calls) == (other.nodes, other.calls)
+            return is_same and all(all(map(_may_be_one, *pair)) for pair in zip(self.sources, other.sources))
         return self.evidence is None or other.evidence is None or _is_same(self.evidence, other.evidence)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _may_be_one(before, now) -> bool:
+    """Whether an argument may have come from the same source in two runs."""
+    if before is None or now is None or (type(before) is list) != (type(now) is list):  # it may come from a cache
+        return True
+    return before == now
 
 
 def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, function) -> None:
@@ -392,20 +400,13 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
         for before, now in zip(forward.evidence.regions, recomputed.evidence.regions):
             check_same_path(before, now, recorder, function)
         raise _other_path(function, _difference(forward.evidence, recomputed.evidence))
-    pairs = enumerate(zip(forward.calls, recomputed.calls))
-    index = next((i for i, (a, b) in pairs if a != b and repr(a) != repr(b)), None)  # repr, as nan != nan
+    index = next((i for i, (a, b) in enumerate(zip(forward.calls, recomputed.calls)) if a != b), None)
     if index is None and len(forward.calls) == len(recomputed.calls):
         for at, sources in enumerate(zip(forward.sources, recomputed.sources)):
             for before, now in zip(*sources):
-                if type(before) is type(now) is dict:
-                    before, now = [*before.values()], [*now.values()]
-                elif dict in (type(before), type(now)):  # it may come from a cache
-                    continue
-                if before != now and before is not None and now is not None:
+                if not _may_be_one(before, now):
                     change = f"was given {_source_text(before)} in the forward and is given {_source_text(now)} now"
                     raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
-        if forward.nodes == recomputed.nodes:
-            return
         raise _other_path(function, _other_nodes(forward.nodes, recomputed.nodes))
     index = min(len(forward.calls), len(recomputed.calls)) if index is None else index
     expected = forward.calls[index] if index < len(forward.calls) else "absent"

@@ -105,10 +105,9 @@ class Region:
                 self.state = guards.MutableState(reachable, self.recorder is not None, copies)
         aliases, starts, retained = inputs, [], []
         if self.guarantees.exact_graph:
-            aliases = [
-                each if not needed else each.view_as(each) if computed else each.detach().requires_grad_()
-                for each, needed, computed in zip(inputs, self.needs_grad, self.is_computed)
-            ]
+            # Leaves, or views of leaves, because torch refuses to change these in place before it has done so.
+            aliases = _aliases(inputs, self.needs_grad)
+            aliases = [each.view_as(each) if flag else each for each, flag in zip(aliases, self.is_computed)]
             if self.recorder is not None:
                 self.recorder.record_inputs(aliases)
             starts = [*map(weakref.ref, compress(aliases, self.needs_grad))]
@@ -364,7 +363,7 @@ class Region:
                     self.subject.passed = -math.inf  # without a recorder, these reads would go unseen
                 for key in hidden.difference(changed, map(id, leaves)):
                     items.append(weakref.ref(self.recorder.reads[key].value))
-                    names.append(self.recorder.reads[key].name)
+                    names.append(self.recorder.reads[key].name)  # pyright: ignore[reportArgumentType]
             self.watch = guards.Watch(items, names)
 
     def recompute(self, saved, leaves, left):

@@ -84,6 +84,16 @@ def custom_twice(x):
 
 
 layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+frozen = nn.ModuleList(nn.Linear(4, 4).requires_grad_(False) for _ in range(2))
+
+
+def add_made(x):
+    """Adds a tensor that is made from another one, without gradients."""
+    return x + frozen[0].weight.sum(0)
+
+
+def after_a_region(x):
+    return ackpt.checkpoint(add_made, x) * (3 if second() else 2)
 
 
 def other_parameter(x):
@@ -110,6 +120,7 @@ DIFFERENT = {
     "autograd.Function": (custom, "mul"),
     "one autograd.Function less": (custom_twice, "Double"),
     "in place": (in_place, "mul_"),
+    "after a nested region": (after_a_region, r"mul\(\.\.\., 2\).*mul\(\.\.\., 3\)"),
     "parameter": (other_parameter, "parameter 'layers.0.weight'.*parameter 'layers.1.weight'"),
 }
 
@@ -392,9 +403,8 @@ def order_of_inputs(x):
     return other - one if second() else one - other
 
 
-frozen = nn.ModuleList(nn.Linear(4, 4).requires_grad_(False) for _ in range(2))
 LATER = {
-    **{name: function for name, (function, _) in DIFFERENT.items() if function is not scalar},
+    **{name: function for name, (function, _) in DIFFERENT.items() if function not in (scalar, after_a_region)},
     "gradient": stops_gradient,
     "constant": other_constant,
     "added number": added,
@@ -459,6 +469,24 @@ def test_operations_outside_of_the_graph_are_recorded_in_all_runs(name, monkeypa
         torch.sum(ackpt.checkpoint(function, batch(5), **options)).backward()
     assert len(made) == 2 * recorder.RECORDED_RUNS + 4
     del calls[1:]
+
+
+SAME_EACH_TIME = {"a made tensor": add_made, "nan": lambda x: x * (float("nan") * frozen[0].in_features)}
+
+
+@pytest.mark.parametrize("name", SAME_EACH_TIME)
+def test_a_nested_region_that_is_recorded_later_than_its_outer_one(name):
+    inner = SAME_EACH_TIME[name]
+    which = [lambda x: x * frozen[0].in_features]
+
+    def outer(x):
+        return ackpt.checkpoint(which[-1], x)
+
+    for _ in range(2):
+        for _ in range(recorder.RECORDED_RUNS + 2):
+            ackpt.checkpoint(outer, batch(5)).sum().backward()
+        which.append(lambda x: inner(x))
+    assert recorder.subject_of(outer).passed == recorder.subject_of(which[1]).passed == recorder.RECORDED_RUNS
 
 
 def test_a_new_kind_of_operation_is_recorded_again(monkeypatch):
