@@ -18,7 +18,6 @@ import re
 import sys
 import types
 import weakref
-from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +30,8 @@ from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import CheckpointError
 
 from .evidence import REGION_NODES, SAME_GRADIENT, Evidence, difference_between, is_same, other_nodes
-from .guards import PLAIN_TENSORS, changed_between, is_equal, memory, name_of
-from .reachable import _TORCH, Graph
-from .rng import MEMORY
+from .guards import changed_between, is_equal, memory, name_of
+from .reachable import _TORCH
 from .tree import ATOMS
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
