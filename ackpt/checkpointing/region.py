@@ -268,7 +268,7 @@ class Region:
                 with _NOTHING if self.guarantees.exact_graph else torch.no_grad(), self.recorder or _NOTHING:
                     result = self._call(aliases)
                 self.streams = rng.drawn_from(before)
-                if self.recorder is not None and self.guarantees.other_rng:
+                if self.recorder is not None and self.preserve_rng_state and self.guarantees.other_rng:
                     hidden = rng.unknown(self.recorder.streams.values(), before)
                     self.hidden_generators = {id(stream.generator) for stream, _ in hidden}
                     self.streams += rng.drawn_from(hidden)
