@@ -18,7 +18,6 @@ import re
 import sys
 import types
 import weakref
-from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +29,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import CheckpointError
 
-from .guards import PLAIN_TENSORS, changed_between, is_equal, memory, name_of
-from .reachable import _TORCH, Graph
-from .rng import MEMORY
+from .evidence import REGION_NODES, SAME_GRADIENT, Evidence, difference_between, is_same, other_nodes
+from .guards import changed_between, is_equal, memory, name_of
+from .reachable import _TORCH
 from .tree import ATOMS
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
@@ -342,9 +341,6 @@ def _reads_in(sources) -> dict[int, _Read]:
     return reads
 
 
-# `reshape` makes the second under a dispatch mode, such as FlopCounterMode, and the first without one: its C++ in
-# ``aten/src/ATen/native/TensorShape.cpp`` asks ``isTensorSubclassLike``.
-_SAME_GRADIENT = {"ReshapeAliasBackward0": "ViewBackward0"}
 _region = object()  # in place of a function, in the `Call` of a nested region
 
 
@@ -372,15 +368,15 @@ class Path:
                 return (numbers[of[0]], of[1]) if of[0] in numbers else None
             return [*of.values()] if type(of) is dict else of
 
-        self.nodes = [_SAME_GRADIENT.get(name, name) for name in names.values() if name != "ToCopyBackward0"]
+        self.nodes = [SAME_GRADIENT.get(name, name) for name in names.values() if name != "ToCopyBackward0"]
         self.calls = [call for _, call, _ in calls]
         self.sources = [list(map(source, sources)) for _, _, sources in calls]
 
     def __eq__(self, other):
         if self.calls is not None and other.calls is not None:
-            is_same = (self.nodes, self.calls) == (other.nodes, other.calls)
-            return is_same and all(all(map(_may_be_one, *pair)) for pair in zip(self.sources, other.sources))
-        return self.evidence is None or other.evidence is None or _is_same(self.evidence, other.evidence)
+            alike = (self.nodes, self.calls) == (other.nodes, other.calls)
+            return alike and all(all(map(_may_be_one, *pair)) for pair in zip(self.sources, other.sources))
+        return self.evidence is None or other.evidence is None or is_same(self.evidence, other.evidence)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -399,7 +395,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
     if forward.calls is None or recomputed.calls is None:
         for before, now in zip(forward.evidence.regions, recomputed.evidence.regions):
             check_same_path(before, now, recorder, function)
-        raise _other_path(function, _difference(forward.evidence, recomputed.evidence))
+        raise _other_path(function, difference_between(forward.evidence, recomputed.evidence))
     index = next((i for i, (a, b) in enumerate(zip(forward.calls, recomputed.calls)) if a != b), None)
     if index is None and len(forward.calls) == len(recomputed.calls):
         for at, sources in enumerate(zip(forward.sources, recomputed.sources)):
@@ -407,7 +403,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
                 if not _may_be_one(before, now):
                     change = f"was given {_source_text(before)} in the forward and is given {_source_text(now)} now"
                     raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
-        raise _other_path(function, _other_nodes(forward.nodes, recomputed.nodes))
+        raise _other_path(function, other_nodes(forward.nodes, recomputed.nodes))
     index = min(len(forward.calls), len(recomputed.calls)) if index is None else index
     expected = forward.calls[index] if index < len(forward.calls) else "absent"
     call = recomputed.calls[index] if index < len(recomputed.calls) else None
@@ -428,83 +424,6 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
 
 #: A small region is recorded until this number of its recomputations have been compared call by call.
 RECORDED_RUNS = 3
-#: The bytes of the inputs and constants of a small region at most, and of each of its outputs.
-SMALL_BYTES = 1 << 20
-
-
-class Evidence(NamedTuple):
-    """What the graph of a run shows of its path: ``kinds``, the classes of its nodes; ``links`` between them, and
-    ``ends``, the tensors at which it ends; ``order``, their sequence numbers, of which the ranks count; and ``values``,
-    hashes of the bytes of the outputs. ``regions``: the paths of nested regions.
-
-    Runs with the same evidence have the same gradients, unless a number or tensor differs and changes no bit of an
-    output, for example in a branch that is multiplied by zero.
-    """
-
-    kinds: list[type]
-    links: list
-    ends: list
-    values: list
-    regions: list
-    order: list[int]
-
-
-def evidence_of(graph: Graph, outputs: list[torch.Tensor]) -> Evidence:
-    """The `Evidence` of a run whose graph of `outputs` is `graph`, with the ids of the tensors in ``ends``."""
-    kinds = list(map(type, graph.nodes))
-    regions = [] if _REGIONS.isdisjoint(kinds) else [n.region.path for n in graph.nodes if type(n) in _REGIONS]
-    return Evidence(kinds, graph.links, [*map(id, graph.ends)], list(map(_hash, outputs)), regions, graph.order)
-
-
-_REGIONS: set[type] = set()  # the class of the nodes of regions, which have an attribute `region`
-
-
-def names_of(graph: Graph) -> dict[int, str]:
-    """The names of a graph's nodes, by their sequence number."""
-    return {node._sequence_nr(): node.name() for node in graph.nodes}
-
-
-def checksum(tensor: torch.Tensor) -> Any:
-    """A number that tells two outputs apart, on the tensor's device; None for one without plain bytes."""
-    if tensor.is_cpu or type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
-        return _hash(tensor)
-    words = tensor.detach().contiguous().flatten().view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
-    return words.sum(dtype=torch.int64)
-
-
-def _hash(tensor: torch.Tensor) -> int | None:
-    if type(tensor) not in PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
-        return None
-    tensor = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-    address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    if tensor.nbytes <= SMALL_BYTES:
-        return hash(MEMORY[address:end])
-    return hash(tuple([hash(MEMORY[at : min(at + SMALL_BYTES, end)]) for at in range(address, end, SMALL_BYTES)]))
-
-
-def _is_same(before: Evidence, now: Evidence) -> bool:
-    if before.kinds != now.kinds and _names(before.kinds) != _names(now.kinds):
-        return False
-    return before[1:5] == now[1:5] and (before.order == now.order or _ranks(before.order) == _ranks(now.order))
-
-
-def _names(kinds: list[type]) -> list[str]:
-    return [_SAME_GRADIENT.get(kind.__name__, kind.__name__) for kind in kinds]
-
-
-def _difference(before: Evidence, now: Evidence) -> str:
-    """In what two runs differ, for an error."""
-    names = [_names(each.kinds) for each in (before, now)]
-    if Counter(names[0]) != Counter(names[1]):
-        return _other_nodes(*names)
-    for name, what in zip(Evidence._fields, ("operations", "arguments", "inputs", "values in its outputs", "regions")):
-        if getattr(before, name) != getattr(now, name):
-            return f"the same operations have other {what}"
-    return "the same operations have another order"
-
-
-def _ranks(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
 
 
 class Subject:
@@ -523,8 +442,8 @@ class Subject:
         """Take note of the evidence of two recorded runs with equal calls."""
         if before is None or now is None:
             return
-        opaque = (kind for kind in before.kinds if kind not in _REGIONS and not _NODE.fullmatch(kind.__name__))
-        if not is_repeatable or any(opaque) or None in before.values or not _is_same(before, now):
+        opaque = (kind for kind in before.kinds if kind not in REGION_NODES and not _NODE.fullmatch(kind.__name__))
+        if not is_repeatable or any(opaque) or None in before.values or not is_same(before, now):
             self.passed = -math.inf  # its values are others each time, or the evidence does not show all that it does
         self.passed += 1
         self.kinds.update(before.kinds)
@@ -566,11 +485,6 @@ def _other_path(function, difference: str) -> CheckpointError:
         "dispatch mode (FlopCounterMode, for example) around one of the two, which can change torch's kernels. Code "
         "that must act once per step can ask ackpt.is_recomputing()."
     )
-
-
-def _other_nodes(before, now) -> str:
-    missing, extra = Counter(before) - Counter(now), Counter(now) - Counter(before)
-    return f"only the forward has {', '.join(missing) or 'none'}, only the recompute {', '.join(extra) or 'none'}"
 
 
 class _Read:

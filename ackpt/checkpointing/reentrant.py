@@ -25,8 +25,8 @@ from ackpt.core.autograd_state import phase
 from ackpt.core.errors import CheckpointError
 from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
+from .evidence import REGION_NODES
 from .reachable import Graph, graph_of
-from .recorder import _REGIONS
 from .region import Region, _swap
 
 __all__ = ["checkpoint"]
@@ -299,7 +299,7 @@ def _collector(wanted: dict[int, list[torch.Tensor]]):
     return collect
 
 
-_REGIONS.add(_Recompute._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
+REGION_NODES.add(_Recompute._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
 _apply: Any = super(torch.autograd.Function, _Recompute).apply  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -23,19 +23,11 @@ from ackpt.core.autograd_state import phase, recomputation_begins, recomputation
 from ackpt.core.errors import CheckpointError
 
 from . import guards, rng
+from .autocast import AUTOCAST_OFF, Autocast
 from .closures import DetachClosedOver, frozen
+from .evidence import SMALL_BYTES, checksum, evidence_of, names_of
 from .reachable import ReachableState, graph_of, is_data, tensors_in
-from .recorder import (
-    RECORDED_RUNS,
-    SMALL_BYTES,
-    Path,
-    Recorder,
-    check_same_path,
-    checksum,
-    evidence_of,
-    names_of,
-    subject_of,
-)
+from .recorder import RECORDED_RUNS, Path, Recorder, check_same_path, subject_of
 from .tree import Slot, Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
@@ -46,7 +38,6 @@ _NOTHING = contextlib.nullcontext()
 _NOT_WALKED = ReachableState()
 _any_autocast = torch._C._is_any_autocast_enabled
 _set_compiler = torch._C._dynamo.eval_frame.set_eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-_DEVICES = ("cpu", "cuda", "xpu", "mps")
 _swap: Any = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -276,7 +267,7 @@ class Region:
                 with _NOTHING if self.guarantees.exact_graph else torch.no_grad(), self.recorder or _NOTHING:
                     result = self._call(aliases)
                 self.streams = rng.drawn_from(before)
-                if self.recorder is not None and self.guarantees.other_rng:
+                if self.recorder is not None and self.preserve_rng_state and self.guarantees.other_rng:
                     hidden = rng.unknown(self.recorder.streams.values(), before)
                     self.hidden_generators = {id(stream.generator) for stream, _ in hidden}
                     self.streams += rng.drawn_from(hidden)
@@ -477,7 +468,7 @@ class Region:
             torch._C._set_grad_enabled(True)
             if not self.streams and self.autocast is None and not _any_autocast():
                 return self._call(aliases)
-            autocast = self.autocast or (_AUTOCAST_OFF if _any_autocast() else None)
+            autocast = self.autocast or (AUTOCAST_OFF if _any_autocast() else None)
             with rng.replay(self.streams), autocast.restored() if autocast is not None else _NOTHING:
                 result = self._call(aliases)
                 pairs = [*zip(self.streams, self.marks)]
@@ -517,45 +508,6 @@ class Region:
                 raise guards.changed_between(*change)
             else:
                 self.unread_changes[id(tensor)] = change
-
-
-class Autocast:
-    """The autocast state of all devices in this thread, to be restored in a recomputation; ``off``: that without any.
-
-    `restored` sets the switches directly, because ``torch.autocast("cuda")`` disables itself without a GPU, for example
-    when `predict` runs a step from shapes alone.
-    """
-
-    __slots__ = ("modes", "cache")
-
-    def __init__(self, off: bool = False):
-        is_on = torch.is_autocast_enabled
-        self.modes = [(name, not off and is_on(name), torch.get_autocast_dtype(name)) for name in _DEVICES]
-        self.cache = torch.is_autocast_cache_enabled()
-
-    def _apply(self):
-        for name, enabled, dtype in self.modes:
-            torch.set_autocast_enabled(name, enabled)
-            torch.set_autocast_dtype(name, dtype)
-        torch.set_autocast_cache_enabled(self.cache)
-
-    @contextlib.contextmanager
-    def restored(self):
-        """Apply this state in the body, and the present one after it."""
-        present = Autocast()
-        torch.autocast_increment_nesting()
-        self._apply()
-        # A cached cast made outside the region has its autograd history there; the recomputation needs its own cast.
-        torch.clear_autocast_cache()
-        try:
-            yield
-        finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-            present._apply()
-
-
-_AUTOCAST_OFF = Autocast(off=True)
 
 
 def _existing(leaf):

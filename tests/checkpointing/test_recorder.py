@@ -11,7 +11,7 @@ from conftest import Case, assert_next_step_works, assert_same_step, batch, rais
 from torch import nn
 
 import ackpt
-from ackpt.checkpointing import recorder, region
+from ackpt.checkpointing import evidence, recorder, region
 
 
 class Double(torch.autograd.Function):
@@ -501,7 +501,7 @@ def test_a_new_kind_of_operation_is_recorded_again(monkeypatch):
 
 
 def test_large_tensors_are_recorded_in_all_runs(monkeypatch):
-    made, x = recorders(monkeypatch), torch.ones(recorder.SMALL_BYTES // 4 + 1, requires_grad=True)
+    made, x = recorders(monkeypatch), torch.ones(evidence.SMALL_BYTES // 4 + 1, requires_grad=True)
     for _ in range(recorder.RECORDED_RUNS + 1):
         ackpt.checkpoint(torch.sin, x).sum().backward()
     assert len(made) == 2 * recorder.RECORDED_RUNS + 2

@@ -7,8 +7,10 @@ hooks of blocks run as usual.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -96,6 +98,34 @@ class UndoableState(MutableState):
                     continue
                 with torch.autograd._unsafe_preserve_version_counter(tensor):
                     guards._set(tensor, copy)
+
+
+class _Body(threading.local):
+    """What the body of a region does in this thread.
+
+    ``first``: a context for the first forward; None for recomputations. ``live``: what counts recomputations;
+    ``recomputed``: called when one ends.
+    """
+
+    first: AbstractContextManager | None = None
+    live: Any = None
+    recomputed: Callable[[], None] | None = None
+
+
+in_thread = _Body()
+
+
+def run_body(forward, *args, **kwargs) -> Any:
+    """Run a block as the body of a region, with what `in_thread` says."""
+    first, in_thread.first = in_thread.first, None
+    if first is None:
+        live, recomputed = in_thread.live, in_thread.recomputed
+        result = forward(*args, **kwargs) if live is None else live.recomputed(forward, *args, **kwargs)
+        if recomputed is not None:
+            recomputed()
+        return result
+    with first:
+        return forward(*args, **kwargs)
 
 
 class Undo:

@@ -14,7 +14,6 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -41,7 +40,7 @@ from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
-from .module_blocks import Block, Undo, blocks_of, first_sentence, free
+from .module_blocks import Block, Undo, blocks_of, first_sentence, free, in_thread, run_body
 from .regions_plan import (
     CHECKPOINTED,
     SAVED,
@@ -455,16 +454,16 @@ class _Forward:
 
     def _region(self, block: Block, forward: types.MethodType, run: Run, args: tuple, kwargs: dict) -> Any:
         live, record, storages = self.live, self._open_record(), SavedStorages()
-        _body.first = first_forward(live) if record is None else recorded_run(live, record, run, storages)
+        in_thread.first = first_forward(live) if record is None else recorded_run(live, record, run, storages)
         phase.leaves_behind = False if not block.has_run else None
         before = live.bytes
         try:
             # A region keeps the states from before its forward.
             with live.more(RNG_STATE_BYTES), live.without_numbers():
-                body = types.MethodType(partial(_run_body, forward.__func__), block.module)
+                body = types.MethodType(partial(run_body, forward.__func__), block.module)
                 result = checkpoint(body, *args, **kwargs)
         finally:
-            _body.first = None
+            in_thread.first = None
         outputs = strip_result(result)[0]
         nodes = (each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION)
         node: Any = next(nodes, None)
@@ -497,8 +496,8 @@ class _Forward:
                 shift = saved_bytes - self.live.bytes
                 record.segments.append(Segment(self.live.segment_peak(), run, None))
 
-            _body.recomputed = recomputed
-        before, _body.live = _body.live, self.live if self.is_in_mode else None
+            in_thread.recomputed = recomputed
+        before, in_thread.live = in_thread.live, self.live if self.is_in_mode else None
         self.live.watches = self.is_counted
         try:
             # The recomputation keeps the present states, and reads those at its end.
@@ -507,9 +506,9 @@ class _Forward:
         except CheckpointError as error:
             raise self._left_out(block, error) from error
         finally:
-            if record is not None and _body.recomputed is not None:
+            if record is not None and in_thread.recomputed is not None:
                 record.segments.append(Segment(self.live.segment_peak(), run, shift))
-            _body.live, _body.recomputed = before, None
+            in_thread.live, in_thread.recomputed = before, None
 
     def _left_out(self, block: Block, error: Exception) -> CheckpointError:
         block.refused = first_sentence(error)
@@ -574,30 +573,3 @@ class _Forward:
         return next(
             (f"module {name!r} ({type(module).__name__})" for name, module in running), "the model's own forward"
         )
-
-
-class _Body(threading.local):
-    """What the body of a region does in this thread.
-
-    ``first``: a context for the first forward; None for recomputations. ``live``: what counts recomputations;
-    ``recomputed``: called when one ends.
-    """
-
-    first: AbstractContextManager | None = None
-    live: Any = None
-    recomputed: Callable[[], None] | None = None
-
-
-_body = _Body()
-
-
-def _run_body(forward, *args, **kwargs) -> Any:
-    first, _body.first = _body.first, None
-    if first is None:
-        live, recomputed = _body.live, _body.recomputed
-        result = forward(*args, **kwargs) if live is None else live.recomputed(forward, *args, **kwargs)
-        if recomputed is not None:
-            recomputed()
-        return result
-    with first:
-        return forward(*args, **kwargs)
