@@ -282,7 +282,10 @@ class _Tripwire:
         self._thread = 0
 
     def _used(self):
-        if threading.get_ident() != self._thread:
+        # For each frame that Dynamo sees, as in torch.cond, its ``eval_frame_cpp.cpp`` gets and sets Python's state.
+        name = self.of.__name__ if type(self.of) is types.MethodType else ""
+        is_dynamos = name in ("getstate", "setstate") and name not in sys._getframe(2).f_code.co_names
+        if threading.get_ident() != self._thread or is_dynamos:
             return self.of
         self._refused.append(
             f"the forward takes items from {self._label}, which a captured step would not repeat. Take them outside of "
