@@ -36,8 +36,8 @@ def train(model, batch):
     for _ in range(STEPS):
         optimizer.zero_grad()
         with torch.autocast(DEVICE, torch.float16):
-            loss = model(*batch)
-        scaler.scale(loss).backward()
+            loss = scaler.scale(model(*batch))  # mse_loss's result is large
+        loss.backward()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())

@@ -240,7 +240,8 @@ class Storages(TorchDispatchMode):
         def rng_state():  # which torch allocates below its dispatcher
             state = get_rng_state()
             if self.active and torch._C._len_torch_dispatch_stack():  # else `Workspaces` asks
-                self._record(state, (), _EMPTY)
+                with torch._C.DisableTorchFunction():  # the recorder of a region would take this for its code
+                    self._record(state, (), _EMPTY)
             return state
 
         handles = [register_optimizer_step_pre_hook(starts), register_optimizer_step_post_hook(ends)]

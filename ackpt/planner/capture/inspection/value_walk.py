@@ -295,11 +295,13 @@ class _Tripwire:
         )
         raise not_repeated(self._refused[-1])
 
-    def __iter__(self):
-        return iter(self._used())
+    def __iter__(self) -> Any:
+        used: Any = self._used()
+        return iter(used)
 
-    def __next__(self):
-        return next(self._used())
+    def __next__(self) -> Any:
+        used: Any = self._used()
+        return next(used)
 
     def __call__(self, *args, **kwargs):
         return self._used()(*args, **kwargs)
