@@ -61,7 +61,7 @@ def check_policy(policy: Any, cache: Any = None) -> None:
     if isinstance(policy, str) or not callable(policy):
         if policy not in list(POLICIES):
             close = did_you_mean(policy, POLICIES)
-            if policy in _STUDIES:
+            if isinstance(policy, str) and policy in _STUDIES:
                 close = f": it is a function of the repository's study; pass experiments.policies.{_STUDIES[policy]}"
             raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
         return
