@@ -250,8 +250,10 @@ def unknown(used, states: list) -> list:
 
 
 def ended_elsewhere(pairs) -> str:
-    """The name of a stream that moved since its state, of ``((stream, state), mark)``, and whose ``mark()`` differs
-    now; empty if there is none."""
+    """The name of the first stream that moved since its state and has another mark now; empty if no stream does.
+
+    `pairs`: ``((stream, state), mark)`` of each stream.
+    """
     moved = (stream for (stream, state), mark in pairs if stream.mark() != mark and stream.moved(state))
     return next((stream.name for stream in moved), "")
 
