@@ -122,8 +122,9 @@ def test_a_step_without_an_optimizer_is_forward_and_backward():
     ((*records,),) = batch_size.compare_steps(config, timed_rounds=0)
     predicted = batch_size.predicted(config)
     for record, other in zip(records, predicted, strict=True):
-        assert record.metrics["categories"]["optimizer"] == 0
-        assert record.metrics["peak_bytes"] == other.metrics["peak_bytes"]
+        assert record.metrics["categories"]["optimizer"] == other.metrics["categories"]["optimizer"] == 0
+        assert record.metrics["peak_bytes"] == record.metrics["predicted_peak_bytes"]
+    assert records[0].metrics["peak_bytes"] == predicted[0].metrics["peak_bytes"]
 
 
 @pytest.mark.parametrize("command", ["gpu-suite --tier cpu", "lm", "offload", "frontier", "bert", "batch-size"])

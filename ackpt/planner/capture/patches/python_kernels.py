@@ -175,7 +175,7 @@ _LINEAR = aten.linear.default
 def _linear(x, weight, bias=None):
     if bias is None or x.dim() == 2 or x.is_contiguous():
         return _LINEAR._op_dk(_KEY, x, weight, bias)
-    return torch.matmul(x, weight.t()).add_(bias)
+    return torch.matmul(x, weight.t()) + bias
 
 
 # Random operations with the arithmetic of eager mode. Captured, torch's dropout becomes ``native_dropout``, which
