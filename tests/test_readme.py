@@ -8,6 +8,7 @@ import pytest
 from address import colab_address, project, repository_address
 from forked import output_of
 
+from ackpt.planner.costs import devices
 from experiments.reports.frontier_times import added_time, at_the_peak_of_blocks
 from experiments.results import Record
 from experiments.steps.peers import MEMORY_BUDGET
@@ -96,10 +97,24 @@ def test_the_first_page_has_the_peaks_of_plans_and_the_memory_budget_with_induct
 
 def test_the_cost_of_blocks_on_gpus_is_that_of_the_published_times() -> None:
     table = (ROOT / "results" / "tables" / "11_time_ratios.md").read_text(encoding="utf-8")
-    ratios = [float(line.split("|")[5]) for line in table.splitlines() if "| checkpointing / baseline |" in line]
+    alike = [line for line in table.splitlines() if "| checkpointing / baseline |" in line and " / 1 of " not in line]
+    ratios = [float(line.split("|")[5]) for line in alike]
     least, median, most = (round(100 * (f(ratios) - 1)) for f in (min, statistics.median, max))
     said = " ".join((ROOT / "book" / "out_of_memory.md").read_text(encoding="utf-8").split())
     assert f"on GPUs, others measured {least} to {most} % more time, with a median of {median} %" in said
+
+
+def test_the_budgets_of_the_first_answer_leave_the_context_and_a_fifth_of_themselves() -> None:
+    rows = (ROOT / "book" / "out_of_memory.md").read_text(encoding="utf-8").splitlines()
+    (begin,) = (index for index, row in enumerate(rows) if row.startswith("| GPU |"))
+    columns = zip(*(row.strip("|").split("|")[1:] for row in (rows[begin], rows[begin + 2])), strict=True)
+    said = {" ".join(gpus.split()): int(re.sub(r"\D", "", budget)) for gpus, budget in columns}
+    meant = {"RTX 3090, 4090": ("rtx3090", "rtx4090"), "A100 40 GB": ("a100-40g",)}
+    meant["A100 80 GB, H100"] = ("a100-80g", "h100-80g")
+    for gpus, gib in said.items():
+        names = meant.get(gpus) or gpus.lower().replace("rtx ", "rtx").split(", ")
+        room = min(devices.DEVICES[name].memory_bytes for name in names) / 2**30
+        assert gib == int((room - 0.6) / 1.2), gpus
 
 
 def test_the_number_of_published_measurements_is_that_of_the_book() -> None:

@@ -2,14 +2,13 @@
 const GIB = 2 ** 30;
 const gib = (bytes) => bytes < GIB / 10 ? mib(bytes) : `${(bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1)} GiB`;
 const sum = (row) => Object.values(row).reduce((total, bytes) => total + bytes, 0);
-const OUTSIDE = "context and cuBLAS";
 const GROUPS = { // of the categories that `ackpt plan` prints; the others have a color of their own
   buffers: "buffers and inputs", inputs: "buffers and inputs", "unreduced gradients": "gradients",
   "gathered parameters": "gathered and collectives", collectives: "gathered and collectives",
 };
-const SHADES = { ...COLORS, "buffers and inputs": COLORS.buffers, "gathered and collectives": COLORS.inputs, [OUTSIDE]: "#8a8f98" };
+const SHADES = { ...COLORS, "buffers and inputs": COLORS.buffers, "gathered and collectives": COLORS.inputs };
 const ORDER = [
-  OUTSIDE, "parameters", "optimizer", "gradients", "buffers and inputs", "gathered and collectives", "activations",
+  "parameters", "optimizer", "gradients", "buffers and inputs", "gathered and collectives", "activations",
   "recomputed", "temporaries",
 ];
 const BATCHES = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024];
@@ -55,8 +54,8 @@ const plansOf = (step) => {
   return [plan("none", 0), ...between, plan("per block", step.blocks)];
 };
 
-const drawPlans = (svg, bars, outside, budget, memory) => {
-  const highest = Math.max(memory, ...bars.map((bar) => bar.bytes + outside)) * 1.06;
+const drawPlans = (svg, bars, budget, most) => {
+  const highest = Math.max(most, ...bars.map((bar) => bar.bytes)) * 1.06;
   const wide = (RIGHT - LEFT) / bars.length, bar = Math.min(0.6 * wide, 90);
   const y = (bytes) => BOTTOM - ((BOTTOM - TOP) * bytes) / highest;
   const parts = [];
@@ -66,13 +65,13 @@ const drawPlans = (svg, bars, outside, budget, memory) => {
     parts.push(markup);
     parts.push(`<text x="${(left + bar / 2).toFixed(1)}" y="${(y(bytes) - 4).toFixed(1)}" text-anchor="middle">${(bytes / GIB).toFixed(1)}</text>`);
   });
-  parts.push(`<path class="limit" d="M${LEFT} ${y(memory).toFixed(1)}H${RIGHT}"/>`);
-  parts.push(`<path class="broken" d="M${LEFT} ${y(budget + outside).toFixed(1)}H${RIGHT}"/>`);
+  parts.push(`<path class="limit" d="M${LEFT} ${y(most).toFixed(1)}H${RIGHT}"/>`);
+  parts.push(`<path class="broken" d="M${LEFT} ${y(budget).toFixed(1)}H${RIGHT}"/>`);
   const ticks = steps(highest / GIB, 5).map((at) => [y(at * GIB), +at.toFixed(2)]);
   svg.innerHTML = frame([], ticks, "recomputed in backward", "memory at the peak (GiB)") + parts.join("");
   nameBars(svg, bars.map((plan) => plan.name), bars.findIndex((plan) => plan.isChosen));
-  const said = bars.map((plan) => `${plan.name} recomputed ${gib(plan.bytes + outside)}`).join(", ");
-  svg.setAttribute("aria-label", `Memory at the peak: ${said}. The GPU has ${gib(memory)}.`);
+  const said = bars.map((plan) => `${plan.name} recomputed ${gib(plan.bytes)}`).join(", ");
+  svg.setAttribute("aria-label", `Memory at the peak: ${said}. The GPU has room for ${gib(most)}.`);
 };
 
 const nameOf = ({ policy, m }, blocks) =>
@@ -106,9 +105,9 @@ const build = (root, data) => {
   const call = element("pre", root, "", { tabindex: 0 });
   element("h4", root, "In a shell: the same step, planned");
   const command = element("pre", root, "", { tabindex: 0 });
-  element("p", root, "The bars hold what ackpt plan counts as allocated, the CUDA context, and two workspaces of cuBLAS. "
-    + "They do not hold what the allocator reserves beyond that, which ackpt plan prints, nor the memory of communication "
-    + "libraries and of convolution kernels, so leave some room. The menu: nothing recomputed, the first blocks, or every "
+  element("p", root, "The bars hold what ackpt plan counts as allocated. The room of the GPU is its memory without the CUDA context and two "
+    + "workspaces of cuBLAS. The allocator reserves more, as ackpt plan prints, and communication libraries and convolution "
+    + "kernels take memory of their own, so leave some room. The menu: nothing recomputed, the first blocks, or every "
     + "block; ackpt.apply_budget searches more plans. The address of this page keeps your choices.", { class: "note" });
 
   const presets = [...data.presets].sort((one, other) => one.modes.half.count - other.modes.half.count);
@@ -137,7 +136,7 @@ const build = (root, data) => {
     fill("model", presets.map(({ name, label }) => [name, label]), wanted.model);
     const kinds = new Set(Object.values(model.modes).flatMap(({ formulas }) => Object.keys(formulas)));
     fill("gpu", Object.entries(data.gpus).filter(([, one]) => kinds.has(one.kind))
-      .map(([name, one]) => [name, `${name}, ${(one.memory / 1e9).toFixed(0)} GB`]), wanted.gpu);
+      .map(([name, one]) => [name, `${name}, ${(one.memory / GIB).toFixed(0)} GiB`]), wanted.gpu);
     const gpu = data.gpus[selects.gpu.value];
     fill("batch", sizes(BATCHES, wanted.batch, 4096).map((n) => [n, n]), wanted.batch);
     const multiple = data.multiples[model.name] ?? 1, asked = Math.round(Math.min(wanted.length, model.longest) / multiple) * multiple;
@@ -169,16 +168,16 @@ const build = (root, data) => {
     const plans = plansOf(step), least = plans.reduce((best, plan) => (plan.bytes < best.bytes ? plan : best));
     const fitting = plans.find((plan) => plan.bytes <= budget), chosen = fitting ?? least;
     const groups = (plan) => {
-      const found = { [OUTSIDE]: outside };
+      const found = {};
       for (const [name, bytes] of Object.entries(plan.atPeak)) found[GROUPS[name] ?? name] = (found[GROUPS[name] ?? name] ?? 0) + bytes;
       return found;
     };
     const shown = [...new Set([plans[0], chosen, plans.at(-1)])]
       .map((plan) => ({ ...plan, name: nameOf(plan, step.blocks), groups: groups(plan), isChosen: plan === chosen }));
-    drawPlans(svg, shown, outside, budget, gpu.memory);
+    drawPlans(svg, shown, budget, most);
 
     const own = groups(chosen), parts = ORDER.filter((name) => own[name] > 0);
-    const largest = parts.filter((name) => name !== OUTSIDE).sort((a, b) => own[b] - own[a]).slice(0, 2);
+    const largest = [...parts].sort((a, b) => own[b] - own[a]).slice(0, 2);
     const cost = chosen.cost ? `${percent(chosen.cost)} of the baseline's FLOPs are recomputed` : "nothing is recomputed";
     answer.className = fitting ? "answer" : "answer refused";
     answer.textContent = fitting
@@ -201,7 +200,7 @@ const build = (root, data) => {
     legend.replaceChildren();
     const inBars = ORDER.filter((name) => shown.some((plan) => plan.groups[name] > 0));
     for (const name of inBars.reverse()) key(legend, name, { style: `background:${SHADES[name]}` });
-    key(legend, "memory of the GPU", { style: "height:3px;vertical-align:.25rem;background:var(--pst-color-danger)" });
+    key(legend, "room on the GPU", { style: "height:3px;vertical-align:.25rem;background:var(--pst-color-danger)" });
     key(legend, "budget", { style: "height:0;vertical-align:.25rem;border-top:2px dashed var(--pst-color-text-base)" });
 
     call.textContent = fitting && ranks === 1 ? callOf(data, optimizer, budget) : "";
