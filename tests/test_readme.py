@@ -80,6 +80,11 @@ def test_the_headline_has_the_times_and_flops_of_the_records(page: str) -> None:
     assert "{} of the FLOPs recomputed instead of {}".format(*on_gpu) in said
     headline = f"per-block checkpointing needs, a plan adds {plan} % of the step's time instead of {per_block} %"
     assert headline in said
+    if page == "book/index.md":
+        transformer = at_the_peak_of_blocks(Record.load(ROOT / "results" / "frontiers" / "frontier-transformer.json"))
+        assert transformer is not None
+        per_block, plan = (round(100 * time) for time in transformer)
+        assert f"A Transformer without dropout: {plan} % instead of {per_block} %." in said
 
 
 def test_the_first_page_has_the_peaks_of_plans_and_the_memory_budget_with_inductor() -> None:
