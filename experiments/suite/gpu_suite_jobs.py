@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ackpt.cli.selftest import SelftestConfig, failed, run_selftest
+from ackpt.cli.selftest import failed, run_selftest
 from experiments import batch_size, bert, lm, offload, synthetic
 from experiments.batch_size import BatchSizeConfig
 from experiments.bert import BertStepConfig
@@ -66,7 +66,7 @@ def gpu_jobs() -> list[Job]:
     short = {**front, "budgets": (0.6, 0.4), "policies": ("auto", "full"), "peers": ("checkpoint", "selective")}
     deterministic = replace(lm.GPU, seq_lens=(2048,), steps=100, dtype="float32")
     return [
-        _selftest(SelftestConfig, "cuda", 0.5),
+        _selftest("cuda", 0.5),
         _synthetic(replace(synthetic.GPU, seq_lens=(16384,)), 0.7),
         _lm(replace(lm.GPU, seq_lens=(8192,), methods=METHODS[:2]), 2.0),
         _offload(offload.GPU, 1.5),
@@ -111,7 +111,7 @@ def cpu_jobs() -> list[Job]:
     front = {"layers": 2, "dim": 32, "heads": 2, "ff_dim": 64, "vocab_size": 64, "seq_len": 32}
     shares = {"policies": ("full",), "budgets": (0.9,), "peers": ("checkpoint", "selective")}
     return [
-        _selftest(partial(SelftestConfig, rounds=1), "cpu", 0.5),
+        _selftest("cpu", 0.5),
         _synthetic(SyntheticConfig((48,), 1, 3, **sizes, methods=synthetic.KNOWN), 0.1, tier="cpu"),
         _lm(text, 0.1, tier="cpu"),
         _offload(OffloadConfig(**sizes, **small), 0.1, "cpu"),
@@ -133,11 +133,11 @@ class _Selftest:
     device: str
 
 
-def _selftest(made, device: str, minutes: float) -> Job:
+def _selftest(device: str, minutes: float) -> Job:
     def run(config, command, failures):
-        report = run_selftest(made(config.device), command)
+        report = run_selftest(config.device, command)
         where = environment(config.device, command)
-        yield [Record(SELFTEST, {**report.config, "method": SELFTEST}, report.metrics, where)]
+        yield [Record(SELFTEST, {**report["config"], "method": SELFTEST}, report["metrics"], where)]
         if broken := failed(report):
             failures.reasons[WHOLE] = "; ".join(broken)
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from stand_in_gpu import Allocator, OnTheCpu
 
-from ackpt.cli.selftest import Workload
 from experiments.results import load_records
+from experiments.steps.workload import Workload
 from experiments.suite.gpu_suite import run_suite
 from experiments.suite.gpu_suite_jobs import SELFTEST, cpu_jobs
 
