@@ -14,6 +14,7 @@ from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.schedule.plan import RECOMPUTED
+from ackpt.planner.schedule.schedule import COMPUTE
 from ackpt.planner.schedule.simulator import simulate
 from experiments.steps.captured_step import CapturedStep
 
@@ -42,6 +43,24 @@ def operations(graph, first_of_backward: str) -> list[dict[str, Any]]:
             reads = {name for name in owners if name is not None}
             size = sum(fresh.values())
             found.append({"name": node.name, "bytes": size, "reads": sorted(reads), "is_backward": is_backward})
+    return found
+
+
+def scheduled_operations(graph, schedule) -> list[dict[str, Any]]:
+    """As `operations`, of what a schedule runs: an operation that backward runs again has another name there."""
+    allocated, resident = graph.analysis.allocated, graph.analysis.resident
+    owner: dict[int, str] = {}
+    found = []
+    for is_backward, steps in ((False, schedule.forward), (True, schedule.backward)):
+        for node in (graph.nodes[step.id] for step in steps if step.kind == COMPUTE):
+            fresh = [storage for storage in allocated.get(node.id, ()) if storage not in resident]
+            if fresh:
+                name = f"{node.name}\n(again)" if is_backward and node.id < graph.boundary else node.name
+                read = {storage for source in node.inputs for storage in graph.nodes[source].storages}
+                reads = sorted({owner[storage] for storage in read if storage in owner})
+                size = sum(graph.storages[storage].bytes for storage in fresh)
+                found.append({"name": name, "bytes": size, "reads": reads, "is_backward": is_backward})
+                owner.update(dict.fromkeys(fresh, name))
     return found
 
 

@@ -71,5 +71,13 @@ path = write_text_atomic("results/tables/12_fits.md", markdown_table(rows, FIT_C
 # runs the same experiments, the most important first. It writes a record with machine, versions, date and commit after
 # each run, and stops at the time limit; the next call continues. To run a single experiment, use `python -m experiments` with
 # `synthetic`, `lm`, `offload`, `batch-size`, `bert` or `frontier` and `--out results/gpu`; `--help` lists their options.
+# A trace of one experiment, with kernels and memory, opens in TensorBoard:
+#
+# ```bash
+# pip install -e ".[profile]"
+# python -m experiments lm --profile-dir traces
+# tensorboard --logdir traces
+# ```
+#
 # On Colab, `run_demo()` of `experiments.colab` runs the offload experiment in one cell and shows its table and figures.
 # {doc}`../status` says which tables have no such records yet.
