@@ -376,7 +376,7 @@ print(f"node {often}, {graph.nodes[often].name} in the capture, runs as {names[o
 # %% [markdown]
 # For the two-layer network, with the output of ReLU recomputed:
 
-# %% tags=["hide-input"] alt="The graph of the two-layer network after the rewrite. The row of backward has two more boxes, addmm again and relu again, before the first products of backward. A thick arrow no longer leads from relu in forward to backward."
+# %% tags=["hide-input"] alt="The graph of the two-layer network after the rewrite. The row of backward has two more boxes, addmm again and relu again, between mm and threshold backward, which read relu again. No thick arrow leads from relu in forward to backward, and relu is not marked as saved."
 (relu,) = (s.id for s in tiny_graph.storages if tiny_graph.nodes[s.producer].target == "aten.relu.default")
 rewritten = lower(tiny_graph, [s for s in ackpt.plan(tiny_graph, policy="none").schedule.saved if s != relu])
 figure = schematics.joint_figure(graph_profile.scheduled_operations(tiny_graph, rewritten))
@@ -384,8 +384,8 @@ path = plots.save(figure, "results/figures/07_rewritten.png")
 figure
 
 # %% [markdown]
-# *After the rewrite: compared with the first figure of this chapter, backward runs two operations again, and forward frees
-# the output of ReLU.*
+# *After the rewrite: backward runs two operations again, and forward frees the output of ReLU. `mm` feeds the backward of
+# ReLU (`threshold_backward`), behind both.*
 #
 # A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
 # The hash ignores the values of weights, but not the number of rows. Applying a plan to another graph raises an error.

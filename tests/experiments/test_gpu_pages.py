@@ -88,7 +88,7 @@ def test_the_status_page_has_every_run_and_no_kind_is_left_out(gpu):
 READS_A_GPU = ("gpu_records(", "fit_rows(")
 CHAPTERS = ("04", "05", "08", "09", "12")
 KINDS = {synthetic.SyntheticConfig: "synthetic", lm.LMConfig: "lm"}
-GIVEN = {"curves": {}}  # the CPU's losses, which are drawn only where no GPU has recorded any
+GIVEN = {"curves": {}, "D": lm.GPU.dim}  # instead of minutes of training, and of chapters that read no records
 
 
 def stored(experiment):
@@ -152,6 +152,8 @@ def chapters_in_a_copy(gpu):
 
 SHOWN = {  # the table of an experiment, which records it shows, and which figures of one
     "synthetic": ("04_synthetic_published", {"method": ("baseline", "checkpoint")}, ("peak", "training")),
+    "reference": ("04_synthetic_published", {"model": ("synthetic",)}, ("peak",)),
+    "reference, lm": ("04_lm_published", {"model": ("language-model",)}, ("peak",)),
     "lm": ("04_lm_published", {"method": ("baseline", "checkpoint"), "dtype": ("bfloat16",)}, ("peak", "training")),
     "lm, chunked": ("04_chunked", {"method": ("chunked-loss", "checkpoint+chunked-loss")}, ("peak", "training")),
     "offload": ("05_published", {"method": OURS[:4], "total_tokens": (12_000,)}, ("peak",)),

@@ -172,10 +172,9 @@ class Profile:
         facts, changes = graph.analysis, [0] * (len(graph.nodes) + 1)
         for each in graph.storages:
             if each.id not in facts.resident:
-                accesses = (each.producer, each.last_fw_access, each.last_bw_access)
-                last = len(graph.nodes) - 1 if each.id in facts.live_to_end else max(a for a in accesses if a is not None)
+                last = max(each.producer, each.last_fw_access or 0, each.last_bw_access or 0)
                 changes[each.producer] += each.bytes
-                changes[last + 1] -= each.bytes
+                changes[last + 1 if each.id not in facts.live_to_end else -1] -= each.bytes
         return [live + more for live, more in zip(accumulate(changes), self.workspace_bytes)]
 
 
