@@ -21,7 +21,6 @@
 # %%
 import collections
 import copy
-import csv
 from types import SimpleNamespace
 
 import torch
@@ -205,19 +204,19 @@ print(f"predicted peak {predicted:,} B, measured {lm_step.dynamic_peak_bytes:,} 
 assert predicted == lm_step.dynamic_peak_bytes
 
 # %% [markdown]
-# `to_csv` writes one line per node: times and bytes, the live bytes while it runs, the last use of its result in forward
-# and the first in backward, and the bytes that recomputing it frees per second. At the rates of a T4:
+# All costs of a node, as `Profile.to_csv` writes them, with the live bytes while it runs, the last use of its result in
+# forward and the first in backward, and the bytes that recomputing it frees per second. At the rates of a T4:
 
 # %% tags=["hide-input"] alt="Two panels over the nodes of the step. Above, the time of each node: a few bars of matrix products and attention stand out, the highest near the middle. Below, the live memory while the node runs: it rises in forward, peaks where backward begins, at a dashed line, and falls."
-lm_csv = ackpt.profile(lm_graph, "t4", workspace="measured").to_csv(lm_graph)
-table = list(csv.DictReader(lm_csv.splitlines()))
+table = graph_profile.node_rows(lm_graph, ackpt.profile(lm_graph, "t4", workspace="measured"))
 shown = ("id", "name", "seconds", "live_bytes", "last_fw_access", "first_bw_access", "recompute_ratio")
-lines = [",".join(shown), *(",".join(row[name] for name in shown) for row in table)]
+lines = [",".join(shown), *(",".join(str(row[name]) for name in shown) for row in table)]
 path = write_text_atomic("results/tables/07_nodes.csv", "\n".join(lines) + "\n")
 print("\n".join(lines[:1] + [line for line, row in zip(lines[1:], table) if "gelu" in row["name"]][:2]))
-times, live = [float(row["seconds"]) for row in table], [int(row["live_bytes"]) for row in table]
+ran = [row for row in table if row["live_bytes"] != ""]
+times, live = [float(row["seconds"]) for row in ran], [row["live_bytes"] for row in ran]
 assert max(live) == predicted
-figure = nodes_plot(times, live, lm_graph.boundary)
+figure = nodes_plot(times, live, sum(row["phase"] == "forward" for row in ran))
 path = plots.save(figure, "results/figures/07_nodes.png")
 figure
 

@@ -169,8 +169,8 @@ class ReferenceConfig:
 def _reference(config: ReferenceConfig, minutes: float, tier: str = "gpu") -> Job:
     def steps(config, **of_build):
         build = reference.Build(**config.fields, **of_build)
-        for method in config.methods:
-            yield method, partial(PUBLISHED[f"reference-{config.model}"], tokens=config.seq_len, method=method, build=build)
+        make = partial(PUBLISHED[f"reference-{config.model}"], tokens=config.seq_len, build=build)
+        yield from ((method, partial(make, method=method)) for method in config.methods)
 
     def run(config, command, failures):
         for method, make in steps(config, attend=reference.attend_for_real, device=config.device):

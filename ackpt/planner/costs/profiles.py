@@ -9,7 +9,6 @@ import math
 import operator
 import os
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,11 +129,9 @@ class Profile:
             raise ProfileError(f"{path}: {error}") from error
 
     def to_csv(self, graph: JointGraph) -> str:
-        """One line per node: the operation, its liveness, and each cost with its origin; what is unknown is empty.
+        """One line per node: the operation, and each cost with its origin; both columns are empty for unknown costs.
 
-        ``live_bytes``: while the node runs in the baseline, with its workspace; their maximum is the dynamic peak.
-        ``last_fw_access``, ``first_bw_access``: of what it allocates; ``recompute_ratio``: these bytes per second of
-        the node. ``swap_seconds`` are those of the storages that it allocates.
+        ``swap_seconds`` are those of the storages that the node allocates.
 
         Raises:
             ProfileError: if the profile was made for another graph.
@@ -152,30 +149,13 @@ class Profile:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         described = ("id", "name", "target", "phase", "module", "source")
-        liveness = ("live_bytes", "last_fw_access", "first_bw_access", "recompute_ratio")
-        writer.writerow([*described, *liveness, *(part for name in figures for part in (name, f"{name}_origin"))])
-        live = self._live_bytes(graph)
+        writer.writerow([*described, *(column for name in figures for column in (name, f"{name}_origin"))])
         for node in graph.nodes:
-            row = [*(getattr(node, name) for name in described), live[node.id]]
-            made = [graph.storages[storage] for storage in born.get(node.id, ())]
-            for accesses in ([each.last_fw_access for each in made], [each.first_bw_access for each in made]):
-                row.append(max((each for each in accesses if each is not None), default=""))
-            size, seconds = sum(each.bytes for each in made), self.seconds[node.id] if self.seconds else 0
-            row.append(size / seconds if size and seconds else "")
+            row = [getattr(node, name) for name in described]
             for name, values in figures.items():
                 row += ["", ""] if values is None else [values[node.id], self.origin[name]]
             writer.writerow(row)
         return text.getvalue()
-
-    def _live_bytes(self, graph: JointGraph) -> list[int]:
-        """Dynamic bytes while each node runs in the baseline: a storage lives from its producer to its last access."""
-        facts, changes = graph.analysis, [0] * (len(graph.nodes) + 1)
-        for each in graph.storages:
-            if each.id not in facts.resident:
-                last = max(each.producer, each.last_fw_access or 0, each.last_bw_access or 0)
-                changes[each.producer] += each.bytes
-                changes[last + 1 if each.id not in facts.live_to_end else -1] -= each.bytes
-        return [live + more for live, more in zip(accumulate(changes), self.workspace_bytes)]
 
 
 def profile(

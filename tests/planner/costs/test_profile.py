@@ -14,13 +14,10 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 import ackpt
-from ackpt import plan
 from ackpt.graph import Profile, trace
 from ackpt.metering.meter import MeterError
 from ackpt.planner.costs import devices
 from ackpt.planner.costs.profiles import ProfileError, default_rates, profile
-from ackpt.planner.schedule.schedule import everything
-from ackpt.planner.schedule.simulator import step_peaks
 
 FIELDS = ("flops", "bytes_in", "bytes_out", "workspace_bytes", "seconds", "swap_seconds")
 
@@ -230,17 +227,7 @@ def test_csv_holds_every_figure_and_its_origin(graph):
             assert {row[f"{name}_origin"] for row in rows} == {found.origin.get(name, "")}
     found = profile(graph, "h200")
     rows = list(csv.DictReader(io.StringIO(found.to_csv(graph))))
-    assert max(int(row["live_bytes"]) for row in rows) == plan(graph, policy="none").dynamic_peak_bytes
-    peaks = step_peaks(graph, everything(graph), found.workspace_bytes)
-    ran = [step.id for step in (*everything(graph).forward, *everything(graph).backward) if step.kind == "compute"]
-    live = dict(zip(ran, (*peaks[0], *peaks[1])))
     for node in graph.nodes:
-        made = [graph.storages[storage] for storage in graph.analysis.allocated.get(node.id, ())]
-        if node.id in live and any(each.category in ("activation", "temporary", "gradient") for each in made):
-            assert int(rows[node.id]["live_bytes"]) == live[node.id]
-        if node.target == "aten.tanh.default":
-            assert int(rows[node.id]["first_bw_access"]) == made[0].first_bw_access
-            assert float(rows[node.id]["recompute_ratio"]) == made[0].bytes / found.seconds[node.id]
         born = [found.swap_seconds[storage] for storage in graph.analysis.allocated.get(node.id, ())]
         assert float(rows[node.id]["swap_seconds"]) == pytest.approx(sum(born))
 
