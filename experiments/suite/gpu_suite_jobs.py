@@ -178,6 +178,7 @@ def _reference(config: ReferenceConfig, minutes: float, tier: str = "gpu") -> Jo
                 step = make()
                 found = measure(step.run, config.device, resident=step.resident, repeats=ROUNDS[tier])
                 settings = record_config(config, method=method)
+                assert found.seconds is not None
                 metrics = record_metrics(found) | {"seconds_step": found.seconds.to_json()}
                 yield [Record(REFERENCE, settings, metrics, environment(config.device, command))]
 

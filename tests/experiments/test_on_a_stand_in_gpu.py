@@ -21,7 +21,7 @@ JOBS = [
 @pytest.mark.filterwarnings("ignore")
 def test_the_selftest_fails_nothing_where_only_bytes_differ(monkeypatch):
     Allocator(monkeypatch)
-    monkeypatch.setitem(selftest.SIZES, "cuda", (2, 16, 2, 64, 32))
+    monkeypatch.setitem(selftest.SIZES, "cuda", (8, 64, 2, 64, 32))
     with OnTheCpu():
         record = selftest.run_selftest("cuda")
     results = {each["check"]: each["result"] for each in record["metrics"]["checks"]}
