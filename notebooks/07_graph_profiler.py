@@ -204,8 +204,7 @@ print(f"predicted peak {predicted:,} B, measured {lm_step.dynamic_peak_bytes:,} 
 assert predicted == lm_step.dynamic_peak_bytes
 
 # %% [markdown]
-# All costs of a node, as `Profile.to_csv` writes them, with the live bytes while it runs, the last use of its result in
-# forward and the first in backward, and the bytes that recomputing it frees per second. At the rates of a T4:
+# Per node, with the live bytes while it runs and the bytes freed per second of recomputation, at the rates of a T4:
 
 # %% tags=["hide-input"] alt="Two panels over the nodes of the step. Above, the time of each node: a few bars of matrix products and attention stand out, the highest near the middle. Below, the live memory while the node runs: it rises in forward, peaks where backward begins, at a dashed line, and falls."
 table = graph_profile.node_rows(lm_graph, ackpt.profile(lm_graph, "t4", workspace="measured"))
@@ -221,7 +220,7 @@ path = plots.save(figure, "results/figures/07_nodes.png")
 figure
 
 # %% [markdown]
-# *Time and live memory of every node of the language model's step; backward begins at the dashed line.*
+# *Time and live memory of every node; backward begins at the dashed line.*
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -383,8 +382,7 @@ path = plots.save(figure, "results/figures/07_rewritten.png")
 figure
 
 # %% [markdown]
-# *After the rewrite: backward runs two operations again, and forward frees the output of ReLU. `mm` feeds the backward of
-# ReLU (`threshold_backward`), behind both.*
+# *The rewritten step. `mm` feeds `threshold_backward`, the backward of ReLU, behind both recomputed operations.*
 #
 # A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
 # The hash ignores the values of weights, but not the number of rows. Applying a plan to another graph raises an error.

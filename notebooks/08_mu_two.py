@@ -460,9 +460,7 @@ fitting = {method: int(np.interp(memory, [at[method]["peak_bytes"] for _, at in 
 print(", ".join(f"{NAMES[method]} {batch} ({batch / fitting['without']:.2f}x)" for method, batch in fitting.items()))
 
 # %% [markdown]
-# So its batch grows by about half.
-#
-# A plan changes the profile of a step as follows, here of a ResNet-50:
+# So its batch grows by about half. A plan changes the profile of a ResNet-50 as follows:
 
 # %% tags=["hide-input"] alt="Live memory of a step of a ResNet-50 side by side. Baseline: a ramp to the peak where backward begins, and down again. Plan: a ramp half as high, and many small teeth on the way down, none higher than the budget."
 with FakeTensorMode():
