@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 import ackpt
 from ackpt import plan
-from ackpt.cli.selftest import Workload
 from ackpt.core.errors import BudgetError
 from ackpt.metering.prediction import predict
 from ackpt.planner.choose import default_profile
@@ -38,6 +37,7 @@ from experiments.steps.frontier_models import checked_sizes, workload
 from experiments.steps.frontier_runs import Clock, Runs, promised
 from experiments.steps.inductor_plans import planned_by_inductor
 from experiments.steps.peers import MEMORY_BUDGET, PEERS, peer
+from experiments.steps.workload import Workload
 
 EXPERIMENT = "frontier"
 OURS = "auto"

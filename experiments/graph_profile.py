@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import random
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +17,8 @@ from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.schedule.plan import RECOMPUTED
-from ackpt.planner.schedule.simulator import simulate
+from ackpt.planner.schedule.schedule import COMPUTE, everything
+from ackpt.planner.schedule.simulator import simulate, step_peaks
 from experiments.steps.captured_step import CapturedStep
 
 LABEL = 0.21  # width of a label of a peak, relative to the axis
@@ -43,6 +47,45 @@ def operations(graph, first_of_backward: str) -> list[dict[str, Any]]:
             size = sum(fresh.values())
             found.append({"name": node.name, "bytes": size, "reads": sorted(reads), "is_backward": is_backward})
     return found
+
+
+def scheduled_operations(graph, schedule) -> list[dict[str, Any]]:
+    """As `operations`, of what a schedule runs: an operation that backward runs again has another name there."""
+    allocated, resident = graph.analysis.allocated, graph.analysis.resident
+    owner: dict[int, str] = {}
+    found = []
+    for is_backward, steps in ((False, schedule.forward), (True, schedule.backward)):
+        for node in (graph.nodes[step.id] for step in steps if step.kind == COMPUTE):
+            fresh = [storage for storage in allocated.get(node.id, ()) if storage not in resident]
+            if fresh:
+                name = f"{node.name}\n(again)" if is_backward and node.id < graph.boundary else node.name
+                read = {storage for source in node.inputs for storage in graph.nodes[source].storages}
+                reads = sorted({owner[storage] for storage in read if storage in owner})
+                size = sum(graph.storages[storage].bytes for storage in fresh)
+                found.append({"name": name, "bytes": size, "reads": reads, "is_backward": is_backward})
+                owner.update(dict.fromkeys(fresh, name))
+    return found
+
+
+def node_rows(graph, profile) -> list[dict[str, Any]]:
+    """The lines of `Profile.to_csv` with the liveness of each node in the baseline, empty where it does not apply.
+
+    ``live_bytes``: while it runs, with its workspace; their maximum is the dynamic peak. ``last_fw_access``,
+    ``first_bw_access``: of what it allocates. ``recompute_ratio``: these bytes per second of the node.
+    """
+    baseline = everything(graph)
+    ran = [step.id for step in (*baseline.forward, *baseline.backward) if step.kind == COMPUTE]
+    live = dict(zip(ran, chain(*step_peaks(graph, baseline, profile.workspace_bytes))))
+    rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(profile.to_csv(graph))))
+    for row, node in zip(rows, graph.nodes, strict=True):
+        made = [graph.storages[storage] for storage in graph.analysis.allocated.get(node.id, ())]
+        size, seconds = sum(each.bytes for each in made), profile.seconds[node.id] if profile.seconds else 0
+        row["live_bytes"] = live.get(node.id, "")
+        for name in ("last_fw_access", "first_bw_access"):
+            accesses = [getattr(each, name) for each in made]
+            row[name] = max((each for each in accesses if each is not None), default="")
+        row["recompute_ratio"] = size / seconds if size and seconds else ""
+    return rows
 
 
 def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | dict[str, int]):

@@ -37,6 +37,7 @@ from ackpt.metering import plots
 from experiments import graph_profile
 from experiments.models import ResNet, ResNetConfig
 from experiments.reports import schematics
+from experiments.reports.figures import nodes_plot
 from experiments.results import environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
@@ -203,6 +204,24 @@ print(f"predicted peak {predicted:,} B, measured {lm_step.dynamic_peak_bytes:,} 
 assert predicted == lm_step.dynamic_peak_bytes
 
 # %% [markdown]
+# Per node, with the live bytes while it runs and the bytes freed per second of recomputation, at the rates of a T4:
+
+# %% tags=["hide-input"] alt="Two panels over the nodes of the step. Above, the time of each node: a few bars of matrix products and attention stand out, the highest near the middle. Below, the live memory while the node runs: it rises in forward, peaks where backward begins, at a dashed line, and falls."
+table = graph_profile.node_rows(lm_graph, ackpt.profile(lm_graph, "t4", workspace="measured"))
+shown = ("id", "name", "seconds", "live_bytes", "last_fw_access", "first_bw_access", "recompute_ratio")
+lines = [",".join(shown), *(",".join(str(row[name]) for name in shown) for row in table)]
+path = write_text_atomic("results/tables/07_nodes.csv", "\n".join(lines) + "\n")
+print("\n".join(lines[:1] + [line for line, row in zip(lines[1:], table) if "gelu" in row["name"]][:2]))
+ran = [row for row in table if row["live_bytes"] != ""]
+times, live = [float(row["seconds"]) for row in ran], [row["live_bytes"] for row in ran]
+assert max(live) == predicted
+figure = nodes_plot(times, live, sum(row["phase"] == "forward" for row in ran))
+path = plots.save(figure, "results/figures/07_nodes.png")
+figure
+
+# %% [markdown]
+# *Time and live memory of every node; backward begins at the dashed line.*
+#
 # :::{admonition} Takeaway
 # :class: tip
 # A step is a list of operations on storages. A storage is live from its first to its last access, and it is saved if
@@ -353,6 +372,18 @@ often = max(names, key=lambda i: len(names[i]))
 print(f"node {often}, {graph.nodes[often].name} in the capture, runs as {names[often]}")
 
 # %% [markdown]
+# For the two-layer network, with the output of ReLU recomputed:
+
+# %% tags=["hide-input"] alt="The graph of the two-layer network after the rewrite. The row of backward has two more boxes, addmm again and relu again, between mm and threshold backward, which read relu again. No thick arrow leads from relu in forward to backward, and relu is not marked as saved."
+(relu,) = (s.id for s in tiny_graph.storages if tiny_graph.nodes[s.producer].target == "aten.relu.default")
+rewritten = lower(tiny_graph, [s for s in ackpt.plan(tiny_graph, policy="none").schedule.saved if s != relu])
+figure = schematics.joint_figure(graph_profile.scheduled_operations(tiny_graph, rewritten))
+path = plots.save(figure, "results/figures/07_rewritten.png")
+figure
+
+# %% [markdown]
+# *The rewritten step. `mm` feeds `threshold_backward`, the backward of ReLU, behind both recomputed operations.*
+#
 # A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
 # The hash ignores the values of weights, but not the number of rows. Applying a plan to another graph raises an error.
 # When sizes change, `ackpt.compile` replans, or simulates an existing schedule at the new sizes before it runs it.

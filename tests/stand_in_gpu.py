@@ -20,6 +20,7 @@ class Allocator:
         self.emptied: list[int] = []  # after how many allocations the cache was
         self.fractions: list[float] = []
         about = {"name": "a stand-in", "major": capability[0], "minor": capability[1], "total_memory": 2**34}
+        about |= {"multi_processor_count": 40, "clock_rate": 1.6e6, "memory_clock_rate": 5e6, "memory_bus_width": 256}
         replaced = {
             "is_available": lambda: True,
             "current_device": lambda: 0,

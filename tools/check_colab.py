@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +53,8 @@ def run_all(notebook: Path) -> None:
     install, *cells = code_cells(notebook)
     from_here, changed = re.subn(r"(git clone -q --depth 1) \S+", rf"\1 {ROOT.as_uri()}", install)
     assert changed == 1, install
-    sys.modules["google.colab"] = types.ModuleType("google.colab")
+    colab = sys.modules["google.colab"] = types.ModuleType("google.colab")
+    colab.__spec__ = ModuleSpec(colab.__name__, None)  # accelerate looks for the package with find_spec
     os.environ["MPLBACKEND"] = "agg"
     shell = InteractiveShell.instance()
     for cell in (from_here, *cells):

@@ -9,12 +9,14 @@ repositories sashaboriskin/activation_checkpointing (synthetic, language model),
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ackpt.models.packed_attention import attention
 from experiments.models import resnet152
 
 from .step import PublishedStep, default_dtype
@@ -28,7 +30,7 @@ class UnfusedRMSNorm(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
@@ -104,7 +106,8 @@ class InnerBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
         ctx.block = block
-        ctx.dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        kind = x.device.type
+        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         ctx.save_for_backward(x, offsets)
         with torch.no_grad():
             return block(x, offsets)
@@ -112,7 +115,7 @@ class InnerBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, offsets = ctx.saved_tensors
-        with torch.enable_grad(), torch.autocast("cpu", dtype=ctx.dtype, enabled=ctx.dtype is not None):
+        with torch.enable_grad(), torch.autocast(x.device.type, dtype=ctx.dtype, enabled=ctx.dtype is not None):
             copy = x.detach().requires_grad_(x.requires_grad)
             out = ctx.block(copy, offsets)
         torch.autograd.backward(out, grad)
@@ -159,19 +162,42 @@ def parameters_of_language_model() -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _autocast():
-    return torch.autocast("cpu", dtype=torch.bfloat16)
+def attend_for_real(qkv: Tensor, offsets: Tensor) -> Tensor:
+    """Attention over one sequence by a kernel of torch, in place of `PackedFlashAttention`, which only allocates."""
+    return attention(*qkv.unbind(-3), offsets, len(qkv))
 
 
-def reference_synthetic(*, tokens: int, method: str) -> PublishedStep:
+@dataclass(frozen=True)
+class Build:
+    """What a step is built of: by default the published sizes and an attention that only allocates.
+
+    With ``attend=attend_for_real`` it runs, on a CPU or a GPU; `device` is the default device of its tensors.
+    """
+
+    width: int = WIDTH
+    ff: int = FF
+    layers: int = LAYERS
+    vocabulary: int = VOCABULARY
+    attend: Callable[[Tensor, Tensor], Tensor] = PackedFlashAttention.apply
+    device: str = "cpu"
+
+    def autocast(self):
+        return torch.autocast(self.device, dtype=torch.bfloat16)
+
+
+PUBLISHED = Build()
+
+
+def reference_synthetic(*, tokens: int, method: str, build: Build = PUBLISHED) -> PublishedStep:
     """A step of the synthetic experiment. The loop's variable keeps the loss of the last step during the forward."""
-    model = Autoencoder(WIDTH, FF, LAYERS, 128, PackedFlashAttention.apply)
+    with torch.device(build.device):
+        model = Autoencoder(build.width, build.ff, build.layers, 128, build.attend)
+        x, offsets = torch.randn(tokens, build.width), torch.tensor([0, tokens], dtype=torch.int32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    x, offsets = torch.empty(tokens, WIDTH), torch.empty(2, dtype=torch.int32)
     kept: list[Tensor] = []
 
     def loss_of_step() -> Tensor:
-        with _autocast():
+        with build.autocast():
             y = model(x, offsets, method == "checkpoint")
             return F.mse_loss(y, x.detach())
 
@@ -184,16 +210,17 @@ def reference_synthetic(*, tokens: int, method: str) -> PublishedStep:
     return PublishedStep(run, (model, optimizer, x, offsets))
 
 
-def reference_language_model(*, tokens: int, method: str) -> PublishedStep:
+def reference_language_model(*, tokens: int, method: str, build: Build = PUBLISHED) -> PublishedStep:
     """A step of the language model. Gradients are never set to zero; the last step's logits are still live."""
-    model = LanguageModel(VOCABULARY, WIDTH, FF, LAYERS, 128, PackedFlashAttention.apply)
+    with torch.device(build.device):
+        model = LanguageModel(build.vocabulary, build.width, build.ff, build.layers, 128, build.attend)
+        ids, targets = (torch.randint(build.vocabulary, (tokens,)) for _ in range(2))
+        offsets = torch.tensor([0, tokens], dtype=torch.int32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    ids, targets = (torch.empty(tokens, dtype=torch.int64) for _ in range(2))
-    offsets = torch.empty(2, dtype=torch.int32)
     kept: dict[str, Tensor] = {}
 
     def run():
-        with _autocast():
+        with build.autocast():
             kept["logits"] = model(ids, offsets, method == "checkpoint")
             kept["loss"] = F.cross_entropy(kept["logits"].float(), targets, reduction="mean")
         kept["loss"].backward()

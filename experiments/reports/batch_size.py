@@ -40,6 +40,8 @@ GPU_FIGURES = {
     "gpu ms": (BASELINE, "ms", "baseline, on a GPU, ms"),
     "gpu per-block": (PER_BLOCK, "peak", "per-block, on a GPU, MiB"),
     "gpu per-block time": (PER_BLOCK, "time", "per-block, on a GPU: added time, %"),
+    "gpu mu-two": ("mu-two@per-block", "peak", "mu-TWO, on a GPU, MiB"),
+    "gpu mu-two time": ("mu-two@per-block", "time", "mu-TWO, on a GPU: added time, %"),
     "gpu auto": ("auto@per-block", "peak", "plan, on a GPU, MiB"),
     "gpu auto time": ("auto@per-block", "time", "plan, on a GPU: added time, %"),
 }
@@ -137,9 +139,10 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
 
     Returns:
         Rows with the keys batch; without, with, ``saved``, ``without_ms``, ``with_ms``, ``time`` and ``larger`` as
-        published, or computed from it; ``predicted`` and ``error`` of "without"; ``ours`` and the ``time`` of each
-        method of the curves, such as ``mu-two time``; those of `ON_GPU`. MiB, ms and percent. ``larger``: which batch
-        fits with the pipeline into the memory of the row without it, interpolated, relative to the row's batch;
+        published, or computed from it; ``predicted``, ``error`` and ``predicted_ms`` of "without"; ``ours`` and
+        the ``time`` of each method of the curves, such as ``mu-two time``; those of `ON_GPU`. MiB, ms and percent.
+        ``larger``: which batch fits with the pipeline into the memory of the row without it, interpolated, relative to
+        the row's batch;
         ``"≥ 2.0"`` if even the largest published batch fits.
     """
     without, with_it = (
@@ -160,6 +163,7 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
                 "with": f"{other['peak']:,.1f}",
                 "saved": signed(100 * (other["peak"] / row["peak"] - 1), 1),
                 "without_ms": f"{row['milliseconds']:.1f}",
+                "predicted_ms": f"{1e3 * ours['without']['seconds']:.1f}",
                 "with_ms": f"{other['milliseconds']:.1f}",
                 "time": signed(100 * (other["milliseconds"] / row["milliseconds"] - 1), 1),
                 "larger": _larger(row, with_it),

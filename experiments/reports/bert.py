@@ -6,7 +6,7 @@ from experiments.results import DASH, load_reference
 from experiments.steps.named_steps import BASELINE, PER_BLOCK
 
 from .batch_size import compared, gradients_note, how, named
-from .tables import PERCENT, is_predicted, machine, mib, not_run, percent_change, published, ran, signed, table
+from .tables import MIB, PERCENT, is_predicted, machine, mib, not_run, percent_change, published, ran, signed, table
 
 PARTS = ("parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 COLUMNS = {
@@ -62,8 +62,9 @@ def published_rows(predicted, measured=()) -> list[dict]:
 
     Returns:
         Rows with the keys method, ``published``, ``published_memory`` (compared with the baseline), ``minutes``,
-        ``published_time``; ``peak`` and ``vs_baseline`` (predicted), ``flops``, ``measured`` and ``measured_time``:
-        MiB, minutes and percent, as text. A figure that was not published is a dash, one that was not measured None.
+        ``published_time``; ``average``, ``peak`` and ``vs_baseline`` (predicted), ``flops``, ``measured`` and
+        ``measured_time``: MiB, minutes and percent, as text. A figure that was not published is a dash, one that was
+        not measured None.
     """
     printed = {row["method"]: row for row in load_reference("bert")["rows"]}
     theirs = {BASELINE: printed["without"], PER_BLOCK: printed["with"]}
@@ -78,6 +79,7 @@ def published_rows(predicted, measured=()) -> list[dict]:
                 "published_memory": _against(other, printed["without"], "average_memory"),
                 "minutes": f"{other['seconds'] / 60:.1f}" if other else DASH,
                 "published_time": _against(other, printed["without"], "seconds"),
+                "average": f"{average / MIB:,.1f}" if (average := record.metrics.get("average_bytes")) else None,
                 "peak": f"{row['peak']:,.1f}",
                 "vs_baseline": signed(row["vs_baseline"], 1),
                 "flops": signed(row["flops"], 1),

@@ -196,6 +196,30 @@ def logits_plot(tokens: int, width: int, vocabulary: int, chunks: int) -> plots.
         return plots._finished(figure, [], [])
 
 
+def nodes_plot(seconds: Sequence[float], live: Sequence[int], boundary: int) -> plots.Figure:
+    """The time of every node of a graph, and below the live bytes while it runs; a dashed line begins backward.
+
+    Example:
+        >>> from experiments.reports.figures import nodes_plot
+        >>> [axes.get_ylabel() for axes in nodes_plot([1e-6, 2e-6], [2**20, 2**19], 1).axes]
+        ['time (µs)', 'live memory (MiB)']
+    """
+    with plots.style.context("default"):
+        figure, axes = plots._axes("", "", "")
+        axes.remove()
+        above, below = figure.subplots(2, 1, sharex=True)
+        for axes in (above, below):
+            plots._style(axes)
+            axes.axvline(boundary - 0.5, color=plots.TEXT, linewidth=1, linestyle=DASHES)
+        above.bar(range(len(seconds)), [1e6 * each for each in seconds], 1.0, color=SERIES[0])
+        below.fill_between(range(len(live)), [each / MIB for each in live], step="mid", color=SERIES[2])
+        above.set_ylabel("time (µs)", color=plots.TEXT, fontsize=9)
+        below.set_ylabel("live memory (MiB)", color=plots.TEXT, fontsize=9)
+        below.set_xlabel("node, in the order of the step", color=plots.TEXT, fontsize=9)
+        below.set_ylim(bottom=0)
+        return plots._finished(figure, [], [])
+
+
 def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, ylabel: str, logs=("x",)):
     """A Figure with markers and lines of the same color; an axis in `logs` is logarithmic, the other begins at 0.
 

@@ -250,7 +250,7 @@ def joint_figure(operations: list[dict]):
             for source in each["reads"]:
                 from_x, from_y = places[source]
                 look = {"arrowstyle": "-|>", "color": plots.TEXT, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
-                if from_y == 2 and y < 2 and each is not backward[0]:  # which takes from the loss only its shape
+                if from_y == 2 and y < 2 and each["name"] != "ones_like":  # it takes from the loss only its shape
                     look |= {"color": colors["saved"], "linewidth": 2}
                 start, end = (from_x, from_y - 0.26 if y < from_y else from_y), (x, y + 0.26 if y < from_y else y)
                 if from_y == y:

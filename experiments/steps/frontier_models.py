@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ackpt.cli.selftest import Workload, transformer
 from ackpt.core.errors import did_you_mean
 from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 from experiments.steps.settings import LOSS_SCALE
+from experiments.steps.workload import Workload, transformer
 
 TRANSFORMER = {
     "batch_size": 2,

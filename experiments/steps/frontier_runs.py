@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch._functorch import config as functorch_config
 
-from ackpt.cli.selftest import Workload, difference
 from ackpt.metering.cpu_meter import keep_freed_memory
 from ackpt.metering.meter import compare_seconds, count_flops, measure
 from ackpt.metering.resident import Resident
 from ackpt.planner.schedule.plan import Plan
 from experiments.steps.captured_step import CapturedStep
+from experiments.steps.workload import Workload, difference
 
 from .peers import by_inductor, fresh_dynamo
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ackpt.cli.selftest import Workload
 from ackpt.core.errors import BudgetError
 from ackpt.planner.costs.devices import Device, with_all_dtypes
 from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE
 from ackpt.planner.schedule.plan import Plan
+from experiments.steps.workload import Workload
 
 from .frontier_runs import Runs, promised
 from .peers import fresh_dynamo

@@ -19,7 +19,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ackpt.cli.selftest import Workload
+from experiments.steps.workload import Workload
 
 CHECKPOINT, SELECTIVE, MEMORY_BUDGET = "checkpoint", "selective", "memory-budget"
 PEERS = (CHECKPOINT, SELECTIVE, MEMORY_BUDGET)

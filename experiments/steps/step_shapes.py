@@ -69,7 +69,8 @@ class Shapes:
 
         resident = (made.model, *([optimizer] if optimizer else []), *tensors(made.inputs))
         device = self.setting.device
-        return record_metrics(predict(step, resident=resident, device=device, warmup=0, round_to=block_bytes(device)))
+        found = predict(step, resident=resident, device=device, warmup=0, round_to=block_bytes(device))
+        return record_metrics(found) | {"average_bytes": found.resident_bytes + _average(found.timeline)}
 
     def _planned(self, method: Method) -> dict:
         graph, profile = self._graph()
@@ -84,6 +85,7 @@ class Shapes:
             "peak_bytes": plan.peak_bytes,
             "resident_bytes": plan.resident_bytes,
             "dynamic_peak_bytes": plan.dynamic_peak_bytes,
+            "average_bytes": plan.resident_bytes + _average(plan.timeline),
             "categories": {
                 **categories,
                 "optimizer": graph.optimizer_bytes,
@@ -123,3 +125,8 @@ def does_not_fit(peak_bytes: int, device: str) -> str | None:
     if room is None or peak_bytes <= ROOM_SHARE * room:
         return None
     return f"its peak of {peak_bytes >> 20} MiB is more than {ROOM_SHARE:.0%} of {room >> 20} MiB of free memory"
+
+
+def _average(timeline) -> int:
+    """The mean of the live bytes after every allocation and free; events have no durations."""
+    return sum(timeline.live) // len(timeline.live)

@@ -27,12 +27,12 @@ from unittest import mock
 
 import torch
 
+from ackpt.cli.selftest import WORKSPACE, deterministic
 from experiments.results import Record, RecordError, environment, write_text_atomic
 from experiments.steps.failures import Failures, described
 
 DONE, FAILED, CUT_OFF = "done", "failed", "cut off"
 WHOLE, PREDICTION = "the job itself", "the prediction"  # names in `Outcome.failed` that are not methods
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,11 @@ def _run_job(job: Job, folder: Path, command: str, commit, failures: Failures, d
     names: list[str] = []
     state, device = DONE, "unknown"
     try:
-        with _time_limit(deadline), _deterministic(job.deterministic), failures.of(WHOLE):
+        with (
+            _time_limit(deadline),
+            failures.of(WHOLE),
+            deterministic() if job.deterministic else contextlib.nullcontext(),
+        ):
             for group in job.run(job.config, command, failures):
                 for record in group:
                     name = f"{job.name}-{len(names):02d}-{re.sub('[^a-zA-Z0-9._-]+', '-', _method(record))}.json"
@@ -232,19 +236,6 @@ def _time_limit(deadline: float):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-@contextlib.contextmanager
-def _deterministic(wanted: bool):
-    """Inside, torch runs deterministic algorithms only, if `wanted`."""
-    if not wanted:
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _free_all() -> str | None:

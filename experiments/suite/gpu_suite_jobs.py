@@ -6,11 +6,15 @@ The first five jobs take less than eight minutes on an H200.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ackpt.cli.selftest import SelftestConfig, failed, run_selftest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ackpt
+from ackpt.cli.selftest import failed, run_selftest
+from ackpt.metering.meter import measure
 from experiments import batch_size, bert, lm, offload, synthetic
 from experiments.batch_size import BatchSizeConfig
 from experiments.bert import BertStepConfig
@@ -18,19 +22,21 @@ from experiments.frontier import EXPERIMENT as FRONTIER
 from experiments.frontier import FrontierConfig, predict_frontier, run_frontier
 from experiments.lm import LMConfig
 from experiments.offload import OffloadConfig
+from experiments.published import STEPS as PUBLISHED
+from experiments.published import reference
 from experiments.reports.frontier import broken_promises
 from experiments.results import Record, environment
 from experiments.steps.offload_methods import OURS
 from experiments.steps.predicted import predict_experiment
-from experiments.steps.settings import on_this_gpu
+from experiments.steps.settings import on_this_gpu, record_config, record_metrics
 from experiments.steps.training import METHODS
 from experiments.synthetic import SyntheticConfig
 
 from .gpu_suite import WHOLE, Job
 
 TIERS = ("cpu", "t4", "full")
-SELFTEST = "selftest"
-EXPERIMENTS = (SELFTEST, "synthetic", "lm", "offload", "batch-size", "bert", "frontier")
+SELFTEST, REFERENCE = "selftest", "reference"
+EXPERIMENTS = (SELFTEST, "synthetic", "lm", "offload", "batch-size", "bert", "frontier", REFERENCE)
 STEPS = ("baseline", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.33")
 RESNET = ("baseline", "per-block", "mu-two@per-block", "auto@per-block")  # of the table in chapter 8
 SEARCHED = ("baseline", "per-block", "auto")
@@ -53,7 +59,8 @@ def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}: choose from {', '.join(EXPERIMENTS)}")
     chosen = [job for job in (cpu_jobs() if tier == "cpu" else gpu_jobs()) if job.experiment in only]
-    if tier == "t4":
+    if tier == "t4":  # it has no attention in bfloat16, in which the published models compute
+        chosen = [job for job in chosen if job.experiment != REFERENCE]
         chosen = [replace(job, minutes=0.5 + 6 * job.minutes) for job in chosen]
     halve = partial(on_this_gpu, capability=(7, 5) if tier == "t4" else None)
     return [job if job.experiment == SELFTEST else replace(job, config=halve(job.config)) for job in chosen]
@@ -66,7 +73,7 @@ def gpu_jobs() -> list[Job]:
     short = {**front, "budgets": (0.6, 0.4), "policies": ("auto", "full"), "peers": ("checkpoint", "selective")}
     deterministic = replace(lm.GPU, seq_lens=(2048,), steps=100, dtype="float32")
     return [
-        _selftest(SelftestConfig, "cuda", 0.5),
+        _selftest("cuda", 0.5),
         _synthetic(replace(synthetic.GPU, seq_lens=(16384,)), 0.7),
         _lm(replace(lm.GPU, seq_lens=(8192,), methods=METHODS[:2]), 2.0),
         _offload(offload.GPU, 1.5),
@@ -86,6 +93,8 @@ def gpu_jobs() -> list[Job]:
             _synthetic(replace(synthetic.GPU, seq_lens=(length,), methods=synthetic.KNOWN[1:]), 0.7, "-more")
             for length in (16384, 8192)
         ),
+        *(_reference(ReferenceConfig("synthetic", n, "cuda"), 0.5) for n in (16384, 12288, 8192, 4096, 2048)),
+        *(_reference(ReferenceConfig("language-model", n, "cuda"), 0.5) for n in (8192, 4096, 2048)),
         replace(_lm(deterministic, 1.5, "-float32-deterministic"), deterministic=True),
         _steps(batch_size.configuration("gpu", "resnet50", batches=(64,), methods=STEPS), 2.0),
         _frontier(FrontierConfig("transformer", TRANSFORMER, **front, dtype="bfloat16"), 5.0),
@@ -111,7 +120,7 @@ def cpu_jobs() -> list[Job]:
     front = {"layers": 2, "dim": 32, "heads": 2, "ff_dim": 64, "vocab_size": 64, "seq_len": 32}
     shares = {"policies": ("full",), "budgets": (0.9,), "peers": ("checkpoint", "selective")}
     return [
-        _selftest(partial(SelftestConfig, rounds=1), "cpu", 0.5),
+        _selftest("cpu", 0.5),
         _synthetic(SyntheticConfig((48,), 1, 3, **sizes, methods=synthetic.KNOWN), 0.1, tier="cpu"),
         _lm(text, 0.1, tier="cpu"),
         _offload(OffloadConfig(**sizes, **small), 0.1, "cpu"),
@@ -119,6 +128,7 @@ def cpu_jobs() -> list[Job]:
         _steps(BatchSizeConfig("transformer", (4,), **packed, methods=("baseline", "per-block", "full")), 0.1, "cpu"),
         _frontier(FrontierConfig("transformer", front, **shares), 0.2, "cpu"),
         replace(_lm(twice, 0.1, "-float32-deterministic", "cpu"), deterministic=True),
+        _reference(ReferenceConfig("synthetic", 32, "cpu", {"width": 128, "ff": 128, "layers": 2}), 0.1, "cpu"),
         _largest(BatchSizeConfig("transformer", (1, 4), **packed, methods=("baseline",)), 0.1, "cpu"),
     ]
 
@@ -133,15 +143,56 @@ class _Selftest:
     device: str
 
 
-def _selftest(made, device: str, minutes: float) -> Job:
+def _selftest(device: str, minutes: float) -> Job:
     def run(config, command, failures):
-        report = run_selftest(made(config.device), command)
+        report = run_selftest(config.device, command)
         where = environment(config.device, command)
-        yield [Record(SELFTEST, {**report.config, "method": SELFTEST}, report.metrics, where)]
+        yield [Record(SELFTEST, {**report["config"], "method": SELFTEST}, report["metrics"], where)]
         if broken := failed(report):
             failures.reasons[WHOLE] = "; ".join(broken)
 
     return Job(SELFTEST, SELFTEST, _Selftest(device), minutes, run, lambda config: {})
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """A published model, built again from its source: `fields` change its `Build`."""
+
+    model: str
+    seq_len: int
+    device: str
+    fields: dict[str, int] = field(default_factory=dict)
+    methods: tuple[str, ...] = METHODS[:2]
+    dtype: str = "bfloat16"
+
+
+def _reference(config: ReferenceConfig, minutes: float, tier: str = "gpu") -> Job:
+    def steps(config, **of_build):
+        build = reference.Build(**config.fields, **of_build)
+        make = partial(PUBLISHED[f"reference-{config.model}"], tokens=config.seq_len, build=build)
+        yield from ((method, partial(make, method=method)) for method in config.methods)
+
+    def run(config, command, failures):
+        for method, make in steps(config, attend=reference.attend_for_real, device=config.device):
+            with failures.of(method):
+                step = make()
+                found = measure(step.run, config.device, resident=step.resident, repeats=ROUNDS[tier])
+                settings = record_config(config, method=method)
+                assert found.seconds is not None
+                metrics = record_metrics(found) | {"seconds_step": found.seconds.to_json()}
+                yield [Record(REFERENCE, settings, metrics, environment(config.device, command))]
+
+    def predict(config):
+        if config.device == "cuda":  # by the published kernel's allocations, which torch's may exceed
+            peaks = {}
+            for method, make in steps(config):
+                with FakeTensorMode():
+                    step = make()
+                peaks[method] = ackpt.predict(step.run, resident=step.resident, device="h100-80g").peak_bytes
+            return peaks
+        return {}
+
+    return Job(f"reference-{config.model}-L{config.seq_len}", REFERENCE, config, minutes, run, predict)
 
 
 def _synthetic(config: SyntheticConfig, minutes: float, suffix: str = "", tier: str = "gpu") -> Job:

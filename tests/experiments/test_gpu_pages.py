@@ -1,28 +1,29 @@
-"""Every number that a GPU records is on a page: synthetic records of all jobs, and the tables made of them."""
+"""Every number that a GPU records is on a page: synthetic records of all jobs, and the chapters executed with them."""
 
+import ast
 import itertools
+import shutil
 
+import jupytext
 import pytest
 import status
 import torch
 from stand_in_gpu import Allocator
 
-from experiments import lm, offload, synthetic
+from experiments import bert, lm, offload, synthetic
 from experiments.graph_profile import overlaid_plot
-from experiments.published import rows as published_figures
-from experiments.reports import batch_size as batch_report
-from experiments.reports import bert as bert_report
 from experiments.reports import frontier_times, training
-from experiments.reports import offload as offload_report
 from experiments.reports.figures import losses_plot
-from experiments.reports.gpu_records import gpu_records, unrecorded
+from experiments.reports.gpu_records import gpu_cells, gpu_records, unrecorded
 from experiments.reports.gpu_suite import FIT_COLUMNS, fit_rows
-from experiments.results import Record, environment, load_records, load_reference, markdown_table
+from experiments.results import Record, environment, load_records
+from experiments.steps import predicted
+from experiments.steps.offload_methods import OURS
 from experiments.steps.predicted import predicted_timelines
 from experiments.steps.settings import record_config
 from experiments.suite import chapters
 from experiments.suite.gpu_suite import Outcome
-from experiments.suite.gpu_suite_jobs import EXPERIMENTS, gpu_jobs
+from experiments.suite.gpu_suite_jobs import EXPERIMENTS, RESNET, gpu_jobs
 
 MIB = 2**20
 WHERE = environment() | {"device": "cuda", "device_name": "a stand-in", "commit": "a" * 40}
@@ -84,46 +85,121 @@ def test_the_status_page_has_every_run_and_no_kind_is_left_out(gpu):
     assert status.page("gpu", gpu) == "There is no record of a GPU yet.\n"
 
 
-def tables(gpu):
-    """The tables of the chapters, as they make them: ``{name: (Markdown, columns on a GPU)}``."""
-    predicted = load_records(status.ROOT / "results" / "cpu")
-    ours = {name: [r for r in predicted if r.experiment == f"{name}-predicted"] for name in EXPERIMENTS}
-    steps: dict[str, list] = {}
-    for row in published_figures():
-        steps.setdefault(row["step"], []).append(row)
-    of = {name: [{**row, "predicted": MIB, "error": 0.0} for row in found] for name, found in steps.items()}
-    rows = training.published_rows(
-        load_reference("synthetic"), of["reference-synthetic"], ours["synthetic"], gpu_records("synthetic", gpu)
-    )
-    yield "synthetic", rows, training.PUBLISHED
-    measured = gpu_records("lm", gpu)
-    rows = training.published_rows(load_reference("lm"), of["reference-language-model"], ours["lm"], measured)
-    yield "lm", rows, training.PUBLISHED
-    chunked = [r for r in ours["lm"] if "chunked" in r.config["method"]]
-    yield "chunked", [training.measured_figures(r, measured) for r in chunked], training.PUBLISHED
-    measured = gpu_records("offload", gpu, total_tokens=offload.GPU.total_tokens)
-    rows = offload_report.published_rows(
-        load_reference("offload"), of["reference-offload"], [], ours["offload"], measured
-    )
-    yield "offload", rows, {"gpu_peak": "on a GPU, MiB", "gpu_ms": "ours on a GPU, ms"}
-    measured = gpu_records("batch-size", gpu, model="resnet152", trains=False)
-    point = {"without": {"peak_bytes": MIB, "seconds": 1.0}}
-    curves = dict.fromkeys((4, 8, 16, 32, 64), point)
-    rows = batch_report.published_rows(load_reference("mu-two-resnet"), of["reference-resnet"], curves, measured)
-    yield "resnet", rows, batch_report.ON_GPU
-    rows = bert_report.published_rows(ours["bert"], gpu_records("bert", gpu))
-    yield "bert", rows, {"measured": "on a GPU, MiB", "measured_time": "on a GPU, time, %"}
+READS_A_GPU = ("gpu_records(", "fit_rows(")
+CHAPTERS = ("04", "05", "08", "09", "12")
+KINDS = {synthetic.SyntheticConfig: "synthetic", lm.LMConfig: "lm"}
+GIVEN = {"curves": {}, "D": lm.GPU.dim}  # instead of minutes of training, and of chapters that read no records
 
 
-def test_every_column_of_a_gpu_is_filled_by_its_record(gpu):
-    for name, rows, columns in tables(gpu):
-        headings = {key: title for key, title in columns.items() if "on a GPU" in title}
-        own = [row for row in rows if any(row.get(key) is not None for key in headings)]
-        assert len(own) == len(rows), name
-        text = markdown_table(rows, headings, "A table.", "tab-a")
-        missing = sum(row.get(key) is None for row in rows for key in headings)
-        assert missing == text.count("*not yet measured*") and missing <= 1, name  # the baseline has no ratio
-        assert unrecorded(text, gpu) == [], name
+def stored(experiment):
+    """The committed predictions of an experiment, which take minutes."""
+    return load_records(status.ROOT / "results" / "cpu", f"{experiment}-predicted")
+
+
+def names_of(cell):
+    """The names that a cell reads before it assigns them, and those that it assigns, both outside of functions."""
+    reads, made = set(), set()
+    for statement in ast.parse(cell).body:
+        parts = list(ast.walk(statement))
+        local = {each.arg for each in parts if isinstance(each, ast.arg)}
+        targets = [each.target for each in parts if isinstance(each, ast.comprehension)]
+        local |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+        names = [each for each in parts if isinstance(each, ast.Name) and each.id not in local]
+        stored = {each.id for each in names if isinstance(each.ctx, ast.Store)}
+        loaded = {each.id for each in names if isinstance(each.ctx, ast.Load)}
+        is_scope = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+        if is_scope or isinstance(statement, (ast.For, ast.With)):
+            loaded -= stored
+        reads |= (loaded | (stored if isinstance(statement, ast.AugAssign) else set())) - made
+        made |= {statement.name} if is_scope else stored
+        made |= {(each.asname or each.name).partition(".")[0] for each in parts if isinstance(each, ast.alias)}
+    return reads, made
+
+
+def cells_to_the_gpu(source):
+    """The code cells of a chapter that read records of a GPU, and those that they need, in order."""
+    cells = [cell.source for cell in jupytext.read(source).cells if cell.cell_type == "code"]
+    names, chosen = [names_of(cell) for cell in cells], set()
+    ahead = [index for index, cell in enumerate(cells) if any(text in cell for text in READS_A_GPU)]
+    while ahead:
+        if (index := ahead.pop()) not in chosen:
+            chosen.add(index)
+            for name in names[index][0] - GIVEN.keys():
+                ahead += [other for other in range(index) if name in names[other][1]][-1:]
+    return [cells[index] for index in sorted(chosen)]
+
+
+@pytest.fixture(scope="module")
+def chapters_in_a_copy(gpu):
+    """A folder in which the chapters were executed, as far as they read records of a GPU; what each cell defined."""
+    root, threads = gpu.parents[1], torch.get_num_threads()
+    shutil.copytree(status.ROOT / "results", root / "results", dirs_exist_ok=True)
+    for made in ("tables", "figures"):
+        shutil.rmtree(root / "results" / made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setattr(bert, "predicted", lambda *_: stored("bert"))
+        patch.setattr(offload, "predict_offload", lambda *_: stored("offload"))
+        patch.setattr(predicted, "predict_experiment", lambda config, *_: [stored(KINDS[type(config)])])
+        for number in CHAPTERS:
+            (source,) = (status.ROOT / "notebooks").glob(f"{number}_*.py")
+            namespace: dict = {"__name__": source.stem, **GIVEN}
+            for cell in cells_to_the_gpu(source):
+                exec(compile(cell, str(source), "exec"), namespace)
+    torch.set_num_threads(threads)
+    return root
+
+
+SHOWN = {  # the table of an experiment, which records it shows, and which figures of one
+    "synthetic": ("04_synthetic_published", {"method": ("baseline", "checkpoint")}, ("peak", "training")),
+    "reference": ("04_synthetic_published", {"model": ("synthetic",)}, ("peak",)),
+    "reference, lm": ("04_lm_published", {"model": ("language-model",)}, ("peak",)),
+    "lm": ("04_lm_published", {"method": ("baseline", "checkpoint"), "dtype": ("bfloat16",)}, ("peak", "training")),
+    "lm, chunked": ("04_chunked", {"method": ("chunked-loss", "checkpoint+chunked-loss")}, ("peak", "training")),
+    "offload": ("05_published", {"method": OURS[:4], "total_tokens": (12_000,)}, ("peak",)),
+    "offload, times": ("05_times", {"method": OURS[:4], "total_tokens": (12_000,)}, ("ms",)),
+    "batch-size": ("08_resnet", {"model": ("resnet152",), "trains": (False,)}, ("peak",)),
+    "batch-size, times": ("08_resnet", {"model": ("resnet152",), "method": ("baseline",)}, ("ms",)),
+    "batch-size, ratios": ("08_resnet", {"model": ("resnet152",), "method": RESNET[1:]}, ("time",)),
+    "bert": ("09_published", {"method": ("baseline", "per-block", "auto@0.5", "auto@0.3")}, ("peak",)),
+    "bert, ratios": ("09_published", {"method": ("per-block", "auto@0.5", "auto@0.3")}, ("time",)),
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_executed_chapters_show_every_number_of_their_records(kind, chapters_in_a_copy):
+    name, chosen, figures = SHOWN[kind]
+    folder = chapters_in_a_copy / "results"
+    text = (folder / "tables" / f"{name}.md").read_text(encoding="utf-8")
+    cells, records = set(gpu_cells(text)), {}
+    for record in load_records(folder / "gpu", kind.partition(",")[0]):
+        config = record.config
+        if "largest_batch" not in record.metrics and all(config.get(key) in values for key, values in chosen.items()):
+            size = tuple(config.get(key) for key in ("method", "seq_len", "total_tokens", "batch_size"))
+            records.setdefault(size, []).append(record.metrics)
+    assert records
+    for size, same in records.items():
+        for figure in figures:
+            numbers = {
+                "peak": [each["peak_bytes"] / MIB for each in same],
+                "training": [each["seconds_training"] for each in same],
+                "ms": [1e3 * each["seconds_step"]["median"] for each in same],
+                "time": [100 * (each["seconds_ratio"]["median"] - 1) for each in same],
+            }[figure]
+            shown = {form for number in numbers for form in (f"{number:,.1f}", f"{number:.1f}", f"{number:,.2f}")}
+            assert shown & cells, (size, figure)
+    assert unrecorded(text, folder / "gpu") == []
+    assert text.count("*not yet measured*") <= 1  # the baseline has no ratio
+
+
+def test_executed_chapters_draw_what_a_gpu_measured(chapters_in_a_copy):
+    results = chapters_in_a_copy / "results"
+    assert {path.name for path in (results / "figures").glob("*_measured.png")} == set(status.FIGURES)
+    drawn, committed = (folder / "figures/04_losses.png" for folder in (results, status.ROOT / "results"))
+    assert drawn.read_bytes() != committed.read_bytes()
+    table = (results / "tables" / "09_models.md").read_text(encoding="utf-8")
+    assert table.count("a stand-in") == 3
+    assert (results / "tables" / "12_fits.md").read_text() == (status.ROOT / "results/tables/12_fits.md").read_text()
 
 
 def test_the_records_of_a_t4_are_in_float16_and_those_in_float32_are_not_shown():

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ackpt
+from ackpt.graph import lower
 from ackpt.metering.timeline import Timeline
 from ackpt.models import LanguageModel, TransformerConfig
+from ackpt.planner.schedule.schedule import everything
+from experiments import graph_profile
 from experiments.graph_profile import compare, operations, orders_plot, panels_plot, random_fates
 from experiments.models import ResNet, ResNetConfig
 from experiments.reports import schematics
@@ -94,3 +98,25 @@ def test_predicted_is_measured_in_bfloat16():
     half = compare(model, args, kwargs, ["none"], dtype=torch.bfloat16)["none"]
     assert half["off_bytes"] == 0 and half["is_equal"]
     assert half["saved_bytes"] < compare(model, args, kwargs, ["none"])["none"]["saved_bytes"]
+
+
+def test_nodes_have_their_costs_and_their_liveness():
+    graph = ackpt.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.ones(4, 8))
+    profile = ackpt.profile(graph, "h200")
+    rows = graph_profile.node_rows(graph, profile)
+    assert max(row["live_bytes"] or 0 for row in rows) == ackpt.plan(graph, policy="none").dynamic_peak_bytes
+    (node,) = (node for node in graph.nodes if node.target == "aten.tanh.default")
+    (kept,) = (graph.storages[storage] for storage in node.storages)
+    row = rows[node.id]
+    assert (row["last_fw_access"], row["first_bw_access"]) == (kept.last_fw_access, kept.first_bw_access)
+    assert row["recompute_ratio"] == kept.bytes / float(row["seconds"]) and row["target"] == node.target
+
+
+def test_operations_of_a_schedule_name_what_backward_runs_again():
+    graph = ackpt.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.ones(4, 8))
+    before = graph_profile.scheduled_operations(graph, everything(graph))
+    after = graph_profile.scheduled_operations(graph, lower(graph, ()))
+    assert not any("again" in each["name"] for each in before)
+    again = [each for each in after if "again" in each["name"]]
+    assert [each["name"] for each in again] == ["addmm\n(again)", "tanh\n(again)"]
+    assert all(each["is_backward"] for each in again) and again[1]["reads"] == ["addmm\n(again)"]

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from stand_in_gpu import Allocator, OnTheCpu
 
-from ackpt.cli.selftest import Workload
+from ackpt.cli import selftest
 from experiments.results import load_records
+from experiments.steps.workload import Workload
 from experiments.suite.gpu_suite import run_suite
 from experiments.suite.gpu_suite_jobs import SELFTEST, cpu_jobs
 
@@ -15,6 +16,19 @@ JOBS = [
     for job in cpu_jobs()
     if job.experiment != SELFTEST and not job.name.startswith("largest")  # see test_gpu_ready
 ]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_selftest_fails_nothing_where_only_bytes_differ(monkeypatch):
+    Allocator(monkeypatch)
+    monkeypatch.setitem(selftest.SIZES, "cuda", (8, 64, 2, 64, 32))
+    with OnTheCpu():
+        record = selftest.run_selftest("cuda")
+    results = {each["check"]: each["result"] for each in record["metrics"]["checks"]}
+    gradients = {name: result for name, result in results.items() if name.startswith("gradients")}
+    assert len(gradients) == 4 and set(gradients.values()) == {selftest.PASSED}
+    assert selftest.failed(record) == [] and results["peak of plan"] == selftest.WARNING  # the stand-in has no bytes
+    assert record["environment"]["device_name"] == "a stand-in"
 
 
 @pytest.mark.parametrize("job", JOBS, ids=[job.name for job in JOBS])

@@ -8,10 +8,10 @@ from torch import nn
 from torch._functorch import config
 
 import ackpt
-from ackpt.cli.selftest import Workload, difference
 from experiments.steps.frontier_models import checked_sizes, workload
 from experiments.steps.frontier_runs import Runs
 from experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, SELECTIVE, peer
+from experiments.steps.workload import Workload, difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ackpt
 from ackpt.metering.timeline import Timeline
 from experiments import predicted_curves
 from experiments.predicted_curves import BATCHES, POLICIES, BatchCurves, Timelines
@@ -84,6 +86,34 @@ def test_checkpointed_blocks_have_the_gradients_of_the_block(short_sequences, ch
         KeptInput.apply(block, x, offsets, checkpoint).sum().backward()
     found = [x.grad, *(parameter.grad for parameter in block.parameters())]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+TINY = reference.Build(width=128, ff=256, layers=3, vocabulary=300, attend=reference.attend_for_real)
+
+
+@pytest.mark.parametrize("build", [reference.reference_synthetic, reference.reference_language_model])
+@pytest.mark.parametrize("method", ["baseline", "checkpoint"])
+@pytest.mark.usefixtures("one_thread")
+def test_the_published_models_run_and_their_bytes_are_the_predicted_ones(build, method):
+    with FakeTensorMode():
+        shapes = build(tokens=64, method=method, build=TINY)
+    torch.manual_seed(0)
+    real = build(tokens=64, method=method, build=TINY)
+    predicted = ackpt.predict(shapes.run, resident=shapes.resident, warmup=1)
+    measured = ackpt.measure(real.run, resident=real.resident, warmup=1, repeats=0)
+    assert predicted.peak_bytes == measured.peak_bytes
+    assert all(parameter.isfinite().all() for parameter in real.resident[0].parameters())
+
+
+def test_a_checkpointed_published_model_has_the_losses_of_its_baseline():
+    parameters = []
+    for method in ("baseline", "checkpoint"):
+        torch.manual_seed(0)
+        step = reference.reference_synthetic(tokens=32, method=method, build=TINY)
+        for _ in range(2):
+            step.run()
+        parameters.append([*step.resident[0].parameters()])
+    assert all(map(torch.equal, *parameters))
 
 
 def not_stored(*inputs):
