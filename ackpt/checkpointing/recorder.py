@@ -11,6 +11,7 @@ the recomputation took a different path than the forward.
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import os
 import re

@@ -484,10 +484,10 @@ def test_a_nested_region_that_is_recorded_later_than_its_outer_one(name):
         return ackpt.checkpoint(which[-1], x)
 
     for _ in range(2):
-        for _ in range(recorder.RECORDED_RUNS + 2):
+        for _ in range(evidence.RECORDED_RUNS + 2):
             ackpt.checkpoint(outer, batch(5)).sum().backward()
         which.append(lambda x: inner(x))
-    assert recorder.subject_of(outer).passed == recorder.subject_of(which[1]).passed == recorder.RECORDED_RUNS
+    assert evidence.subject_of(outer).passed == evidence.subject_of(which[1]).passed == evidence.RECORDED_RUNS
 
 
 def test_a_new_kind_of_operation_is_recorded_again(monkeypatch):
