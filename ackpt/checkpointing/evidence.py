@@ -75,7 +75,7 @@ def names_of(graph: Graph) -> dict[int, str]:
 
 def checksum(tensor: torch.Tensor) -> Any:
     """A number that tells two outputs apart, on the tensor's device; None for one without plain bytes."""
-    if tensor.is_cpu or type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+    if tensor.is_cpu or tensor.is_meta or type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
         return _hash(tensor)
     words = tensor.detach().contiguous().flatten().view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
     return words.sum(dtype=torch.int64)
@@ -173,7 +173,7 @@ _subjects: dict[int, Subject] = {}  # by id of a function's code or of a module,
 def subject_of(function) -> Subject | None:
     """The `Subject` of a region's function; None if no weak reference to it is possible."""
     while type(function) is functools.partial:
-        function = function.args[0] if hasattr(function.func, "runs_argument") else function.func
+        function = function.func
     if type(function) is types.MethodType:
         function = function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__
     key = function.__code__ if type(function) is types.FunctionType else function

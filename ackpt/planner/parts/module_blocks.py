@@ -131,9 +131,6 @@ def run_body(forward, *args, **kwargs) -> Any:
         return forward(*args, **kwargs)
 
 
-run_body.runs_argument = True
-
-
 class Undo:
     """The state that a block can change, for a second run of a block that cannot be a region.
 
