@@ -60,9 +60,10 @@ class Dead(torch.Tensor):
 
 class DeadCalls(dict[Any, dict[int, int]]):
     """``{function: {number of a call: how many tensors it must save before the rest of it is dead}}``; ``is_proven``:
-    whether a backward has succeeded without them."""
+    whether a backward has succeeded without them; ``unread``: the indices of inputs that no other call reads."""
 
     is_proven = False
+    unread: Sequence[int] = ()
 
 
 class Liveness:
@@ -108,11 +109,11 @@ class Liveness:
                     call.needed = call.saves
             return tensor.detach()
 
-    def dead(self, outputs: Sequence[torch.Tensor], left: Iterable[torch.Tensor], nodes: Iterable[Any]) -> DeadCalls:
+    def dead(self, inputs: Iterable[torch.Tensor], outputs: Sequence[torch.Tensor], left, nodes) -> DeadCalls:
         """The dead calls of the run. Call this when its graph is gone.
 
-        ``outputs``: of the region; ``left``: tensors that it has stored elsewhere; ``nodes``: sequence numbers of the
-        graph's nodes of functions in Python or C++, which may read any tensor that exists.
+        `inputs`, `outputs`: of the region; `left`: tensors that it has stored elsewhere; `nodes`: sequence numbers of
+        the graph's nodes of functions in Python or C++, which may read any tensor that exists.
         """
         live, calls = self._live, self._calls
         holders = Counter(map(self._memory, outputs))
@@ -136,6 +137,8 @@ class Liveness:
         for call in () if self.is_doubtful else calls:
             if not call.is_live and live.isdisjoint(call.makes):
                 dead.setdefault(call.func, {})[call.number] = call.needed
+        if dead and not nodes:
+            dead.unread = [i for i, each in enumerate(inputs) if self._memory(each) not in live | {None}]
         return dead
 
     def _memory(self, tensor) -> weakref.ref | None:
@@ -266,6 +269,11 @@ def _dead(shape, strides, offset, dtype, device) -> Dead:
     tensor = _make(Dead, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device, storage_size=0)
     _refuse_address(tensor)
     return tensor
+
+
+def dead_like(tensor: torch.Tensor) -> Dead:
+    """A tensor with the shape, strides, dtype and device of `tensor`, and without memory."""
+    return _dead(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
 def _facts(value):

@@ -133,15 +133,15 @@ class Subject:
         self.dead: dict[Any, DeadCalls] = {}
         self.learns = self.skips = True
 
-    def dead_calls(self, region, leaves) -> DeadCalls | None:
-        """The dead calls of a region whose first run was recorded, and whose graph ends at `leaves`."""
+    def dead_calls(self, region, inputs, leaves) -> DeadCalls | None:
+        """The dead calls of a region whose first run on `inputs` was recorded, and whose graph ends at `leaves`."""
         recorder = region.recorder
         needs_grad = *region.needs_grad, *(leaf.requires_grad for leaf in leaves)
         key = recorder.kind, needs_grad, tuple(place for place, _, _ in region.left_facts)
         dead = self.dead.get(key)
         if dead is None and isinstance(recorder.dead_calls, Liveness):
             outputs = *region.output_values[: len(region.node_outputs)], *filter(torch.is_tensor, region.other_outputs)
-            dead = self.dead[key] = recorder.dead_calls.dead(outputs, region.left, region.opaque)
+            dead = self.dead[key] = recorder.dead_calls.dead(inputs, outputs, region.left, region.opaque)
             self.learns = False
         elif dead is None:
             self.learns = len(self.dead) < _MOST_KINDS

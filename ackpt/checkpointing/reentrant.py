@@ -174,6 +174,8 @@ def _run(function, args, kwargs, preserve_rng_state, offload, compiler=None) -> 
     # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
     anchor = None if any(region.needs_grad) or leaves else torch.zeros((), requires_grad=True)
     inputs_with_grad = compress(inputs, region.needs_grad)
+    if offload is not None:
+        region.leave_out_unread(inputs)
     with offload.for_region().hooks if offload is not None else _NOTHING:
         # A tensor is an input once for each of its uses: the engine then sums their gradients as in the baseline.
         sources = [*inputs_with_grad, *leaves]
@@ -199,6 +201,8 @@ class _Recompute(torch.autograd.Function):
         ctx.region = region
         ctx.leaves = leaves
         ctx.set_materialize_grads(False)
+        if region.unread:
+            inputs = [tensor for index, tensor in enumerate(inputs) if index not in region.unread]
         # Always save a tensor, so that a second backward raises torch's error about released tensors.
         ctx.save_for_backward(*inputs) if inputs else ctx.save_for_backward(torch.empty(0))
         values, region.output_values = region.output_values, None
@@ -232,6 +236,9 @@ class _Recompute(torch.autograd.Function):
         with _NOTHING if region.state is None or region.state.is_as_before() else region.state.restored():
             # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
             saved, prefetch = saved_tensors_of(ctx)
+            if region.unread:
+                read = iter(saved)
+                saved = [region.unread[i] if i in region.unread else next(read) for i in range(len(region.needs_grad))]
             count = len(region.node_outputs)
             places = [i for i in range(count, len(grad_outputs)) if grad_outputs[i] is not None]
             left = [region.left_facts[i - count] for i in places]

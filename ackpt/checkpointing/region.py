@@ -25,7 +25,7 @@ from ackpt.core.errors import CheckpointError
 from . import guards, rng
 from .autocast import AUTOCAST_OFF, Autocast
 from .closures import DetachClosedOver, frozen
-from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping
+from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping, dead_like
 from .evidence import RECORDED_RUNS, SMALL_BYTES, checksum, evidence_of, is_opaque, names_of, number_ends, subject_of
 from .reachable import ReachableState, graph_of, is_data, tensors_in
 from .recorder import Path, Recorder, check_same_path
@@ -51,6 +51,7 @@ class Region:
     first run is observed; ``subject``: what is known of other regions of the function. ``node_outputs``: the indices of
     the outputs that the autograd node returns; ``left``: the tensors that it returns after them, which the function has
     stored elsewhere, and ``left_facts``: for each its place among the calls, its signature, and its graph's nodes.
+    ``dead``: the calls that the recomputation leaves out, and ``unread``: what is in the place of unsaved inputs.
     ``compiler``: Dynamo's callback that compiles the function, or None.
     """
 
@@ -74,6 +75,7 @@ class Region:
         self.left, self.left_facts = [], []
         self.hidden_generators: set[int] = set()
         self.dead: DeadCalls | None = None
+        self.unread: dict[int, Dead] = {}
         self.opaque: list[int] = []
         self.detached = phase.detached
         if self.detached is not None:
@@ -151,7 +153,7 @@ class Region:
             number_ends(self.path.evidence, starts_by_id, leaves)
         if self.recorder is not None:
             if self.can_skip and (self.node_outputs or self.left):
-                self.dead = subject.dead_calls(self, leaves)  # pyright: ignore
+                self.dead = subject.dead_calls(self, inputs, leaves)  # pyright: ignore
             self.recorder.forget()
         if self.node_outputs or self.left:
             with torch._C.DisableTorchFunction():
@@ -474,6 +476,11 @@ class Region:
                 self.state.forget()
         return starts, received, computed, graph
 
+    def leave_out_unread(self, inputs) -> None:
+        """Put tensors without memory in the place of inputs that only dead calls read; they are not saved."""
+        if self.dead and self.dead.is_proven and self.checksums is None:  # which may have to run again as a whole
+            self.unread = {index: dead_like(inputs[index]) for index in self.dead.unread}
+
     def runs_again_after(self, error: Exception) -> bool:
         """Whether to recompute again as a whole, because `error` may arise from dead calls; so do later regions."""
         is_in_recomputation, may_run_again = not self.is_recomputed, self.may_run_again
@@ -482,7 +489,7 @@ class Region:
         if (self.dead.is_proven or self.is_other) and not isinstance(error, DeadRead):
             return False
         self.dead, self.subject.skips = None, False
-        return may_run_again or is_in_recomputation
+        return (may_run_again or is_in_recomputation) and not self.unread
 
     @property
     def may_run_again(self) -> bool:

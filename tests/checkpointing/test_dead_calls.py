@@ -234,6 +234,24 @@ def test_the_predicted_peak_is_measured(name):
     assert predicted.flops == ackpt.count_flops(step_of(Block(RULES[name][0]), torch.randn(ROWS, WIDTH)))
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_offload_copies_no_input_that_only_dead_calls_read(mode):
+    blocks = nn.ModuleList(Block(None) for _ in range(3))
+    grads = []
+
+    def step(mode=mode):
+        x = y = torch.ones(ROWS, WIDTH).requires_grad_()
+        for block in blocks:  # the second argument is only added
+            y = ackpt.checkpoint(lambda x, y, b=block: y + b.down(b.hidden(x)), y.sin(), y.cos(), offload=mode)
+        y.square().sum().backward()
+        grads.append(x.grad)
+
+    measured = ackpt.measure(step, resident=[blocks], repeats=0)
+    step(None)
+    assert torch.equal(grads[-1], grads[-2])
+    assert measured.allocator["store_peak_bytes"] == 2 * 4 * ROWS * WIDTH
+
+
 def test_a_read_that_the_forward_did_not_show_makes_the_region_run_again_as_a_whole():
     """The forward reads the result behind the dispatcher, where no recorder sees it; gradients are the plain ones."""
     results = []
