@@ -1,22 +1,26 @@
 """Processor time of regions, as ratios to that of torch's non-reentrant checkpoint, and the cost of each guarantee.
 
-    python benchmarks/region_time.py
+    python benchmarks/region_time.py [--blocks] [WIDTH ...]
 
 Every variant runs forward and backward of the same region, interleaved in one process on one thread: two regions of
 tiny tensors, where the time is that of Python, and a large one. "like torch" gives the guarantees that torch's
-reentrant checkpoint gives and no more.
+reentrant checkpoint gives and no more. ``--blocks`` compares the blocks of five models of transformers instead, at
+widths 64, 256 and 512 or the given ones, with their FLOPs and dynamic peaks.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
 import ackpt
+from ackpt.checkpointing.wrapping import repeated_blocks
 from ackpt.metering.meter import compare_seconds
 
 REFERENCE = "torch non-reentrant"
@@ -61,9 +65,67 @@ def _repeat(call, switches, calls) -> None:
             call().sum().backward()
 
 
+def models(width: int) -> Iterator[tuple[str, nn.Module, dict]]:
+    """``(name, model, batch)`` of two blocks each, on 512 tokens, or images of as many patches or pixels."""
+    import transformers
+
+    sizes: Any = {
+        "hidden_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 4 * width,
+    }
+    tokens = {"inputs_embeds": torch.randn(2, 256, width)}
+    config: Any = transformers.LlamaConfig(**sizes, vocab_size=8, use_cache=False)
+    yield "Llama", transformers.LlamaModel(config), tokens
+    config = transformers.GPT2Config(n_embd=width, n_layer=2, n_head=4, vocab_size=8, use_cache=False)
+    yield "GPT-2", transformers.GPT2Model(config), tokens
+    yield "BERT", transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=8)), tokens
+    images = {"pixel_values": torch.randn(2, 3, 64, 64)}
+    yield "ViT", transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=64, patch_size=4)), images
+    config = transformers.ResNetConfig(embedding_size=width, hidden_sizes=[width] * 2, depths=[1, 1])
+    config.layer_type = "basic"
+    yield "ResNet", transformers.ResNetModel(config), images
+
+
+def compare_blocks(width: int, rounds: int = 10) -> None:
+    for name, model, batch in models(width):
+        blocks = repeated_blocks(model.train()).values()
+        forwards = [block.forward for block in blocks]
+
+        def step(checkpoint, model=model, batch=batch, blocks=blocks, forwards=forwards):
+            for block, forward in zip(blocks, forwards):
+                block.forward = forward if checkpoint is None else functools.partial(checkpoint, forward)
+            torch.manual_seed(0)
+            model.zero_grad()
+            model(**batch)[0].square().mean().backward()
+
+        of_torch = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        calls = {"plain": None, REFERENCE: of_torch, "ackpt": ackpt.checkpoint}
+        runs = {label: functools.partial(step, call) for label, call in calls.items()}
+        for run in [*runs.values()] * 4:
+            run()
+        ratios = compare_seconds(runs, rounds, REFERENCE, clock="processor").ratios
+        flops = {label: ackpt.count_flops(run) for label, run in runs.items()}
+        peaks = {label: ackpt.measure(run, resident=[model, *batch.values()], repeats=0) for label, run in runs.items()}
+        print(f"{name} of width {width}, times {REFERENCE}: time {ratios['ackpt'].median:.3f}", end=" ")
+        print(f"({ratios['ackpt'].low:.3f} to {ratios['ackpt'].high:.3f}), plain {ratios['plain'].median:.3f}")
+        for label in (REFERENCE, "ackpt"):
+            relative = flops[label] / flops["plain"]
+            print(f"  {label:<20} FLOPs {relative:.4f} of plain, dynamic peak {peaks[label].dynamic_peak_bytes} bytes")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", action="store_true")
+    parser.add_argument("widths", nargs="*", type=int, default=[64, 256, 512])
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if options.blocks:
+        for width in options.widths:
+            compare_blocks(width)
+        return
     print(f"torch {torch.__version__}, one thread, processor time of forward + backward")
     for name, module, x, calls, rounds in regions():
         runs = variants(module, x, calls)

@@ -124,20 +124,20 @@ for run in (four_sines, checkpointed):
 
 # %% [markdown]
 # The price is recomputation: a baseline step costs three forwards ({doc}`01_where_memory_goes`), a checkpointed one
-# four:
+# four. PyTorch's reentrant checkpoint is such a one:
 
 # %%
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 rows = torch.randn(128, 64, requires_grad=True)
 baseline_flops = ackpt.count_flops(lambda: mlp(rows).sum().backward())
-flops = ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward())
+flops = ackpt.count_flops(lambda: torch_checkpoint(mlp, rows, use_reentrant=True).sum().backward())
 round(flops / baseline_flops, 3)
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A checkpoint saves the region's input in place of its activations, for one more forward: a third more FLOPs in that
-# part of the step.
+# A checkpoint saves the region's input in place of its activations, for at most one more forward: a third more FLOPs in
+# that part of the step. A later section shows what need not be recomputed.
 # :::
 
 # %% tags=["hide-input"]
@@ -159,7 +159,7 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 # %% [markdown]
 # ## The peak of a chain
 #
-# A single region around all $n$ layers of a chain gains nothing: its recomputation needs all $n$ activations. One
+# A single region around all $n$ layers of a chain gains nothing: its forward and its backward need all activations. One
 # region per layer saves all $n$ inputs. The optimum is in between: cut the chain into $k$ regions of $n / k$ layers
 # ({cite:t}`chen2016` call them segments). This is the step with $n = 64$ and $k = 8$:
 
@@ -167,7 +167,7 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 def chain(lengths, a):
     for length in lengths:
         region = nn.Sequential(*[nn.SiLU()] * length)
-        a = ackpt.checkpoint(region, a)
+        a = ackpt.checkpoint(region, a, preserve_rng_state=False)  # the layers draw no random numbers
     return a
 
 
@@ -184,29 +184,30 @@ figure
 # tensor that the next region reads. Right of it, each region is recomputed and then freed.* (`ackpt.checkpoint` runs
 # the first forward with a graph, for reasons given below, hence the teeth on the left.)
 #
-# The peak is in the backward of the last region, the first that backward reaches: **$k - 1$ boundaries, $n / k$
-# recomputed activations and one gradient**. (The gradient of its output, the broadcast 1 of `sum()`, needs no memory.
-# In every other region, two gradients are live, of an operation's output and input. So the region before it reaches the
-# same sum, with one boundary fewer.) The loss and its gradient add 8 bytes:
+# The peak is in the backward of the last region, the first that backward reaches: **$k - 1$ boundaries, $n / k - 1$
+# recomputed activations and one gradient**. (Nothing reads the region's output again, so it is freed at once. Its
+# gradient, the broadcast 1 of `sum()`, needs no memory. In every other region, two gradients are live, of an operation's
+# output and input. So the region before it reaches the same sum, with one boundary fewer.) The loss and its gradient add
+# 8 bytes:
 #
-# $$ \text{peak} = \Bigl( k + \frac{n}{k} \Bigr) S + 8 \text{ bytes} $$
+# $$ \text{peak} = \Bigl( k + \frac{n}{k} - 1 \Bigr) S + 8 \text{ bytes} $$
 
-# %% tags=["hide-input"] alt="Peak memory in activations against the number of regions, on a logarithmic axis, for a chain of 64 layers: measured points are on the curve k + n / k, which falls steeply from 65, has its minimum of 16 at 8 regions and rises again to 34 at 32."
+# %% tags=["hide-input"] alt="Peak memory in activations against the number of regions, on a logarithmic axis, for a chain of 64 layers: measured points are on the curve k + n / k - 1, which falls steeply from 64, has its minimum of 15 at 8 regions and rises again to 33 at 32."
 peaks = {k: run.dynamic_peak_bytes for k, run in runs.items()}
-curve = {"64 layers": {k: k + 64 / k for k in (2 ** (step / 8) for step in range(41))}}
+curve = {"64 layers": {k: k + 64 / k - 1 for k in (2 ** (step / 8) for step in range(41))}}
 points = {"64 layers": {k: peak / S for k, peak in peaks.items()}}
 figure = curves_plot(points, curve, "", xlabel="regions", ylabel="peak (activations)")
 path = plots.save(figure, "results/figures/02_segments.png")
 figure
 
 # %% [markdown]
-# *The peak is lowest with 8 regions, the square root of 64. Measured peak minus $(k + n / k) S$, in bytes:*
+# *The peak is lowest with 8 regions, the square root of 64. Measured peak minus $(k + n / k - 1) S$, in bytes:*
 
 # %%
-[peak - (k + 64 // k) * S for k, peak in peaks.items()]
+[peak - (k + 64 // k - 1) * S for k, peak in peaks.items()]
 
 # %% [markdown]
-# So with $\sqrt n$ regions, $n$ activations become $2 \sqrt n$, for one more forward of the chain.
+# So with $\sqrt n$ regions, $n$ activations become about $2 \sqrt n$, for one more forward of the chain.
 # {doc}`06_sublinear_memory` compares this count with others, and reduces the peak further.
 
 # %% [markdown]
@@ -394,10 +395,9 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ## Nested regions
 #
 # A region may contain regions. Cut the chain into $k$ regions of $k'$ inner regions with $\ell$ layers each. At the
-# peak, the boundaries of both levels, the activations of one *inner* region, the output of the outer region and one
-# gradient are live:
+# peak, the boundaries of both levels, the activations of one *inner* region but its output, and one gradient are live:
 #
-# $$ (k - 1) + (k' - 1) + \ell + 2 = k + k' + \ell, \qquad n = k \, k' \, \ell . $$
+# $$ (k - 1) + (k' - 1) + (\ell - 1) + 1 = k + k' + \ell - 2, \qquad n = k \, k' \, \ell . $$
 #
 # This sum is smallest at $k = k' = \ell = \sqrt[3] n$. The price: the forward of every layer runs three times.
 
@@ -418,18 +418,41 @@ def inner(a):
 
 def nested(regions, function, a):
     for _ in range(regions):
-        a = ackpt.checkpoint(function, a)
+        a = ackpt.checkpoint(function, a, preserve_rng_state=False)
     return a
 
 
 x = torch.ones(2**14, requires_grad=True)
 outer = functools.partial(nested, 4, inner)
 nested_peak = measured(functools.partial(nested, 4, outer)).dynamic_peak_bytes
-print(f"4 x 4 x 4 layers: peak {4 + 4 + 4} S + {nested_peak - 12 * S} bytes")
+print(f"4 x 4 x 4 layers: peak {4 + 4 + 4 - 2} S + {nested_peak - 10 * S} bytes")
 print(f"{len(calls)} = 3 n forwards")
 
 # %% [markdown]
-# With one level, the 64 layers needed $16 \, S$ and $2 n$ forwards.
+# With one level, the 64 layers needed $15 \, S$ and $2 n$ forwards.
+
+# %% [markdown]
+# ## What a region need not recompute
+#
+# Backward reads the tensors that autograd saves, not everything that the forward computes. PyTorch's non-reentrant
+# checkpoint ({doc}`03_what_pytorch_offers`) stops its recomputation when the last saved tensor is there. `ackpt` goes
+# further: an operation is *dead* if nothing that it makes is saved, leaves the region, or is read by an operation that
+# is not dead. The first forward shows which are; the recomputation leaves them out. This block computes its MLP and its
+# attention side by side, as GPT-J does:
+
+# %% tags=["hide-input"] alt="Three rows of nine boxes, the operations of a block: norm, up, gelu, down, qkv, add, attn, out, add. In the row of the forward, a dot marks the results that backward reads: those of norm, up, gelu, qkv and attn. Torch's non-reentrant checkpoint recomputes the first seven operations and leaves out the last two. ackpt.checkpoint recomputes the five with a dot."
+from experiments.widgets.region_calls import region_calls
+
+calls_of_block = region_calls()
+figure = schematics.region_figure(calls_of_block)
+path = plots.save(figure, "results/figures/02_left_out.png")
+figure
+
+# %% [markdown]
+# *The projection `down` and the first `add` come before the last saved tensor, so stopping early does not save them.
+# Nothing reads their results in backward.* `ackpt` still builds their autograd nodes, on tensors without memory. Reading
+# such a tensor raises an error. Where tensors are small, running an operation is faster than leaving it out: on a CPU,
+# a region with inputs of at most 256 KiB recomputes everything.
 
 # %% [markdown]
 # ## What a region costs
@@ -459,8 +482,8 @@ for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer b
 
 # %% [markdown]
 # For the tiny region, every checkpoint takes several times as long as the baseline. For the block, most of the added
-# time is recomputation. PyTorch's non-reentrant checkpoint recomputes fewer FLOPs, because it stops as soon as backward
-# has all the tensors that it reads: it skips the last matrix product of the block.
+# time is recomputation. The reentrant checkpoint recomputes the last matrix product of the block, which the others leave
+# out.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -480,19 +503,20 @@ path = Record("reentrant_checkpoint", sizes, metrics, where).save("results/cpu/0
 #
 # :::{admonition} Exercise 1: regions of different lengths
 # :class: note
-# Four equal regions of a chain of 16 layers peak at $8 S$. But while an early region runs backward, only a few
-# boundaries are live. Find lengths that peak at $7 S$, and measure them. How does the smallest peak grow with $n$?
+# Four equal regions of a chain of 16 layers peak at $7 S$. But while an early region runs backward, only a few
+# boundaries are live. Find lengths that peak at $6 S$, and measure them. How does the smallest peak grow with $n$?
 # :::
 
 
 # %% tags=["solution"]
-# In the backward of region i < k, these are live: the boundaries of the regions 2 to i, the activations of the region,
-# and two gradients: i - 1 + length_i + 2. The last region needs one gradient, because that of sum() is a broadcast 1:
-# k - 1 + length_k + 1. So a peak of p S allows p - 1 - i layers in region i and p - k in the last one. The lengths
-# decrease by one, so they sum to about p^2 / 2. This must reach n, so p is about sqrt(2 n), not 2 sqrt(n).
+# In the backward of region i < k, these are live: the boundaries of the regions 2 to i, the activations of the region
+# but its output, and two gradients: i - 1 + length_i - 1 + 2. The last region needs one gradient, because that of sum()
+# is a broadcast 1: k - 1 + length_k - 1 + 1. So a peak of p S allows p - i layers in region i and p - k + 1 in the last
+# one. The lengths decrease by one, so they sum to about p^2 / 2. This must reach n, so p is about sqrt(2 n), not
+# 2 sqrt(n).
 def predicted_peak(lengths):
     *first, last = lengths
-    return S * max([i + length + 2 for i, length in enumerate(first)] + [len(first) + last + 1]) + 8
+    return S * max([i + length + 1 for i, length in enumerate(first)] + [len(first) + last]) + 8
 
 
 for lengths in ([4, 4, 4, 4], [5, 4, 3, 2, 2]):
@@ -533,7 +557,8 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 #
 # - A reentrant checkpoint is ten lines: save the input, run without a graph, and recompute with a graph in backward.
 #   One of its inputs must require grad.
-# - A chain of $n$ layers needs $2 \sqrt n$ activations with one level of regions, $3 \sqrt[3] n$ with two.
+# - A chain of $n$ layers needs about $2 \sqrt n$ activations with one level of regions, $3 \sqrt[3] n$ with two.
+# - Backward does not read everything that a region computes; what it does not read need not be recomputed.
 # - The ten lines fail wherever the second run differs from the first. Most of these errors are silent, even in
 #   PyTorch's own checkpoint.
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases

@@ -277,7 +277,8 @@ class MutableState:
         copied: set = set()
         if recorder is not None:
             self._changed = recorder.copies[::-1]  # where views overlap, the oldest value is set last
-            copied = {memory(tensor) for tensor, _ in recorder.copies}
+            copied = {memory(tensor) for tensor, _ in self._changed}
+            recorder.copies = []
             self.is_repeatable = self.is_repeatable and copied.isdisjoint(recorder.written)
             if recorder.copies_writes:
                 reads = [(read.value, read.name, read.version, None) for read in recorder.reads.values()]
@@ -313,6 +314,10 @@ class MutableState:
             subject.changes_unseen = subject.changes_unseen or unseen
         return changed
 
+    def forget(self) -> None:
+        """Free the copies of old values, after the last recomputation that reads them."""
+        self._changed = []
+
     def is_as_before(self) -> bool:
         """Whether there is nothing to restore."""
         return not (self._changed or self._overwritten or self._rewritten or any(self._changes()))
@@ -343,6 +348,7 @@ class MutableState:
                         tensors.append((tensor, tensor.data if is_resized else tensor.detach().clone(), is_resized))
                     for tensor, old in self._changed:
                         _set(tensor, old if tensor.shape == old.shape else old.clone())
+                old = None
                 yield
                 for tensor, name, value in rewritten:
                     if not torch.equal(tensor.detach(), value):

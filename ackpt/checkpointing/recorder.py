@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import CheckpointError
 
-from .evidence import REGION_NODES, SAME_GRADIENT, Evidence, difference_between, is_same, other_nodes
+from .evidence import SAME_GRADIENT, Evidence, difference_between, is_same, other_nodes
 from .guards import changed_between, is_equal, memory, name_of
 from .reachable import _TORCH
 from .tree import ATOMS
@@ -135,6 +135,7 @@ class Recorder(TorchFunctionMode):
     generators that it uses, with their states from before, by id. ``copies``: tensors among ``reads`` and views of them
     that calls may have written, with copies from before; ``overwritten``: the storages that calls changed in place;
     ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
+    ``kind``: a hash of all calls: their functions, and which calls or inputs their arguments come from.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
@@ -157,6 +158,9 @@ class Recorder(TorchFunctionMode):
         self._copied: set = set()
         self._refused: dict = refused or {}
         self._wanted = wanted
+        self.dead_calls: Any = None  # a `Liveness` or `Skipping`, which then makes the calls
+        self.kind = 0
+        self._makers: dict[int, int] = {}  # `kind` when a tensor was made, by its id
         self._began = torch.autograd._get_sequence_nr()
         self._expected = expected
         self._outer: Recorder | None = phase.recorder
@@ -173,6 +177,7 @@ class Recorder(TorchFunctionMode):
     def record_region(self, inner: Path, outputs) -> None:
         """Record a nested region, which is one node of this region's graph, with its path and its outputs."""
         call = Call(_region, ((inner,), ()), outputs[0].shape, outputs[0].dtype)
+        self._makers.update((id(output), self.kind + at) for at, output in enumerate(outputs))
         self._add(outputs[0].grad_fn._sequence_nr(), call, [], outputs)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -181,6 +186,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
         values = [*_flat(args), *_flat(kwargs.values())] if kwargs else [*_flat(args)]
+        self.kind = hash((self.kind, func, *[self._makers.get(id(value)) for value in values]))
         effect = _effect_of(func)
         describes = effect is None and getattr(func, "__name__", "") in _DESCRIBING
         sources: list = []
@@ -188,7 +194,10 @@ class Recorder(TorchFunctionMode):
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
                 sources = [*map(self._source, values)]
                 self._prepare(effect, values, args, kwargs)
-        result = func(*args, **kwargs)
+        if (dead_calls := self.dead_calls) is None:
+            result = func(*args, **kwargs)
+        else:
+            result = dead_calls.run(func, args, kwargs)
         if describes and not isinstance(result, torch.Tensor):
             return result
         if self._refused:
@@ -202,11 +211,12 @@ class Recorder(TorchFunctionMode):
     def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
+        self._makers.update(zip(ids, range(len(ids))))
         self.inputs = {key: position if ids.count(key) == 1 else None for position, key in enumerate(ids)}
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
-        self.results = []
+        self.results, self._makers, self.dead_calls = [], {}, None
         self._made = {key: pair for key, pair in self._made.items() if pair[0]() is not None}
         for read in self.reads.values():
             read.is_new = read.is_new or read.value is None
@@ -253,7 +263,8 @@ class Recorder(TorchFunctionMode):
         if not isinstance(result, torch.Tensor):
             results = [each for each in _flat((result,)) if isinstance(each, torch.Tensor)]
             tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
-        for each in results or [tensor]:
+        for at, each in enumerate(results or [tensor]):
+            self._makers[id(each)] = self.kind + at
             if each is not None and each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
                 self._made[id(each)] = weakref.ref(each), _reads_in(sources)
         if tensor is None or not tensor.requires_grad or (node := tensor.grad_fn) is None:
@@ -380,6 +391,11 @@ class Path:
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
+    def has_other_calls(self, other: Path) -> bool:
+        """Whether the functions or their plain arguments differ, which leaving out dead calls cannot cause."""
+        pairs = zip(self.calls, other.calls)
+        return any(a.function != b.function or (a.function is not _region and a.values != b.values) for a, b in pairs)
+
 
 def _may_be_one(before, now) -> bool:
     """Whether an argument may have come from the same source in two runs."""
@@ -420,50 +436,6 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder | None, 
             f"{list(call.shape)} {str(call.dtype).removeprefix('torch.')} now, because it was given other values"
         )
     raise _other_path(function, difference)
-
-
-#: A small region is recorded until this number of its recomputations have been compared call by call.
-RECORDED_RUNS = 3
-
-
-class Subject:
-    """What is known of the regions of one function or module.
-
-    ``passed``: how many recomputations have passed a comparison of all calls, with equal `Evidence`. ``kinds``: the
-    classes of their nodes. ``counts``: of the tensors that names reach. ``changes_unseen``: whether buffers change
-    where no recorder sees it; None before the first run.
-    """
-
-    def __init__(self, reference):
-        self.reference, self.passed, self.kinds, self.counts = reference, 0.0, set(), set()
-        self.changes_unseen: bool | None = None
-
-    def add(self, before: Evidence | None, now: Evidence | None, is_repeatable: bool) -> None:
-        """Take note of the evidence of two recorded runs with equal calls."""
-        if before is None or now is None:
-            return
-        opaque = (kind for kind in before.kinds if kind not in REGION_NODES and not _NODE.fullmatch(kind.__name__))
-        if not is_repeatable or any(opaque) or None in before.values or not is_same(before, now):
-            self.passed = -math.inf  # its values are others each time, or the evidence does not show all that it does
-        self.passed += 1
-        self.kinds.update(before.kinds)
-
-
-_NODE = re.compile(r"\w+Backward\d+")  # of an operation of torch, rather than of a function in Python or C++
-_subjects: dict[int, Subject] = {}  # by id of a function's code or of a module, until it is gone
-
-
-def subject_of(function) -> Subject | None:
-    """The `Subject` of a region's function; None if no weak reference to it is possible."""
-    while type(function) is functools.partial:
-        function = function.func
-    if type(function) is types.MethodType:
-        function = function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__
-    key = function.__code__ if type(function) is types.FunctionType else function
-    place = id(key)
-    if place not in _subjects and type(key).__weakrefoffset__:
-        _subjects[place] = Subject(weakref.ref(key, lambda _: _subjects.pop(place, None)))
-    return _subjects.get(place)
 
 
 def _source_text(source) -> str:

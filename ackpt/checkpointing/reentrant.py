@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ackpt.core.autograd_state import phase
+from ackpt.core.autograd_state import phase, recomputation_ends
 from ackpt.core.errors import CheckpointError
 from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
@@ -33,6 +33,7 @@ __all__ = ["checkpoint"]
 
 _NOTHING = contextlib.nullcontext()
 _dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+_keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
 _Result = TypeVar("_Result")
 
 
@@ -44,7 +45,7 @@ def checkpoint(
     offload: Offload | Literal["sync", "async"] | None = None,
     **kwargs: object,
 ) -> _Result:
-    """Call ``function(*args, **kwargs)`` and save only its input tensors; backward recomputes the rest.
+    """Call ``function(*args, **kwargs)`` and save only its input tensors; backward recomputes what it reads.
 
     Args:
         function: any callable. Its arguments and outputs may contain tensors in dicts, lists, tuples and dataclasses.
@@ -64,9 +65,10 @@ def checkpoint(
             reads changed since the forward; or if the recomputation calls other operations, or the same ones with other
             arguments or results.
 
-    The two runs are compared call by call; on the CPU, if tensors are small, only until three recomputations of the
-    same function have passed. Later ones are compared by their graphs and by the bits of their outputs, which misses a
-    number that changes none of these bits, for example in a branch that is multiplied by zero.
+    The recomputation leaves out operations that backward does not need, such as the last projection of a block, except
+    where tensors are small. The two runs are compared call by call; on the CPU, if tensors are small, only until three
+    recomputations of the same function have passed. Later ones are compared by their graphs and by the bits of their
+    outputs, which misses a number that changes none of these bits, for example in a branch that is multiplied by zero.
 
     Regions can be nested. With grad mode off, the function runs without a region. Module state (buffers, attributes,
     and attributes of objects in attributes) changes once per step, as in the baseline. Other side effects of the
@@ -142,6 +144,9 @@ def _check_call(function, kwargs) -> None:
         )
 
 
+#: The method of a region's node that the engine calls. Since torch 2.13 it can pass gradients in a list, and then frees
+#: each as soon as nothing else refers to it.
+APPLY = "apply_boxed" if hasattr(torch.autograd.Function, "boxed_grads_call") else "apply"
 _modules_run: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forward has run as a region
 _OUTSIDE = (
     "ackpt.checkpoint runs outside of compiled code and compiles what is inside. With fullgraph=True, compile the "
@@ -169,6 +174,8 @@ def _run(function, args, kwargs, preserve_rng_state, offload, compiler=None) -> 
     # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
     anchor = None if any(region.needs_grad) or leaves else torch.zeros((), requires_grad=True)
     inputs_with_grad = compress(inputs, region.needs_grad)
+    if offload is not None:
+        region.leave_out_unread(inputs)
     with offload.for_region().hooks if offload is not None else _NOTHING:
         # A tensor is an input once for each of its uses: the engine then sums their gradients as in the baseline.
         sources = [*inputs_with_grad, *leaves]
@@ -194,19 +201,30 @@ class _Recompute(torch.autograd.Function):
         ctx.region = region
         ctx.leaves = leaves
         ctx.set_materialize_grads(False)
+        if region.unread:
+            inputs = [tensor for index, tensor in enumerate(inputs) if index not in region.unread]
         # Always save a tensor, so that a second backward raises torch's error about released tensors.
         ctx.save_for_backward(*inputs) if inputs else ctx.save_for_backward(torch.empty(0))
         values, region.output_values = region.output_values, None
         return values
 
+    boxed_grads_call = APPLY == "apply_boxed"
+
     @staticmethod
     def backward(ctx, *grad_outputs):
         region = ctx.region
+        if type(grad_outputs[0]) is list:
+            (grad_outputs,) = grad_outputs
         _refuse_unsupported(region)
         region.check_unchanged(ctx.leaves)
         taken = _take_hooks(ctx.leaves)
         try:
-            return _Recompute._gradients_of(ctx, region, grad_outputs)
+            while True:
+                try:
+                    return _Recompute._gradients_of(ctx, region, grad_outputs)
+                except Exception as error:
+                    if not region.runs_again_after(error):
+                        raise
         finally:
             _take_hooks(ctx.leaves)  # those that the recomputation has registered
             for hooks, items in taken:
@@ -214,28 +232,59 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def _gradients_of(ctx, region, grad_outputs):
+        is_last = not (region.may_run_again or _keeps_graph())
         with _NOTHING if region.state is None or region.state.is_as_before() else region.state.restored():
             # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
             saved, prefetch = saved_tensors_of(ctx)
+            if region.unread:
+                read = iter(saved)
+                saved = [region.unread[i] if i in region.unread else next(read) for i in range(len(region.needs_grad))]
             count = len(region.node_outputs)
-            left = [each for each in zip(region.left_facts, grad_outputs[count:]) if each[1] is not None]
-            grad_outputs = (*grad_outputs[:count], *(gradient for _, gradient in left))
-            graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves, [facts for facts, _ in left])
+            places = [i for i in range(count, len(grad_outputs)) if grad_outputs[i] is not None]
+            left = [region.left_facts[i - count] for i in places]
+            graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves, left, is_last)
             del saved
             if prefetch is not None:
                 _middle_node(outputs, received).register_prehook(prefetch)
             # Backward through that graph; outputs that the loss does not depend on have no gradient.
             used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
-            if len(used) < len(outputs):
-                outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
+            outputs, given = [outputs[i] for i in used], [grad_outputs[i] for i in used]
+            if used:
+                if is_last and type(grad_outputs) is list:
+                    grad_outputs.clear()
+                with torch.enable_grad():
+                    outputs = [_apply_root(given, *outputs)]
+                given = [outputs[0].detach()]
+            recomputation_ends()
+            if region.recomputed is not None:
+                region.recomputed()
             if region.accumulates_inside:
                 if used:
-                    torch.autograd.backward(outputs, grad_outputs)
+                    torch.autograd.backward(outputs, given)
                 return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
             summands = Summands(region.uses, received, graph)
             del received, graph
-            gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
+            gradients = _gradients(outputs, given, [*graph_inputs, *region.leaked])
+            if region.dead:
+                region.dead.is_proven = True
             return None, None, None, None, *summands.gradients(list(gradients[: len(graph_inputs)]))
+
+
+class _Root(torch.autograd.Function):
+    """The node at which a region's own backward begins. It gives the outputs their gradients, so that neither is kept
+    until the end; the region's peak is then that of torch's checkpoint."""
+
+    @staticmethod
+    def forward(ctx, gradients, *outputs):
+        ctx.gradients = gradients
+        return torch.empty(0, device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx, _):
+        gradients, ctx.gradients = ctx.gradients, ()
+        given = None, *gradients
+        gradients.clear()
+        return given
 
 
 class Summands:
@@ -302,6 +351,7 @@ def _collector(wanted: dict[int, list[torch.Tensor]]):
 REGION_NODES.add(_Recompute._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
 _apply: Any = super(torch.autograd.Function, _Recompute).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply_root: Any = super(torch.autograd.Function, _Root).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _refuse_unsupported(region):

@@ -19,15 +19,16 @@ from typing import Any
 
 import torch
 
-from ackpt.core.autograd_state import phase, recomputation_begins, recomputation_ends
+from ackpt.core.autograd_state import phase, recomputation_begins
 from ackpt.core.errors import CheckpointError
 
 from . import guards, rng
 from .autocast import AUTOCAST_OFF, Autocast
 from .closures import DetachClosedOver, frozen
-from .evidence import SMALL_BYTES, checksum, evidence_of, names_of
+from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping, dead_like
+from .evidence import RECORDED_RUNS, SMALL_BYTES, checksum, evidence_of, is_opaque, names_of, number_ends, subject_of
 from .reachable import ReachableState, graph_of, is_data, tensors_in
-from .recorder import RECORDED_RUNS, Path, Recorder, check_same_path, subject_of
+from .recorder import Path, Recorder, check_same_path
 from .tree import Slot, Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
@@ -50,6 +51,7 @@ class Region:
     first run is observed; ``subject``: what is known of other regions of the function. ``node_outputs``: the indices of
     the outputs that the autograd node returns; ``left``: the tensors that it returns after them, which the function has
     stored elsewhere, and ``left_facts``: for each its place among the calls, its signature, and its graph's nodes.
+    ``dead``: the calls that the recomputation leaves out, and ``unread``: what is in the place of unsaved inputs.
     ``compiler``: Dynamo's callback that compiles the function, or None.
     """
 
@@ -66,10 +68,15 @@ class Region:
         self.state: Any = None
         self.path: Any = None
         self.subject: Any = None
-        self.watch = self.recorder = self.unread_changes = self.accumulators = self.checksums = None
-        self.is_small = self.accumulates_inside = False
+        self.recorder: Any = None
+        self.watch = self.unread_changes = self.accumulators = self.checksums = self.recomputed = None
+        self.is_small = self.accumulates_inside = self.can_skip = False
+        self.is_recomputed = self.is_over = self.is_other = False
         self.left, self.left_facts = [], []
         self.hidden_generators: set[int] = set()
+        self.dead: DeadCalls | None = None
+        self.unread: dict[int, Dead] = {}
+        self.opaque: list[int] = []
         self.detached = phase.detached
         if self.detached is not None:
             self.inputs[:] = self.detached.replaced(list(self.inputs))
@@ -82,13 +89,18 @@ class Region:
         is_walked = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
         reachable = ReachableState(self.function, self.template) if is_walked else _NOT_WALKED
         if self.guarantees.unchanged:
-            self.subject = subject = subject_of(self.function)
+            subject: Any = subject_of(self.function)
+            self.subject = subject
             if not reachable.opaque:
                 self.is_small = self._is_small(reachable)
                 # Other closures of one code may hold what the walk does not find.
                 is_known = subject is not None and len(reachable.tensors) in subject.counts
                 if not self.is_small or subject is None or subject.passed < RECORDED_RUNS or not is_known:
                     self.recorder = Recorder(named=reachable.tensors, copies_writes=not reachable.sharded)
+                    skips = subject is not None and subject.skips
+                    self.can_skip = skips and not self.is_small and self.guarantees.exact_graph
+                    if self.can_skip and (subject.learns or torch._C._len_torch_dispatch_stack()):  # meters add calls  # pyright: ignore
+                        self.recorder.dead_calls = Liveness()
             copies = SMALL_BYTES if self.recorder is None or (subject and subject.changes_unseen is None) else -1
             if reachable.sharded or subject is None or subject.changes_unseen:
                 copies = math.inf
@@ -138,8 +150,10 @@ class Region:
             existing = [*map(_existing, leaves)]
             leaves = [leaf for leaf in existing if leaf is not None]
         if self.path is not None and self.path.evidence is not None:
-            _number_ends(self.path.evidence, starts_by_id, leaves)
+            number_ends(self.path.evidence, starts_by_id, leaves)
         if self.recorder is not None:
+            if self.can_skip and (self.node_outputs or self.left):
+                self.dead = subject.dead_calls(self, inputs, leaves)  # pyright: ignore
             self.recorder.forget()
         if self.node_outputs or self.left:
             with torch._C.DisableTorchFunction():
@@ -161,6 +175,7 @@ class Region:
         for place, tensor in self.recorder.left_results():  # pyright: ignore[reportOptionalMemberAccess]
             is_left = True
             graph = graph_of([tensor], self._histories(aliases, reachable), self.started)
+            self.opaque += [node._sequence_nr() for node in graph.nodes if is_opaque(type(node))]
             if self.accumulates_inside or graph.older is not None or type(tensor) is not torch.Tensor:
                 guards.refuse_gradient_of(tensor)
                 continue
@@ -246,13 +261,18 @@ class Region:
         self.output_count = len(outputs)
         if not node_outputs:
             return [], {}
-        leaves, counts = self._leaves([outputs[index] for index in node_outputs], aliases, reachable, started)
+        computed = [outputs[index] for index in node_outputs]
+        if self.can_skip and self.recorder.dead_calls is not None:
+            nodes = graph_of(computed, self._histories(aliases, reachable)).nodes
+            self.opaque = [node._sequence_nr() for node in nodes if is_opaque(type(node))]
+            del nodes
+        leaves, counts = self._leaves(computed, aliases, reachable, started)
         if reachable.walked:  # leaves that only the graph refers to were created by the function itself
             leaves = [leaf if id(leaf) in reachable.tensors else weakref.ref(leaf) for leaf in leaves]
         self.output_signatures = {index: self._signature(outputs[index]) for index in node_outputs}
         if any(rng.is_of_cpu(stream) for stream, _ in self.streams) and threading.active_count() > 1:
-            self.checksums = [checksum(outputs[index]) for index in node_outputs]
-        self.output_values = _detached([outputs[index] for index in node_outputs])
+            self.checksums = [checksum(output) for output in computed]
+        self.output_values = _detached(computed)
         for index in node_outputs:
             self.other_outputs[index] = None
         return leaves, counts
@@ -262,7 +282,7 @@ class Region:
             torch.clear_autocast_cache()
         previous, phase.dropping = phase.dropping, True
         try:
-            with rng.LOCK if self.preserve_rng_state else _NOTHING, _no_saved_tensor_hooks():
+            with rng.LOCK if self.preserve_rng_state else _NOTHING, self._saved_tensor_hooks():
                 before = rng.snapshot(reachable.streams, self.guarantees.other_rng) if self.preserve_rng_state else []
                 with _NOTHING if self.guarantees.exact_graph else torch.no_grad(), self.recorder or _NOTHING:
                     result = self._call(aliases)
@@ -282,6 +302,14 @@ class Region:
             if self.autocast is not None:
                 torch.clear_autocast_cache()
         return result
+
+    def _saved_tensor_hooks(self):
+        """Hooks instead of outer ones, such as those of offload, for a graph that is dropped at once."""
+        if self.recorder is not None and self.recorder.dead_calls is not None:
+            return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, lambda tensor: tensor)
+        if _top_hooks(False) is None:
+            return _NOTHING
+        return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
     def _call(self, tensors):
         if self.has_containers:
@@ -357,13 +385,16 @@ class Region:
                     names.append(self.recorder.reads[key].name)  # pyright: ignore[reportArgumentType]
             self.watch = guards.Watch(items, names)
 
-    def recompute(self, saved, leaves, left):
+    def recompute(self, saved, leaves, left, is_last):
         """Run the function again; return ``(tensors at which its graph starts, the same or views of them that the
         function received, outputs that need a gradient, their graph if it was looked at)``.
 
-        `left`: the facts of the tensors among ``left_facts`` that have a gradient.
+        `left`: the facts of the tensors among ``left_facts`` that have a gradient. If `is_last`, what another
+        recomputation would need is freed.
         """
-        self.leaked = []
+        if self.is_over:
+            raise RuntimeError("Trying to backward through a region a second time, after an error in its backward.")
+        self.is_recomputed, self.is_other, self.leaked = False, False, []
         aliases = _aliases(saved, self.needs_grad)
         closed_over = [leaf for leaf in leaves if leaf.grad_fn is not None]
         detached = None
@@ -379,6 +410,8 @@ class Region:
         if self.recorder is not None or self.unread_changes:
             recorder = Recorder(self.recorder, refused=self.unread_changes, wanted=[place for place, _, _ in left])
             recorder.record_inputs(inputs)
+            if self.dead:
+                recorder.dead_calls = Skipping(self.dead)
         recomputation_begins()
         try:
             with detached or _NOTHING, recorder or _NOTHING:
@@ -390,7 +423,6 @@ class Region:
                 raise guards.changes_argument(self.function, object_arguments) from error
             guards.note_recomputation(error, self.function)
             raise
-        recomputation_ends()
         if object_arguments and tensors_in(object_arguments).keys() != before.keys():
             raise guards.changes_argument(self.function, object_arguments)
         outputs, _ = strip_result(result)
@@ -426,17 +458,43 @@ class Region:
                 evidence = None
                 if self.path.evidence is not None:
                     evidence = evidence_of(graph, computed)
-                    _number_ends(evidence, map(id, compress(inputs, self.needs_grad)), closed_over_starts)
+                    number_ends(evidence, map(id, compress(inputs, self.needs_grad)), closed_over_starts)
                 path, nodes = self.path, names_of(graph) if self.path.calls is not None else {}
                 if left:
                     all_nodes = functools.reduce(dict.__or__, (facts[2] for facts in left), self.nodes)
                     path = Path(self.recorder, dict(sorted(all_nodes.items())), None)
                     nodes = dict(sorted(nodes.items()))
                 present = Path(None if self.path.calls is None else recorder, nodes, evidence)
+                self.is_other = bool(self.dead) and path.has_other_calls(present)
                 check_same_path(path, present, recorder, self.function)
                 if self.subject is not None and self.path.calls is not None:
                     self.subject.add(self.path.evidence, evidence, self.state.is_repeatable)
+        self.is_recomputed, self.is_over = True, is_last
+        if is_last:
+            self.streams = []
+            if self.state is not None:
+                self.state.forget()
         return starts, received, computed, graph
+
+    def leave_out_unread(self, inputs) -> None:
+        """Put tensors without memory in the place of inputs that only dead calls read; they are not saved."""
+        if self.dead and self.dead.is_proven and self.checksums is None:  # which may have to run again as a whole
+            self.unread = {index: dead_like(inputs[index]) for index in self.dead.unread}
+
+    def runs_again_after(self, error: Exception) -> bool:
+        """Whether to recompute again as a whole, because `error` may arise from dead calls; so do later regions."""
+        is_in_recomputation, may_run_again = not self.is_recomputed, self.may_run_again
+        if not self.dead or not isinstance(error, CheckpointError if is_in_recomputation else DeadRead):
+            return False
+        if (self.dead.is_proven or self.is_other) and not isinstance(error, DeadRead):
+            return False
+        self.dead, self.subject.skips = None, False
+        return (may_run_again or is_in_recomputation) and not self.unread
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether backward has not yet been through a recomputation without these dead calls."""
+        return bool(self.dead) and not self.dead.is_proven and not self.accumulates_inside
 
     def _object_arguments(self):
         """The arguments that are objects, in which the region's code can replace tensors."""
@@ -489,6 +547,8 @@ class Region:
         outputs = strip_result(result)[0]
         if self.checksums is None or len(outputs) != self.output_count:
             return False
+        if any(type(output) is Dead for output in outputs):
+            raise DeadRead("random numbers were drawn elsewhere, and outputs that tell by whom were left out")
         present = [checksum(outputs[index]) for index in self.node_outputs]
         return None not in present and all(int(before) == int(now) for before, now in zip(self.checksums, present))
 
@@ -528,12 +588,6 @@ def _detached(outputs):
     return tuple(values)
 
 
-def _number_ends(evidence, starts, leaves) -> None:
-    """Replace the ids of tensors in ``ends`` by numbers: of the inputs, by id, and of the leaves, from -1 downwards."""
-    numbers = dict(zip(starts, itertools.count())) | dict(zip(map(id, leaves), itertools.count(-1, -1)))
-    evidence.ends[:] = map(numbers.get, evidence.ends)
-
-
 def _run_hooks(hooks, gradient):
     for hook in [hook for hook in hooks.values() if not _is_of_torch(hook)]:
         result = hook(gradient)
@@ -549,10 +603,3 @@ def _is_of_torch(hook) -> bool:
 def _set_gradient(reference, gradient) -> None:
     if (alias := reference()) is not None:
         alias.grad = gradient
-
-
-def _no_saved_tensor_hooks():
-    """Disable outer ``saved_tensors_hooks``, such as those of offload, for a graph that is dropped at once."""
-    if _top_hooks(False) is None:
-        return _NOTHING
-    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)

@@ -1,4 +1,4 @@
-"""Schematics as figures: stills of the animated ones for readers without JavaScript, and four that are not animated.
+"""Schematics as figures: stills of the animated ones for readers without JavaScript, and five that are not animated.
 
 A still shows the frame at which its animation stops.
 """
@@ -178,6 +178,30 @@ def autograd_figure(data: dict):
                 left += covers
         labels = {"inputs": "input x, saved", "activations": "saved activation", "recomputed": "recomputed activation"}
         return _with_legend(figure, [_dot(colors[name], label) for name, label in labels.items()], columns=3)
+
+
+def region_figure(data: dict):
+    """The operations of a block in a row for its forward and for each recomputation, of `region_calls`' data."""
+    look = {"edgecolor": plots.TEXT, "linewidth": 1}
+    plain, left_out = ({"facecolor": "none", **look, "linestyle": line} for line in ("-", "--"))
+    again, dot = {"facecolor": plots.COLORS["recomputed"], **look}, plots.COLORS["activations"]
+    with plots.style.context("default"):
+        figure = plots._Figure(figsize=(6.4, 2.7), layout="constrained")
+        axes = figure.subplots()
+        axes.set_axis_off()
+        axes.set_xlim(0, len(data["names"]))
+        axes.set_ylim(-0.2 - 2.3 * (len(data["runs"]) - 1), 1.8)
+        for row, (label, runs) in enumerate(data["runs"].items()):
+            y, ran = -2.3 * row, again if row else plain
+            axes.text(0.08, y + 1.2, label, fontsize=10, fontweight="bold", color=plots.TEXT)
+            for column, (name, is_read, runs_now) in enumerate(zip(data["names"], data["saved"], runs, strict=True)):
+                axes.add_patch(Rectangle((column + 0.08, y), 0.84, 0.9, **(ran if runs_now else left_out)))
+                color = "white" if row and runs_now else plots.TEXT
+                axes.text(column + 0.5, y + 0.45, name, ha="center", va="center", fontsize=9, color=color)
+                if is_read and not row:
+                    axes.scatter(column + 0.5, -0.35, 60, dot, edgecolors=plots.TEXT, linewidths=1)
+        handles = [_dot(dot, "backward reads the result"), Patch(**again, label="recomputed")]
+        return _with_legend(figure, [*handles, Patch(**left_out, label="left out")], columns=3)
 
 
 def gathers_figure(data: dict):

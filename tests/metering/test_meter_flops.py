@@ -1,6 +1,7 @@
 """``count_flops`` against FLOPs counted by hand."""
 
 import contextlib
+import functools
 import io
 import subprocess
 import sys
@@ -28,10 +29,9 @@ def test_recompute_is_one_more_forward(mlp):
     assert count_flops(lambda: model(x)) == forward
     assert count_flops(lambda: model(x).sum().backward()) == 3 * forward
     assert count_flops(lambda: torch_checkpoint(model, x, use_reentrant=True).sum().backward()) == 4 * forward
-    # This variant stops as soon as it has what was saved: the last layer's output is not.
-    again = count_flops(lambda: torch_checkpoint(model, x, use_reentrant=False).sum().backward())
-    assert again == 4 * forward - forward // 4
-    assert count_flops(lambda: ackpt.checkpoint(model, x).sum().backward()) == 4 * forward
+    # These leave out the last layer, whose output backward does not read.
+    for run in (functools.partial(torch_checkpoint, use_reentrant=False), ackpt.checkpoint):
+        assert count_flops(lambda run=run: run(model, x).sum().backward()) == 4 * forward - forward // 4
 
 
 def test_flash_attention_of_the_cpu_counts():
@@ -59,7 +59,7 @@ def test_grouped_query_attention_counts():
 def test_checkpointed_parameters_without_input_gradient():
     layer = torch.nn.Linear(D, D)
     x = torch.randn(N, D)
-    assert count_flops(lambda: ackpt.checkpoint(layer, x).sum().backward()) == 3 * 2 * N * D * D
+    assert count_flops(lambda: ackpt.checkpoint(layer, x).sum().backward()) == 2 * 2 * N * D * D
 
 
 def test_counting_prints_nothing(mlp):

@@ -115,6 +115,17 @@ def test_regions_are_equal_to_the_byte_with_prefetches_and_rng_states(run):
     assert predicted.peak_bytes == measured.peak_bytes
 
 
+def test_other_threads_change_no_bytes(monkeypatch):
+    """While others run, regions compare outputs to find out who drew random numbers; that needs values."""
+    with torch.device("meta"):
+        model, x, loss_of = regions(ackpt.checkpoint)
+    peaks = set()
+    for count in (1, 2):
+        monkeypatch.setattr("threading.active_count", lambda count=count: count)
+        peaks.add(predict(lambda: loss_of(model, x).backward(), resident=(model, x)).peak_bytes)
+    assert len(peaks) == 1
+
+
 def test_random_numbers_are_as_before():
     with FakeTensorMode():
         model, x, loss_of = regions(ackpt.checkpoint)

@@ -97,6 +97,12 @@ def left_by_forward(measurement) -> int:
     return timeline.live[timeline.boundary] - timeline.categories["gradients"][timeline.boundary]
 
 
+def peaks(measurement) -> tuple[int, int]:
+    """Of the forward and the backward, without what is resident."""
+    live, boundary = measurement.timeline.live, measurement.timeline.boundary
+    return max(live[:boundary]), max(live[boundary:])
+
+
 def boundaries(size) -> int:
     """Whole boundaries; scalars and norms' numbers per row do not count."""
     return size // BOUNDARY
@@ -109,9 +115,12 @@ def test_the_peak_falls_by_all_boundaries_but_the_first_and_the_tail(kind, lengt
     options = {} if keep_last == 1 else {"keep_last": keep_last}
     classic = measured(kind, length, "classic")
     sync, together = (measured(kind, length, mode, **options) for mode in MODES)
-    assert sync.peak_bytes == together.peak_bytes
+    in_forward, in_backward = zip(*map(peaks, (classic, sync, together)))
+    assert in_backward[1] == in_backward[2]
     # Without a tail, the input that the last region recomputes from is there all the same.
-    assert classic.peak_bytes - sync.peak_bytes == (length - 1 - max(1, keep_last)) * BOUNDARY
+    assert in_backward[0] - in_backward[1] == (length - 1 - max(1, keep_last)) * BOUNDARY
+    # A forward holds a region's whole graph, random number states, and with "async" a boundary that is being copied.
+    assert in_forward[1] < in_backward[1] + BOUNDARY and in_forward[2] < in_backward[2] + 2 * BOUNDARY
     assert classic.resident_bytes == sync.resident_bytes == together.resident_bytes
     assert classic.flops == sync.flops == together.flops
 

@@ -22,6 +22,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ackpt.core.autograd_state import phase
 from ackpt.metering.autograd_engine import PRODUCTS, SAVE_NUMBERS, is_dense, number_bytes, references
 from ackpt.metering.resident import storages_of
 from ackpt.metering.run_alone import begin_counting, end_counting, in_new_thread, run_counted
@@ -100,7 +101,7 @@ class Counter(TorchDispatchMode):
         return result
 
     def _add_cost(self, func, args, kwargs, result) -> None:
-        if self.counts_cost and self.in_forward:
+        if self.counts_cost and (self.in_forward or phase.recomputing):
             tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
             if all(tensor.layout is torch.strided for tensor in tensors):
                 node: Any = SimpleNamespace(op="call_function", target=func, name=str(func))

@@ -103,13 +103,13 @@ class UndoableState(MutableState):
 class _Body(threading.local):
     """What the body of a region does in this thread.
 
-    ``first``: a context for the first forward; None for recomputations. ``live``: what counts recomputations;
-    ``recomputed``: called when one ends.
+    ``first``: a context for the first forward; None for recomputations. ``live``: what counts recomputations; ``run``:
+    the recorded call, whose recomputation gives its cost.
     """
 
     first: AbstractContextManager | None = None
     live: Any = None
-    recomputed: Callable[[], None] | None = None
+    run: Any = None
 
 
 in_thread = _Body()
@@ -119,10 +119,13 @@ def run_body(forward, *args, **kwargs) -> Any:
     """Run a block as the body of a region, with what `in_thread` says."""
     first, in_thread.first = in_thread.first, None
     if first is None:
-        live, recomputed = in_thread.live, in_thread.recomputed
-        result = forward(*args, **kwargs) if live is None else live.recomputed(forward, *args, **kwargs)
-        if recomputed is not None:
-            recomputed()
+        live, run = in_thread.live, in_thread.run
+        if live is None:
+            return forward(*args, **kwargs)
+        cost = live.cost
+        result = live.recomputed(forward, *args, **kwargs)
+        if run is not None:
+            run.cost = live.cost - cost
         return result
     with first:
         return forward(*args, **kwargs)

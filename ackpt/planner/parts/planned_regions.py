@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ackpt.checkpointing.reachable import tensors_in
-from ackpt.checkpointing.reentrant import checkpoint
+from ackpt.checkpointing.reentrant import APPLY, checkpoint
 from ackpt.checkpointing.standing_in import as_it_is, call_own, locally
 from ackpt.checkpointing.tree import strip_result
 from ackpt.core.autograd_state import phase
@@ -467,8 +467,8 @@ class _Forward:
         outputs = strip_result(result)[0]
         nodes = (each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION)
         node: Any = next(nodes, None)
-        if node is not None and "apply" not in vars(node):  # which an output that is an argument has of another block
-            node.apply = partial(self._backward_of, block, run, weakref.ref(node))
+        if node is not None and APPLY not in vars(node):  # which an output that is an argument has of another block
+            setattr(node, APPLY, partial(self._backward_of, block, run, weakref.ref(node)))
             for _, state in node.region.streams:
                 if is_tensor(state):
                     live.follow(state)
@@ -482,6 +482,7 @@ class _Forward:
     def _backward_of(self, block: Block, run: Run, reference, *gradients) -> Any:
         """The backward of a block that ran as a region."""
         node, record = reference(), self._open_record()
+        region: Any = node.region
         if self.is_counted:  # AccumulateGrad copies some gradients
             for gradient in self.regions.gradients():
                 self.live.follow(gradient)
@@ -496,19 +497,20 @@ class _Forward:
                 shift = saved_bytes - self.live.bytes
                 record.segments.append(Segment(self.live.segment_peak(), run, None))
 
-            in_thread.recomputed = recomputed
+            in_thread.run, region.recomputed = run, recomputed
         before, in_thread.live = in_thread.live, self.live if self.is_in_mode else None
         self.live.watches = self.is_counted
         try:
             # The recomputation keeps the present states, and reads those at its end.
-            with self.live.more(2 * sum(state.nbytes for _, state in node.region.streams if is_tensor(state))):
-                return type(node).apply(node, *gradients)
+            with self.live.more(2 * sum(state.nbytes for _, state in region.streams if is_tensor(state))):
+                return getattr(type(node), APPLY)(node, *gradients)
         except CheckpointError as error:
             raise self._left_out(block, error) from error
         finally:
-            if record is not None and in_thread.recomputed is not None:
+            if record is not None and region.recomputed is not None:
                 record.segments.append(Segment(self.live.segment_peak(), run, shift))
-            in_thread.live, in_thread.recomputed = before, None
+            in_thread.live = before
+            in_thread.run = region.recomputed = None
 
     def _left_out(self, block: Block, error: Exception) -> CheckpointError:
         block.refused = first_sentence(error)

@@ -24,7 +24,7 @@ from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.call_facts import Sizes
 from ackpt.planner.schedule.plan import PlanError
 
-from .live_bytes import RNG_STATE_BYTES
+from .live_bytes import RNG_STATE_BYTES, _top_hooks
 
 SAVED, CHECKPOINTED = "saved", "checkpointed"
 
@@ -136,8 +136,8 @@ class Run:
 
     ``number``: how many calls of the block came before in this forward. ``entry_bytes``: live when it began.
     ``held_bytes``: what its graph holds in addition to what the region saves; ``left_bytes``: what the region leaves
-    allocated. ``cost``: of its operations. ``is_over``: whether its backward has begun. ``outputs``: weak references to
-    those that the graph saves.
+    allocated. ``cost``: of what its recomputation runs. ``is_over``: whether its backward has begun. ``outputs``: weak
+    references to those that the graph saves.
     """
 
     path: str
@@ -281,12 +281,13 @@ class SavedStorages:
 
     def __init__(self) -> None:
         self.keys: set[int] = set()
+        self.outer: Any = torch.Tensor.detach  # the hook of the region
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
             self.keys.add(tensor.untyped_storage()._cdata)
         # The tensor itself would refer to its own graph if it is the result of the operation that saves it.
-        return tensor.detach()
+        return self.outer(tensor)
 
 
 def hold_outputs(outputs, saved: SavedStorages, arguments: Any, live, record, run: Run) -> None:
@@ -316,6 +317,7 @@ def first_forward(live):
 def recorded_run(live, record: Record, run: Run, storages: SavedStorages):
     """Record what a block costs, saves and holds at its end."""
     cost, start = live.cost, live.bytes
+    storages.outer = (_top_hooks(True) or (storages.outer,))[0]
     record.segments.append(Segment(live.segment_peak(), run, None))
     with first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         yield

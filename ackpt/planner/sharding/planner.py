@@ -32,6 +32,7 @@ from ackpt.planner.schedule.schedule import (
     Step,
     everything,
     live_before_backward,
+    missing_for,
     recompute_late,
     recomputed,
     scheduled,
@@ -61,8 +62,8 @@ CAPTURED = 4  # blocks that are captured of deeper models: the first, the last, 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to treat a block. ``kept``: the storages saved inside each block; ``again``: its complete forward
-    is recomputed, as by per-block checkpointing; otherwise only missing activations are, late and once."""
+    """One way to treat a block. ``kept``: the storages saved inside each block; ``again``: all that its backward reads
+    is recomputed before it, as by per-block checkpointing; otherwise only missing activations are, late and once."""
 
     name: str
     kept: tuple[frozenset[int], ...]
@@ -110,9 +111,10 @@ class Blocks:
         for node_id in self.analysis.needed_backward:
             block = self.owners[node_id]
             if block not in begun and row[block].again:
-                again = [
-                    n for n in self.forward[block] if not self.analysis.allocated.get(n, frozenset()) & live_storages
-                ]
+                readers = [n for n in self.analysis.needed_backward if self.owners[n] == block]
+                needed = set(missing_for(self.analysis, readers, live))
+                again = [n for n in self.forward[block] if n in needed or self.graph.nodes[n].is_random]
+                again = [n for n in again if not self.analysis.allocated.get(n, frozenset()) & live_storages]
                 order += recompute_late(self.analysis, again, live)
             begun.add(block)
             order += recompute_late(self.analysis, [node_id], live)

@@ -54,6 +54,12 @@ def test_two_processes_measure_the_predicted_bytes():
     assert again.predicted_bytes < plain.predicted_bytes
 
 
+def test_a_recomputed_block_leaves_out_its_last_projection(whole):
+    tokens, dim, ff_dim = 4 * 48, 32, 64
+    attention = 2 * tokens * dim * 4 * dim + 4 * tokens * 48 * dim
+    assert whole.plan(Sharding(2), policy="full").recompute_flops == DEEP * (attention + 2 * tokens * dim * ff_dim)
+
+
 def test_blocks_that_share_the_position_biases_of_the_first_are_planned():
     fields = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 101}
     model = ShardedModel(PlanConfig(StepRequest("hf:T5Config", 8, 48, fields=fields)))

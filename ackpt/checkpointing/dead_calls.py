@@ -1,0 +1,306 @@
+"""Which calls of a region compute nothing that its backward reads, and how a recomputation leaves out their kernels.
+
+`Liveness` watches a first forward. A call is *dead* if nothing that it makes or writes is saved by autograd, outlives
+the region, or is read by another call that is not dead. torch's non-reentrant checkpoint stops after the last saved
+tensor; dead calls before it are left out, too. `Skipping` runs a recomputation without their kernels: autograd still
+makes their nodes, whose results are `Dead` tensors, without memory. Reading one raises `DeadRead`, so no error of the
+analysis is silent: the region then runs again without skipping, and so do all later ones of its function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ackpt.core.autograd_state import version
+from ackpt.core.errors import CheckpointError
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+_WITH_STORAGE = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
+# Calls of several kernels, the last of which may be dead although autograd saves results of the others.
+_COMPOSED = frozenset(
+    "dropout alpha_dropout feature_dropout linear bilinear matmul __matmul__ __rmatmul__ einsum tensordot conv1d "
+    "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward".split()
+)
+# Methods that return no tensor and read no element.
+_DESCRIBING = frozenset(
+    "__get__ __set__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_complex "
+    "is_floating_point register_hook retain_grad __hash__".split()
+)
+_make: Any = torch.Tensor._make_wrapper_subclass
+# A kernel that bypasses the dispatcher would read address 0.
+_refuse_address: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None)
+
+
+class DeadRead(CheckpointError):
+    """A recomputation or its backward reads a tensor that was left out."""
+
+
+class Dead(torch.Tensor):
+    """The result of a dead call: shape, strides, dtype and device, but no memory."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func.is_view or func is torch.ops.aten.detach.default:  # autograd saves tensors as views
+            return _without_kernel(func, args, kwargs or {})
+        raise DeadRead(
+            f"{func} reads a tensor that this region's recomputation left out, because its first forward did not read "
+            "it. Repeat the step: the region's function is recomputed as a whole from now on."
+        )
+
+
+class DeadCalls(dict[Any, dict[int, int]]):
+    """``{function: {number of a call: how many tensors it must save before the rest of it is dead}}``; ``is_proven``:
+    whether a backward has succeeded without them; ``unread``: the indices of inputs that no other call reads."""
+
+    is_proven = False
+    unread: Sequence[int] = ()
+
+
+class Liveness:
+    """Watches the calls of a first forward; `dead` gives those that its recomputation can leave out.
+
+    A tensor's memory is known by a weak reference to its storage; equal references mean the same storage.
+    """
+
+    def __init__(self) -> None:
+        self.is_doubtful = False
+        self._calls: list[_Watched] = []
+        self._counts: Counter[Any] = Counter()
+        self._live: set[weakref.ref | None] = set()
+        self._running: _Watched | None = None
+
+    def run(self, func, args, kwargs) -> Any:
+        """Call a torch function and note what it reads, makes and writes."""
+        with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
+            tensors = [*_tensors((args, kwargs))]
+            call = self._running = _Watched(func, self._counts[func], set(map(self._memory, tensors)))
+            versions = [*map(version, tensors)]
+        self._counts[func] += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._running = None
+        with torch._C.DisableTorchFunction():
+            call.makes = set(map(self._memory, _tensors((result,))))
+            call.makes.update(self._memory(t) for t, before in zip(tensors, versions) if version(t) != before)
+        call.end = torch.autograd._get_sequence_nr()
+        if call.makes or func.__name__ not in _DESCRIBING:
+            self._calls.append(call)
+        return result
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that autograd saves."""
+        with torch._C.DisableTorchFunction():
+            memory = self._memory(tensor)
+            self._live.add(memory)
+            if (call := self._running) is not None:
+                call.saves += 1
+                if memory not in call.reads:
+                    call.needed = call.saves
+            return tensor.detach()
+
+    def dead(self, inputs: Iterable[torch.Tensor], outputs: Sequence[torch.Tensor], left, nodes) -> DeadCalls:
+        """The dead calls of the run. Call this when its graph is gone.
+
+        `inputs`, `outputs`: of the region; `left`: tensors that it has stored elsewhere; `nodes`: sequence numbers of
+        the graph's nodes of functions in Python or C++, which may read any tensor that exists.
+        """
+        live, calls = self._live, self._calls
+        holders = Counter(map(self._memory, outputs))
+        returned = {self._memory(each) for each in outputs if holders[self._memory(each)] == _holders(each)}
+        returned -= {*map(self._memory, left)}
+        made = {memory for call in calls for memory in call.makes} - returned
+        live |= {memory for memory in made if memory is not None and memory() is not None}
+        last = max(nodes, default=-1)
+        for call in calls:
+            is_opaque = call.end <= last + 1 or not call.makes
+            call.is_live = is_opaque or (call.needed > 0 and call.func.__name__ not in _COMPOSED)
+            if call.is_live or call.needed:
+                live |= call.reads
+        count = -1
+        while count < len(live):  # an earlier call may write to what a later one makes
+            count = len(live)
+            for call in reversed(calls):
+                if call.is_live or not live.isdisjoint(call.makes):
+                    live |= call.reads | call.makes
+        dead = DeadCalls()
+        for call in () if self.is_doubtful else calls:
+            if not call.is_live and live.isdisjoint(call.makes):
+                dead.setdefault(call.func, {})[call.number] = call.needed
+        if dead and not nodes:
+            dead.unread = [i for i, each in enumerate(inputs) if self._memory(each) not in live | {None}]
+        return dead
+
+    def _memory(self, tensor) -> weakref.ref | None:
+        if type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # inside torch.func transforms
+                return weakref.ref(tensor.untyped_storage())
+        self.is_doubtful = True
+        return None
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many tensors share a tensor's memory; 0 if that is unknown."""
+    use = getattr(torch._C, "_storage_Use_Count", None)
+    if use is None or type(tensor) not in _WITH_STORAGE or tensor.layout is not torch.strided:
+        return 0
+    return use(tensor.untyped_storage()._cdata) - 1  # without the storage's own Python object
+
+
+class _Watched:
+    """One call: its `number` among those of its function, the memory that it ``reads`` and ``makes``.
+
+    ``saves``: how many tensors autograd saved in it; ``needed``: the number of the last of them that the call made;
+    ``end``: autograd's next sequence number.
+    """
+
+    __slots__ = ("func", "number", "reads", "makes", "saves", "needed", "end", "is_live")
+
+    def __init__(self, func, number, reads):
+        self.func, self.number, self.reads = func, number, reads
+        self.makes: set = set()
+        self.saves = self.needed = 0
+        self.end, self.is_live = 0, False
+
+
+class Skipping:
+    """Runs the calls of a recomputation, the dead ones without their kernels."""
+
+    def __init__(self, dead: DeadCalls):
+        self._dead = dead
+        self._counts = dict.fromkeys(dead, -1)
+
+    def run(self, func, args, kwargs) -> Any:
+        needed = None
+        if (numbers := self._dead.get(func)) is not None:
+            self._counts[func] = number = self._counts[func] + 1
+            needed = numbers.get(number)
+        try:
+            if needed is None:
+                return func(*args, **kwargs)
+            with _Skip(needed) as skip:
+                if not needed:
+                    return func(*args, **kwargs)
+                with torch.autograd.graph.saved_tensors_hooks(skip.pack, _unpack):
+                    return func(*args, **kwargs)
+        except Exception as error:
+            if needed is None and all(type(tensor) is not Dead for tensor in _tensors((args, kwargs))):
+                raise
+            raise DeadRead(f"{func} cannot run without its result") from error
+
+
+class _Skip(TorchDispatchMode):
+    """Replaces kernels by `Dead` results, after autograd has saved `needed` tensors."""
+
+    def __init__(self, needed: int):
+        super().__init__()
+        self._needed = needed
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def pack(self, tensor):
+        self._needed -= 1
+        return tensor.detach(), tensor._version
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._needed > 0 or (func.is_view and type(args[0]) is not Dead) or func.namespace == "prim":
+            return func(*args, **kwargs)  # the device of a fake tensor is an operation in the namespace prim
+        return _without_kernel(func, args, kwargs)
+
+
+def _unpack(saved):
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation"
+        )
+    return tensor
+
+
+def _without_kernel(func, args, kwargs):
+    """The results of an operation of torch as `Dead` tensors; one that draws random numbers runs, and is dropped."""
+    schema = func._schema
+    if _RANDOM in func.tags:
+        func(*map(_zeros, args), **{name: _zeros(value) for name, value in kwargs.items()})
+    if schema.is_mutable:
+        given = {**dict(zip((argument.name for argument in schema.arguments), args)), **kwargs}
+        written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if len(written) == 1 and type(written[0]) is Dead and torch.Tag.inplace_view not in func.tags:
+            return written[0]
+        raise DeadRead(f"{func} writes a tensor that was not recomputed")
+    device = kwargs.get("device") or next(_tensors(args)).device
+    key: Any = None
+    with contextlib.suppress(TypeError):  # an argument has no hash
+        key = None if kwargs else (func, *map(_facts, args))
+        if (known := _known.get(key)) is not None:
+            return _dead(*known, device)  # pyright: ignore[reportCallIssue]
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    with torch._C._DisableTorchDispatch():  # otherwise, meters would count these
+        result = func(*map(_meta, args), **{name: _meta(value) for name, value in kwargs.items()})
+    if isinstance(result, torch.Tensor):
+        facts = result.shape, result.stride(), result.storage_offset(), result.dtype
+        if key is not None and len(_known) < _MOST_KNOWN:
+            _known[key] = facts
+        return _dead(*facts, device)
+    if not all(isinstance(each, torch.Tensor) for each in result):
+        raise DeadRead(f"{func} returns other values than tensors")
+    return type(result)(_dead(t.shape, t.stride(), t.storage_offset(), t.dtype, device) for t in result)
+
+
+_known: dict[Any, Any] = {}  # shape, strides, offset and dtype of the results of operations
+_MOST_KNOWN = 4096
+
+
+def _dead(shape, strides, offset, dtype, device) -> Dead:
+    tensor = _make(Dead, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device, storage_size=0)
+    _refuse_address(tensor)
+    return tensor
+
+
+def dead_like(tensor: torch.Tensor) -> Dead:
+    """A tensor with the shape, strides, dtype and device of `tensor`, and without memory."""
+    return _dead(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+
+
+def _facts(value):
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_facts, value)) if type(value) in (list, tuple) else (type(value), value)
+
+
+def _meta(value):
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if type(value) in (list, tuple):
+        return type(value)(map(_meta, value))
+    return value
+
+
+def _zeros(value):
+    if type(value) is Dead:
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    return value
+
+
+def _tensors(values) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif type(value) is dict:
+            yield from _tensors(value.values())
