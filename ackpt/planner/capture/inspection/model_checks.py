@@ -50,9 +50,15 @@ if torch.distributed.is_available():
         f"{_GATHERS} Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel, or use fully_shard."
     )
     _WRAPPERS[FSDPModule] = (
-        f"{_GATHERS} Plan first, fully_shard(ackpt.compile(model, ...)), which gathers the whole model, or shard block "
-        "by block and call ackpt.apply_activation_checkpointing before that."
+        f"{_GATHERS} Call ackpt.apply_budget(model, batch, budget=...), which plans every rank of a model after "
+        "fully_shard, or plan what is not sharded yet."
     )
+
+
+def is_sharded(model) -> bool:
+    """Whether ``fully_shard`` was applied to a module of `model`."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return torch.distributed.is_available() and any(isinstance(module, FSDPModule) for module in modules)
 
 
 def check_keywords(model, given, keywords, owner: str) -> None:
