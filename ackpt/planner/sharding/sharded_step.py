@@ -30,7 +30,7 @@ from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import CAPTURING, Capture, capture
 from ackpt.planner.capture.call_facts import Call, WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import layout
-from ackpt.planner.capture.inspection.attributes import attributes
+from ackpt.planner.capture.inspection.attributes import attributes, every_module
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import check_call, check_model, is_tensor, warn_of_evaluation
 from ackpt.planner.capture.joint_graph import JointGraph
@@ -101,7 +101,7 @@ class ShardedStep:
         self._blocks = [model, *(model.get_submodule(group.name) for group in blocks)]
         self._bodies = [body_of(block) for block in self._blocks[1:]]
         self._watched: dict[int, WatchedModel] = {}
-        self._attributes = [attributes([*block.modules()]) for block in self._blocks]
+        self._attributes = [_of_modules(attributes(every_module(body).values())) for body in (model, *self._bodies)]
         self._stand_ins = [standing_in.StandIn(kind, None) for kind in {type(block) for block in self._blocks[1:]}]
         self._plans: dict[Any, list[_Planned]] = {}
         self._dtypes: list[Any] = []
@@ -257,7 +257,7 @@ class ShardedStep:
             return is_alike
         planned = self._attributes[made.number], self._attributes[number]
         names = "structure", "tensors", "shared", "training"
-        return (one.model.attributes, other.model.attributes) == planned and all(
+        return tuple(_of_modules(each.model.attributes) for each in (one, other)) == planned and all(
             getattr(one.model, name) == getattr(other.model, name) for name in names
         )
 
@@ -283,6 +283,11 @@ def _fact(leaf) -> Any:
     if is_tensor(leaf):
         return layout(leaf), leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf
+
+
+def _of_modules(facts: tuple) -> tuple:
+    """The facts that `attributes` returns, without those of tensors, which are DTensors between the steps."""
+    return tuple(fact for fact in facts if fact is None or "." not in fact[0])
 
 
 def _ranks(group) -> list[int]:
