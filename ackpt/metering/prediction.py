@@ -422,6 +422,11 @@ def _values_explained():
 
 
 def _check(category, tensor):
+    if hasattr(tensor, "_local_tensor"):
+        raise MeterError(
+            f"a resident tensor ({category}, {list(tensor.shape)}) is a DTensor, and a prediction runs no collectives: "
+            "ackpt.apply_budget plans a model after fully_shard, ackpt plan --fsdp a model before, and measure() runs it"
+        )
     if isinstance(tensor, FakeTensor):
         if tensor.device.type != "cpu":
             raise MeterError(

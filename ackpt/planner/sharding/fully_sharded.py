@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -110,36 +111,34 @@ def sharding_of(model: nn.Module) -> Sharding:
 
 def settings_of(model: nn.Module) -> tuple:
     """What may change between two steps without a new call of ``fully_shard``; it compares and hashes."""
-    return tuple(
-        (_is_kept(state, not name), group.reduce_grads, tuple(map(id, state._states_to_forward_prefetch)))
+    states = [
+        (_is_kept(state, not name), tuple(map(id, state._states_to_forward_prefetch)))
         for name, _, state in states_of(model)
-        for group in state._fsdp_param_groups
+    ]
+    return has_unreduced(model), *states
+
+
+def sharded_gradient_bytes(model: nn.Module) -> int:
+    """Bytes of the sharded gradients that exist."""
+    gradients = [each.sharded_param.grad for _, _, state in states_of(model) for each in params_of(state)]
+    return sum(each._local_tensor.nbytes for each in gradients if each is not None)
+
+
+def has_unreduced(model: nn.Module) -> bool:
+    """Whether a rank has gradients that are not reduced, or will have after the next backward."""
+    groups = [group for _, _, state in states_of(model) for group in state._fsdp_param_groups]
+    exist = (
+        each.unsharded_accumulated_grad is not None or getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
+        for group in groups
+        for each in group.fsdp_params
     )
+    return not all(group.reduce_grads for group in groups) or any(exist)
 
 
-def earlier_gradient_bytes(model: nn.Module) -> int:
-    """Bytes of gradients that exist before the step: sharded ones, and those that no reduction has sharded yet."""
-    total = 0
-    for _, _, state in states_of(model):
-        for each in params_of(state):
-            gradient = each.sharded_param.grad
-            total += 0 if gradient is None else gradient._local_tensor.nbytes
-            unsharded = each.unsharded_accumulated_grad
-            if unsharded is None:
-                unsharded = getattr(getattr(each, "_unsharded_param", None), "grad", None)
-            total += 0 if unsharded is None else unsharded.numel() * unsharded.element_size()
-    return total
-
-
-def unreduced_bytes(groups: tuple[Group, ...], reduction: torch.dtype) -> int:
+def unreduced_bytes(groups: tuple[Group, ...], reduction: torch.dtype | None) -> int:
     """Bytes of all gradients before they are reduced, which ``set_requires_gradient_sync(False)`` leaves on a rank."""
-    sizes = (torch.Size(weight.shape).numel() for group in groups for weight in group.weights if weight.trained)
-    return reduction.itemsize * sum(sizes)
-
-
-def reduces(model: nn.Module) -> bool:
-    """Whether the next backward reduces the gradients."""
-    return all(group.reduce_grads for _, _, state in states_of(model) for group in state._fsdp_param_groups)
+    weights = [weight for group in groups for weight in group.weights if weight.trained]
+    return sum((reduction or weight.dtype).itemsize * math.prod(weight.shape) for weight in weights)
 
 
 def _names(model: nn.Module, state) -> set[str]:
@@ -169,7 +168,6 @@ def _is_kept(state, is_root: bool = False) -> bool:
 # What FSDP2 does otherwise with another value: (attribute of a group, the value that is planned for, what sets it).
 _DEFAULTS = (
     ("reshard_after_backward", True, "set_reshard_after_backward(False)"),
-    ("all_reduce_grads", True, "set_requires_all_reduce(False)"),
     ("unshard_in_backward", True, "set_unshard_in_backward(False)"),
     ("unshard_async_op", False, "unshard_async_op"),
     ("_all_reduce_hook", None, "set_all_reduce_hook"),
@@ -183,6 +181,7 @@ def _require_planned(name: str, module: nn.Module, state) -> None:
         params = group.fsdp_params
         reasons = {
             "holds DTensor parameters of tensor parallelism": any(each.is_dtensor for each in params),
+            "has set_requires_all_reduce(False)": group.reduce_grads and not group.all_reduce_grads,
             "offloads its shards to the host (CPUOffloadPolicy)": isinstance(group.offload_policy, CPUOffloadPolicy),
             "has an integer reshard_after_forward: give True or False": group._use_post_forward_mesh,
             "shards along another dimension than the first (shard_placement_fn)": any(

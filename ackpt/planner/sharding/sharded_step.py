@@ -46,10 +46,10 @@ from ackpt.planner.step.variants import Variant, Variants
 from .fully_sharded import (
     body_of,
     cast_by,
-    earlier_gradient_bytes,
     groups_of_sharded,
-    reduces,
+    has_unreduced,
     settings_of,
+    sharded_gradient_bytes,
     sharding_of,
     states_of,
     unreduced_bytes,
@@ -130,7 +130,7 @@ class ShardedStep:
         check_call(self._ackpt_model, args, kwargs)
         warn_of_evaluation(self._ackpt_model)
         self._dtypes = [getattr(leaf, "dtype", None) for leaf in tree_flatten((args, kwargs))[0]]
-        self._serving(args, kwargs)
+        self._serving(args, kwargs, runs=False)
         return self.plan
 
     @torch._dynamo.disable
@@ -155,12 +155,13 @@ class ShardedStep:
             leaves = [leaf.to(d) if is_tensor(leaf) and d is not None and leaf.dtype != d else leaf for leaf, d in pairs]
         return tree_unflatten(leaves, spec)
 
-    def _serving(self, args, kwargs) -> _Planned:
-        """The plan for a call; all ranks raise an error if one of them does."""
+    def _serving(self, args, kwargs, runs: bool = True) -> _Planned:
+        """The plan for a call, which `runs` now; all ranks raise an error if one of them does."""
         error = None
         try:
             planned = self._plan_of(args, kwargs)
-            self._check_gradients(planned)
+            if runs:
+                self._check_gradients(planned)
             self._active = planned
         except Exception as own:
             error = own
@@ -204,7 +205,8 @@ class ShardedStep:
         _refuse_collectives(blocks)
         table = Table(blocks, groups, sharding, self._optimizer_kind(), graph.on_cpu)
         if request.loop.accumulation:
-            earlier = unreduced_bytes(groups, sharding.reduction) if not reduces(model) else table.gradients
+            unreduced = has_unreduced(model)
+            earlier = unreduced_bytes(groups, sharding.reduction) if unreduced else table.gradients
             table.resident["accumulated gradients"] = earlier
         policy = "none" if request.budget is None and request.policy == "auto" else request.policy
         row = table.chosen(request.budget, policy)
@@ -266,9 +268,8 @@ class ShardedStep:
         if (budget := self._request.budget) is None:
             return
         model, plan = self._ackpt_model, planned.plan
-        sharding = plan.sharding
-        more = earlier_gradient_bytes(model) + (0 if reduces(model) else unreduced_bytes(planned.blocks.groups, sharding.reduction))
-        more -= plan.resident.get("accumulated gradients", 0)
+        unreduced = unreduced_bytes(planned.blocks.groups, plan.sharding.reduction) if has_unreduced(model) else 0
+        more = sharded_gradient_bytes(model) + unreduced - plan.resident.get("accumulated gradients", 0)
         limit = dynamic_limit(budget, plan.baseline_bytes, plan.resident_bytes)
         if more > 0 and limit is not None and plan.dynamic_peak_bytes + more > limit:
             self._request.report(
