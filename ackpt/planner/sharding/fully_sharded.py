@@ -23,6 +23,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from ackpt.checkpointing.reachable import HOOKS
 from ackpt.checkpointing.wrapping import repeated_blocks
+from ackpt.metering.gpus import BLOCK
 from ackpt.planner.capture.inspection.value_walk import module_label
 
 from .sharding import Group, Sharding, ShardingError, Weight
@@ -67,7 +68,9 @@ def groups_of_sharded(model: nn.Module) -> tuple[Group, ...]:
         if name in repeated:
             numbers[id(state)] = len(blocks) + 1
             blocks[name] = module, state
-        elif outer := next((each for each in repeated if name.startswith(f"{each}.") or each in _names(model, state)), None):
+        elif outer := next(
+            (each for each in repeated if name.startswith(f"{each}.") or each in _names(model, state)), None
+        ):
             raise ShardingError(
                 f"{module_label(name)} is sharded with or inside of block {outer}: call fully_shard on each block "
                 "alone, and on no module inside of it"
@@ -106,7 +109,9 @@ def sharding_of(model: nn.Module) -> Sharding:
             raise ShardingError(f"the model is sharded with several {words}: {', '.join(sorted(map(str, values)))}")
     (ranks,), (dtype,), (reduction,) = kinds.values()
     device = states[0]._device.type
-    return Sharding(ranks, dtype, reduction or dtype, block_bytes=1 if device == "cpu" else 512, gloo=device == "cpu")
+    replicated = any(group._is_hsdp for s in states for group in s._fsdp_param_groups)
+    is_cpu = device == "cpu"
+    return Sharding(ranks, dtype, reduction or dtype, 1 if is_cpu else BLOCK, is_cpu, replicated)
 
 
 def settings_of(model: nn.Module) -> tuple:
@@ -128,7 +133,8 @@ def has_unreduced(model: nn.Module) -> bool:
     """Whether a rank has gradients that are not reduced, or will have after the next backward."""
     groups = [group for _, _, state in states_of(model) for group in state._fsdp_param_groups]
     exist = (
-        each.unsharded_accumulated_grad is not None or getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
+        each.unsharded_accumulated_grad is not None
+        or getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
         for group in groups
         for each in group.fsdp_params
     )

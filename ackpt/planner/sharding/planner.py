@@ -317,6 +317,10 @@ class ShardedPlan:
     runs: tuple[Run, ...]
     communication: Communication
 
+    def __repr__(self) -> str:
+        sizes = f"peak {memory_format(self.peak_bytes)}, {memory_format(self.resident_bytes)} of it resident"
+        return f"ShardedPlan({self.policy!r}, {self.sharding.ranks} ranks, {sizes}, cost {self.cost:.1%})"
+
     @property
     def resident_bytes(self) -> int:
         return sum(self.resident.values())
@@ -396,7 +400,10 @@ class Table:
         state, step = sharded_optimizer(kind, groups, sharding, on_cpu)
         graph = replace(self.blocks.graph, optimizer_step_bytes=step)
         every = [GroupBytes(group, sharding) for group in groups]
-        shards, self.gradients = sum(each.shards for each in every), sum(each.reduced or each.received for each in every)
+        shards, self.gradients = (
+            sum(each.shards for each in every),
+            sum(each.reduced or each.received for each in every),
+        )
         sizes = graph.bytes()
         self.resident = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
         captured_whole = len(self.blocks.groups) - 1 == self.count

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +44,6 @@ from ackpt.planner.step.variants import Variant, Variants
 
 from .fully_sharded import (
     body_of,
-    cast_by,
     groups_of_sharded,
     has_unreduced,
     settings_of,
@@ -57,7 +55,7 @@ from .fully_sharded import (
     update_body,
 )
 from .planner import PLAIN, Blocks, Choice, ShardedPlan, Table, check_policy
-from .sharding import Group, ShardingError
+from .sharding import ShardingError
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")  # namespaces of torch's operations
 
@@ -152,7 +150,9 @@ class ShardedStep:
         leaves, spec = tree_flatten((args, kwargs))
         if len(leaves) == len(self._dtypes):
             pairs = zip(leaves, self._dtypes)
-            leaves = [leaf.to(d) if is_tensor(leaf) and d is not None and leaf.dtype != d else leaf for leaf, d in pairs]
+            leaves = [
+                leaf.to(d) if is_tensor(leaf) and d is not None and leaf.dtype != d else leaf for leaf, d in pairs
+            ]
         return tree_unflatten(leaves, spec)
 
     def _serving(self, args, kwargs, runs: bool = True) -> _Planned:
@@ -201,7 +201,9 @@ class ShardedStep:
         check_model(view)
         with CAPTURING, capture(view, args, kwargs, request.differentiate, request.outputs) as captured:
             graph = captured_graph(captured, view, NO_LOOP)
-        blocks = Blocks(graph, profile(graph, request.device, workspace="measured" if graph.on_cpu else "given"), groups)
+        blocks = Blocks(
+            graph, profile(graph, request.device, workspace="measured" if graph.on_cpu else "given"), groups
+        )
         _refuse_collectives(blocks)
         table = Table(blocks, groups, sharding, self._optimizer_kind(), graph.on_cpu)
         if request.loop.accumulation:
@@ -331,11 +333,15 @@ def _signature(blocks: Blocks, number: int) -> tuple:
 
     def placed(node: fx.Node) -> str:
         of_block = node.op == "placeholder" and f"'{name}." in str(node.meta.get("desc"))
-        return str(node.meta["desc"]).replace(f"'{name}.", "'") if of_block else f"%{place.setdefault(node, len(place))}"
+        return (
+            str(node.meta["desc"]).replace(f"'{name}.", "'") if of_block else f"%{place.setdefault(node, len(place))}"
+        )
 
     for node in _operations(blocks, number):
         found = blocks.analysis.fx[node.id]
-        lines.append((node.target, str(fx.map_arg((found.args, found.kwargs), lambda each: placed(each))), placed(found)))
+        lines.append(
+            (node.target, str(fx.map_arg((found.args, found.kwargs), lambda each: placed(each))), placed(found))
+        )
         lines.append(tuple(blocks.graph.storages[storage].bytes for storage in node.storages))
     return tuple(lines)
 

@@ -37,7 +37,8 @@ class Sharding:
     ``ranks``: the number of processes. ``parameters``: dtype of the shards, of their gradients and of the optimizer's
     state; None is that of the model, in which parameters are gathered and the step computes. ``reduction``: dtype in
     which gradients are reduced; None is that of the model. ``block_bytes``: the allocator rounds up to multiples of it.
-    ``gloo``: count the copies of the CPU's collectives; NCCL makes none.
+    ``gloo``: count the copies of the CPU's collectives; NCCL makes none. ``is_replicated``: whether the mesh has a
+    second dimension, over which the reduced gradients are summed (HSDP).
     """
 
     ranks: int
@@ -45,6 +46,7 @@ class Sharding:
     reduction: torch.dtype | None = None
     block_bytes: int = 1
     gloo: bool = False
+    is_replicated: bool = False
 
     def __post_init__(self):
         if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 2:
@@ -274,6 +276,9 @@ class _Walk:
         self.started: set[int] = set()  # groups that the forward of another one gathers
         self.buffer = 0  # of the last all-gather
         self.reducing = 0  # of the last reduce-scatter
+        # Torch: a group refers to the buffer of its all-reduce until the backward ends (`_all_reduce_state`).
+        self.all_reduced = 0
+        self.is_replicated = sharding.is_replicated
 
     def windows(self) -> list[Window]:
         live = self.live
@@ -307,7 +312,7 @@ class _Walk:
         if self.order:
             raise ShardingError(f"block {self.groups[self.order[-1]].name} has no backward")
         self._reduce(ROOT)
-        self._add(-self.reducing, _COMMUNICATION)
+        self._add(-self.reducing - self.all_reduced, _COMMUNICATION)
         for size, kind, _ in events[last:]:
             self._add(size, kind)
         self._open(BACKWARD, ROOT)
@@ -393,7 +398,10 @@ class _Walk:
         self._add(-sizes.scratch_reduce, _COMMUNICATION)
         if sizes.reduced:
             self._add(sizes.reduced, _REDUCED)
-            self._add(-sizes.received, _COMMUNICATION)
+            if self.is_replicated:
+                self.all_reduced += sizes.received
+            else:
+                self._add(-sizes.received, _COMMUNICATION)
         self._add(-gradients[-1], _UNREDUCED)
         self.reducing = sizes.reduce
 

@@ -275,7 +275,9 @@ REFUSED = {
     "has no block that is sharded by itself": lambda rank: fully_shard(Model()),
     "holds DTensor parameters of tensor parallelism": tensor_parallel_inside,
     "parameters of tensor parallelism, whose ranks must choose alike": tensor_parallel,
-    r"offloads its shards to the host \(CPUOffloadPolicy\)": lambda rank: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    r"offloads its shards to the host \(CPUOffloadPolicy\)": lambda rank: sharded(
+        offload_policy=CPUOffloadPolicy(pin_memory=False)
+    ),
     r"along another dimension than the first \(shard_placement_fn\)": lambda rank: sharded(
         shard_placement_fn=lambda each: Shard(each.dim() - 1)
     ),

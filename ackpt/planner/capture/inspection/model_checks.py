@@ -178,7 +178,9 @@ def check_model(model, except_opaque: bool = False) -> None:
         elif reason is None and any(is_lazy(p) for p in module.parameters(recurse=False)):
             reason = "its parameters have no shape yet. Call the model once on a batch to initialize them."
         elif reason is None and any(type(p).__name__ == "DTensor" for p in module._parameters.values()):
-            reason = f"it has parameters of tensor parallelism, whose ranks must choose alike, or wait for ever. {_PARALLEL}"
+            reason = (
+                f"it has parameters of tensor parallelism, whose ranks must choose alike, or wait for ever. {_PARALLEL}"
+            )
         if reason is not None:
             if name and _is_compiled(module):
                 reason = f"{reason} {_LEFT_OUT}"
