@@ -425,7 +425,7 @@ def _check(category, tensor):
     if hasattr(tensor, "_local_tensor"):
         raise MeterError(
             f"a resident tensor ({category}, {list(tensor.shape)}) is a DTensor, and a prediction runs no collectives: "
-            "ackpt.apply_budget plans a model after fully_shard, ackpt plan --fsdp a model before, and measure() runs it"
+            "plan a model by ackpt.apply_budget after fully_shard, or by ackpt plan --fsdp, or use measure()"
         )
     if isinstance(tensor, FakeTensor):
         if tensor.device.type != "cpu":

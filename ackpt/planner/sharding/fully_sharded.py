@@ -68,11 +68,9 @@ def groups_of_sharded(model: nn.Module) -> tuple[Group, ...]:
         if name in repeated:
             numbers[id(state)] = len(blocks) + 1
             blocks[name] = module, state
-        elif outer := next(
-            (each for each in repeated if name.startswith(f"{each}.") or each in _names(model, state)), None
-        ):
+        elif outer := [each for each in repeated if name.startswith(f"{each}.") or each in _names(model, state)]:
             raise ShardingError(
-                f"{module_label(name)} is sharded with or inside of block {outer}: call fully_shard on each block "
+                f"{module_label(name)} is sharded with or inside of block {outer[0]}: call fully_shard on each block "
                 "alone, and on no module inside of it"
             )
         else:
@@ -132,13 +130,10 @@ def sharded_gradient_bytes(model: nn.Module) -> int:
 def has_unreduced(model: nn.Module) -> bool:
     """Whether a rank has gradients that are not reduced, or will have after the next backward."""
     groups = [group for _, _, state in states_of(model) for group in state._fsdp_param_groups]
-    exist = (
-        each.unsharded_accumulated_grad is not None
-        or getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
-        for group in groups
-        for each in group.fsdp_params
-    )
-    return not all(group.reduce_grads for group in groups) or any(exist)
+    params = [each for group in groups for each in group.fsdp_params]
+    gradients = [getattr(getattr(each, "_unsharded_param", None), "grad", None) for each in params]
+    exist = any(each is not None for each in (*gradients, *(each.unsharded_accumulated_grad for each in params)))
+    return exist or not all(group.reduce_grads for group in groups)
 
 
 def unreduced_bytes(groups: tuple[Group, ...], reduction: torch.dtype | None) -> int:
@@ -215,7 +210,7 @@ def unsharded_view(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
     states, device = list(states_of(model)), next(state._device for *_, state in states_of(model))
     view_of: dict[int, Any] = {}
     for module in model.modules():
-        view_of[id(module)] = own_class(module).__new__(own_class(module))
+        view_of[id(module)] = _empty(module)
     for module in model.modules():
         own = {name: _viewed(value, view_of) for name, value in vars(module).items() if name != "_modules"}
         own |= {name: copy.copy(getattr(module, name)) for name in ("_parameters", "_buffers", *_HOOKS)}
@@ -239,7 +234,13 @@ def unsharded_view(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
     return view_of[id(model)]
 
 
-def _viewed(value, view_of):
+def _empty(module: nn.Module) -> Any:
+    """An object of the module's own class, without attributes."""
+    cls: Any = own_class(module)
+    return cls.__new__(cls)
+
+
+def _viewed(value: Any, view_of: dict[int, Any]) -> Any:
     """The value of an attribute, in which views replace the modules, also in containers and as owners of methods."""
     if id(value) in view_of:
         return view_of[id(value)]
@@ -276,7 +277,7 @@ def _cast_instead(view: nn.Module, state) -> None:
 
 def body_of(block: nn.Module) -> nn.Module:
     """A sharded block without FSDP's class and hooks; it shares parameters, buffers and submodules."""
-    body = own_class(block).__new__(own_class(block))
+    body = _empty(block)
     vars(body).update({**vars(block), **{name: OrderedDict() for name in _HOOKS}})
     vars(body).pop("forward", None)
     return body

@@ -400,10 +400,8 @@ class Table:
         state, step = sharded_optimizer(kind, groups, sharding, on_cpu)
         graph = replace(self.blocks.graph, optimizer_step_bytes=step)
         every = [GroupBytes(group, sharding) for group in groups]
-        shards, self.gradients = (
-            sum(each.shards for each in every),
-            sum(each.reduced or each.received for each in every),
-        )
+        shards = sum(each.shards for each in every)
+        self.gradients = sum(each.reduced or each.received for each in every)
         sizes = graph.bytes()
         self.resident = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
         captured_whole = len(self.blocks.groups) - 1 == self.count

@@ -7,8 +7,10 @@ nothing of other blocks and no collective, so the ranks may choose differently; 
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -210,7 +212,7 @@ class ShardedStep:
             unreduced = has_unreduced(model)
             earlier = unreduced_bytes(groups, sharding.reduction) if unreduced else table.gradients
             table.resident["accumulated gradients"] = earlier
-        policy = "none" if request.budget is None and request.policy == "auto" else request.policy
+        policy = "none" if request.budget is None and request.policy == "auto" else str(request.policy)
         row = table.chosen(request.budget, policy)
         return _Planned(captured, table, row, table.plan(row, policy))
 
@@ -224,9 +226,8 @@ class ShardedStep:
         options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
 
         def kind(shards):
-            other = type(optimizer).__new__(type(optimizer))
-            vars(other).update(vars(optimizer))
-            other.param_groups, other.state = [{**options, "params": shards}], {}
+            other = copy.copy(optimizer)
+            other.param_groups, other.state = [{**options, "params": shards}], defaultdict(dict)
             return other
 
         return kind
@@ -254,7 +255,7 @@ class ShardedStep:
         return variant.outputs(call)
 
     def _serves(self, made: _Made, number: int, call: Call) -> bool:
-        """Whether a planned block runs a call of the block `number`, whose attributes may differ, as a layer's index."""
+        """Whether a planned block runs a call of the block `number`, which may differ in attributes as an index."""
         one, other = made.call.facts, call.facts
         is_alike = one._replace(model=other.model) == other and made.variant.captured.serves(call.leaves)
         if not is_alike or one.model == other.model:
@@ -275,9 +276,9 @@ class ShardedStep:
         limit = dynamic_limit(budget, plan.baseline_bytes, plan.resident_bytes)
         if more > 0 and limit is not None and plan.dynamic_peak_bytes + more > limit:
             self._request.report(
-                f"forward begins while {memory_format(more)} of gradients exist or are not reduced, with which the step "
-                f"would exceed the budget {budget!r}: if you accumulate gradients, give accumulation=True; otherwise call "
-                "optimizer.zero_grad() before the step",
+                f"forward begins while {memory_format(more)} of gradients exist or are not reduced, with which the "
+                f"step would exceed the budget {budget!r}: if you accumulate gradients, give accumulation=True; "
+                "otherwise call optimizer.zero_grad() before the step",
                 plan.peak_bytes + more,
             )
 
@@ -363,8 +364,8 @@ def _block_plan(blocks: Blocks, number: int, places, graph: JointGraph):
     if expected[casts:] != own or not set(expected[:casts]) <= {"aten._to_copy.default"}:
         other = next((f"{a} and {b}" for a, b in zip(expected, own) if a != b), "one has more of them")
         raise TraceError(
-            f"block {name} computes other operations than in the capture of the whole model ({other}): what it computes "
-            "depends on something that is not an argument of the model. Call step.prepare(**batch) after it has changed"
+            f"block {name} computes other operations than in the capture of the whole model ({other}), because "
+            "something that is not an argument of the model has changed: call ackpt.apply_budget again after that"
         )
     saved = set(graph.analysis.must_be_saved)
     for place, index in places:

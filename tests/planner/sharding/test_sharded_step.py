@@ -1,6 +1,7 @@
 """A budget after ``fully_shard``, in two processes over gloo: bytes as predicted, gradients as without, or an error."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ MIXED = {"mp_policy": MixedPrecisionPolicy(torch.float64, torch.float64)}  # who
 
 
 class Block(nn.Module):
-    """A residual block; `width` of its second product differs from block to block if `odd`."""
+    """A residual block that knows its number."""
 
     def __init__(self, width, number, collective=False):
         super().__init__()
@@ -51,9 +52,33 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-def sharded(model=None, root=None, **options):
+class Pair(nn.Module):
+    """A block that passes two tensors on, so that it is recomputed as a whole or not at all."""
+
+    def __init__(self, width, number):
+        super().__init__()
+        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x, y):
+        return torch.tanh(self.one(x)) + y, torch.tanh(self.other(y))
+
+
+class Pairs(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair(32, number) for number in range(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        y = x.sin()
+        for block in self.blocks:
+            x, y = block(x, y)
+        return nn.functional.cross_entropy(self.head(x + y).flatten(0, 1), ids.flatten())
+
+
+def sharded(model: Any = None, root: Any = None, **options) -> Any:
     torch.manual_seed(0)
-    model = Model() if model is None else model
+    model = Model() if model is None else model() if isinstance(model, type) else model
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **(options if root is None else root))
@@ -84,7 +109,7 @@ def measured(model, ids):
     step()
     model.zero_grad(set_to_none=True)
     gc.collect()
-    found = [ackpt.measure(step, "cpu", resident=[model, ids], warmup=0, repeats=0) for _ in range(12)]
+    found = [ackpt.measure(step, "cpu", resident=[model, ids], warmup=0, repeats=0) for _ in range(8)]
     return min(each.dynamic_peak_bytes for each in found), found[0].resident_bytes
 
 
@@ -164,6 +189,12 @@ def optimizer(rank):
     step_of(model, ids)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     adamw.step()
+
+
+def whole_blocks(rank):
+    """Blocks that pass two tensors on are regions as a whole."""
+    plan = is_kept(lambda: sharded(Pairs), rank, 0.9)
+    assert {run.choice for run in plan.runs} == {"plain", "per-block"}
 
 
 def accumulates(rank):
@@ -311,15 +342,15 @@ def refuses(rank):
     assert all(isinstance(block, FSDPModule) for block in model.blocks)
 
 
-SCENARIOS = (alike, replans, optimizer, accumulates, infeasible, meta, with_gradients, refuses)
+SCENARIOS = (alike, whole_blocks, replans, optimizer, accumulates, infeasible, meta, with_gradients, refuses)
 
 
 def scenario(name, rank, folder):
     """What `test_...` checks, in one of the processes; the name of a way is that of its checks."""
     try:
         if name in WAYS:
-            plans = [is_kept(WAYS[name], rank, budget) for budget in (1.0, 0.7)]
-            assert is_kept(WAYS[name], rank, 0.7).recompute_flops > plans[0].recompute_flops == 0
+            plain, planned = (is_kept(WAYS[name], rank, budget) for budget in (1.0, 0.7))
+            assert planned.recompute_flops > plain.recompute_flops == 0
         else:
             {each.__name__: each for each in SCENARIOS}[name](rank)
     except BaseException as error:  # an outcome of pytest.raises is none of Exception
