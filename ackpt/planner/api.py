@@ -171,6 +171,9 @@ def apply_budget(
     the plan; those of its submodules run only during the capture, and one that changes values is refused.
     `remove_budget` removes the budget, and a second budget replaces the first.
 
+    After ``fully_shard`` on blocks and model (FSDP2), call it on all ranks: each block is planned inside of FSDP's hooks,
+    each rank for its own batch. All ranks raise an error if one has no plan within the budget.
+
     Args:
         model: an ``nn.Module``.
         batch: example inputs of the model's forward: a dict of keyword arguments, a tuple or list of positional ones,
@@ -186,7 +189,7 @@ def apply_budget(
         inputs: refused; the inputs of the model are one batch.
 
     Returns:
-        The `PlannedStep`, with its ``plan``, ``history`` and ``prepare``. Keep calling `model` itself.
+        The `PlannedStep`, or a `ShardedStep`, with its ``plan``, ``history`` and ``prepare``. Keep calling `model`.
 
     Raises:
         BudgetError, TraceError, RecordError, PlanError, TypeError: as in `ackpt.compile`; the model is then unchanged.
