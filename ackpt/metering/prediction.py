@@ -422,6 +422,11 @@ def _values_explained():
 
 
 def _check(category, tensor):
+    if hasattr(tensor, "_local_tensor"):
+        raise MeterError(
+            f"a resident tensor ({category}, {list(tensor.shape)}) is a DTensor, and a prediction runs no collectives: "
+            "plan a model by ackpt.apply_budget after fully_shard, or by ackpt plan --fsdp, or use measure()"
+        )
     if isinstance(tensor, FakeTensor):
         if tensor.device.type != "cpu":
             raise MeterError(

@@ -16,6 +16,7 @@ def storages_of(tensor):
     """The storages of a tensor: one, or those of the indices and values of a sparse tensor; none for None."""
     if tensor is None:  # hooks for complete gradients are called for undefined gradients too
         return []
+    tensor = getattr(tensor, "_local_tensor", tensor)  # torch: a DTensor has no data; its public to_local() records
     if tensor.layout == torch.strided:
         return [tensor.untyped_storage()]
     if tensor.layout == torch.sparse_coo:

@@ -1,4 +1,4 @@
-"""Run a function or one operation and count the bytes that it allocates, on the CPU or a CUDA device.
+"""Run a function or one operation and count the bytes that it allocates on the CPU.
 
 `kernel_memory.Workspaces` does this for the operations of a predicted step, and
 `ackpt.planner.costs.workspace` for those of a graph: each distinct operation once, with made-up arguments.
@@ -40,11 +40,10 @@ class Allocations:
     results: tuple[tuple[torch.dtype, int] | None, ...]
 
 
-def in_own_thread(function: Callable[[], Any], devices=()) -> Any:
-    """`function()`, called in a new thread without gradients; the caller's RNG states stay as they are.
+def in_own_thread(function: Callable[[], Any]) -> Any:
+    """`function()`, called in a new thread without gradients; the caller's CPU RNG state stays as it is.
 
-    In that thread the caller's autocast, fake tensors, FLOP counters and profilers have no effect. `devices`: GPUs
-    whose RNG states the function may change, besides the CPU's.
+    In that thread the caller's autocast, fake tensors, FLOP counters and profilers have no effect.
     """
 
     threads = torch.get_num_threads()
@@ -54,7 +53,7 @@ def in_own_thread(function: Callable[[], Any], devices=()) -> Any:
         with torch.no_grad(), no_collection():
             return function()
 
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([]):
         return in_new_thread(run)
 
 
@@ -65,9 +64,9 @@ def in_new_thread(function: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def count_allocations(function: Callable[[], Any], on_cuda: bool = False) -> tuple[Any, Allocations]:
-    """The result of `function`, and what it allocated: in this thread on the CPU, or on the current CUDA device."""
-    result, live, peak = (_on_cuda if on_cuda else run_counted)(function)
+def count_allocations(function: Callable[[], Any]) -> tuple[Any, Allocations]:
+    """The result of `function`, and what it allocated in this thread on the CPU."""
+    result, live, peak = run_counted(function)
     return result, Allocations(peak - live, live, _results(result))
 
 
@@ -200,16 +199,6 @@ def end_counting() -> tuple[int, int]:
             live += record.cpu_memory_usage()
             peak = max(peak, live)
     return live, peak
-
-
-def _on_cuda(function) -> tuple[Any, int, int]:
-    """By the caching allocator's counters; this resets its peak."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = function()
-    torch.cuda.synchronize()
-    return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
 
 
 def _results(value) -> tuple[tuple[torch.dtype, int] | None, ...]:

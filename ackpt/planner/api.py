@@ -15,7 +15,7 @@ from torch import nn
 
 from ackpt.core.errors import did_you_mean, warn
 from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
-from ackpt.planner.capture.inspection.model_checks import forward_names
+from ackpt.planner.capture.inspection.model_checks import forward_names, is_sharded
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.devices import Device
@@ -24,6 +24,7 @@ from ackpt.planner.policies import Policy
 from ackpt.planner.policies.search.schedule_cache import Cache
 from ackpt.planner.request import DynamicArgument, Request, refuse_misplaced_keywords, refuse_values_for_the_model
 from ackpt.planner.schedule.plan import Plan
+from ackpt.planner.sharding.sharded_step import ShardedStep
 from ackpt.planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
 
 _MISSING: Any = object()
@@ -160,7 +161,7 @@ def apply_budget(
     on_exceed: Literal["raise", "warn"] = "raise",
     chunk_head: bool | Literal["auto"] = False,
     **inputs: Any,
-) -> PlannedStep:
+) -> PlannedStep | ShardedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
 
     A call is one of the model or of its ``forward``, also from its methods, a ``__call__`` of its class, and libraries
@@ -169,6 +170,9 @@ def apply_budget(
     calls of the class's function, as in ``Model.forward(model, x)``. Hooks of the model run in every step, outside of
     the plan; those of its submodules run only during the capture, and one that changes values is refused.
     `remove_budget` removes the budget, and a second budget replaces the first.
+
+    After ``fully_shard`` on blocks and model (FSDP2), call it on all ranks: each block is planned inside of FSDP's hooks,
+    each rank for its own batch. All ranks raise an error if one has no plan within the budget.
 
     Args:
         model: an ``nn.Module``.
@@ -185,7 +189,7 @@ def apply_budget(
         inputs: refused; the inputs of the model are one batch.
 
     Returns:
-        The `PlannedStep`, with its ``plan``, ``history`` and ``prepare``. Keep calling `model` itself.
+        The `PlannedStep`, or a `ShardedStep`, with its ``plan``, ``history`` and ``prepare``. Keep calling `model`.
 
     Raises:
         BudgetError, TraceError, RecordError, PlanError, TypeError: as in `ackpt.compile`; the model is then unchanged.
@@ -204,7 +208,7 @@ def apply_budget(
     args, kwargs = call_arguments(batch)
     kwargs = as_trainer_calls(model, kwargs) if isinstance(model, nn.Module) else kwargs
     with without_budget(model):
-        step = PlannedStep(model, request)
+        step = ShardedStep(model, request) if is_sharded(model) else PlannedStep(model, request)
         step.prepare(*args, **kwargs)
     if budget is None and slowdown is None and plan is None and policy == "auto":
         warn(

@@ -1,5 +1,5 @@
 """Sharded training: the memory and communication that FSDP2 adds on every rank, and plans for sharded blocks.
 
 Read `sharding` first (bytes of shards and collectives, window by window), then `planner`, which ``ackpt plan --fsdp``
-uses.
+uses. `sharded_step` is `ackpt.apply_budget` for a model after ``fully_shard``, which `fully_sharded` reads.
 """

@@ -260,6 +260,17 @@ def deep(row: list[Window], blocks: int) -> list[Window]:
 
 
 POLICIES = ("none", "full", "auto")
+
+
+def check_policy(policy) -> None:
+    """Raise a ValueError unless `policy` is one of `POLICIES`."""
+    if policy not in POLICIES:
+        hint = did_you_mean(policy, POLICIES) if isinstance(policy, str) else ""
+        raise ValueError(
+            f"policy {policy!r} does not plan shards{hint}: for a model that FSDP2 shards choose {', '.join(POLICIES)}"
+        )
+
+
 DEPTH = ("num_hidden_layers", "layers")  # names for the number of blocks in configurations
 
 
@@ -308,6 +319,10 @@ class ShardedPlan:
     runs: tuple[Run, ...]
     communication: Communication
 
+    def __repr__(self) -> str:
+        sizes = f"peak {memory_format(self.peak_bytes)}, {memory_format(self.resident_bytes)} of it resident"
+        return f"ShardedPlan({self.policy!r}, {self.sharding.ranks} ranks, {sizes}, cost {self.cost:.1%})"
+
     @property
     def resident_bytes(self) -> int:
         return sum(self.resident.values())
@@ -341,7 +356,7 @@ class ShardedModel:
         self.step = training_step(config.step)
         self.groups = groups_of(self.step.model)
         self.stands_for = len(self.groups) - 1
-        self._tables: dict[Sharding, _Table] = {}
+        self._tables: dict[Sharding, Table] = {}
         short = None if whole else _shortened(config, self.groups)
         self.blocks = self._blocks(short or self.step)
         if short is not None:
@@ -353,25 +368,14 @@ class ShardedModel:
     def plan(self, sharding: Sharding, budget=None, policy: str | None = None) -> ShardedPlan:
         """The plan for one of the ranks; raises a BudgetError, and a ValueError for other policies."""
         policy = policy or ("none" if budget is None else "auto")
-        if policy not in POLICIES:
-            raise ValueError(
-                f"policy {policy!r} does not plan shards{did_you_mean(policy, POLICIES)}: with --fsdp choose "
-                f"{', '.join(POLICIES)}"
-            )
+        check_policy(policy)
         if self.device is not None:
             sharding = replace(sharding, block_bytes=BLOCK)
         if sharding not in self._tables:
-            self._tables[sharding] = _Table(self, sharding)
+            kind = optimizer_kind(self.config.optimizer)
+            self._tables[sharding] = Table(self.blocks, self.groups, sharding, kind, self.device is None)
         table = self._tables[sharding]
-        resident = table.resident
-        baseline = table.peak(table.uniform(0))
-        limit = dynamic_limit(budget, baseline, sum(resident.values()))
-        row = {"none": lambda: table.uniform(0), "full": lambda: table.uniform(1), "auto": lambda: table.least(limit)}
-        chosen = row[policy]()
-        peak = table.peak(chosen)
-        if limit is not None and peak > limit:
-            raise BudgetError(_refusal(budget, policy, limit, peak, resident), peak + sum(resident.values()))
-        return table.plan(chosen, policy, baseline)
+        return table.plan(table.chosen(budget, policy), policy)
 
     def memory(self, plan: ShardedPlan) -> DeviceMemory | None:
         """The memory of a rank on the device, with cuBLAS's workspaces and fragmentation; None without a device."""
@@ -386,16 +390,20 @@ class ShardedModel:
         return Blocks(graph, profile(graph, self.device), groups_of(step.model))
 
 
-class _Table:
-    """The windows of every choice for one number of ranks; peak, cost and plan of a row of choices, one per block."""
+class Table:
+    """The windows of every choice for one number of ranks; peak, cost and plan of a row of choices, one per block.
 
-    def __init__(self, model: ShardedModel, sharding: Sharding):
-        self.model, self.sharding, self.blocks = model, sharding, model.blocks
-        self.count = model.stands_for
-        kind = optimizer_kind(model.config.optimizer)
-        state, step = sharded_optimizer(kind, model.groups, sharding, on_cpu=model.device is None)
+    ``groups``: of the complete model, for which `blocks` stand. ``kind`` makes its optimizer from parameters.
+    """
+
+    def __init__(self, blocks: Blocks, groups: tuple[Group, ...], sharding: Sharding, kind, on_cpu: bool):
+        self.groups, self.sharding, self.blocks = groups, sharding, blocks
+        self.count = len(groups) - 1
+        state, step = sharded_optimizer(kind, groups, sharding, on_cpu)
         graph = replace(self.blocks.graph, optimizer_step_bytes=step)
-        shards = sum(GroupBytes(group, sharding).shards for group in model.groups)
+        every = [GroupBytes(group, sharding) for group in groups]
+        shards = sum(each.shards for each in every)
+        self.gradients = sum(each.reduced or each.received for each in every)
         sizes = graph.bytes()
         self.resident = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
         captured_whole = len(self.blocks.groups) - 1 == self.count
@@ -439,10 +447,20 @@ class _Table:
                 return row
         return min(ranked, key=lambda each: (self.peak(each[-1]), *each))[-1]
 
+    def chosen(self, budget, policy: str) -> tuple[int, ...]:
+        """The row that a policy chooses; BudgetError if it exceeds the budget."""
+        resident = sum(self.resident.values())
+        limit = dynamic_limit(budget, self.peak(self.uniform(0)), resident)
+        row = self.least(limit) if policy == "auto" else self.uniform(POLICIES.index(policy))
+        peak = self.peak(row)
+        if limit is not None and peak > limit:
+            raise BudgetError(_refusal(budget, policy, limit, peak, resident), peak + resident, budget)
+        return row
+
     def windows(self, row) -> list[Window]:
         return [self.rows[row[group]][position] for position, group in enumerate(self.group)]
 
-    def plan(self, row, policy: str, baseline: int) -> ShardedPlan:
+    def plan(self, row, policy: str) -> ShardedPlan:
         again = [self.added[row[block]][self.stands[block]] for block in range(1, self.count + 1)]
         flops_of, cost_of = map(self.blocks.by_group, (self.blocks.profile.flops, self.blocks.cost))
         base, base_cost = (sum(of_group[stands] for stands in self.stands) for of_group in (flops_of, cost_of))
@@ -460,7 +478,7 @@ class _Table:
             policy=policy,
             resident=self.resident,
             timeline=timeline(self.windows(row)),
-            baseline_bytes=baseline,
+            baseline_bytes=self.peak(self.uniform(0)),
             flops=base + sum(flops for _, flops in again),
             recompute_flops=sum(flops for _, flops in again),
             cost=sum(cost for cost, _ in again) / (base_cost or 1.0),
@@ -470,7 +488,7 @@ class _Table:
 
     def _communication(self) -> Communication:
         """Every block is gathered twice and the root once; every group with a trained parameter is reduced once."""
-        sizes = [GroupBytes(group, self.sharding) for group in self.model.groups]
+        sizes = [GroupBytes(group, self.sharding) for group in self.groups]
         blocks = sum(size.gathered_from_others for size in sizes[1:])
         return Communication(
             gathers=2 * (len(sizes) - 1) + 1,
@@ -497,8 +515,7 @@ def _shortened(config: PlanConfig, groups: tuple[Group, ...]) -> TrainingStep | 
     return None
 
 
-def _refusal(budget, policy: str, limit: int, peak: int, resident) -> str:
-    resident_bytes = sum(resident.values())
+def _refusal(budget, policy: str, limit: int, peak: int, resident_bytes: int) -> str:
     return (
         f"policy {policy!r} cannot keep the budget {budget!r} on a rank: it leaves {memory_format(max(0, limit))} for "
         f"what the step allocates, in addition to {memory_format(resident_bytes)} of shards, buffers, inputs and "

@@ -37,7 +37,8 @@ class Sharding:
     ``ranks``: the number of processes. ``parameters``: dtype of the shards, of their gradients and of the optimizer's
     state; None is that of the model, in which parameters are gathered and the step computes. ``reduction``: dtype in
     which gradients are reduced; None is that of the model. ``block_bytes``: the allocator rounds up to multiples of it.
-    ``gloo``: count the copies of the CPU's collectives; NCCL makes none.
+    ``gloo``: count the copies of the CPU's collectives; NCCL makes none. ``is_replicated``: whether the mesh has a
+    second dimension, over which the reduced gradients are summed (HSDP).
     """
 
     ranks: int
@@ -45,6 +46,7 @@ class Sharding:
     reduction: torch.dtype | None = None
     block_bytes: int = 1
     gloo: bool = False
+    is_replicated: bool = False
 
     def __post_init__(self):
         if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 2:
@@ -71,10 +73,16 @@ class Weight:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are gathered and reduced together: those of the module `name`, ``""`` for the root."""
+    """Parameters that are gathered and reduced together: those of the module `name`, ``""`` for the root.
+
+    ``kept``: whether they stay gathered after the forward, as the root's do unless it was sharded otherwise.
+    ``ahead``: the numbers of the groups whose gathers this one's forward starts.
+    """
 
     name: str
     weights: tuple[Weight, ...]
+    kept: bool = False
+    ahead: tuple[int, ...] = ()
 
     def shapes(self) -> tuple:
         """Shapes and dtypes of the parameters; groups in which they are equal need the same memory."""
@@ -152,7 +160,7 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
                 f"--fsdp: parameter {name} is a single number, which FSDP cannot shard: give it a dimension"
             )
         weights[block].append(Weight(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad))
-    return tuple(Group(name, tuple(group_weights)) for name, group_weights in weights.items())
+    return tuple(Group(name, tuple(group_weights), kept=not name) for name, group_weights in weights.items())
 
 
 def sharded_optimizer(kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool) -> tuple[int, int]:
@@ -265,8 +273,12 @@ class _Walk:
         self.events: list[tuple[int, int]] = []
         self.key = (FORWARD, ROOT)
         self.order: list[int] = []  # blocks as the forward runs them
+        self.started: set[int] = set()  # groups that the forward of another one gathers
         self.buffer = 0  # of the last all-gather
         self.reducing = 0  # of the last reduce-scatter
+        # Torch: a group refers to the buffer of its all-reduce until the backward ends (`_all_reduce_state`).
+        self.all_reduced = 0
+        self.is_replicated = sharding.is_replicated
 
     def windows(self) -> list[Window]:
         live = self.live
@@ -280,6 +292,8 @@ class _Walk:
             self._forward_of(ROOT if group is None else group)
             self._add(size, kind)
         self._forward_of(ROOT)
+        if not self.groups[ROOT].kept:
+            self._add(-self.sizes[ROOT].unsharded, _GATHERED)
         self._add(-self.buffer, _COMMUNICATION)
         if missing := [self.groups[i].name for i in range(1, len(self.groups)) if i not in self.order]:
             raise ShardingError(f"block {missing[0]} does not run in the forward: its parameters would not be gathered")
@@ -287,7 +301,10 @@ class _Walk:
         begun = False
         for event, (size, kind, group) in enumerate(events[live.boundary : last], live.boundary):
             if not begun and live.owner[event] is not None and live.owner[event] not in live.analysis.tangents:
-                self._start_gather(self.order[-1])
+                if not self.groups[ROOT].kept:
+                    self._start_gather(ROOT)
+                    self._end_gather(ROOT)
+                self._prefetch()
                 begun = True
             self._backward_of(ROOT if group is None else group)
             self._add(size, kind)
@@ -295,7 +312,7 @@ class _Walk:
         if self.order:
             raise ShardingError(f"block {self.groups[self.order[-1]].name} has no backward")
         self._reduce(ROOT)
-        self._add(-self.reducing, _COMMUNICATION)
+        self._add(-self.reducing - self.all_reduced, _COMMUNICATION)
         for size, kind, _ in events[last:]:
             self._add(size, kind)
         self._open(BACKWARD, ROOT)
@@ -305,7 +322,7 @@ class _Walk:
         current = self.key[1]
         if group == current:
             return
-        if current != ROOT:
+        if current != ROOT and not self.groups[current].kept:
             self._add(-self.sizes[current].unsharded, _GATHERED)
         self._open(FORWARD, group)
         if group != ROOT:
@@ -331,19 +348,31 @@ class _Walk:
                 f"block {self.groups[group].name} runs in backward out of turn, when its parameters are sharded"
             )
         self.order.pop()
-        sizes = self.sizes[group]
-        self._add(sizes.unsharded, _GATHERED)
-        self._add(-sizes.gather, _COMMUNICATION)
-        if self.order:
+        if not self.groups[group].kept:
+            self._end_gather(group)
+        self._prefetch()
+
+    def _prefetch(self) -> None:
+        """In the backward: start to gather the block that runs next."""
+        if self.order and not self.groups[self.order[-1]].kept:
             self._start_gather(self.order[-1])
+
+    def _end_gather(self, group: int) -> None:
+        self._add(self.sizes[group].unsharded, _GATHERED)
+        self._add(-self.sizes[group].gather, _COMMUNICATION)
 
     def _gather(self, group: int) -> None:
         """In the forward: the buffer of the gather before is freed between this one's collective and its copies."""
         sizes = self.sizes[group]
-        self._start_gather(group)
+        if group not in self.started:
+            self._start_gather(group)
         self._add(-self.buffer, _COMMUNICATION)
         self._add(sizes.unsharded, _GATHERED)
         self.buffer = sizes.gather
+        for other in self.groups[group].ahead:
+            if other not in self.started:
+                self._start_gather(other)
+                self.started.add(other)
 
     def _start_gather(self, group: int) -> None:
         sizes = self.sizes[group]
@@ -369,7 +398,10 @@ class _Walk:
         self._add(-sizes.scratch_reduce, _COMMUNICATION)
         if sizes.reduced:
             self._add(sizes.reduced, _REDUCED)
-            self._add(-sizes.received, _COMMUNICATION)
+            if self.is_replicated:
+                self.all_reduced += sizes.received
+            else:
+                self._add(-sizes.received, _COMMUNICATION)
         self._add(-gradients[-1], _UNREDUCED)
         self.reducing = sizes.reduce
 

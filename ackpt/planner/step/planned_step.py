@@ -97,6 +97,10 @@ class PlannedStep(nn.Module):
         return self._ackpt_variants.plan
 
     @property
+    def _ackpt_model(self) -> nn.Module:
+        return self._ackpt_variants.model
+
+    @property
     def history(self) -> list[Event]:
         """What was captured and planned so far, with causes."""
         return list(self._ackpt_variants.history)
@@ -190,13 +194,13 @@ class PlannedStep(nn.Module):
         return PlannedStep, (self._ackpt_variants.model, self._ackpt_variants.request)
 
 
-def put_in_place(step: PlannedStep) -> None:
-    """Let every call of the model's forward run `step`."""
-    standing_in.put_in_place(step._ackpt_variants.model, functools.partial(_run, step))
+def put_in_place(step: Any) -> None:
+    """Let every call of the model's forward run `step`, a `PlannedStep` or a step of a sharded model."""
+    standing_in.put_in_place(step._ackpt_model, functools.partial(_run, step))
     break_graphs_at(_has_plan)
 
 
-def in_place_of(model: nn.Module) -> PlannedStep | None:
+def in_place_of(model: nn.Module) -> Any:
     """The step that calls of `model` run; None if they run the model itself."""
     run = standing_in.in_place_of(model)
     return None if run is None else run.args[0]
@@ -238,7 +242,7 @@ def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs)
     return result
 
 
-def _run(step: PlannedStep, *call) -> Any:
+def _run(step: Any, *call) -> Any:
     return step._ackpt_run(*call)
 
 

@@ -27,6 +27,10 @@ _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': '
 _DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
 _GATHERS = "FSDP gathers parameters while a step runs, which cannot be captured."
 
+_PARALLEL = (
+    "Use ackpt.apply_activation_checkpointing(model), with the same modules on every rank, which changes no tensor."
+)
+
 _OUTSIDE = ". Hooks of the model run outside of the plan: give what its forward gets, after forward pre-hooks."
 _LEFT_OUT = (
     "As a part of a larger model, it can stay outside the plan: ackpt.compile and ackpt.apply_budget plan the rest "
@@ -50,9 +54,15 @@ if torch.distributed.is_available():
         f"{_GATHERS} Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel, or use fully_shard."
     )
     _WRAPPERS[FSDPModule] = (
-        f"{_GATHERS} Plan first, fully_shard(ackpt.compile(model, ...)), which gathers the whole model, or shard block "
-        "by block and call ackpt.apply_activation_checkpointing before that."
+        f"{_GATHERS} Call ackpt.apply_budget(model, batch, budget=...), which plans every rank of a model after "
+        "fully_shard, or plan what is not sharded yet."
     )
+
+
+def is_sharded(model) -> bool:
+    """Whether ``fully_shard`` was applied to a module of `model`."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return torch.distributed.is_available() and any(isinstance(module, FSDPModule) for module in modules)
 
 
 def check_keywords(model, given, keywords, owner: str) -> None:
@@ -167,6 +177,10 @@ def check_model(model, except_opaque: bool = False) -> None:
             reason = f"its compile() was called. Do not call it, {_INDUCTOR}."
         elif reason is None and any(is_lazy(p) for p in module.parameters(recurse=False)):
             reason = "its parameters have no shape yet. Call the model once on a batch to initialize them."
+        elif reason is None and any(type(p).__name__ == "DTensor" for p in module._parameters.values()):
+            reason = (
+                f"it has parameters of tensor parallelism, whose ranks must choose alike, or wait for ever. {_PARALLEL}"
+            )
         if reason is not None:
             if name and _is_compiled(module):
                 reason = f"{reason} {_LEFT_OUT}"
@@ -272,7 +286,7 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
         return
     fix = "Give a plain tensor: tensor.as_subclass(torch.Tensor), or tensor.as_tensor() of a MONAI MetaTensor."
     if kind.__name__ == "DTensor":
-        fix = "Plan before sharding, as in fully_shard(ackpt.compile(model, ...)), or use tensor.to_local()."
+        fix = f"{_PARALLEL} For an argument use tensor.to_local()."
     elif not has_torch_function:  # it holds other tensors, which only its own class can give
         fix = "Give the plain tensors that it is made of, or use ackpt.checkpoint on the model's blocks."
     raise TraceError(
