@@ -33,6 +33,7 @@ class Allocator:
             "memory_stats": self.statistics,
             "mem_get_info": lambda: (2**34, 2**34),
             "set_per_process_memory_fraction": self.fractions.append,
+            "is_bf16_supported": lambda *_, **__: capability >= (8, 0),
             "get_device_capability": lambda device=None: capability,
             "get_device_properties": lambda device=None: SimpleNamespace(**about),
             "get_device_name": lambda device=None: about["name"],

@@ -107,12 +107,11 @@ class _Model(nn.Module):
     def __init__(self, layers: int, dim: int, vocab_size: int):
         super().__init__()
         options = {"dropout": 0.1, "batch_first": True, "norm_first": True}
-        self.embedding, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, dim // 64, 4 * dim, **options) for _ in range(layers)
-        )
-        for block in self.blocks:
+        blocks = [nn.TransformerEncoderLayer(dim, dim // 64, 4 * dim, **options) for _ in range(layers)]
+        for block in blocks:
             block.self_attn.dropout = 0.0  # with it, attention on a CPU saves all its scores
+        self.embedding, self.head = nn.Embedding(vocab_size, dim), nn.Linear(dim, vocab_size)
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -123,10 +122,11 @@ class _Model(nn.Module):
 
 def _made(method: str, device: str, sizes: tuple[int, ...]) -> tuple[nn.Module, list[Tensor], Callable[[], None], Any]:
     """A new model prepared for the method, its batch, its step, and its plan, if it has one."""
-    batch_size, tokens, *shape, vocab_size = sizes
+    batch_size, tokens, layers, dim, vocab_size = sizes
     torch.manual_seed(0)
     with torch.device(device):
-        model, batch = _Model(*shape, vocab_size), [torch.randint(vocab_size, (batch_size, tokens)) for _ in range(2)]
+        model = _Model(layers, dim, vocab_size)
+        batch = [torch.randint(vocab_size, (batch_size, tokens)) for _ in range(2)]
     plan = ackpt.apply_budget(model, batch, budget=BUDGET).plan if method == PLAN else None
     if method not in (BASELINE, PLAN):
         offload = ackpt.offload_saved_tensors("async", min_bytes=0) if "offload" in method else None

@@ -6,6 +6,9 @@ repositories sashaboriskin/activation_checkpointing (synthetic, language model),
 2.8.3, polkadot21/activation-ckpt-offload (offload, torch 2.8) and MoonetD/CS265-mlsys-project-final (mu-TWO).
 """
 
+# pyright: reportCallIssue=false
+# (it cannot count the tensors of ``unbind``)
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from ackpt.cli import selftest
 from experiments.results import load_records
 from experiments.steps.workload import Workload
 from experiments.suite.gpu_suite import run_suite
-from experiments.suite.gpu_suite_jobs import SELFTEST, cpu_jobs
+from experiments.suite.gpu_suite_jobs import REFERENCE, SELFTEST, cpu_jobs
 
 JOBS = [
     dataclasses.replace(job, config=dataclasses.replace(job.config, device="cuda"), predict=lambda config: {})
@@ -34,7 +34,8 @@ def test_the_selftest_fails_nothing_where_only_bytes_differ(monkeypatch):
 @pytest.mark.parametrize("job", JOBS, ids=[job.name for job in JOBS])
 @pytest.mark.filterwarnings("ignore")  # of autocast and the profiler, which miss CUDA
 def test_a_job_runs_and_its_records_are_those_of_a_gpu(job, tmp_path, monkeypatch):
-    allocator = Allocator(monkeypatch)
+    capability = (8, 0) if job.experiment == REFERENCE else (7, 5)  # published models compute in bfloat16
+    allocator = Allocator(monkeypatch, capability)
     allocator.live = allocator.peak = 2**30  # the budget of a plan is a measured peak
     monkeypatch.setattr(Workload, "device", "cuda")
     monkeypatch.setattr("experiments.offload.traced", lambda step: step() or {"copies": 0})  # see test_profiling
@@ -45,7 +46,7 @@ def test_a_job_runs_and_its_records_are_those_of_a_gpu(job, tmp_path, monkeypatc
     assert {record.environment["device_name"] for record in records} == {"a stand-in"}
     for record in records:
         assert record.config["device"] == record.environment["device"] == "cuda"
-        assert record.environment["capability"] == "7.5"
+        assert record.environment["capability"] == ".".join(map(str, capability))
         if "seconds_step" in record.metrics:
             assert record.metrics["seconds_step"]["median"] == 1.5  # by the events of the stand-in
         if "points" not in record.metrics and "largest_batch" not in record.metrics:
