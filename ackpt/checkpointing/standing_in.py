@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 import weakref
@@ -19,9 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .closures import names_in
 from .reachable import IN_PLACE, TRAVELING
 
 Run = Callable[[nn.Module, Callable[..., Any], tuple, dict], Any]  # called with the module and its own forward
+_NAMES = "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_GLOBAL", "LOAD_CONST"
+_CALLS = {"forward", "__call__", "_call_impl", "_wrapped_call_impl"}
 _LOCK = threading.RLock()  # garbage collection may end a `StandIn` while this thread makes one
 
 
@@ -47,6 +51,31 @@ def own_attribute(kind: type, name: str, default: Any = None) -> Any:
     value = vars(kind).get(name, default)
     value = value.own if isinstance(value, _Forward) else value
     return default if value is None and name == "forward" else value
+
+
+def require_call_of_forward(module: nn.Module, label: str) -> None:
+    """Refuse a module whose class has a ``__call__`` that does not call ``forward``, as nothing then stands in.
+
+    Raises:
+        TypeError: if its code, and the methods that it names, refer to no way to ``forward``.
+    """
+    kind, names, seen = type(module), {"__call__"}, set()
+    while left := names - seen:
+        seen |= left
+        for name in left:
+            value = inspect.getattr_static(kind, name, None)
+            if not callable(value) or (value is vars(nn.Module).get(name) and name != "__call__"):
+                continue
+            if not isinstance(value, types.FunctionType) or {*value.__code__.co_freevars} - {"__class__"}:
+                return  # what it calls is not known
+            used = {each for each in names_in(value.__code__, *_NAMES) if isinstance(each, str)}
+            if used & _CALLS or any(isinstance(value.__globals__.get(each), types.FunctionType) for each in used):
+                return
+            names = names | used
+    raise TypeError(
+        f"{label} ({kind.__name__}) has a __call__ that does not call forward, so calls of it would run neither a "
+        "region nor a plan: let it compute in forward and call self.forward, or give the modules that it calls"
+    )
 
 
 class _Local(threading.local):
