@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 import weakref
@@ -19,9 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .closures import names_in
 from .reachable import IN_PLACE, TRAVELING
 
 Run = Callable[[nn.Module, Callable[..., Any], tuple, dict], Any]  # called with the module and its own forward
+_NAMES = "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_GLOBAL", "LOAD_CONST"
+_CALLS = {"forward", "__call__", "_call_impl", "_wrapped_call_impl"}
 _LOCK = threading.RLock()  # garbage collection may end a `StandIn` while this thread makes one
 
 
@@ -45,7 +49,33 @@ class StandIn:
 def own_attribute(kind: type, name: str, default: Any = None) -> Any:
     """``vars(kind)[name]`` as if nothing stood in."""
     value = vars(kind).get(name, default)
-    return value.function if isinstance(value, _Forward) else value
+    value = value.own if isinstance(value, _Forward) else value
+    return default if value is None and name == "forward" else value
+
+
+def require_call_of_forward(module: nn.Module, label: str) -> None:
+    """Refuse a module whose class has a ``__call__`` that does not call ``forward``, as nothing then stands in.
+
+    Raises:
+        TypeError: if its code, and the methods that it names, refer to no way to ``forward``.
+    """
+    kind, names, seen = type(module), {"__call__"}, set()
+    while left := names - seen:
+        seen |= left
+        for name in left:
+            value = inspect.getattr_static(kind, name, None)
+            if not callable(value) or (value is vars(nn.Module).get(name) and name != "__call__"):
+                continue
+            if not isinstance(value, types.FunctionType) or {*value.__code__.co_freevars} - {"__class__"}:
+                return  # what it calls is not known
+            used = {each for each in names_in(value.__code__, *_NAMES) if isinstance(each, str)}
+            if used & _CALLS or any(isinstance(value.__globals__.get(each), types.FunctionType) for each in used):
+                return
+            names = names | used
+    raise TypeError(
+        f"{label} ({kind.__name__}) has a __call__ that does not call forward, so calls of it would run neither a "
+        "region nor a plan: let it compute in forward and call self.forward, or give the modules that it calls"
+    )
 
 
 class _Local(threading.local):
@@ -127,27 +157,37 @@ def _run_of(module) -> Run | None:
 
 
 class _Forward:
-    """The attribute ``forward`` of the class `kind`; ``function``: the one before."""
+    """The attribute ``forward`` of the class `kind`; ``own``: the one before, None if `kind` has inherited it."""
 
-    def __init__(self, kind: type):
-        self.kind, self.function, self.users = kind, vars(kind)["forward"], 0
-        self._method = _method(self.function)
+    def __init__(self, kind: type, own: Any):
+        self.kind, self.own = kind, own
+        self._functions: Any = (None,)  # the class's own, and what `_method` and `_of_class` make of it
+        weakref.finalize(self, _replaced, weakref.ref(kind)).atexit = False
 
     def __get__(self, module, kind):
-        forward = self.function.__get__(module, kind) if hasattr(self.function, "__get__") else self.function
-        if module is None or not self._is_attribute_of(type(module)):
+        function, stood_in, of_class = self._made()
+        if module is None:
+            return of_class if kind is not None and _forward_of(kind) is function else _bound(function, None, kind)
+        forward = _bound(function, module, kind)
+        if not self._is_attribute_of(type(module)):
             return forward
         forward = module.__dict__.get("forward", forward)
-        return forward if _run_of(module) is None else self._stood_in(module, forward)
+        return forward if _run_of(module) is None else self._stood_in(module, forward, function, stood_in)
 
-    def _stood_in(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _made(self):
+        function = _forward_of(self.kind, self.own)
+        if self._functions[0] is not function:
+            of_class = _of_class(function) if isinstance(function, types.FunctionType) else function
+            self._functions = function, _method(function), of_class
+        return self._functions
+
+    def _stood_in(self, module: nn.Module, forward: Callable[..., Any], function, stood_in) -> Callable[..., Any]:
         """`forward` with its name and signature, for which something stands in, as long as it does."""
         if getattr(forward, "__code__", None) in _CODES:  # a library kept it, and has put it back
             return forward
         if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
             return _function(module, forward)
-        method = self._method if forward.__func__ is self.function else _method(forward.__func__)
-        return types.MethodType(method, module)
+        return types.MethodType(stood_in if forward.__func__ is function else _method(forward.__func__), module)
 
     def __set__(self, module, value) -> None:
         module.__dict__["forward"] = value
@@ -158,28 +198,60 @@ class _Forward:
 
     def _is_attribute_of(self, kind) -> bool:
         """Whether this is ``kind.forward``, and not that of a base class, which ``super()`` asks for."""
-        for each in kind.__mro__:
-            if "forward" in each.__dict__:
-                return each.__dict__["forward"] is self
-        return False
+        return next(each for each in kind.__mro__ if "forward" in each.__dict__).__dict__["forward"] is self
 
 
-def _entered(kind: type) -> _Forward:
+def _forward_of(kind: type, own: Any = None) -> Any:
+    """``kind.forward`` as in its class's namespace, as if nothing stood in; `own`: that of `kind` itself, if any."""
+    values = (own_attribute(each, "forward") for each in kind.__mro__)
+    return own or next(value for value in values if value is not None)
+
+
+def _bound(function, module, kind) -> Any:
+    return function.__get__(module, kind) if hasattr(function, "__get__") else function
+
+
+_USERS: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()  # the number of each class's `StandIn`s
+
+
+def _entered(kind: type) -> type:
     with _LOCK:
-        owner: Any = next(each for each in kind.__mro__ if "forward" in vars(each))
-        present = vars(owner)["forward"]
-        forward = present if isinstance(present, _Forward) else _Forward(owner)
-        forward.users += 1
-        if vars(owner)["forward"] is not forward:
-            owner.forward = forward
+        _USERS[kind] = _USERS.get(kind, 0) + 1
+        _put_before(kind)
+    return kind
+
+
+def _left(kind: Any) -> None:
+    with _LOCK:
+        _USERS[kind] -= 1
+        forward = vars(kind).get("forward")
+        if _USERS[kind] == 0 and isinstance(forward, _Forward):
+            if forward.own is None:
+                del kind.forward
+            else:
+                kind.forward = forward.own
+
+
+def _put_before(kind: Any) -> None:
+    own = vars(kind).get("forward")
+    if not isinstance(own, _Forward):
+        kind.forward = _Forward(kind, own.__wrapped__ if getattr(own, "__code__", None) in _CODES else own)
+
+
+def _replaced(reference: Callable[[], type | None]) -> None:
+    """Stand in for the ``forward`` that the program has assigned to a class, as nothing refers to the earlier one."""
+    with _LOCK:
+        if (kind := reference()) is not None and _USERS.get(kind):
+            _put_before(kind)
+
+
+def _of_class(function) -> Any:
+    @functools.wraps(function)
+    def forward(self, /, *args, **kwargs):
+        is_own = isinstance(self, nn.Module) and "forward" not in vars(self) and _forward_of(type(self)) is function
+        return self.forward(*args, **kwargs) if is_own else function(self, *args, **kwargs)
+
     return forward
-
-
-def _left(forward: Any) -> None:
-    with _LOCK:
-        forward.users -= 1
-        if forward.users == 0 and vars(forward.kind).get("forward") is forward:
-            forward.kind.forward = forward.function
 
 
 def _method(function) -> Any:
@@ -198,7 +270,7 @@ def _function(module, function) -> Any:
     return forward
 
 
-_CODES = [each.__code__ for each in (_method(lambda: None), _function(None, lambda: None))]
+_CODES = [each.__code__ for each in (_method(len), _function(None, len), _of_class(len))]
 
 
 def _call(module, forward, args, kwargs):
@@ -213,6 +285,7 @@ def _call(module, forward, args, kwargs):
 # it is skipped, as by ``torch._dynamo.eval_frame.skip_code``, without its import. Versions: 2.11 to 2.14; test:
 # test_modules_of_a_shared_class_compile_as_one_graph in tests/checkpointing/test_standing_in.py.
 _dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-for _each in (_Forward.__get__, _Forward._stood_in, _method, _function, _call_as_it_is):
+_SKIPPED = (_Forward.__get__, _Forward._made, _Forward._stood_in, _bound, _forward_of, _method, _function, _of_class)
+for _each in (*_SKIPPED, own_attribute, _call_as_it_is):
     _skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(_each.__code__, _skip)

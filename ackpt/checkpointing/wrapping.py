@@ -20,7 +20,7 @@ from ackpt.offloading.saved_tensors import Offload, resolve
 
 from .reachable import TRAVELING, graph_of
 from .reentrant import _modules_run, checkpoint
-from .standing_in import StandIn, as_it_is
+from .standing_in import StandIn, as_it_is, require_call_of_forward
 from .tree import strip_result
 
 
@@ -52,7 +52,8 @@ def apply_activation_checkpointing(
     Raises:
         ValueError: if nothing matches, a name does not exist, or a module is scripted or sharded by
             ``FullyShardedDataParallel``.
-        TypeError: if `check_fn` is none of the above, or if the model is planned by `ackpt.compile`.
+        TypeError: if `check_fn` is none of the above, if the model is planned by `ackpt.compile`, or if the class of a
+            chosen module has a ``__call__`` that does not call ``forward``.
         CheckpointError: in the first forward with gradients, if parameters of a chosen module were used but the module
             itself was not called and is therefore not checkpointed.
 
@@ -85,6 +86,7 @@ def apply_activation_checkpointing(
     resolve(offload)
     chosen = _choose(model, check_fn)
     for name, module in chosen.items():
+        require_call_of_forward(module, f"module {name!r}" if name else "the model")
         if _is_scripted(module):
             raise ValueError(
                 f"module {name!r} is scripted, so its forward cannot be replaced. Apply activation checkpointing to "

@@ -412,11 +412,14 @@ def _values_explained():
     """Turn torch's errors about values that a prediction does not have into a MeterError that names the line."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (DataDependentOutputException, DynamicOutputShapeException, AssertionError) as error:
+        if isinstance(error, AssertionError) and "FakeTensor" not in str(error):
+            raise
+        operation = getattr(error, "func", None) or str(error).rpartition("Found in ")[2].partition("(")[0]
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         frames = [frame for frame in frames if "/ackpt/metering/" not in frame.filename] or frames
         raise MeterError(
-            f"the step needs the values of a tensor ({error.func}) in {frames[-1].filename}:{frames[-1].lineno}, "
+            f"the step needs the values of a tensor ({operation}) in {frames[-1].filename}:{frames[-1].lineno}, "
             f"`{frames[-1].line}`, but a prediction has shapes alone: give the step a number instead, or use measure()"
         ) from error
 

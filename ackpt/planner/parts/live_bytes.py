@@ -45,6 +45,23 @@ _OUT_OF_PLACE = (
 )
 
 
+def allocated(device: torch.device) -> tuple[int, int]:
+    """Bytes that the allocator of a GPU has allocated now, and at its peak."""
+    counted = torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return counted["current"], counted["peak"]
+
+
+def with_peak(run: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
+    """The result of `run`, and the most bytes that it allocated; 0 inside of a profiler, and below a GPU's peak."""
+    if device.type != "cuda" and not _profiler_enabled():
+        result, _, peak = run_counted(run)
+        return result, peak
+    begin, before = allocated(device) if device.type == "cuda" else (0, 0)
+    result = run()
+    peak = allocated(device)[1] if device.type == "cuda" else 0
+    return result, (peak - begin) * (peak > before)
+
+
 class Backward:
     """One backward: the ``forwards`` that it has reached, the ``most`` live bytes, and at which autograd node."""
 

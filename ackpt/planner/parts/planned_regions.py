@@ -39,7 +39,7 @@ from ackpt.planner.capture.inspection.source_lines import running_modules
 from ackpt.planner.capture.optimizer_state import loop_bytes
 from ackpt.planner.request import Request
 
-from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes
+from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes, with_peak
 from .module_blocks import Block, Undo, blocks_of, first_sentence, free, in_thread, run_body
 from .regions_plan import (
     CHECKPOINTED,
@@ -222,6 +222,19 @@ class PlannedRegions:
             forward.watch(leaves)
         if record is not None:
             self.note_outputs(leaves)
+        return outputs
+
+    def without_gradients(self, run: Callable[[], Any]) -> Any:
+        """The outputs of `run`, a call without gradients; it counts if the backward of an earlier call is to come."""
+        pending = next((each for each in self.forwards if not each.is_reached), None)
+        if pending is None or (limit := pending.planned.plan.limit_bytes) is None:
+            return run()
+        live = self.live.bytes
+        outputs, peak = with_peak(run, next(self.model.parameters()).device)
+        if (size := live + peak) > limit:
+            moment = "in a forward without gradients before the backward of an earlier forward,"
+            pending.is_alone = False
+            pending.report(self._exceeds(size, pending.planned, moment))
         return outputs
 
     def gradients(self) -> list[torch.Tensor]:

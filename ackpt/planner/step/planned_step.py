@@ -163,7 +163,7 @@ class PlannedStep(nn.Module):
             call = self._ackpt_variants.call(args, kwargs)
             variant = self._ackpt_variants.serving(call)
             return self._ackpt_uncovered.call(lambda: variant.outputs(call), lambda: self.plan)
-        outputs = forward(*args, **kwargs)
+        outputs = self._ackpt_variants.without_gradients(lambda: forward(*args, **kwargs))
         if torch.is_grad_enabled():
             _require_no_gradients(outputs)
         return outputs

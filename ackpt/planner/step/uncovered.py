@@ -28,6 +28,7 @@ from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.inspection.model_checks import is_tensor
 from ackpt.planner.capture.outputs import flatten_outputs
+from ackpt.planner.parts.live_bytes import allocated, with_peak
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 
@@ -49,18 +50,20 @@ _EARLIER = (
     "Call backward() and drop the outputs before the next forward, or plan a module whose forward calls this one for "
     "all inputs and returns the loss."
 )
+_WITHOUT_GRADIENTS = "Run it before the forward that has gradients, or after the backward."
 
 
 class Room(NamedTuple):
     """What a plan leaves for other memory, in bytes.
 
-    ``forward``, ``backward``: by which its limit exceeds the peak of each. ``between``: live between the two.
-    ``whole``: the limit with the resident bytes.
+    ``forward``, ``backward``: by which its limit exceeds the peak of each; ``between``: the bytes live between the two.
+    ``live``: the latter. ``whole``: the limit with the resident bytes.
     """
 
     forward: int
     backward: int
     between: int
+    live: int
     whole: int
 
     @classmethod
@@ -70,7 +73,8 @@ class Room(NamedTuple):
             return None
         live, boundary = plan.timeline.live, plan.timeline.boundary or 0
         most, later = max(live[: boundary + 1]), max(live[boundary:])
-        return cls(limit - most, limit - later, live[boundary], limit + plan.resident_bytes)
+        between = live[boundary]
+        return cls(limit - most, limit - later, limit - between, between, limit + plan.resident_bytes)
 
 
 class Forward:
@@ -86,6 +90,7 @@ class Forward:
         storages = (storage for tensor in arguments for storage in storages_of(tensor))
         self.arguments = {each._cdata: (StorageWeakRef(each), each.nbytes()) for each in storages}
         self.outputs: dict[int, tuple[StorageWeakRef, int, str, str]] = {}
+        self._scalars: list[tuple[StorageWeakRef, int]] = []
         self.is_reported = False
 
     def returns(self, node: Any, outputs: Mapping[int, tuple[Any, str]]) -> None:
@@ -94,8 +99,22 @@ class Forward:
         for at, (tensor, fate) in outputs.items():
             for each in storages_of(tensor) if isinstance(tensor, torch.Tensor) else ():
                 if each.nbytes() > _SCALAR:
-                    words = f"output {at} of shape {list(tensor.shape)}"
-                    self.outputs[each._cdata] = StorageWeakRef(each), each.nbytes(), fate, words
+                    words, reference = f"output {at} of shape {list(tensor.shape)}", StorageWeakRef(each)
+                    if tensor.numel() == 1 and tensor.storage_offset() == 0 and each._cdata not in self.outputs:
+                        self._scalars.append((reference, tensor.element_size()))
+                    self.outputs[each._cdata] = reference, each.nbytes(), fate, words
+
+    def shrink_scalars(self) -> None:
+        """After its backward, reduce the storages of outputs of one element to it, if no other tensor shares them.
+
+        Losses such as that of ``mse_loss`` have a storage of the size of their input, and loops keep them for a step.
+        """
+        for reference, size in self._scalars if self.node() is None else ():
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            # One use is `storage`. Torch makes storages that NumPy reads not resizable.
+            if storage is not None and storage.resizable() and torch._C._storage_Use_Count(storage._cdata) == 2:
+                storage.resize_(size)
+                self.outputs.pop(storage._cdata, None)
 
     def referenced(self, *fates: str) -> dict[int, tuple[int, str]]:
         """The outputs, with these fates if any, that are still referenced: their bytes, and what they are."""
@@ -107,7 +126,7 @@ class Forward:
         total = 0
         storages = {key: size for key, (size, _) in self.referenced().items()}
         if self.node() is not None and (room := self.room()) is not None:
-            total = room.between  # with these outputs
+            total = room.live  # with these outputs
             for key, (ref, size, fate, _) in self.outputs.items():
                 if fate != DROPPED and (key in counted or (fate == KEPT and ref.expired())):
                     total -= size
@@ -159,6 +178,8 @@ class Uncovered:
         """
         if not self._is_bounded:
             return None
+        for each in self._forwards:
+            each.shrink_scalars()
         self._forwards = [each for each in self._forwards if each.node() is not None or each.referenced()]
         leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
         forward = Forward(set(map(id, leaves)), arguments, room)
@@ -181,27 +202,41 @@ class Uncovered:
 
         return returned
 
-    def _check(self, forward: Forward, leaves: Sequence[torch.Tensor], phase: str, retains: bool) -> None:
-        """Report if `phase` of `forward` begins while more is allocated than its budget allows."""
+    def without_gradients(self, run: Callable[[], Any]) -> Any:
+        """The outputs of `run`, a call without gradients; it counts if the backward of an earlier call is to come."""
+        pending = [each for each in self._forwards if each.node() is not None]
+        if not pending:
+            return run()
+        parameters = [*self.model.parameters()]
+        outputs, size = with_peak(run, parameters[0].device)
+        self._check(pending[-1], [each for each in parameters if id(each) in pending[-1].leaves], "between", False, size)
+        return outputs
+
+    def _check(self, forward: Forward, leaves: Sequence[torch.Tensor], phase: str, retains: bool, size=0) -> None:
+        """Report if `phase` of `forward` begins while more is allocated than its budget allows.
+
+        `size`: the bytes that a forward without gradients has allocated between forward and backward.
+        """
         gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
         if self.request.loop.accumulation:
             gradients -= sum(leaf.nbytes for leaf in leaves if isinstance(leaf, nn.Parameter))
-        outputs = forward.referenced(DROPPED)  # none before the forward
+        outputs = {} if size else forward.referenced(DROPPED)  # none before the forward
         others = (each for one in _ALL for each in one._forwards if one is self or each.leaves & forward.leaves)
         counted = {*forward.arguments, *forward.outputs}
         earlier = sum(each.held_bytes(counted) for each in others if each is not forward)
         if phase == "backward":  # autograd sums the gradients of several forwards before it adds them to `.grad`
             earlier += sum(leaf.nbytes for leaf in leaves if id(leaf) in _arrived.leaves)
-        if (gradients <= 0 and not outputs and not retains and not earlier) or (room := forward.room()) is None:
+        if (gradients <= 0 and not (outputs or retains or earlier or size)) or (room := forward.room()) is None:
             return
         _, largest = max(outputs.values(), default=(0, ""))
         causes = [
             (gradients, "of gradients exist", _GRADIENTS),
             (sum(size for size, _ in outputs.values()), f"of outputs are still referenced ({largest})", _OUTPUTS),
-            (room.between * retains, "of activations stay allocated because of retain_graph=True", _RETAINED),
+            (room.live * retains, "of activations stay allocated because of retain_graph=True", _RETAINED),
             (earlier, "of other forwards and their gradients are allocated", _EARLIER),
+            (size, "were allocated by a forward without gradients", _WITHOUT_GRADIENTS),
         ]
-        more, allowed = sum(size for size, *_ in causes), getattr(room, phase)
+        more, allowed = sum(each for each, *_ in causes), getattr(room, phase)
         if more <= allowed or forward.is_reported:
             return
         peak, whole = room.whole - allowed + more, room.whole
@@ -210,10 +245,10 @@ class Uncovered:
         fixes = " ".join(fix for *_, fix in causes)
         budget = "" if self.budget is None else f" {self.budget!r}"
         message = (
-            f"{phase} begins while {said}, which would exceed the budget{budget}: the peak would be "
+            f"{'backward has not begun and' if size else f'{phase} begins while'} {said}, which would exceed the budget{budget}: the peak would be "
             f"{memory_format(peak)} ({peak} bytes), and {memory_format(whole)} ({whole} bytes) are allowed. {fixes}"
         )
-        if more - earlier <= allowed and not self._is_in_bytes:  # a fraction refers to a step of one forward
+        if more - earlier - size <= allowed and not self._is_in_bytes:  # a fraction refers to a step of one forward
             warn(message)
         else:
             self.request.report(f"{message} on_exceed='warn' lets such steps run.", peak)
@@ -246,7 +281,7 @@ class Uncovered:
             )
         is_outside = self.budget is not None and self._has_loss is False and not self._has_exceeded
         device = next((each.device for each in self.model.parameters()), None) if is_outside else None
-        counters = _allocated(device) if device is not None and device.type == "cuda" else None
+        counters = allocated(device) if device is not None and device.type == "cuda" else None
         outputs = run()
         if counters is not None:
             tensors = [leaf for leaf in flatten_outputs(outputs)[0] if is_tensor(leaf) and leaf.grad_fn is not None]
@@ -257,7 +292,7 @@ class Uncovered:
 
     def _check_peak(self, device: torch.device, begin: int, before: int, plan: Callable[[], Plan]) -> None:
         """Warn if the peak of `device` has grown since it was `before`, and exceeds the budget."""
-        (_, peak), limit = _allocated(device), plan().limit_bytes
+        (_, peak), limit = allocated(device), plan().limit_bytes
         if self._has_exceeded or limit is None or peak <= max(before, begin + limit + _WORKSPACES):
             return
         self._has_exceeded = True
@@ -293,12 +328,6 @@ def _before_backward(nodes, check: Callable[[], None]) -> None:
 
     for node in nodes:
         node.register_prehook(first)
-
-
-def _allocated(device: torch.device) -> tuple[int, int]:
-    """Bytes that the allocator of a GPU has allocated now, and at its peak."""
-    counted = torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
-    return counted["current"], counted["peak"]
 
 
 _ALL: weakref.WeakSet[Uncovered] = weakref.WeakSet()

@@ -210,6 +210,10 @@ class Variants:
             self._regions = regions
             return planned
 
+    def without_gradients(self, run: Callable[[], Any]) -> Any:
+        """The outputs of `run`, a call of the model without gradients."""
+        return (self.uncovered if self._regions is None else self._regions).without_gradients(run)
+
     def _variant_for(self, call: Call) -> Variant:
         group = self._groups.pop(call.facts, None) or _Group()
         self._groups[call.facts] = group  # now the one that was used last

@@ -105,10 +105,17 @@ def same_input(model, kept):
 def alone(model, kept):
     model(A)  # dropped
     loss = model(A)
-    with torch.no_grad():
-        model(A)
     loss.backward()
     kept.append(loss)
+
+
+def evaluated_between(model, kept):
+    loss = model(A)
+    model.eval()
+    with torch.no_grad():
+        model(torch.cat([A, B]).repeat(8, 1))
+    model.train()
+    loss.backward()
 
 
 def accumulated(model, kept):
@@ -119,7 +126,10 @@ def accumulated(model, kept):
 @pytest.mark.parametrize("options", [{}, {"regions": True}])
 @pytest.mark.parametrize(
     ("loop", "exceeds"),
-    [(pair, True), (in_turns, True), (same_input, True), (alone, False), (accumulated, False)],
+    [
+        *((pair, True), (in_turns, True), (same_input, True), (evaluated_between, True)),
+        *((alone, False), (accumulated, False)),
+    ],
 )
 def test_what_earlier_forwards_hold_counts(loop, exceeds, options):
     """In bytes it is an error, or with on_exceed="warn" a warning; for a fraction, a warning."""
@@ -136,7 +146,7 @@ def test_what_earlier_forwards_hold_counts(loop, exceeds, options):
         model.load_state_dict(deep().state_dict())
         model.zero_grad()
         if exceeds and limit == budget and on_exceed == "raise":
-            with pytest.raises(ackpt.BudgetError, match="(other|earlier) forwards"):
+            with pytest.raises(ackpt.BudgetError, match="(other|earlier) forwards|without gradients"):
                 loop(model, kept)
             continue
         _, said = recorded(partial(loop, model, kept))
@@ -144,6 +154,34 @@ def test_what_earlier_forwards_hold_counts(loop, exceeds, options):
         for one, other in zip(model.parameters(), expected.parameters()):
             assert torch.equal(one.grad, other.grad)
         assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("keep", "counts"),
+    [(lambda loss: loss, False), (torch.Tensor.item, False), (torch.Tensor.detach, True)],
+)
+def test_a_loss_in_memory_for_all_elements_may_be_kept(keep, counts):
+    """The next forward reduces the storage of ``mse_loss``, unless another tensor shares it."""
+
+    class Compared(nn.Linear):
+        def forward(self, x, y):
+            return F.mse_loss(super().forward(x), y)
+
+    x, y = torch.randn(2, 2000, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    model, kept = Compared(16, 16).requires_grad_(False), []
+    x.requires_grad_()
+    budget = ackpt.compile(model, x, y, budget="1GiB").plan.peak_bytes
+    ackpt.apply_budget(model, (x, y), budget=budget, on_exceed="warn")
+
+    def train():
+        for _ in range(3):
+            x.grad = None
+            loss = model(x, y)
+            loss.backward()
+            kept.append(keep(loss))
+
+    _, said = recorded(train)
+    assert bool(said) == counts and all(torch.as_tensor(each).item() == torch.as_tensor(kept[0]).item() for each in kept)
 
 
 def test_forwards_of_models_that_share_parameters_count():

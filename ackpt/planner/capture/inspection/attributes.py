@@ -180,10 +180,10 @@ class Snapshot:
 def module_snapshots(model: nn.Module) -> Iterator[Snapshot]:
     """Of all attributes of the modules in `model`, and of lists and dicts in them, also of unregistered modules."""
     for path, module in _with_unregistered(dict(model.named_modules())).items():
-        derived = _derived(module)
+        computed = derived(module)
         for attribute, container in _containers(module):
             refusal = functools.partial(_refusal, module, path, attribute)
-            yield Snapshot(container, refusal, derived=derived if container is vars(module) else ())
+            yield Snapshot(container, refusal, derived=computed if container is vars(module) else ())
 
 
 def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -275,8 +275,8 @@ def _same(was, now) -> bool:
     return False
 
 
-def _derived(module: nn.Module) -> set:
-    """Attributes that torch's own hooks compute before every forward: by spectral_norm, weight_norm and pruning."""
+def derived(module: nn.Module) -> set[str]:
+    """Names of attributes that hooks of torch compute before every forward: by spectral_norm, weight_norm and pruning."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils")]
     return {getattr(hook, name) for hook in hooks for name in ("name", "_tensor_name") if hasattr(hook, name)}
 

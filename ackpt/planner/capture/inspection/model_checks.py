@@ -16,9 +16,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ackpt.checkpointing.reachable import HOOKS
-from ackpt.checkpointing.standing_in import in_place_of
+from ackpt.checkpointing.standing_in import in_place_of, require_call_of_forward
 from ackpt.core.errors import TraceError, add_note, check_misspelt, did_you_mean, warn
 
+from .attributes import derived
 from .calls import named_leaves
 from .source_lines import not_repeated
 from .value_walk import is_installed, is_of_model, module_label, said
@@ -165,6 +166,7 @@ def check_model(model, except_opaque: bool = False) -> None:
     """Refuse a model that is not a module or cannot be captured; `except_opaque`: submodules may be compiled."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    require_call_of_forward(model, "the model")
     for name, module in model.named_modules():
         if name and except_opaque and is_opaque(model, name):
             continue
@@ -245,7 +247,15 @@ def has_data(model: nn.Module, leaves) -> bool:
 
 
 def require_traceable(model: nn.Module, args, kwargs) -> None:
-    """Refuse NumPy arrays, nested tensors, tensor subclasses, and tensors on a device that is not there."""
+    """Refuse what no capture follows: NumPy arrays, nested tensors, tensor subclasses, a device that is not there.
+
+    So are weights of the model itself that hooks of torch compute: its hooks run outside of the plan.
+    """
+    if computed := sorted(derived(model) - model._parameters.keys()):
+        raise not_repeated(
+            f"{computed[0]!r} of the model itself is computed by a forward pre-hook, as by torch.nn.utils.weight_norm, "
+            "which a captured step would not run. Use torch.nn.utils.parametrizations, give nn.Sequential(model)"
+        )
     require_no_arrays(args, kwargs)
     require_no_attributes(args, kwargs)
     types = set()

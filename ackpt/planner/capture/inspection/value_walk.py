@@ -250,16 +250,17 @@ class Walk:
 
     def _attributes(self, value, label: str, depth: int, names: set[str]) -> None:
         shared: set[str] = set()
-        for kind in (value if isinstance(value, type) else type(value)).__mro__:
-            if not _is_class_of_model(kind):
-                continue
-            for name in names & vars(kind).keys():
-                shares = own_attribute(kind, name)
-                if isinstance(shares, _METHODS) or _content(shares) is not None or _advances(shares):
+        kinds = list(filter(_is_class_of_model, (value if isinstance(value, type) else type(value)).__mro__))
+        absent = names & {name for kind in kinds for name in vars(kind)}  # from `kind` and the classes derived from it
+        for kind in kinds:
+            own = {name: own_attribute(kind, name, ABSENT) for name in absent | (names & vars(kind).keys())}
+            absent = {name for name in absent if own[name] is ABSENT}
+            for name, shares in own.items():
+                if isinstance(shares, _METHODS) or _content(shares) is not None or _advances(shares) or name in absent:
                     put, pop = functools.partial(setattr, kind), functools.partial(delattr, kind)
                     of_class = _Namespace(functools.partial(own_attribute, kind), put, pop)
                     namespace = self._classes.setdefault(kind, of_class)
-                    self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
+                    self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1, name in absent)
                     shared.add(name)
                 elif isinstance(shares, types.MemberDescriptorType) and not isinstance(value, type):
                     get = functools.partial(_slot, value)
