@@ -67,7 +67,7 @@ LARGEST = 1 << 26  # bytes of the arguments and results of an operation that run
 SCALAR_BYTES = 16  # of the largest element
 FLOATS = (torch.float32, torch.float64)  # in half precision, oneDNN computes some of these
 _SIDE = 3  # of the small tensors
-_OURS = ("aten", "mkldnn", "ackpt_graph")
+_OURS = ("aten", "mkldnn", "ackpt_graph", "bitsandbytes")
 _NOTHING = Allocations(0, 0, ())
 
 # Their CPU kernels allocate nothing but results, of contiguous arguments in `FLOATS`.
@@ -97,7 +97,7 @@ _SAFE_WITH_INTEGERS = frozenset(
     "bincount bucketize copy_ cummax cummin cumprod cumsum diff dot embedding_renorm_ equal fill_ flip "
     "fractional_max_pool2d_backward fractional_max_pool3d_backward histc index_add index_add_ index_copy index_copy_ "
     "index_fill index_fill_ index_put_ index_reduce index_select_backward kthvalue lift_fresh_copy linalg_ldl_solve "
-    "linalg_lu_solve masked_scatter "
+    "linalg_lu_solve masked_scatter dequantize_4bit dequantize_blockwise gemm_4bit "
     "masked_select max max_pool2d_with_indices_backward max_pool3d_with_indices_backward max_unpool2d max_unpool3d "
     "mean median min mkldnn_rnn_layer_backward mode msort multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward "
     "multilabel_margin_loss_forward nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot "

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .inner_tensors import inner_tensors, is_wrapper
+
 _Holder: TypeAlias = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
-Item: TypeAlias = _Holder | Mapping[str, Any]
+Item: TypeAlias = _Holder | Mapping[str, Any] | Sequence[Any]
 
 
 def storages_of(tensor):
-    """The storages of a tensor: one, or those of the indices and values of a sparse tensor; none for None."""
+    """The storages of a tensor: one, those of the indices and values of a sparse tensor, and of its `inner_tensors`.
+
+    None has no storage.
+    """
     if tensor is None:  # hooks for complete gradients are called for undefined gradients too
         return []
-    tensor = getattr(tensor, "_local_tensor", tensor)  # torch: a DTensor has no data; its public to_local() records
+    inner = [storage for each in inner_tensors(tensor).values() for storage in storages_of(each)]
+    if is_wrapper(tensor):
+        return inner
     if tensor.layout == torch.strided:
-        return [tensor.untyped_storage()]
+        return [tensor.untyped_storage(), *inner]
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     return []
@@ -90,9 +97,11 @@ class Resident:
 
 
 def _holders(item: Item) -> Iterator[_Holder]:
-    """`item`, or the tensors of a dict."""
+    """`item`, the items of a list or tuple, or the tensors of a dict."""
     if isinstance(item, Mapping):
         yield from (leaf for leaf in tree_leaves(dict(item)) if isinstance(leaf, torch.Tensor))
+    elif isinstance(item, (list, tuple)):
+        yield from (holder for each in item for holder in _holders(each))
     elif isinstance(item, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
         yield item
     else:

@@ -302,7 +302,7 @@ ERRORS = {
     "half a warmup": (lambda: measure(lambda: None, warmup=1.5), ValueError, "warmup is 1.5"),
     "repeats": (lambda: measure(lambda: None, repeats=-1), ValueError, "repeats is -1"),
     "a model as resident": (lambda: Resident(torch.nn.Linear(1, 1)), TypeError, "must be an iterable"),
-    "resident of a list": (lambda: Resident([[]]), TypeError, "holds a list"),
+    "resident of a set": (lambda: Resident([set()]), TypeError, "holds a set"),
     "measure of a loss": (lambda: ackpt.measure(torch.ones(())), TypeError, A_LOSS),
     "predict of a loss": (lambda: ackpt.predict(torch.ones(())), TypeError, A_LOSS),
     "no function": (lambda: compare_seconds({}), ValueError, "at least one function"),

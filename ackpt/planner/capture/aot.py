@@ -30,6 +30,7 @@ from ackpt.core.autograd_state import version
 from ackpt.core.errors import TraceError, warn
 from ackpt.core.progress import stage
 from ackpt.metering.cpu_meter import no_collection
+from ackpt.metering.inner_tensors import inner_tensors, tensor_at
 from ackpt.metering.without_data.packed_sequences import found_packed
 
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
@@ -60,7 +61,7 @@ from .outputs import (
 from .patches.eager_settings import fused_attention_refused, like_eager
 from .patches.python_kernels import casting_once, is_weight
 from .patches.size_arithmetic import SizeEnv, python_arithmetic
-from .shapes import off_meta, shape_of
+from .shapes import Shapes, off_meta
 
 # Held during a capture, which replaces functions of torch in all threads.
 CAPTURING = threading.RLock()
@@ -136,7 +137,11 @@ class Capture:
                 continue
             module = modules[path]
             tensors = module._parameters if attribute in module._parameters else module._buffers
-            named.append(tensors[attribute])
+            if attribute in tensors:
+                named.append(tensors[attribute])
+            else:  # of `_mirror`; looked up in every call, since merging an adapter replaces the weight
+                name, _, inner = attribute.partition("/")
+                named.append(tensor_at(module._parameters[name], inner))
         given = (empty_tensor(leaves[at], leaves) if at in self.numbers else leaves[at] for at in self.given)
         return [*named, *given]
 
@@ -324,7 +329,13 @@ def _mirror(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
     if id(module) not in seen:
         mirror = seen[id(module)] = nn.Module()
         children = {name: child if child is None else _mirror(child, seen) for name, child in module._modules.items()}
-        own = {"_parameters": {**module._parameters}, "_buffers": {**module._buffers}, "_modules": children}
+        inner = {
+            f"{name}/{path}": tensor
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+            for path, tensor in inner_tensors(parameter).items()
+        }
+        own = {"_parameters": {**module._parameters, **inner}, "_buffers": {**module._buffers}, "_modules": children}
         vars(mirror).update(own)
     return seen[id(module)]
 
@@ -484,7 +495,7 @@ def _captured(stack, call: _Call) -> Capture:
             held = tuple(tensor for tensor, _ in found.values())
             if (fake_mode := call.fake_mode) is not None:
                 with fake_mode:
-                    held = tuple(shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
+                    held = tuple(Shapes()(tensor) if tensor.is_meta else tensor for tensor in held)
         raise TraceError(
             f"every forward creates a tensor{line} from data that a captured step cannot follow, such as a NumPy "
             "array. Create it once and register it as a buffer, or pass it as an argument."

@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from ackpt.checkpointing.reachable import HOOKS
 from ackpt.checkpointing.standing_in import in_place_of
 from ackpt.core.errors import warn
+from ackpt.metering.inner_tensors import inner_tensors
 
 from .aot import given_places
 from .dynamic_sizes import Layout, is_sized, layout
@@ -279,7 +280,8 @@ def _named(modules: Iterable[nn.Module]) -> list[Mapping[str, torch.Tensor | Non
 
 
 def _tensors(named: Iterable[Mapping[str, torch.Tensor | None]]) -> list[torch.Tensor]:
-    return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
+    own = [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
+    return [each for tensor in own for each in (tensor, *inner_tensors(tensor).values())]
 
 
 def _structure(modules: Collection[nn.Module]) -> Structure:

@@ -95,6 +95,7 @@ _TAGGED = {
     "torch_attn",
 }
 _TAGGED |= {"profiler", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "torchvision", "ackpt_graph"}
+_TAGGED |= {"bitsandbytes"}  # whose operations draw none
 
 
 def may_draw(target, *args) -> bool:

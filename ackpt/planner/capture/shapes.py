@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ackpt.core.errors import TraceError
+from ackpt.metering.inner_tensors import quantize_on_meta, with_state
 
 T = TypeVar("T")
 
@@ -49,29 +50,35 @@ def from_shapes(build: Callable[[], T]) -> T:
             f"the model reads the values of a tensor while it is built: {str(error).splitlines()[0]} Build the tensor "
             'on the CPU, by device="cpu", or build the model with data'
         ) from error
-    mode, substitutes = FakeTensorMode(), {}  # tied parameters stay tied
-
-    def substitute(tensor: torch.Tensor) -> torch.Tensor:
-        return substitutes.setdefault(id(tensor), (tensor, shape_of(tensor)))[1]
-
-    def without_data(value):
-        if isinstance(value, nn.Module):
-            for module in value.modules():
-                tensors: Any = module._parameters, module._buffers
-                for named in tensors:
-                    named.update({name: substitute(tensor) for name, tensor in named.items() if tensor is not None})
-            return value
-        return substitute(value) if isinstance(value, torch.Tensor) else value
-
-    with mode:
-        return tree_map(without_data, built)
+    modules = [module for each in tree_leaves(built) if isinstance(each, nn.Module) for module in each.modules()]
+    quantize_on_meta(parameter for module in modules for parameter in module._parameters.values())
+    shape_of = Shapes()
+    with FakeTensorMode():
+        for module in modules:
+            tensors: Any = module._parameters, module._buffers
+            for named in tensors:
+                named.update({name: shape_of(tensor) for name, tensor in named.items() if tensor is not None})
+        return tree_map_only(torch.Tensor, shape_of, built)
 
 
-def shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` without data, a parameter if it is one; in a fake tensor mode, or ``torch.device("meta")``."""
-    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    needs_grad = tensor.requires_grad
-    return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)
+class Shapes:
+    """Copies of tensors without data, parameters of parameters; in a fake tensor mode, or ``torch.device("meta")``.
+
+    Tied tensors stay tied. ``copies``: by the ids of the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[int, torch.Tensor] = {}
+        self._tensors: list[torch.Tensor] = []  # whose ids must not be given to others
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.copies:
+            self._tensors.append(tensor)
+            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            needs_grad, is_parameter = tensor.requires_grad, isinstance(tensor, nn.Parameter)
+            copied = nn.Parameter(shape, needs_grad) if is_parameter else shape.requires_grad_(needs_grad)
+            self.copies[id(tensor)] = with_state(copied, tensor, self)
+        return self.copies[id(tensor)]
 
 
 def off_meta(model: Any, leaves, fake_mode: FakeTensorMode):
@@ -79,15 +86,11 @@ def off_meta(model: Any, leaves, fake_mode: FakeTensorMode):
     tensors = [*model.parameters(), *model.buffers(), *leaves]
     if not any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors):
         return model, leaves
-    replaced: dict[int, torch.Tensor] = {}  # tied parameters stay tied
-
-    def replacement(tensor):
-        if id(tensor) not in replaced:
-            replaced[id(tensor)] = shape_of(tensor)
-        return replaced[id(tensor)]
-
+    shape_of = Shapes()
     with fake_mode:
-        fake = {id(tensor): replacement(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        leaves = [replacement(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        leaves = [shape_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        of_call = set(shape_of.copies)
+        own = {id(tensor): shape_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    inner = {key: copied for key, copied in shape_of.copies.items() if key not in of_call}
     # Replaced wherever a module holds them, as a recurrent layer does in a list too.
-    return copy.deepcopy(model, fake), leaves
+    return copy.deepcopy(model, {**inner, **own}), leaves

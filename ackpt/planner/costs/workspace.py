@@ -35,7 +35,7 @@ from ackpt.planner.capture.dynamic_sizes import DynamicModule, expression
 from ackpt.planner.capture.joint_graph import JointGraph, communicates, once_per_graph
 from ackpt.planner.costs.operation_costs import allocates
 
-_OWN = ("aten", "prims", "ackpt_graph")
+_OWN = ("aten", "prims", "ackpt_graph", "bitsandbytes")
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 

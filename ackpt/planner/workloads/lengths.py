@@ -36,7 +36,7 @@ from ackpt.planner.capture.inspection.calls import call_arguments
 from ackpt.planner.capture.inspection.model_checks import check_model
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
-from ackpt.planner.capture.shapes import shape_of
+from ackpt.planner.capture.shapes import Shapes
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.policies import auto, full
 from ackpt.planner.policies.search.frontier import frontier
@@ -254,8 +254,10 @@ def fits(
     data = model
     if where is not None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
         with torch.device("meta"):
-            shapes_of = {id(tensor): shape_of(tensor) for tensor in tensors}
-        data = copy.deepcopy(model, shapes_of)
+            shape_of = Shapes()
+            for tensor in tensors:
+                shape_of(tensor)
+        data = copy.deepcopy(model, shape_of.copies)
     steps = _Steps(
         data,
         make,

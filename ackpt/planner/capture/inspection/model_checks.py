@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from ackpt.checkpointing.reachable import HOOKS
 from ackpt.checkpointing.standing_in import in_place_of, require_call_of_forward
 from ackpt.core.errors import TraceError, add_note, check_misspelt, did_you_mean, warn
+from ackpt.metering.inner_tensors import is_wrapper, state_name, state_values
 
 from .attributes import derived
 from .calls import named_leaves
@@ -220,7 +221,9 @@ def is_tensor(value) -> bool:
 
 def tensor_facts(tensor: torch.Tensor) -> tuple:
     """The properties of a tensor of the model that a capture depends on; they compare and hash."""
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    facts = type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    plain = [(path, value) for path, value in state_values(tensor) if not is_tensor(value)]
+    return (*facts, *((path, tuple(value) if isinstance(value, list) else value) for path, value in plain))
 
 
 def public_attributes(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -285,7 +288,7 @@ def require_no_arrays(args, kwargs) -> None:
 def require_plain(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor subclass: it changes what operations do or return, which a captured step would not do again.
 
-    Subclasses of ``nn.Parameter`` and fake tensors change nothing, and pass.
+    Subclasses of ``nn.Parameter`` and fake tensors change nothing, and pass; so do frozen weights with a state.
     """
     kind = type(tensor)
     if kind is torch.Tensor or isinstance(tensor, FakeTensor):
@@ -294,11 +297,14 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
     dispatch = getattr(kind, "__torch_dispatch__")  # noqa: B009 (pyright cannot bind torch's own)
     if not has_torch_function and dispatch is torch._C._disabled_torch_dispatch_impl:
         return
+    if state_name(tensor) is not None and not tensor.requires_grad:  # it is a subclass for loading and sharding alone
+        return
     fix = "Give a plain tensor: tensor.as_subclass(torch.Tensor), or tensor.as_tensor() of a MONAI MetaTensor."
     if kind.__name__ == "DTensor":
         fix = f"{_PARALLEL} For an argument use tensor.to_local()."
-    elif not has_torch_function:  # it holds other tensors, which only its own class can give
-        fix = "Give the plain tensors that it is made of, or use ackpt.checkpoint on the model's blocks."
+    elif isinstance(tensor, nn.Parameter) or is_wrapper(tensor):  # only its own class can give what it is made of
+        frozen = "freeze it, or " if state_name(tensor) is not None else ""
+        fix = f"To plan the model in regions, {frozen}use ackpt.apply_budget(model, batch, regions=True, ...)."
     raise TraceError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor, whose type and attributes a "
         f"captured step would lose. {fix}"

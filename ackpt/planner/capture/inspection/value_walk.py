@@ -26,6 +26,7 @@ from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, glo
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import TorchStream, stream_of
 from ackpt.checkpointing.standing_in import own_attribute
+from ackpt.metering.inner_tensors import state_name
 from ackpt.metering.without_data.holders import CACHED
 
 from .attributes import (
@@ -124,7 +125,9 @@ class Walk:
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
         self._classes: dict[type, _Namespace] = {}
-        self._modules = {id(module) for module in model.modules()}
+        # Facts of every call compare modules and the states of quantized weights, which their layers also hold.
+        states = (vars(each).get(state_name(each) or "") for each in model.parameters())
+        self._compared = {*map(id, model.modules()), *(id(state) for state in states if state is not None)}
         for path, module in model.named_modules():
             label = module_label(path)
             self.add(type(module), f"the class of {label}")
@@ -244,7 +247,7 @@ class Walk:
     def _has_attributes(self, value) -> bool:
         if isinstance(value, types.ModuleType):
             return is_of_model(getattr(value, "__file__", None) or "")
-        if isinstance(value, (torch.Tensor, types.FunctionType)) or id(value) in self._modules:
+        if isinstance(value, (torch.Tensor, types.FunctionType)) or id(value) in self._compared:
             return False
         return _is_class_of_model(value if isinstance(value, type) else type(value))
 

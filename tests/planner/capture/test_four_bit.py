@@ -1,0 +1,145 @@
+"""Frozen 4-bit weights of bitsandbytes: their state is an input of the step, and counts as parameters."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+
+bnb = pytest.importorskip("bitsandbytes")
+
+
+class Adapted(nn.Module):
+    """A frozen 4-bit layer with an adapter."""
+
+    def __init__(self, inputs, outputs, **options):
+        super().__init__()
+        self.base = bnb.nn.Linear4bit(inputs, outputs, bias=False, **options)
+        self.down, self.up = nn.Linear(inputs, 4, bias=False), nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Model(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(Adapted(64, 256, **options), nn.GELU(), Adapted(256, 64, **options)) for _ in range(2)]
+        self.first, self.blocks = nn.Linear(64, 64), nn.Sequential(*blocks)
+
+    def forward(self, x):
+        return self.blocks(self.first(x)).square().mean()
+
+
+def quantized(**options):
+    return Model(**options).to("cpu")
+
+
+def trained(model, x, autocast=None):
+    model.zero_grad()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        loss = model(x)
+    loss.backward()
+    return loss.detach(), *(each.grad.clone() for each in model.parameters() if each.requires_grad)
+
+
+def same(one, other):
+    return all(map(torch.equal, trained(*one), trained(*other)))
+
+
+OPTIONS = {
+    "nf4, nested": {"quant_type": "nf4"},
+    "fp4": {"quant_type": "fp4", "compress_statistics": False},
+    "packed as bfloat16": {"quant_type": "nf4", "quant_storage": torch.bfloat16},
+    "products in bfloat16": {"quant_type": "nf4", "compute_dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_planned_step_is_bit_equal_and_takes_the_planned_bytes(options, autocast):
+    if autocast is not None:
+        options = {**options, "compute_dtype": autocast}
+    model, x = quantized(**options), torch.randn(32, 64)
+    eager = copy.deepcopy(model)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        step = ackpt.apply_budget(model, x, budget=0.9)
+    assert same((model, x, autocast), (eager, x, autocast))
+    measured = ackpt.measure(lambda: trained(model, x, autocast), resident=(model, x))
+    kept = sum(each.numel() * each.itemsize for each in model.parameters() if each.requires_grad)
+    assert measured.dynamic_peak_bytes - kept <= step.plan.dynamic_peak_bytes  # `trained` copies the gradients
+    assert measured.resident_bytes == step.plan.resident_bytes
+
+
+def test_measured_is_planned_to_the_byte():
+    model, x = quantized(quant_type="nf4"), torch.randn(32, 64)
+    step = ackpt.apply_budget(model, x, budget=0.8)
+
+    def train():
+        model.zero_grad()
+        model(x).backward()
+
+    measured = ackpt.measure(train, resident=(model, x))
+    assert (measured.peak_bytes, measured.resident_bytes) == (step.plan.peak_bytes, step.plan.resident_bytes)
+    state = model.blocks[0][0].base.weight.quant_state
+    assert state.nested and state.absmax.dtype is torch.uint8
+
+
+def test_weights_that_merging_replaces_are_read_in_the_next_call():
+    model, x = quantized(quant_type="nf4"), torch.randn(32, 64)
+    eager = copy.deepcopy(model)
+    step = ackpt.apply_budget(model, x, budget=0.9)
+    plan = step.plan
+    for kind in ("nf4", "fp4"):
+        weight, options = torch.randn(256, 64), {"quant_type": kind, "compress_statistics": kind == "nf4"}
+        for each in (model, eager):
+            layer = each.blocks[0][0].base
+            layer.weight = bnb.nn.Params4bit(weight, module=layer, **options).to("cpu")
+        assert same((model, x), (eager, x))
+        assert (step.plan is plan) == (kind == "nf4")
+
+
+def test_shapes_alone_are_planned_and_predicted_as_the_model_is():
+    model, x = quantized(quant_type="nf4"), torch.randn(32, 64)
+    without_data = ackpt.from_shapes(lambda: (Model(quant_type="nf4"), torch.randn(32, 64)))
+    assert ackpt.trace(*without_data).bytes() == ackpt.trace(model, x).bytes()
+    predicted = ackpt.predict(lambda: without_data[0](without_data[1]).backward(), resident=without_data)
+    measured = ackpt.measure(lambda: model(x).backward(), resident=(model, x))
+    assert predicted.unknown_workspace == ()
+    assert (predicted.peak_bytes, predicted.resident_bytes) == (measured.peak_bytes, measured.resident_bytes)
+    trained(quantized(quant_type="nf4"), x)  # the library's tables have data
+
+
+@pytest.mark.parametrize(
+    ("change", "autocast", "message"),
+    [
+        (lambda model: model.blocks[0][0].base.weight.__setattr__("requires_grad", True), None, "freeze it, or use"),
+        (lambda model: None, torch.bfloat16, "bnb_4bit_compute_dtype=torch.bfloat16"),
+    ],
+    ids=["trained", "another dtype than autocast's"],
+)
+def test_what_no_step_computes_is_refused(change, autocast, message):
+    model = quantized(quant_storage=torch.float32, compute_dtype=torch.float32)
+    change(model)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None), pytest.raises(ackpt.TraceError, match=message):
+        ackpt.apply_budget(model, torch.randn(32, 64), budget=0.9)
+
+
+def test_regions_restore_the_weight_that_the_first_forward_moves():
+    def build():
+        torch.manual_seed(0)
+        layers = (bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False) for _ in range(2))
+        return nn.Sequential(nn.Linear(64, 64), *(nn.Sequential(each, nn.Tanh()) for each in layers)).to("cpu")
+
+    x = torch.randn(8, 64)
+    eager, model = build(), build()
+    ackpt.apply_activation_checkpointing(model, lambda module: isinstance(module, nn.Sequential))
+    for each in (eager, model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            each(x).sum().backward()
+    assert torch.equal(eager[0].weight.grad, model[0].weight.grad)
