@@ -1,7 +1,5 @@
 """Helpers of the tests: one training step, plain and checkpointed, compared to the last bit."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -163,6 +161,14 @@ def batch(rows: int = 3, width: int = 4, grad: bool = True) -> torch.Tensor:
     return torch.randn(rows, width, requires_grad=grad)
 
 
+def model_of(forward: Callable, /, **parts) -> nn.Module:
+    """A module with these parts; its class has this ``forward``, a function of the module and its inputs."""
+    model = type("Model", (nn.Module,), {"forward": forward, "__module__": forward.__module__})()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model
+
+
 def with_layer(layer: nn.Module) -> nn.Module:
     """`layer` between two linear layers."""
     return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
@@ -212,6 +218,12 @@ def assert_next_step_works() -> None:
     assert_same_step(build)
 
 
+def raises(error, match: str, call: Callable[[], object]) -> None:
+    """The call raises this error, with this text."""
+    with pytest.raises(error, match=match):
+        call()
+
+
 @contextlib.contextmanager
 def raises_cleanly(error, match: str):
     """The body raises; random numbers, modes and flags are as before; the next step works."""
@@ -241,6 +253,7 @@ def _little_to_collect():
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
+    torch.manual_seed(0)
     before = surroundings()
     yield
     assert surroundings() == before

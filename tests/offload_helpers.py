@@ -1,7 +1,5 @@
 """Helpers of the offload tests: contexts that offload every tensor, and checks that the engine is empty afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

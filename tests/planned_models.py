@@ -1,7 +1,5 @@
 """Tiny models whose activations weigh more than their gradients, and what a plan of them is asked for."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -267,15 +268,13 @@ ON_META = {
 
 @pytest.mark.parametrize(("arguments", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
 def test_invalid_arguments_are_refused(arguments, message):
-    with pytest.raises(MeterError, match=message):
-        predict(lambda: None, **arguments())
+    raises(MeterError, message, lambda: predict(lambda: None, **arguments()))
 
 
 @pytest.mark.parametrize(("forward", "message"), ON_META.values(), ids=ON_META)
 def test_unsupported_operations_on_meta_tensors_are_named(forward, message):
     x = torch.empty(1, 1, 4, 4, device="meta", requires_grad=True)
-    with pytest.raises(MeterError, match=message):
-        predict(lambda: forward(x).sum().backward(), resident=(x,))
+    raises(MeterError, message, lambda: predict(lambda: forward(x).sum().backward(), resident=(x,)))
 
 
 @pytest.mark.parametrize("activation", [F.silu, F.mish, F.gelu, torch.tanh, F.hardswish])

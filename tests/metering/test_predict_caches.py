@@ -1,7 +1,5 @@
 """What a predicted step stores in caches is gone afterwards, so that a step on data does not find tensors without."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import types

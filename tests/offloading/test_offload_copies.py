@@ -1,10 +1,8 @@
 """Counted copies: each storage is copied once, and no storage that should stay on the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from conftest import Case, assert_same, plain_call, run_step
+from conftest import Case, assert_same, model_of, plain_call, run_step
 from offload_helpers import MODES, SIDE, SIZE, assert_empty, counts, matrix, offload
 from torch import nn
 
@@ -109,17 +107,13 @@ class Weights(nn.Module):
         return x
 
 
-class Outer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Weights()
-        self.register_buffer("rope", matrix(0.5))
-
-    def forward(self, x):
-        return self.inner(x * self.rope) * self.inner.rope.t()
+def outer():
+    return model_of(
+        lambda self, x: self.inner(x * self.rope) * self.inner.rope.t(), inner=Weights(), rope=nn.Buffer(matrix(0.5))
+    )
 
 
-@pytest.mark.parametrize("model", [Weights, Outer])
+@pytest.mark.parametrize("model", [Weights, outer])
 @pytest.mark.parametrize("mode", MODES)
 def test_parameters_and_buffers_are_never_copied(mode, model):
     model, x = model(), matrix()
@@ -140,12 +134,7 @@ def test_parameters_and_buffers_are_never_copied(mode, model):
     assert_empty(chosen.engine)
 
 
-class Rotated(nn.Module):
-    def __init__(self, inside):
-        super().__init__()
-        self.linear, self.inside = nn.Linear(SIDE, SIDE), inside
-        self.register_buffer("rope", matrix())
-
+def rotated(inside):
     def forward(self, x):
         x = self.linear(x)
         if self.inside == "region":
@@ -153,13 +142,15 @@ class Rotated(nn.Module):
         with offload("sync"):
             return (x * self.rope).sin()
 
+    return model_of(forward, linear=nn.Linear(SIDE, SIDE), inside=inside, rope=nn.Buffer(matrix()))
+
 
 @pytest.mark.parametrize("inside", ["region", "context"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_buffers_are_known_in_a_recompute_too(checkpointed, inside):
-    model, engine = nn.Sequential(*(Rotated(inside) for _ in range(3))), offload("sync").engine
+    model, engine = nn.Sequential(*(rotated(inside) for _ in range(3))), offload("sync").engine
     if checkpointed:
-        ackpt.apply_activation_checkpointing(model, Rotated)
+        ackpt.apply_activation_checkpointing(model, rotated)
     engine.reset_stats()
     model(matrix()).sum().backward()
     assert counts(engine, "copies_out") == {"copies_out": 3}

@@ -1,7 +1,5 @@
 """Offload under DistributedDataParallel and fully_shard: two gloo processes, bit-equal to training without offload."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """Failed copies: the step raises one OffloadError, and the next step is bit-equal to the baseline."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

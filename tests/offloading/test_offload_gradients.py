@@ -1,10 +1,8 @@
 """Offloaded steps have the gradients of the baseline, in every mode and store, with and without regions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from conftest import Case, assert_same, plain_call, run_step
+from conftest import Case, assert_same, model_of, plain_call, run_step
 from offload_helpers import MODES, SIDE, assert_empty, blocks, counts, matrix, offload
 from torch import nn
 
@@ -60,12 +58,8 @@ def test_gradients_are_those_of_the_plain_step(mode, way, store, keep_last, fold
     assert_empty(chosen.engine)
 
 
-class Cells(nn.Module):
+def cells(cell):
     """Recurrent cells change parts of one storage in place, each part with a version of its own."""
-
-    def __init__(self, cell):
-        super().__init__()
-        self.cell = cell
 
     def forward(self, x):
         state = (x, x) if isinstance(self.cell, nn.LSTMCell) else x
@@ -73,33 +67,30 @@ class Cells(nn.Module):
             state = self.cell(x, state)
         return state
 
+    return model_of(forward, cell=cell)
 
-class Packed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model = Transformer(TransformerConfig(dim=SIDE, ff_dim=48, layers=2, head_dim=8))
 
-    def forward(self, x):
-        return self.model(x, torch.tensor([0, 7, 20, SIDE], dtype=torch.int32), 13)
+def packed():
+    return model_of(
+        lambda self, x: self.model(x, torch.tensor([0, 7, 20, SIDE], dtype=torch.int32), 13),
+        model=Transformer(TransformerConfig(dim=SIDE, ff_dim=48, layers=2, head_dim=8)),
+    )
 
 
 MODELS = {
-    "lstm cell": lambda: Cells(nn.LSTMCell(SIDE, SIDE)),
-    "gru cell": lambda: Cells(nn.GRUCell(SIDE, SIDE)),
+    "lstm cell": lambda: cells(nn.LSTMCell(SIDE, SIDE)),
+    "gru cell": lambda: cells(nn.GRUCell(SIDE, SIDE)),
     "lstm": lambda: nn.LSTM(SIDE, SIDE, 2, dropout=0.1),
-    "transformer": Packed,
+    "transformer": packed,
     "encoder": lambda: nn.TransformerEncoderLayer(SIDE, 2, 48),
     "convolutions": lambda: nn.Sequential(
         nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)
     ),
     "in place": lambda: nn.Sequential(nn.Linear(SIDE, SIDE), nn.ReLU(True), nn.Linear(SIDE, SIDE), nn.SiLU(True)),
-    "embedding": lambda: nn.Sequential(nn.Flatten(), Long(), nn.Embedding(9, SIDE), nn.LayerNorm(SIDE), nn.GELU()),
+    "embedding": lambda: nn.Sequential(
+        nn.Flatten(), model_of(lambda self, x: (4 + 4 * x).long()), nn.Embedding(9, SIDE), nn.LayerNorm(SIDE), nn.GELU()
+    ),
 }
-
-
-class Long(nn.Module):
-    def forward(self, x):
-        return (4 + 4 * x).long()
 
 
 @pytest.mark.parametrize("keep_last", [0, 2])

@@ -1,7 +1,5 @@
 """The ``offload=`` option of a model: by name or object, in copies and pickles, applied and removed."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -3,8 +3,6 @@
 The same check with transports that are broken on purpose must find wrong bits, which shows that it can fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,11 +1,10 @@
 """Reloaded tensors equal the saved ones: values, strides, and kind of view."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
 import torch
+from conftest import model_of
 from offload_helpers import MODES, SIZE, assert_empty, counts, matrix, offload, region
 from torch import nn
 
@@ -128,15 +127,13 @@ def test_sparse_tensors_and_subclasses_stay():
     assert counts(chosen.engine, "copies_out") == {"copies_out": 0}
 
 
-class Tangents(nn.Module):
+def tangents(transform):
     """Uses transforms of torch.func, whose tensors have no storage."""
-
-    def __init__(self, transform):
-        super().__init__()
-        self.layers, self.transform = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), transform
-
-    def forward(self, x):
-        return self.transform(self.layers, x)
+    return model_of(
+        lambda self, x: self.transform(self.layers, x),
+        layers=nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)),
+        transform=transform,
+    )
 
 
 TRANSFORMS = {
@@ -149,7 +146,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_tensors_of_torch_func_transforms_stay_on_the_device(name, mode):
-    model, x, results = Tangents(TRANSFORMS[name]), torch.randn(64, 16), []
+    model, x, results = tangents(TRANSFORMS[name]), torch.randn(64, 16), []
     for saving in (contextlib.nullcontext(), ackpt.offload_saved_tensors(mode, min_bytes=0)):
         model.zero_grad()
         with saving:

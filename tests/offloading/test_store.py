@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import raises
 
 from ackpt.core.errors import OffloadError
 from ackpt.offloading.cpu_streams import Stream
@@ -247,15 +248,13 @@ def test_the_limit_and_the_refusal_share_one_warning():
 
 def test_without_a_fallback_the_error_is_raised_and_nothing_is_counted():
     pool = Pool(refused, limit=0)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        pool.take(PAGE)
+    raises(RuntimeError, "out of memory", lambda: pool.take(PAGE))
     assert (pool.bytes, pool.fallback_bytes, pool.misses, pool.idle_bytes) == (0, 0, 0, 0)
 
 
 def test_an_offload_error_is_raised_when_no_memory_is_left():
     pool = Pool(host_memory, host_memory)
-    with pytest.raises(OffloadError, match="memory"):
-        pool.take(1 << 60)
+    raises(OffloadError, "memory", lambda: pool.take(1 << 60))
 
 
 def test_host_memory_is_writable_and_of_the_size_asked_for():
@@ -377,8 +376,7 @@ def test_a_missing_folder_is_named(tmp_path):
 
 def test_a_file_is_refused_as_a_folder(tmp_path):
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(OffloadError, match="Not a directory"):
-        Folder(tmp_path / "file")
+    raises(OffloadError, "Not a directory", lambda: Folder(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -387,8 +385,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
         monkeypatch.setattr("tempfile.TemporaryFile", denied)
     else:
         tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    with pytest.raises(OffloadError, match="Permission denied"):
-        Folder(tmp_path)
+    raises(OffloadError, "Permission denied", lambda: Folder(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -405,8 +402,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
 
     kept = pool.take(PAGE)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OffloadError, match=f"cannot hold {2 * PAGE} more bytes.*No space left on device"):
-        pool.take(2 * PAGE)
+    raises(OffloadError, f"cannot hold {2 * PAGE} more bytes.*No space left on device", lambda: pool.take(2 * PAGE))
     assert list(tmp_path.iterdir()) == [] and (pool.bytes, pool.misses) == (PAGE, 1)
     monkeypatch.undo()
     pool.give(kept)

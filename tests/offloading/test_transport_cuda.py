@@ -1,7 +1,5 @@
 """The CUDA transport on simulated streams: the order of every copy, event and wait."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

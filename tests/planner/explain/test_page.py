@@ -1,7 +1,5 @@
 """`Explanation.to_html`: a page that needs nothing else, with the timeline and every module."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree

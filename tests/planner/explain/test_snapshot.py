@@ -1,7 +1,5 @@
 """`Explanation.to_memory_viz`: torch's own reader accepts the snapshot, and its events are those of the plan."""
 
-from __future__ import annotations
-
 import pickle
 import pickletools
 

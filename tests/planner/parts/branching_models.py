@@ -1,12 +1,10 @@
 """Small models that cannot become one graph, each with a batch, and what one of their steps gives and takes."""
 
-from __future__ import annotations
-
 import random
 
 import torch
 import torch.nn.functional as F
-from conftest import seed
+from conftest import model_of, seed
 from torch import nn
 
 import ackpt
@@ -120,17 +118,12 @@ def early_exit():
     return EarlyExit(), {"x": torch.randn(64, 16)}
 
 
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.body = nn.Embedding(50, 16, sparse=True), nn.Sequential(feed_forward(), feed_forward())
-
-    def forward(self, ids):
-        return self.body(self.embed(ids)).square().mean()
-
-
 def sparse_embedding():
-    return Sparse(), {"ids": torch.randint(50, (8, 24))}
+    return model_of(
+        lambda self, ids: self.body(self.embed(ids)).square().mean(),
+        embed=nn.Embedding(50, 16, sparse=True),
+        body=nn.Sequential(feed_forward(), feed_forward()),
+    ), {"ids": torch.randint(50, (8, 24))}
 
 
 class Mean(nn.Module):

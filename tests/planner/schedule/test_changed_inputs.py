@@ -1,9 +1,8 @@
 """Outputs that are views of an input which the forward changes: the caller holds the input, not the copied value."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 
 import ackpt
@@ -11,17 +10,14 @@ import ackpt
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Model(nn.Module):
+def make_model(function):
     """Adds one to its input, in place."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.function = function
 
     def forward(self, x):
         x.add_(1)
         return self.function(x, self.weight)
+
+    return model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), function=function)
 
 
 CASES = {
@@ -36,7 +32,7 @@ CASES = {
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("name", CASES)
 def test_planned_as_measured(name, policy):
-    model, x = Model(CASES[name]), torch.randn(3, 4)
+    model, x = make_model(CASES[name]), torch.randn(3, 4)
     expected = [output.detach().clone() for output in model(x.clone())]
     step = ackpt.compile(model, x, policy=policy, differentiate="all")
     own = x.clone()
@@ -54,13 +50,10 @@ def test_planned_as_measured(name, policy):
     assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
 
 
-class Views(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.layer, self.function = nn.Linear(6, 6), function
-
-    def forward(self, x, y):
-        return self.function(x, y), self.layer(y).sum()
+def views(function):
+    return model_of(
+        lambda self, x, y: (self.function(x, y), self.layer(y).sum()), layer=nn.Linear(6, 6), function=function
+    )
 
 
 CHANGED = {
@@ -73,7 +66,7 @@ CHANGED = {
 @pytest.mark.parametrize("parts", [lambda x: (x, x[1:]), lambda x: (x[:3], x[1:]), lambda x: (x[1:], x)])
 def test_a_view_of_inputs_that_share_memory_is_refused_if_one_is_changed(name, parts):
     with pytest.raises(ackpt.TraceError, match="output 0 of the model is a view of an input that shares memory"):
-        ackpt.compile(Views(CHANGED[name]), *parts(torch.arange(24.0).view(4, 6)), policy="full")
+        ackpt.compile(views(CHANGED[name]), *parts(torch.arange(24.0).view(4, 6)), policy="full")
 
 
 KEPT = {
@@ -85,7 +78,7 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_other_outputs_of_inputs_that_share_memory(name):
-    model, results = Views(KEPT[name]), []
+    model, results = views(KEPT[name]), []
     x = torch.arange(24.0).view(4, 6)
     step = ackpt.compile(model, x, x[1:], policy="full")
     for call in (model, step):

@@ -1,7 +1,5 @@
 """Listings hold what fx graphs hold, and the code that is generated from them frees every value after its last use."""
 
-from __future__ import annotations
-
 import weakref
 
 import torch

@@ -1,9 +1,8 @@
 """Outputs that the caller drops before backward cost nothing after the forward; kept ones count to the end."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import model_of, raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -65,8 +64,7 @@ def test_outputs_kept_by_the_caller_are_refused_beyond_the_budget(given):
     model, *batch = given
     step = ackpt.compile(model, *batch, budget=0.8)
     returned = step(*batch)
-    with pytest.raises(ackpt.BudgetError, match=r"output 1 of shape \[64, 40\].*outputs='keep'"):
-        returned[0].backward()
+    raises(ackpt.BudgetError, r"output 1 of shape \[64, 40\].*outputs='keep'", lambda: returned[0].backward())
     del returned
     loss = step(*batch)[0]
     loss.backward()
@@ -86,8 +84,7 @@ def test_the_model_itself_runs_only_if_its_outputs_fit_as_well(given):
     dropped = ackpt.compile(model, *batch).plan.peak_bytes
     step = ackpt.compile(model, *batch, budget=(kept + dropped) // 2)
     returned = step(*batch)
-    with pytest.raises(ackpt.BudgetError, match="still referenced"):
-        returned[0].backward()
+    raises(ackpt.BudgetError, "still referenced", lambda: returned[0].backward())
 
 
 def test_a_plan_for_dropped_outputs_is_refused_for_kept_ones(given):
@@ -101,30 +98,26 @@ def test_invalid_values_of_the_option_are_refused(given):
     model, *batch = given
     with pytest.raises(ValueError, match="outputs must be 'drop' or 'keep', got 'all'"):
         ackpt.compile(model, *batch, outputs="all")
-    with pytest.raises(ValueError, match="outputs must be 'drop' or 'keep', got 3"):
-        ackpt.trace(model, *batch, outputs=3)
+    raises(ValueError, "outputs must be 'drop' or 'keep', got 3", lambda: ackpt.trace(model, *batch, outputs=3))
 
 
-class Reshaped(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.second, self.function = nn.Linear(16, 16), nn.Linear(16, 16), function
-
+def reshaped(function):
     def forward(self, x):
         hidden = self.first(x)
         return self.second(hidden).tanh().mean(), self.function(hidden)
+
+    return model_of(forward, first=nn.Linear(16, 16), second=nn.Linear(16, 16), function=function)
 
 
 @pytest.mark.parametrize("function", [lambda h: h.view(4, 32), lambda h: h, lambda h: h[0]])
 @pytest.mark.parametrize("differentiate", ["loss", "all"])
 def test_an_output_that_is_changed_before_backward_reads_it(function, differentiate):
     """Eager raises an error; AOTAutograd does not notice a change of a single view."""
-    step = ackpt.compile(Reshaped(function), torch.randn(8, 16), policy="none", differentiate=differentiate)
+    step = ackpt.compile(reshaped(function), torch.randn(8, 16), policy="none", differentiate=differentiate)
     loss, output = step(torch.randn(8, 16))
     with torch.no_grad():
         output.mul_(2)
-    with pytest.raises(ackpt.CheckpointError, match="output 1 of shape .* was changed in place .*output.clone()"):
-        loss.backward()
+    raises(ackpt.CheckpointError, "output 1 of shape .* was changed in place .*output.clone()", loss.backward)
     loss, output = step(torch.randn(8, 16))
     output.clone().mul_(2)
     loss.backward()

@@ -1,7 +1,5 @@
 """Random models under random schedules: the planned step is the eager one, and takes the bytes that were simulated."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import types

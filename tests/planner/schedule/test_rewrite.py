@@ -1,13 +1,12 @@
 """The modules that run a schedule, and the proof that finds any that take other bytes than were simulated."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import types
 
 import pytest
 import torch
+from conftest import raises
 from torch import nn
 
 import ackpt
@@ -87,8 +86,7 @@ def test_a_module_with_other_bytes_is_reported(graph, monkeypatch):
         return rewritten
 
     monkeypatch.setattr(implementation, "_rewritten", tampered)
-    with pytest.raises(RewriteError, match="bytes live.*were simulated"):
-        rewrite(graph, lower(graph, ()))
+    raises(RewriteError, "bytes live.*were simulated", lambda: rewrite(graph, lower(graph, ())))
 
 
 class Views(nn.Module):

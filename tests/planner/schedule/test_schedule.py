@@ -1,11 +1,10 @@
 """Schedules: what is saved follows from the order; recomputation comes late, once, and only where it is needed."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
+from conftest import raises
 from torch import nn
 
 import ackpt
@@ -62,8 +61,7 @@ def test_every_free_follows_the_last_use(graph):
 def test_writing_operations_are_not_recomputed():
     graph = ackpt.trace(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()), torch.ones(3, 4))
     copy = next(node.id for node in graph.nodes if node.target == "aten.copy_.default")
-    with pytest.raises(ScheduleError, match="cannot be recomputed: it changes its argument"):
-        scheduled(graph, None, [copy])
+    raises(ScheduleError, "cannot be recomputed: it changes its argument", lambda: scheduled(graph, None, [copy]))
 
 
 def test_the_simulator_refuses_what_cannot_run(graph):

@@ -1,7 +1,5 @@
 """Offload in schedules: where copies start and end, what they take and how long they make computing wait."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -10,6 +8,7 @@ import types
 
 import pytest
 import torch
+from conftest import raises
 from torch import nn
 
 import ackpt
@@ -283,15 +282,12 @@ def test_schedules_that_cannot_run_are_refused(graph, tanhs):
         (changed("backward", wait, [free, wait]), f"storage {first} is freed before the wait for its prefetch"),
     ]
     for schedule, message in wrong:
-        with pytest.raises(ScheduleError, match=message):
-            simulate(graph, profile(graph), schedule)
-        with pytest.raises(ScheduleError, match=message):
-            rewrite(graph, schedule)
+        raises(ScheduleError, message, lambda: simulate(graph, profile(graph), schedule))
+        raises(ScheduleError, message, lambda: rewrite(graph, schedule))
     for storages in ([output], [weight]):
         with pytest.raises(ScheduleError, match="are not saved, or the caller holds them"):
             offloaded(graph, everything(graph), storages, profile(graph))
-    with pytest.raises(ScheduleError, match="offloads already"):
-        offloaded(graph, away, [tanhs[1]], profile(graph))
+    raises(ScheduleError, "offloads already", lambda: offloaded(graph, away, [tanhs[1]], profile(graph)))
 
 
 def names_of(graph, storages):
@@ -322,8 +318,7 @@ def test_plan_files_from_before_offload_are_read(graph, tmp_path):
     assert Plan.load(path) == plan
     data["schedule"]["forward"][0] = ["offload"]
     path.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match="is not a complete plan"):
-        Plan.load(path)
+    raises(PlanError, "is not a complete plan", lambda: Plan.load(path))
 
 
 def test_without_a_link_nothing_is_offloaded(graph, tanhs):
@@ -340,13 +335,11 @@ def test_a_plan_that_offloads_does_not_run_on_the_cpu():
     graph = ackpt.trace(model, x)
     name = names_of(graph, offloadable(graph, everything(graph)))[0]
     plan = ackpt.plan(graph, policy="manual", profile=profile(graph, "h200"), fates={name: "offloaded"})
-    with pytest.raises(PlanError, match="this plan offloads, but the model is on the CPU"):
-        ackpt.compile(model, x, plan=plan)
+    raises(PlanError, "this plan offloads, but the model is on the CPU", lambda: ackpt.compile(model, x, plan=plan))
     elsewhere = types.SimpleNamespace(on_cpu=False, replays_random=True)
     assert check_runs(elsewhere, plan) is plan
     elsewhere.replays_random = False
-    with pytest.raises(PlanError, match="which Inductor does not run"):
-        check_runs(elsewhere, plan)
+    raises(PlanError, "which Inductor does not run", lambda: check_runs(elsewhere, plan))
 
 
 def test_a_schedule_that_offloads_serves_other_sizes():

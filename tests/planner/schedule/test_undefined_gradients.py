@@ -1,7 +1,5 @@
 """Where backward reaches some outputs only: parameters that it does not reach have no gradient, as in eager."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
