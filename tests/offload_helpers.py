@@ -20,6 +20,13 @@ def offload(mode="sync", store="host", **options):
     return ackpt.offload_saved_tensors(mode, store, **{"min_bytes": 0, "keep_last": 0, **options})
 
 
+def fresh(*args, **options):
+    """The same object, with the counts of its engine at 0."""
+    chosen = offload(*args, **options)
+    chosen.engine.reset_stats()
+    return chosen
+
+
 def region(mode="sync", **options):
     """``checkpoint`` with offload, called like the function itself."""
     return functools.partial(checkpointed, offload(mode, **options))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import Case, assert_same, model_of, plain_call, run_step
-from offload_helpers import MODES, SIDE, SIZE, assert_empty, counts, matrix, offload
+from offload_helpers import MODES, SIDE, SIZE, assert_empty, counts, fresh, matrix, offload
 from torch import nn
 
 import ackpt
@@ -38,13 +38,8 @@ def test_one_storage_is_copied_once(mode, parts):
     found = saved_in(offload(mode), lambda y: squares(ONE_STORAGE[parts](y)), matrix())
     assert (found["copies_out"], found["bytes_out"]) == (1, SIZE)
     assert found["shared"] >= 2
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_storage_is_brought_back_once_for_operations_that_run_one_after_the_other(mode):
-    found = saved_in(offload(mode), lambda y: squares([y, y, y]), matrix())
-    assert (found["copies_out"], found["shared"]) == (1, 2)
-    assert found["copies_in"] == 1
+    if parts == "the tensor itself":  # operations that run one after the other bring it back once
+        assert (found["copies_in"], found["shared"]) == (1, 2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -70,8 +65,7 @@ def test_less_than_half_of_a_storage_is_copied_by_itself(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_input_of_several_regions_is_copied_once(mode):
-    chosen = offload(mode)
-    chosen.engine.reset_stats()
+    chosen = fresh(mode)
     x = matrix().requires_grad_()
     h, mask = x * 2, matrix().gt(0)
     loss = sum(ackpt.checkpoint(lambda a, m: (a * m).sin(), h, mask, offload=chosen).sum() for _ in range(3))
@@ -117,8 +111,7 @@ def outer():
 @pytest.mark.parametrize("mode", MODES)
 def test_parameters_and_buffers_are_never_copied(mode, model):
     model, x = model(), matrix()
-    chosen = offload(mode)
-    chosen.engine.reset_stats()
+    chosen = fresh(mode)
     with chosen:
         y = model(x.requires_grad_())
     # Two activations each for the forms that require grad: what meets w in a product and a matrix product.
@@ -150,7 +143,7 @@ def rotated(inside):
 def test_buffers_are_known_in_a_recompute_too(checkpointed, inside):
     model, engine = nn.Sequential(*(rotated(inside) for _ in range(3))), offload("sync").engine
     if checkpointed:
-        ackpt.apply_activation_checkpointing(model, rotated)
+        assert ackpt.apply_activation_checkpointing(model) == ["0", "1", "2"]
     engine.reset_stats()
     model(matrix()).sum().backward()
     assert counts(engine, "copies_out") == {"copies_out": 3}
@@ -159,8 +152,7 @@ def test_buffers_are_known_in_a_recompute_too(checkpointed, inside):
 
 def test_a_leaf_that_requires_grad_is_not_offloaded_even_as_a_view():
     x = torch.zeros(SIDE * SIDE).view(SIDE, SIDE).requires_grad_()
-    chosen = offload("sync")
-    chosen.engine.reset_stats()
+    chosen = fresh("sync")
     with chosen:
         loss = (x * x).sum()
     assert counts(chosen.engine, "copies_out") == {"copies_out": 0}
@@ -169,8 +161,7 @@ def test_a_leaf_that_requires_grad_is_not_offloaded_even_as_a_view():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_leaves_that_require_grad_stay(mode):
-    chosen = offload(mode)
-    chosen.engine.reset_stats()
+    chosen = fresh(mode)
     x, w = matrix().requires_grad_(), nn.Parameter(matrix())
     with chosen:
         loss = (x.t() * w.t() * x.view(-1).view(SIDE, SIDE)).sum()
@@ -187,8 +178,7 @@ def sines(x, length):
 @pytest.mark.parametrize("keep_last", [0, 1, 3, 9, 99])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_tail_stays_and_copies_are_counted(mode, keep_last):
-    chosen = offload(mode, keep_last=keep_last)
-    chosen.engine.reset_stats()
+    chosen = fresh(mode, keep_last=keep_last)
     x = matrix().requires_grad_()
     with chosen:
         loss = sines(x, 9)  # saves x, which stays anyway, and eight results
@@ -211,8 +201,7 @@ def test_the_tail_stays_and_copies_are_counted(mode, keep_last):
 @pytest.mark.parametrize("keep_last", [0, 1, 2, 99])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_tail_of_regions_stays(mode, keep_last):
-    chosen = offload(mode, keep_last=keep_last)
-    chosen.engine.reset_stats()
+    chosen = fresh(mode, keep_last=keep_last)
     y = matrix().requires_grad_()
     for _ in range(6):
         y = ackpt.checkpoint(lambda a: a.sin().cos(), y, offload=chosen)
@@ -224,8 +213,7 @@ def test_the_tail_of_regions_stays(mode, keep_last):
 
 @pytest.mark.parametrize(("min_bytes", "copies"), [(0, 3), (1, 3), (400, 3), (401, 2), (4096, 2), (4097, 1), (9000, 0)])
 def test_smaller_storages_stay(min_bytes, copies):
-    chosen = offload("sync", min_bytes=min_bytes)
-    chosen.engine.reset_stats()
+    chosen = fresh("sync", min_bytes=min_bytes)
     leaves = [torch.ones(size, requires_grad=True) for size in (100, 1024, 2048)]
     with chosen:
         loss = sum((leaf * 2).square().sum() for leaf in leaves)
@@ -235,8 +223,7 @@ def test_smaller_storages_stay(min_bytes, copies):
 
 
 def test_a_part_counts_with_its_own_bytes():
-    chosen = offload("sync", min_bytes=1000)
-    chosen.engine.reset_stats()
+    chosen = fresh("sync", min_bytes=1000)
     x = torch.ones(4096, requires_grad=True)
     with chosen:
         y = x * 2
@@ -257,8 +244,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_a_view_is_copied_from_its_first_to_its_last_element(name):
     view, size = ROWS[name]
-    chosen = ackpt.offload_saved_tensors("sync", min_bytes=0, keep_last=0)
-    chosen.engine.reset_stats()
+    chosen = fresh("sync")
     weight, x = torch.ones(32, 16, requires_grad=True), torch.arange(512.0).reshape(32, 16)
     with chosen:
         loss = (view(x.clone()) * weight).sum()

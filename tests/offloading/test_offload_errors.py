@@ -74,8 +74,9 @@ def test_a_refused_offload_leaves_the_model_unchanged():
 def test_unusable_folders_are_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for folder, reason in ((tmp_path / "missing", "No such file"), (tmp_path / "file", "Not a directory")):
-        with pytest.raises(ackpt.OffloadError, match=f"store='disk' cannot hold .*{folder.name}.*{reason}"):
+        with pytest.raises(ackpt.OffloadError, match=f"store='disk' cannot hold .*{folder.name}.*{reason}") as raised:
             ackpt.offload_saved_tensors(store="disk", folder=folder)
+        assert "Name a folder that exists" in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     (tmp_path / "missing").mkdir()
     assert ackpt.offload_saved_tensors(store="disk", folder=tmp_path / "missing").engine.stats()["stored"] == 0

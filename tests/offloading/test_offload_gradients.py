@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import Case, assert_same, model_of, plain_call, run_step
-from offload_helpers import MODES, SIDE, assert_empty, blocks, counts, matrix, offload
+from offload_helpers import MODES, SIDE, assert_empty, blocks, counts, fresh, matrix, offload
 from torch import nn
 
 import ackpt
@@ -47,8 +47,7 @@ def chain():
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_those_of_the_plain_step(mode, way, store, keep_last, folder):
     options = {"folder": folder} if store == "disk" else {}
-    chosen = offload(mode, store, keep_last=keep_last, **options)
-    chosen.engine.reset_stats()
+    chosen = fresh(mode, store, keep_last=keep_last, **options)
     assert_same(run_step(chain, plain_call), run_step(chain, through(way, chosen)))
     out, back = counts(chosen.engine, "copies_out", "copies_in").values()
     # Regions: the first input is the caller's own leaf, the last segment of a chain is no region.

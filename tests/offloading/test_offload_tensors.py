@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from conftest import model_of
-from offload_helpers import MODES, SIZE, assert_empty, counts, matrix, offload, region
+from offload_helpers import MODES, SIZE, assert_empty, counts, fresh, matrix, offload, region
 from torch import nn
 
 import ackpt
@@ -73,8 +73,7 @@ KINDS = {
 @pytest.mark.parametrize("store", ["host", "disk"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_kind_of_tensor_is_reloaded_unchanged(mode, store, kind, folder):
-    chosen = offload(mode, store, **({"folder": folder} if store == "disk" else {}))
-    chosen.engine.reset_stats()
+    chosen = fresh(mode, store, **({"folder": folder} if store == "disk" else {}))
     x, found = torch.zeros(1, requires_grad=True), []
     with chosen:
         y = Saves.apply(Saves.apply(x, KINDS[kind](), found), matrix(), [])
@@ -114,8 +113,7 @@ def test_sparse_tensors_and_subclasses_stay():
     class Sub(torch.Tensor):
         pass
 
-    chosen = offload("sync")
-    chosen.engine.reset_stats()
+    chosen = fresh("sync")
     x, found = torch.zeros(1, requires_grad=True), []
     kinds = [lambda: matrix().to_sparse(), lambda: matrix().to_sparse_csr(), lambda: matrix().as_subclass(Sub)]
     for make in kinds[:1] + kinds[2:]:

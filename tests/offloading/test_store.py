@@ -3,7 +3,6 @@
 import itertools
 import os
 import random
-import re
 import stat
 import weakref
 
@@ -364,20 +363,6 @@ def test_the_blocks_of_a_file_are_reserved_before_it_is_mapped(tmp_path, monkeyp
     monkeypatch.setattr(os, "posix_fallocate", noted)
     assert folder.allocate(64 * PAGE).numel() == 64 * PAGE
     assert reserved == [(0, 64 * PAGE, 64 * PAGE, 0)]  # no name is left then
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    missing = tmp_path / "missing"
-    with pytest.raises(OffloadError, match=re.escape(repr(str(missing)))) as raised:
-        Folder(missing)
-    assert "No such file" in str(raised.value) and "Name a folder that exists" in str(raised.value)
-    assert not missing.exists()
-
-
-def test_a_file_is_refused_as_a_folder(tmp_path):
-    (tmp_path / "file").write_text("kept")
-    raises(OffloadError, "Not a directory", lambda: Folder(tmp_path / "file"))
-    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
