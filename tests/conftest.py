@@ -88,6 +88,23 @@ def total(outputs) -> torch.Tensor:
     return loss
 
 
+def left_by(model: nn.Module, call: Callable, *args, loss=total) -> list:
+    """What a step that calls the model so leaves: outputs, gradients, and the state of random numbers."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    outputs = call(*args)
+    loss(outputs).backward()
+    gradients = [
+        parameter.grad if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()
+    ]
+    return [*(tensor.detach().clone() for tensor in tensors_in(outputs)), *gradients, torch.get_rng_state()]
+
+
+def assert_as_eager(model: nn.Module, step: Callable, *args, loss=total) -> None:
+    """A step of the model leaves what the model itself leaves."""
+    assert_equal(left_by(model, model, *args, loss=loss), left_by(model, step, *args, loss=loss), "step")
+
+
 @dataclasses.dataclass
 class Step:
     """What one step left behind."""

@@ -89,6 +89,9 @@ def test_equal_to_the_byte(make):
     assert predicted.flops == measured.flops
     boundaries = [result.timeline.live[result.timeline.boundary] for result in (measured, predicted)]
     assert boundaries[0] == boundaries[1]
+    if make is mlp:  # a measured step passes through further levels: what kernels take and give back inside
+        assert set(predicted.timeline.live) <= set(measured.timeline.live)
+        assert max(predicted.timeline.categories["gradients"]) == max(measured.timeline.categories["gradients"])
 
 
 def regions(run):
@@ -142,13 +145,6 @@ def test_code_of_inductor_is_refused(fresh_dynamo):
     call = torch.compile(lambda x: x @ x.t())
     with pytest.raises(MeterError, match="a step that Inductor compiled cannot be predicted"):
         predict(lambda: call(x), resident=(x,))
-
-
-def test_equal_to_the_byte_at_every_event_of_an_mlp():
-    measured, predicted = both(mlp)
-    # A measured step passes through further levels: what kernels take and give back inside.
-    assert set(predicted.timeline.live) <= set(measured.timeline.live)
-    assert max(predicted.timeline.categories["gradients"]) == max(measured.timeline.categories["gradients"])
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])

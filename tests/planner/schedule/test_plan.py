@@ -212,7 +212,8 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(graph):
         ("ful", r"'ful' is not known \(did you mean 'full'\?\); the"),
         (["full"], r"\['full'\] is not"),
     ]:
-        raises(ValueError, message, lambda: ackpt.compile(model(), X, policy=name))
+        with pytest.raises(ValueError, match=message):
+            ackpt.compile(model(), X, policy=name)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,8 @@ def test_manual_fates_are_used_or_refused_by_name(graph):
         ({3: "saved", "gleu": "saved"}, "no activation is called 3; the names"),
     ]
     for fates, message in bad:
-        raises(ValueError, message, lambda: ackpt.plan(graph, policy="manual", fates=fates))
+        with pytest.raises(ValueError, match=message):
+            ackpt.plan(graph, policy="manual", fates=fates)
     for fates in ([names[0]], None, "saved", 3):
         with pytest.raises(TypeError, match="fates must be a dict {name of an activation: fate}, got"):
             ackpt.plan(graph, policy="manual", fates=fates)
