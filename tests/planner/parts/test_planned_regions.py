@@ -13,7 +13,7 @@ from torch import nn
 import ackpt
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.planner.parts.module_blocks import Block
-from ackpt.planner.parts.regions_plan import RegionsPlan
+from ackpt.planner.parts.regions_plan import Record, RegionsPlan, Run, Segment
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 
@@ -515,3 +515,11 @@ def test_a_larger_batch_without_the_optimizer_is_warned_of_with_its_state():
         loss = step(torch.randn(16, 16))
     loss.backward()
     assert isinstance(step.plan.peak_bytes, int)
+
+
+@pytest.mark.parametrize(("limit", "saved"), [(250, ["second"]), (289, ["second"]), (290, ["first", "second"])])
+def test_among_equal_blocks_the_last_are_saved_first(limit, saved):
+    first, second = (Run(path, 0, 0, held_bytes=100, cost=1.0) for path in ("first", "second"))
+    held = [Segment(50, first, change=100), Segment(60, second, change=100), Segment(90, second, change=-100)]
+    backward = [Segment(190, second, None), Segment(160, second), Segment(150, first, change=-100), Segment(250, first)]
+    assert sorted(Record([*held, *backward]).chosen(limit)) == saved
