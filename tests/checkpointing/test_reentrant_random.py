@@ -1,7 +1,5 @@
 """Random small programs: nested arguments, partly requiring grad, with dropout and nested regions."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,7 +1,5 @@
 """Gradients for which torch has another formula for tensor subclasses are those of eager to the last bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

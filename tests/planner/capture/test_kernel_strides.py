@@ -1,7 +1,5 @@
 """Strides of results: tensors without data have those that torch's CPU kernels write, whatever order they read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

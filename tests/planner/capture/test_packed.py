@@ -1,14 +1,12 @@
 """Decoders of transformers: captured with the attention that eager has, whatever their positions are."""
 
-from __future__ import annotations
-
 import sys
 import types
 
 import pytest
 import torch
 import transformers
-from conftest import Case, assert_same_step
+from conftest import Case, assert_same_step, model_of
 from torch import nn
 
 import ackpt
@@ -85,15 +83,13 @@ def test_without_position_ids_there_is_no_mask():
     assert list(attends(decoder(), **batch())) == [False]
 
 
-class Packed(nn.Module):
+def packed(positions):
     """Two sequences of 8 in a row; `positions` says so in its own way."""
-
-    def __init__(self, positions):
-        super().__init__()
-        self.decoder, self.positions = decoder(), positions
-
-    def forward(self, **kwargs):
-        return self.decoder(position_ids=self.positions(), **kwargs)
+    return model_of(
+        lambda self, **kwargs: self.decoder(position_ids=self.positions(), **kwargs),
+        decoder=decoder(),
+        positions=positions,
+    )
 
 
 def in_place():
@@ -119,8 +115,8 @@ def in_place_by_a_view():
     ],
 )
 def test_sequences_in_a_row_keep_their_mask(positions):
-    assert_same_step(lambda: Case(Packed(positions), kwargs=batch()), loss=lambda outputs: outputs.loss, call=planned)
-    assert list(attends(Packed(positions), **batch())) == [True]
+    assert_same_step(lambda: Case(packed(positions), kwargs=batch()), loss=lambda outputs: outputs.loss, call=planned)
+    assert list(attends(packed(positions), **batch())) == [True]
 
 
 def test_position_ids_of_the_caller_keep_their_mask():

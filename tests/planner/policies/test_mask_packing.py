@@ -1,7 +1,5 @@
 """Policy auto packs dropout masks where drawing them again costs more than packing, and never without dropout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
