@@ -146,7 +146,7 @@ def rotated(inside):
 def test_buffers_are_known_in_a_recompute_too(checkpointed, inside):
     model, engine = nn.Sequential(*(rotated(inside) for _ in range(3))), offload("sync").engine
     if checkpointed:
-        assert ackpt.apply_activation_checkpointing(model) == ["0", "1", "2"]
+        ackpt.apply_activation_checkpointing(model, ["0", "1", "2"])
     engine.reset_stats()
     model(matrix()).sum().backward()
     assert counts(engine, "copies_out") == {"copies_out": 3}
