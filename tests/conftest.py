@@ -88,6 +88,16 @@ def total(outputs) -> torch.Tensor:
     return loss
 
 
+def fresh_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    """A step that begins without gradients, to be measured."""
+
+    def step():
+        model.zero_grad()
+        loss().backward()
+
+    return step
+
+
 def left_by(model: nn.Module, call: Callable, *args, loss=total) -> list:
     """What a step that calls the model so leaves: outputs, gradients, and the state of random numbers."""
     model.zero_grad()

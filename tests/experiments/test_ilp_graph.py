@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 import torch
-from conftest import assert_equal, model_of
+from conftest import assert_equal, fresh_step, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_models import line, results, traced
@@ -126,11 +126,7 @@ def test_the_step_has_the_planned_peak_and_the_bits_of_eager(build, budget):
         model, x = build()
         step = ackpt.compile(model, x, **options)
 
-        def once():
-            model.zero_grad()
-            step(x).backward()
-
-        measured = ackpt.measure(once, "cpu", resident=(model, x), warmup=1, repeats=0)
+        measured = ackpt.measure(fresh_step(model, lambda: step(x)), "cpu", resident=(model, x), warmup=1, repeats=0)
         other, _ = build()
         model.load_state_dict(other.state_dict())
         model.zero_grad()

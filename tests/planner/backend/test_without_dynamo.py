@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import raises
+from conftest import fresh_step, raises
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,11 +87,7 @@ def test_one_capture_serves_more_lengths_than_dynamo_compiles(compiled, model):
 
 
 def peak(model, call, x) -> int:
-    def once():
-        model.zero_grad()
-        call(x).backward()
-
-    return ackpt.measure(once, resident=[model, x], repeats=0).peak_bytes
+    return ackpt.measure(fresh_step(model, lambda: call(x)), resident=[model, x], repeats=0).peak_bytes
 
 
 def test_sizes_are_dynamic_as_torch_compile_is_told(model, caplog):

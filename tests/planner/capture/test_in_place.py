@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import model_of
+from conftest import fresh_step, model_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -67,11 +67,9 @@ def test_fractions_are_relative_to_the_step_of_the_model(name):
     model, x = CASES[name](), torch.randn(64, 32)
 
     def peak_bytes(call):
-        def once():
-            model.zero_grad()
-            call(x).backward()
-
-        return ackpt.measure(once, "cpu", resident=(model, x), repeats=0).dynamic_peak_bytes
+        return ackpt.measure(
+            fresh_step(model, lambda: call(x)), "cpu", resident=(model, x), repeats=0
+        ).dynamic_peak_bytes
 
     own = peak_bytes(model)
     step = ackpt.compile(model, x, policy="none")

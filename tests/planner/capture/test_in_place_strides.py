@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Case, assert_same_step, model_of
+from conftest import Case, assert_same_step, fresh_step, model_of
 from torch import nn
 
 import ackpt
@@ -86,11 +86,7 @@ def test_the_measured_peak_is_the_planned_one(name, policy):
     model, x = build(name)
     step = ackpt.compile(model, x, policy=policy)
 
-    def once():
-        model.zero_grad()
-        step(x).backward()
-
-    measured = ackpt.measure(once, "cpu", resident=(model, x), repeats=0)
+    measured = ackpt.measure(fresh_step(model, lambda: step(x)), "cpu", resident=(model, x), repeats=0)
     assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
 
 

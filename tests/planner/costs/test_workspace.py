@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from conftest import model_of, raises
+from conftest import fresh_step, model_of, raises
 from real_bytes import disagreements
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -201,11 +201,7 @@ def test_a_made_up_mask_selects_at_most_the_available_elements(policy):
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     step = ackpt.compile(model, *args, policy=policy)
 
-    def run():
-        model.zero_grad()
-        step(*args).backward()
-
-    measured = ackpt.measure(run, "cpu", resident=(model, *args), repeats=0)
+    measured = ackpt.measure(fresh_step(model, lambda: step(*args)), "cpu", resident=(model, *args), repeats=0)
     assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters()))
     assert measured.peak_bytes == step.plan.peak_bytes
 

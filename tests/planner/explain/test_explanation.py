@@ -4,7 +4,7 @@ from fnmatch import fnmatch
 
 import pytest
 import torch
-from conftest import model_of, raises
+from conftest import fresh_step, model_of, raises
 from torch import nn
 
 import ackpt
@@ -289,11 +289,7 @@ def test_eager_saves_python_numbers_as_tensors_and_a_planned_step_does_not(numbe
         return nn.functional.cross_entropy(x, x.detach().argmax(1))
 
     def peak(call):
-        def step():
-            model.zero_grad()
-            call(X).backward()
-
-        return ackpt.measure(step, resident=[model, X], repeats=0).peak_bytes
+        return ackpt.measure(fresh_step(model, lambda: call(X)), resident=[model, X], repeats=0).peak_bytes
 
     model = model_of(scales, linear=nn.Linear(8, 32))
     predicted = ackpt.explain(model, X).plan.peak_bytes

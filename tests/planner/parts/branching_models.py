@@ -4,7 +4,7 @@ import random
 
 import torch
 import torch.nn.functional as F
-from conftest import model_of, seed
+from conftest import fresh_step, model_of, seed
 from torch import nn
 
 import ackpt
@@ -191,9 +191,7 @@ def results(model, call, batch, number: int = 1) -> list:
 
 
 def measured(model, call, batch, number: int = 1):
-    def step():
-        model.zero_grad()
-        loss_of(call(**batch)).backward()
-
     seed(number)
-    return ackpt.measure(step, resident=(model, *batch.values()), warmup=0, repeats=0)
+    return ackpt.measure(
+        fresh_step(model, lambda: loss_of(call(**batch))), resident=(model, *batch.values()), warmup=0, repeats=0
+    )

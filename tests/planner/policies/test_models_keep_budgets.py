@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import assert_equal, model_of
+from conftest import assert_equal, fresh_step, model_of
 from torch import nn
 
 import ackpt
@@ -81,12 +81,10 @@ def train(model, step, kwargs):
 
 
 def measured(model, step, kwargs) -> int:
-    def once():
-        model.zero_grad()
-        step(**kwargs)["loss"].backward()
-
     inputs = [value for value in kwargs.values() if isinstance(value, torch.Tensor)]
-    return ackpt.measure(once, "cpu", resident=(model, *inputs), repeats=0).dynamic_peak_bytes
+    return ackpt.measure(
+        fresh_step(model, lambda: step(**kwargs)["loss"]), "cpu", resident=(model, *inputs), repeats=0
+    ).dynamic_peak_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import model_of, raises
+from conftest import fresh_step, model_of, raises
 from planned_models import Mean
 from random_fates import planned
 from torch import nn
@@ -284,11 +284,7 @@ def test_random_fates_have_their_planned_bytes(seed):
     own = model()
     step = planned(own, f"manual {seed}", X)
 
-    def once():
-        own.zero_grad()
-        step(X).backward()
-
-    found = ackpt.measure(once, "cpu", resident=(own, X), repeats=0)
+    found = ackpt.measure(fresh_step(own, lambda: step(X)), "cpu", resident=(own, X), repeats=0)
     assert found.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
     assert found.flops == step.plan.flops
 

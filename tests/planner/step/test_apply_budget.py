@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import raises
+from conftest import fresh_step, raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -65,11 +65,9 @@ def test_training_runs_as_planned(model):
     step = ackpt.apply_budget(model, BATCH, budget=0.7)
     assert all(map(torch.equal, gradients(model), expected))
 
-    def once():
-        model.zero_grad()
-        model(**BATCH)["loss"].backward()
-
-    measured = ackpt.measure(once, resident=(model, *BATCH.values()), repeats=0)
+    measured = ackpt.measure(
+        fresh_step(model, lambda: model(**BATCH)["loss"]), resident=(model, *BATCH.values()), repeats=0
+    )
     assert measured.peak_bytes == step.plan.peak_bytes < before
     assert step.plan.recompute_flops > 0
 
