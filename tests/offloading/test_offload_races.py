@@ -55,29 +55,25 @@ def made_late():
         each.finish()
 
 
+DELAYED = [
+    *({"mode": mode, "keep_last": keep_last} for mode in ("sync", "async") for keep_last in (0, 1, 3)),
+    *({"keep_last": 0, "lookahead_bytes": size} for size in (0, BYTES - 1, BYTES, 3 * BYTES, 100 * BYTES)),
+]
+
+
 @KINDS
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("keep_last", [0, 1, 3])
-def test_copies_delayed_to_the_latest_moment_give_the_same_bits(right, made_late, kind, mode, keep_last):
+@pytest.mark.parametrize("options", DELAYED, ids=str)
+def test_copies_delayed_to_the_latest_moment_give_the_same_bits(right, made_late, kind, options):
     late_copies = made_late()
-    offload = late_offload(late_copies, mode, keep_last=keep_last)
+    offload = late_offload(late_copies, **options)
     assert differing(train(kind, offload, late_copies.arena), right) == 0
     assert late_copies.faults == []
     stats = offload.engine.stats()
     assert (stats["store_bytes"], stats["stored"]) == (0, 0)
     saved_each_step = LAYERS // 2 if kind is in_regions else LAYERS
-    assert stats["copies_out"] == STEPS * (saved_each_step - keep_last)
-    assert stats["pool_hits"] >= (STEPS - 1) * (saved_each_step - keep_last)  # buffers are reused
+    assert stats["copies_out"] == STEPS * (saved_each_step - options["keep_last"])
+    assert stats["pool_hits"] >= (STEPS - 1) * (saved_each_step - options["keep_last"])  # buffers are reused
     assert late_copies.arena.reused > STEPS * LAYERS  # and so are freed blocks
-
-
-@KINDS
-@pytest.mark.parametrize("lookahead", [0, BYTES - 1, BYTES, 3 * BYTES, 100 * BYTES])
-def test_every_lookahead_gives_the_same_bits(right, made_late, kind, lookahead):
-    late_copies = made_late()
-    offload = late_offload(late_copies, keep_last=0, lookahead_bytes=lookahead)
-    assert differing(train(kind, offload, late_copies.arena), right) == 0
-    assert late_copies.faults == [] and offload.engine.stats()["store_bytes"] == 0
 
 
 @KINDS

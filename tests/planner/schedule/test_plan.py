@@ -108,41 +108,39 @@ def test_a_plan_reads_back_and_runs(graph, tmp_path):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
-def test_a_truncated_file_is_refused(graph, tmp_path, share):
-    text = ackpt.plan(graph).save(tmp_path / "plan.json").read_text()
-    (tmp_path / "plan.json").write_text(text[: int(share * len(text))])
-    raises(PlanError, "is not a plan: .*truncated", lambda: ackpt.Plan.load(tmp_path / "plan.json"))
-
-
 def without(key):
     return lambda data: {name: value for name, value in data.items() if name != key}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: [], "not a plan of this version"),
-        (lambda data: 3, "not a plan of this version"),
-        (lambda data: {**data, "version": 99}, "not a plan of this version"),
-        (lambda data: {**data, "schema": "other"}, "not a plan of this version"),
-        (without("schedule"), "not a complete plan .*schedule"),
-        (without("peak_bytes"), "not a complete plan .*peak_bytes"),
-        (lambda data: {**data, "schedule": None}, "not a complete plan"),
-        (lambda data: {**data, "activations": [{}]}, "not a complete plan"),
-    ],
-)
+def edited(change):
+    return lambda text: json.dumps(change(json.loads(text)))
+
+
+NO_PLANS = [
+    *(
+        (lambda text, share=share: text[: int(share * len(text))], "is not a plan: .*truncated")
+        for share in (0, 0.3, 0.9, 0.999)
+    ),
+    (edited(lambda data: []), "not a plan of this version"),
+    (edited(lambda data: 3), "not a plan of this version"),
+    (edited(lambda data: {**data, "version": 99}), "not a plan of this version"),
+    (edited(lambda data: {**data, "schema": "other"}), "not a plan of this version"),
+    (edited(without("schedule")), "not a complete plan .*schedule"),
+    (edited(without("peak_bytes")), "not a complete plan .*peak_bytes"),
+    (edited(lambda data: {**data, "schedule": None}), "not a complete plan"),
+    (edited(lambda data: {**data, "activations": [{}]}), "not a complete plan"),
+    *(
+        (edited(lambda data, name=name: {**data, name: 1}), "plan.json was changed after it was saved.*plan again")
+        for name in ("peak_bytes", "limit_bytes", "flops", "cost", "policy", "digest")
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), NO_PLANS)
 def test_a_file_that_is_no_plan_is_refused(graph, tmp_path, change, message):
     path = ackpt.plan(graph).save(tmp_path / "plan.json")
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    path.write_text(change(path.read_text()))
     raises(PlanError, message, lambda: ackpt.Plan.load(path))
-
-
-@pytest.mark.parametrize("name", ["peak_bytes", "limit_bytes", "flops", "cost", "policy", "digest"])
-def test_a_file_that_was_changed_by_hand_is_refused(graph, tmp_path, name):
-    path = ackpt.plan(graph).save(tmp_path / "plan.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), name: 1}))
-    raises(PlanError, "plan.json was changed after it was saved.*plan again", lambda: ackpt.Plan.load(path))
 
 
 @pytest.mark.parametrize(
