@@ -98,21 +98,20 @@ def fresh_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[
     return step
 
 
-def left_by(model: nn.Module, call: Callable, *args, loss=total) -> list:
+def left_by(model: nn.Module, call: Callable, *args, loss=None, **kwargs) -> list:
     """What a step that calls the model so leaves: outputs, gradients, and the state of random numbers."""
     model.zero_grad()
     torch.manual_seed(1)
-    outputs = call(*args)
-    loss(outputs).backward()
-    gradients = [
-        parameter.grad if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()
-    ]
+    outputs = call(*args, **kwargs)
+    is_loss = isinstance(outputs, torch.Tensor) and outputs.dim() == 0
+    (loss(outputs) if loss else outputs if is_loss else total(outputs)).backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     return [*(tensor.detach().clone() for tensor in tensors_in(outputs)), *gradients, torch.get_rng_state()]
 
 
-def assert_as_eager(model: nn.Module, step: Callable, *args, loss=total) -> None:
-    """A step of the model leaves what the model itself leaves."""
-    assert_equal(left_by(model, model, *args, loss=loss), left_by(model, step, *args, loss=loss), "step")
+def assert_as_eager(model: nn.Module, step: Callable, *args, **kwargs) -> None:
+    """A step of the model leaves what the model itself leaves; `loss`: a function of the outputs."""
+    assert_equal(left_by(model, model, *args, **kwargs), left_by(model, step, *args, **kwargs), "step")
 
 
 @dataclasses.dataclass

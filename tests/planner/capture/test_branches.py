@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import assert_equal, model_of, raises
+from conftest import assert_as_eager, model_of, raises
 from torch import nn
 
 import ackpt
@@ -31,14 +31,7 @@ def batch(length=6, masked=()):
 
 
 def check(step, model, *args, **kwargs):
-    found = []
-    for run in (model, step):
-        model.zero_grad()
-        loss = getattr(run(*args, **kwargs), "loss", None)
-        loss = run(*args, **kwargs) if loss is None else loss
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-    assert_equal(*found, "loss or gradient")
+    assert_as_eager(model, step, *args, **kwargs, loss=lambda outputs: getattr(outputs, "loss", outputs))
 
 
 def kinds(step):
