@@ -20,10 +20,6 @@ def model():
     return nn.Sequential(*layers)
 
 
-def data_parallel(made):
-    return DistributedDataParallel(made)
-
-
 def shard(made):
     from torch.distributed.fsdp import fully_shard
 
@@ -60,7 +56,7 @@ WAYS = {
 }
 SCENARIOS = {
     f"{name}, {way}": (distribute, way)
-    for name, distribute in {"ddp": data_parallel, "fully_shard": shard}.items()
+    for name, distribute in {"ddp": DistributedDataParallel, "fully_shard": shard}.items()
     for way in WAYS
 }
 

@@ -49,10 +49,6 @@ class Skips(nn.Module):
         return x.square().mean()
 
 
-def drop_path():
-    return Skips(), {"x": torch.randn(64, 16)}
-
-
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
@@ -65,10 +61,6 @@ class Tagger(nn.Module):
         for head in self.heads:
             x = x + head(x)
         return x.square().mean()
-
-
-def packed_lstm():
-    return Tagger(), {"ids": torch.randint(50, (8, 24)), "lengths": torch.arange(8) * 2 + 8}
 
 
 class Matcher(nn.Module):
@@ -97,10 +89,6 @@ class Detector(nn.Module):
         return {"loss": F.l1_loss(matched, targets), "boxes": boxes}
 
 
-def detector():
-    return Detector(), {"x": torch.randn(8, 12, 16), "targets": torch.rand(8, 5, 4)}
-
-
 class EarlyExit(nn.Module):
     def __init__(self):
         super().__init__()
@@ -112,10 +100,6 @@ class EarlyExit(nn.Module):
             if x.abs().mean() > 100:
                 break
         return x.square().mean()
-
-
-def early_exit():
-    return EarlyExit(), {"x": torch.randn(64, 16)}
 
 
 def sparse_embedding():
@@ -144,10 +128,10 @@ def compiled():
 MODELS = {
     "Mixtral": lambda: mixture("Mixtral"),
     "Qwen3-MoE": lambda: mixture("Qwen3-MoE"),
-    "drop path": drop_path,
-    "packed LSTM": packed_lstm,
-    "matcher": detector,
-    "early exit": early_exit,
+    "drop path": lambda: (Skips(), {"x": torch.randn(64, 16)}),
+    "packed LSTM": lambda: (Tagger(), {"ids": torch.randint(50, (8, 24)), "lengths": torch.arange(8) * 2 + 8}),
+    "matcher": lambda: (Detector(), {"x": torch.randn(8, 12, 16), "targets": torch.rand(8, 5, 4)}),
+    "early exit": lambda: (EarlyExit(), {"x": torch.randn(64, 16)}),
     "sparse embedding": sparse_embedding,
     "scripted": scripted,
     "compiled": compiled,
