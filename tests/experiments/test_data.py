@@ -247,10 +247,7 @@ def test_a_connection_lost_while_streaming_is_named(monkeypatch, no_hub, error):
 
 @pytest.mark.parametrize(
     ("package", "call"),
-    [
-        ("datasets", lambda: data.wikitext_corpus()),
-        ("tokenizers", lambda: data.train_tokenizer("text", 300)),
-    ],
+    [("datasets", lambda: data.wikitext_corpus()), ("tokenizers", lambda: data.train_tokenizer("text", 300))],
 )
 def test_a_missing_package_comes_with_its_pip_line(monkeypatch, package, call):
     monkeypatch.setitem(sys.modules, package, None)

@@ -6,14 +6,7 @@ import pytest
 from conftest import raises
 
 from experiments import provenance, results
-from experiments.results import (
-    Record,
-    RecordError,
-    environment,
-    load_records,
-    load_reference,
-    markdown_table,
-)
+from experiments.results import Record, RecordError, environment, load_records, load_reference, markdown_table
 
 
 @pytest.fixture

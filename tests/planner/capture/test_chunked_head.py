@@ -84,12 +84,7 @@ def gemma():
     return transformers.Gemma2ForCausalLM(config)
 
 
-MODELS = {
-    "llama": llama,
-    "tied": lambda: llama(tie_word_embeddings=True),
-    "bert": bert,
-    "gemma": gemma,
-}
+MODELS = {"llama": llama, "tied": lambda: llama(tie_word_embeddings=True), "bert": bert, "gemma": gemma}
 
 
 def built(name):

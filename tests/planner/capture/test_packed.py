@@ -59,11 +59,7 @@ def attends(model, **kwargs):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_is_captured_as_it_runs(name):
-    assert_same_step(
-        lambda: Case(decoder(name), kwargs=batch()),
-        loss=lambda outputs: outputs.loss,
-        call=planned,
-    )
+    assert_same_step(lambda: Case(decoder(name), kwargs=batch()), loss=lambda outputs: outputs.loss, call=planned)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])

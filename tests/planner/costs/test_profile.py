@@ -193,10 +193,7 @@ def test_a_formula_that_fails_is_an_error(linear, monkeypatch):
 
 
 def every_kind(graph):
-    return {
-        "no device": profile(graph),
-        "a device": profile(graph, "h200", workspace="measured"),
-    }
+    return {"no device": profile(graph), "a device": profile(graph, "h200", workspace="measured")}
 
 
 def test_every_figure_says_where_it_is_from(graph):

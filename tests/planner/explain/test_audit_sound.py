@@ -4,20 +4,7 @@ import functools
 
 import pytest
 import torch
-from audited_models import (
-    WIDTH,
-    Block,
-    Custom,
-    Net,
-    batch,
-    by_reentrant,
-    by_torch,
-    kinds,
-    llama,
-    lora,
-    plain,
-    tokens,
-)
+from audited_models import WIDTH, Block, Custom, Net, batch, by_reentrant, by_torch, kinds, llama, lora, plain, tokens
 from conftest import model_of
 from torch import nn
 from torch.autograd.graph import save_on_cpu

@@ -29,12 +29,7 @@ def with_labels():
 
 def llama():
     config = transformers.LlamaConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        **ENDS,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, **ENDS
     )
     return transformers.LlamaForCausalLM(config), {**with_labels(), "use_cache": False}
 

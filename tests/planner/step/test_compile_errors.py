@@ -393,10 +393,7 @@ LIMITATIONS = {
     "numpy": (lambda model, h: h * torch.from_numpy(h.detach().numpy()), "not supported for tensor subclasses"),
     "pointer": (lambda model, h: h * (h.data_ptr() > 0), "data pointer"),
     "values": (lambda model, h: h if h.sum() > 0 else -h, "looks at the values"),
-    "class": (
-        lambda model, h: h if type(h) is torch.Tensor else _raise(TypeError(str(type(h)))),
-        "FunctionalTensor",
-    ),
+    "class": (lambda model, h: h if type(h) is torch.Tensor else _raise(TypeError(str(type(h)))), "FunctionalTensor"),
     "caught": (lambda model, h: _caught(h), "looks at the values"),
 }
 

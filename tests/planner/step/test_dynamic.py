@@ -362,11 +362,7 @@ def test_dimensions_marked_by_the_user_are_dynamic():
     [
         ({"idx": {1: (4, 80)}}, ValueError, "dynamic names 'idx', but the tensors of this call are ids"),
         ({"ids": {2: None}}, ValueError, "names dimension 2; the tensor has 2 dimensions"),
-        (
-            {"ids": {1: (30, 80)}},
-            ValueError,
-            "but the size of dimension 1 of 'ids' in this call is 20: declare",
-        ),
+        ({"ids": {1: (30, 80)}}, ValueError, "but the size of dimension 1 of 'ids' in this call is 20: declare"),
         ({"ids": {1: (1, 80)}}, ValueError, "must be 2 <= smallest <= largest"),
         ({"ids": {1: 80}}, TypeError, r"must be \(smallest, largest\) or None, got 80"),
         ({"ids": 1}, TypeError, "must be a dict such as"),

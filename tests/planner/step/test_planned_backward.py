@@ -26,10 +26,7 @@ UPSTREAM = {
     "saves its result": lambda data, outer: torch.tanh(data + outer),
     "a leaf": lambda data, outer: outer.expand(len(data), 8).detach().requires_grad_(),
 }
-MODELS = {
-    "plain": (body, "1GiB"),
-    "writes into its input": (lambda: body(nn.ReLU(inplace=True)), "1GiB"),
-}
+MODELS = {"plain": (body, "1GiB"), "writes into its input": (lambda: body(nn.ReLU(inplace=True)), "1GiB")}
 
 
 @pytest.mark.parametrize("dynamic", [None, False])
