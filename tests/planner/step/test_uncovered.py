@@ -118,7 +118,8 @@ def accumulated(model, kept):
 
 @pytest.mark.parametrize("options", [{}, {"regions": True}])
 @pytest.mark.parametrize(
-    ("loop", "exceeds"), [(pair, True), (in_turns, True), (same_input, True), (alone, False), (accumulated, False)]
+    ("loop", "exceeds"),
+    [(pair, True), (in_turns, True), (same_input, True), (alone, False), (accumulated, False)],
 )
 def test_what_earlier_forwards_hold_counts(loop, exceeds, options):
     """In bytes it is an error, or with on_exceed="warn" a warning; for a fraction, a warning."""
