@@ -1,7 +1,5 @@
 """Ways to call a model, and kinds of outputs: each a function that builds a `Case` afresh."""
 
-from __future__ import annotations
-
 import collections
 from types import FunctionType
 

@@ -1,7 +1,5 @@
 """Helpers of the tests: one training step, plain and checkpointed, compared to the last bit."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -90,6 +88,32 @@ def total(outputs) -> torch.Tensor:
     return loss
 
 
+def fresh_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    """A step that begins without gradients, to be measured."""
+
+    def step():
+        model.zero_grad()
+        loss().backward()
+
+    return step
+
+
+def left_by(model: nn.Module, call: Callable, *args, loss=None, **kwargs) -> list:
+    """What a step that calls the model so leaves: outputs, gradients, and the state of random numbers."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    outputs = call(*args, **kwargs)
+    is_loss = isinstance(outputs, torch.Tensor) and outputs.dim() == 0
+    (loss(outputs) if loss else outputs if is_loss else total(outputs)).backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*(tensor.detach().clone() for tensor in tensors_in(outputs)), *gradients, torch.get_rng_state()]
+
+
+def assert_as_eager(model: nn.Module, step: Callable, *args, **kwargs) -> None:
+    """A step of the model leaves what the model itself leaves; `loss`: a function of the outputs."""
+    assert_equal(left_by(model, model, *args, **kwargs), left_by(model, step, *args, **kwargs), "step")
+
+
 @dataclasses.dataclass
 class Step:
     """What one step left behind."""
@@ -163,6 +187,14 @@ def batch(rows: int = 3, width: int = 4, grad: bool = True) -> torch.Tensor:
     return torch.randn(rows, width, requires_grad=grad)
 
 
+def model_of(forward: Callable, /, **parts) -> nn.Module:
+    """A module with these parts; its class has this ``forward``, a function of the module and its inputs."""
+    model = type("Model", (nn.Module,), {"forward": forward, "__module__": forward.__module__})()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model
+
+
 def with_layer(layer: nn.Module) -> nn.Module:
     """`layer` between two linear layers."""
     return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
@@ -212,6 +244,12 @@ def assert_next_step_works() -> None:
     assert_same_step(build)
 
 
+def raises(error, match: str, call: Callable[[], object]) -> None:
+    """The call raises this error, with this text."""
+    with pytest.raises(error, match=match):
+        call()
+
+
 @contextlib.contextmanager
 def raises_cleanly(error, match: str):
     """The body raises; random numbers, modes and flags are as before; the next step works."""
@@ -241,6 +279,7 @@ def _little_to_collect():
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
+    torch.manual_seed(0)
     before = surroundings()
     yield
     assert surroundings() == before

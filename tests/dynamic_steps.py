@@ -1,7 +1,5 @@
 """Steps of many sizes, compared with eager: results bit for bit, peaks byte for byte."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

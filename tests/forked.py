@@ -1,7 +1,5 @@
 """Run scripts in processes of their own that need not import torch and transformers again."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """A CPU transport that makes races visible: copies run as late as allowed, and freed memory is reused at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Helpers of the offload tests: contexts that offload every tensor, and checks that the engine is empty afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
@@ -20,6 +18,13 @@ SIZE = SIDE * SIDE * 4  # bytes of one square matrix here
 def offload(mode="sync", store="host", **options):
     """One object per choice: regions of one forward must share it. Takes every tensor unless told otherwise."""
     return ackpt.offload_saved_tensors(mode, store, **{"min_bytes": 0, "keep_last": 0, **options})
+
+
+def fresh(*args, **options):
+    """The same object, with the counts of its engine at 0."""
+    chosen = offload(*args, **options)
+    chosen.engine.reset_stats()
+    return chosen
 
 
 def region(mode="sync", **options):

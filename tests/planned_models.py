@@ -1,14 +1,12 @@
 """Tiny models whose activations weigh more than their gradients, and what a plan of them is asked for."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_equal
+from conftest import assert_equal, fresh_step
 from torch import nn
 
 import ackpt
@@ -153,11 +151,7 @@ def step_keeps(name, plan):
     step = captured_step.planned(plan)
     resident = (model, *(value for value in args if isinstance(value, torch.Tensor)))
 
-    def once():
-        model.zero_grad()
-        step(*args).backward()
-
-    measured = ackpt.measure(once, "cpu", resident=resident, warmup=1, repeats=0)
+    measured = ackpt.measure(fresh_step(model, lambda: step(*args)), "cpu", resident=resident, warmup=1, repeats=0)
     graph, _ = traced(name)
     workspace = measured_workspace(name, torch.get_num_threads())
     assert measured.dynamic_peak_bytes == simulate(graph, workspace, plan.schedule).peak_bytes

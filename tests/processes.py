@@ -1,7 +1,5 @@
 """The same scenarios in two processes that talk over gloo."""
 
-from __future__ import annotations
-
 import datetime
 import traceback
 import warnings

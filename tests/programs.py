@@ -4,8 +4,6 @@ A program is text, so that a failure prints the model it failed on. Lines are dr
 drawn: what eager refuses is left out, so types and shapes need no rules here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """Steps under any policy, also under manual plans with random fates."""
 
-from __future__ import annotations
-
 import torch
 
 import ackpt

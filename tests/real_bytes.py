@@ -1,7 +1,5 @@
 """The storages of a graph whose real size on the CPU is not that in the graph."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from unittest.mock import patch
 

@@ -6,8 +6,6 @@ show it. Device memory behaves like that of a caching allocator: a freed block g
 and stream. Bytes are copied at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import weakref

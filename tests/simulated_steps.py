@@ -1,7 +1,5 @@
 """Random training steps on a simulated GPU, run by real autograd, with random streams and lifetimes of tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 

@@ -1,7 +1,5 @@
 """The models that planned steps are tested on, at the smallest sizes that still have every kind of operation."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from torch import nn

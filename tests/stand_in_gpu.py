@@ -3,8 +3,6 @@
 What experiments do differently on a GPU then runs on a CPU, with device "cuda" in their configurations and records.
 """
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Training steps whose copies can be observed: layers in an arena, a small network, and two ways to offload."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,7 @@
 """What pyright says of a package's symbols, and which of it concerns public names."""
 
-import pytest
 from check_types import incomplete
+from conftest import raises
 
 
 def symbol(name, category="function", problem=None, **more):
@@ -32,5 +32,4 @@ def test_private_names_may_lack_types():
 
 
 def test_a_name_that_pyright_does_not_know_is_an_error():
-    with pytest.raises(ValueError, match="pyright does not know p.gone"):
-        incomplete(SYMBOLS, ["p.g", "p.gone"])
+    raises(ValueError, "pyright does not know p.gone", lambda: incomplete(SYMBOLS, ["p.g", "p.gone"]))

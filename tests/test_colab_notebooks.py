@@ -12,6 +12,7 @@ import set_up_colab
 from address import COLAB_FOLDER, ROOT, colab_address, project, repository_address
 from chapter import COLAB_CELL, NotebookError, extras_of, prepare, to_text
 from colab import Translation, for_colab
+from conftest import raises
 from markdown_it import MarkdownIt
 
 ADDRESS = repository_address()
@@ -119,8 +120,7 @@ def test_colab_keeps_a_recent_torch_and_otherwise_gets_one_for_its_driver(torch,
     monkeypatch.setattr(set_up_colab.subprocess, "run", run)
     monkeypatch.setattr(set_up_colab.os, "kill", lambda pid, signal: made.append("restart"))
     if isinstance(calls, str):
-        with pytest.raises(RuntimeError, match=calls):
-            set_up_colab.set_up("lm")
+        raises(RuntimeError, calls, lambda: set_up_colab.set_up("lm"))
     else:
         set_up_colab.set_up("lm")
         assert made == [*calls, *(["restart"] if calls[0] != KEPT[0] and "torch" in sys.modules else [])]
@@ -132,8 +132,7 @@ def test_a_pip_that_fails_is_one_error(monkeypatch):
         "run",
         lambda command, **_: subprocess.CompletedProcess(command, 1, "", "a\nno space\n"),
     )
-    with pytest.raises(RuntimeError, match="pip install x failed: no space$"):
-        set_up_colab.pip("install", "x")
+    raises(RuntimeError, "pip install x failed: no space$", lambda: set_up_colab.pip("install", "x"))
 
 
 @pytest.mark.parametrize(
@@ -208,15 +207,13 @@ def test_tables_and_figures_come_from_the_results_of_the_same_run(tmp_path):
     ],
 )
 def test_a_construct_without_translation_is_an_error_with_chapter_and_cell(myst, complaint):
-    with pytest.raises(NotebookError, match=f"^01_one.py, cell 3: .*{complaint}"):
-        translated(myst)
+    raises(NotebookError, f"^01_one.py, cell 3: .*{complaint}", lambda: translated(myst))
 
 
 def test_the_cell_of_an_error_is_the_one_of_the_chapter(tmp_path):
     source = tmp_path / "01_one.py"
     source.write_text("# %% [markdown]\n# # One\n\n# %%\n1\n\n# %% [markdown]\n# {unknown}`x`\n")
-    with pytest.raises(NotebookError, match="^01_one.py, cell 4: "):
-        for_colab(prepare(source))
+    raises(NotebookError, "^01_one.py, cell 4: ", lambda: for_colab(prepare(source)))
 
 
 def test_check_notebooks_sees_a_changed_table_and_an_edited_notebook(tmp_path):

@@ -1,7 +1,5 @@
 """Every public name has an example, and the examples in all docstrings run."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 from pathlib import Path

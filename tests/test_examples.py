@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import raises
 from forked import output_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,8 +67,7 @@ def test_an_example_runs_and_prints_measured_bytes(script, tmp_path, run_here):
 def test_a_failed_assertion_of_an_example_is_a_failure(start, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("import os\nassert os.environ.get('RANK') == '0'\n")  # one of two ranks is enough
-    with pytest.raises(AssertionError, match="broken.py"):
-        run(f"{start} {script}", tmp_path)
+    raises(AssertionError, "broken.py", lambda: run(f"{start} {script}", tmp_path))
 
 
 def test_the_ranks_have_the_variables_that_torchrun_sets(tmp_path):

@@ -1,7 +1,5 @@
 """The book's interactive figures: each names data, a picture for readers without scripts, and a script that exists."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Random models of library-like parts: in regions, with offload and planned they are what they are unmodified."""
 
-from __future__ import annotations
-
 import pytest
 from random_models import check, compare, draw_spec
 from random_models.compare import FINDING, difference

@@ -1,9 +1,7 @@
 """The book as one page: what is missing from it is found, and what is folded is open on paper."""
 
-from __future__ import annotations
-
-import pytest
 import single_page
+from conftest import raises
 from single_page import PageError, chromium, for_paper, problems, problems_of_formulas
 
 import ackpt
@@ -49,5 +47,4 @@ def test_on_paper_there_are_a_title_page_and_the_names_of_the_parts():
 
 def test_a_browser_that_fails_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(single_page, "PATIENCE", 30)
-    with pytest.raises(PageError, match="false failed with 1"):
-        chromium("false", tmp_path / "index.html")
+    raises(PageError, "false failed with 1", lambda: chromium("false", tmp_path / "index.html"))

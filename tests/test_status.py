@@ -1,7 +1,5 @@
 """The book's status page: every table and notebook is on it, and what it says is what records say."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import pytest
 import status
 from chapter import source_hash
+from conftest import raises
 
 from experiments.results import Record, environment, markdown_table
 
@@ -82,8 +81,7 @@ def test_a_table_gets_the_gpu_record_that_its_notebook_reads(book):
     assert [(row["column"], row["cells"]) for row in status.missing_rows(book)] == [("ours on a GPU, MiB", "2 of 2")]
     record(book, "bert", "cuda")
     write(book, "02_two", [{"n": 1, "gpu": 2.0}, {"n": 2, "gpu": None}], columns)
-    with pytest.raises(ValueError, match=r"02_two.md has figures of a GPU, and .* has no record of lm"):
-        status.table_rows(book)
+    raises(ValueError, r"02_two.md has figures of a GPU, and .* has no record of lm", lambda: status.table_rows(book))
     record(book, "lm", "cuda")
     assert status.table_rows(book)[1]["gpu"].startswith("some cuda, aaaaaaaaa and changes, 20")
     assert [row["cells"] for row in status.missing_rows(book)] == ["1 of 2"]
@@ -106,8 +104,6 @@ def test_kinds_of_figures_come_from_captions_and_headings(book):
 
 def test_a_table_without_a_notebook_or_another_form_is_an_error(book):
     shutil.copy(book / "results/tables/01_one.md", book / "results/tables/03_three.md")
-    with pytest.raises(ValueError, match="03_three.md is named by 0 notebooks"):
-        status.table_rows(book)
+    raises(ValueError, "03_three.md is named by 0 notebooks", lambda: status.table_rows(book))
     (book / "results/tables/03_three.md").write_text("| a | b |\n|---|---|\n| 1 |\n")
-    with pytest.raises(ValueError, match="no table of experiments.results.markdown_table"):
-        status.table_rows(book)
+    raises(ValueError, "no table of experiments.results.markdown_table", lambda: status.table_rows(book))

@@ -1,7 +1,5 @@
 """The command for tested models, on a few models, and the page that is made from its record."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from address import colab_address, repository_address
 from chapter import NotebookError, normalise, prepare, problems, refuse_accidents, to_text
+from conftest import raises
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from reproduce import chapters, reproduce
@@ -97,8 +98,7 @@ if device == "cuda":
     (checkout / "results" / "gpu").mkdir()
     (checkout / "results" / "gpu" / "old.json").write_text("{}")
     monkeypatch.setattr("experiments.results.environment", lambda *_: {"commit": "a" * 40 + "-dirty"})
-    with pytest.raises(NotebookError, match="commit the changes of this checkout first"):
-        reproduce(checkout, checkout, [], 60)
+    raises(NotebookError, "commit the changes of this checkout first", lambda: reproduce(checkout, checkout, [], 60))
     monkeypatch.setattr("experiments.results.environment", lambda *_: {"commit": "a" * 40})
     monkeypatch.setattr("reproduce.record_run", lambda *_: None)
     reproduce(checkout, checkout, [], 60)
@@ -159,8 +159,7 @@ def test_prepare_adds_the_badge_and_the_colab_cell_from_one_address(checkout: Pa
 def test_prepare_wants_a_title(tmp_path: Path) -> None:
     source = tmp_path / "01_untitled.py"
     source.write_text("# %%\n1 + 1\n")
-    with pytest.raises(NotebookError, match="first cell must be a Markdown cell"):
-        prepare(source, ADDRESS)
+    raises(NotebookError, "first cell must be a Markdown cell", lambda: prepare(source, ADDRESS))
 
 
 def test_normalise_removes_what_differs_between_runs() -> None:
@@ -188,8 +187,7 @@ def test_normalise_removes_what_differs_between_runs() -> None:
 )
 def test_outputs_that_must_not_be_published_are_refused(output, complaint: str) -> None:
     notebook = new_notebook(cells=[new_code_cell("f()", outputs=[output])])
-    with pytest.raises(NotebookError, match=complaint):
-        refuse_accidents(notebook, "01_first.py", ["/home/me/checkout"])
+    raises(NotebookError, complaint, lambda: refuse_accidents(notebook, "01_first.py", ["/home/me/checkout"]))
 
 
 def test_problems_sees_a_changed_source_and_an_edited_notebook(checkout: Path) -> None:

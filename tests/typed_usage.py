@@ -1,8 +1,6 @@
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 """What a user's type checker sees: run by pyright alone, in `nox -s lint`. Unused ignores are errors, too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Regions under DistributedDataParallel and fully_shard: two gloo processes, bit-equal to training without regions."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

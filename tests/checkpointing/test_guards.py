@@ -1,7 +1,5 @@
 """Buffers change once per step, changes between forward and backward are detected, and names are restored."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import deque
 from functools import partial
@@ -15,7 +13,9 @@ from conftest import (
     assert_same_step,
     assert_same_training,
     batch,
+    model_of,
     plain_call,
+    raises,
     seed,
     total,
     with_layer,
@@ -54,13 +54,8 @@ class MovingAverage(nn.Module):
         return out
 
 
-class CodeBook(nn.Module):
+def code_book():
     """Vector quantisation with codes that follow their inputs (van den Oord et al. 2017, appendix A)."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("codes", torch.randn(5, 4))
-        self.register_buffer("counts", torch.ones(5))
 
     def forward(self, x):
         nearest = torch.cdist(x, self.codes).argmin(1)
@@ -72,13 +67,11 @@ class CodeBook(nn.Module):
                 self.codes.add_(0.1 * (hits.t() @ x) / self.counts[:, None])
         return x + (quantised - x).detach()
 
+    return model_of(forward, codes=nn.Buffer(torch.randn(5, 4)), counts=nn.Buffer(torch.ones(5)))
 
-class Counter(nn.Module):
+
+def counter():
     """Numbers that change with every call, and a tensor made in the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.rate, self.cache, self.started = 0, 1.0, None, False
 
     def forward(self, x):
         self.calls += 1
@@ -86,6 +79,8 @@ class Counter(nn.Module):
         if not self.started:
             self.cache, self.started = torch.arange(4.0), True
         return x * self.calls + self.rate * self.cache + x * self.started
+
+    return model_of(forward, calls=0, rate=1.0, cache=None, started=False)
 
 
 class Unregistered(nn.Module):
@@ -149,18 +144,14 @@ class OwnStatistics(nn.Module):
         return x + (out if self.function is F.batch_norm else out.mean(-1)) + mean * var
 
 
-class ReadsStatistics(nn.Module):
+def reads_statistics():
     """Its result depends on the running statistics that its own batch norm has just updated.
 
-    It clones them: autograd saves them, and does not see that the next forward's kernel writes them.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return self.norm(x) * self.norm.running_var.clone() + (x * self.norm.running_mean.clone()).sin()
+    It clones them: autograd saves them, and does not see that the next forward's kernel writes them."""
+    return model_of(
+        lambda self, x: self.norm(x) * self.norm.running_var.clone() + (x * self.norm.running_mean.clone()).sin(),
+        norm=nn.BatchNorm1d(4),
+    )
 
 
 class PastAutograd(nn.Module):
@@ -240,7 +231,7 @@ LAYERS = {
     "functional batch norm on views": lambda: OwnStatistics(stacked=True),
     "functional batch norm without gradients": lambda: OwnStatistics(grad=False),
     "functional instance norm": lambda: OwnStatistics(F.instance_norm),
-    "statistics that are read": ReadsStatistics,
+    "statistics that are read": reads_statistics,
     "buffer changed through data": lambda: PastAutograd("data"),
     "buffer changed through numpy": lambda: PastAutograd("numpy"),
     "fake quantization": FakeQuantized,
@@ -260,8 +251,8 @@ LAYERS = {
     "average by rebinding": lambda: MovingAverage(True),
     "large average in place": lambda: MovingAverage(False, 300_000),
     "large average by rebinding": lambda: MovingAverage(True, 300_000),
-    "code book": CodeBook,
-    "numbers": Counter,
+    "code book": code_book,
+    "numbers": counter,
     "unregistered modules": Unregistered,
 }
 
@@ -549,20 +540,15 @@ def test_an_attribute_with_a_graph_is_the_one_of_the_last_forward(made, wrapped)
 def test_an_attribute_with_a_graph_that_the_forward_reads_is_assigned_once_per_step():
     """As torch.func.functional_call leaves tied parameters; the value from before cannot be restored."""
 
-    class Decays(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.scale = nn.Linear(4, 4), torch.ones(4)
-
-        def forward(self, x):
-            with torch.no_grad():
-                decayed = self.scale * 0.9
-            self.scale = decayed * self.linear.weight.sum().tanh().square()
-            return torch.tanh(self.linear(x))
+    def decays(self, x):
+        with torch.no_grad():
+            decayed = self.scale * 0.9
+        self.scale = decayed * self.linear.weight.sum().tanh().square()
+        return torch.tanh(self.linear(x))
 
     def train(call):
         torch.manual_seed(0)
-        model = Decays()
+        model = model_of(decays, linear=nn.Linear(4, 4), scale=torch.ones(4))
         for _ in range(3):
             call(model, torch.randn(3, 4)).sum().backward()
         return model.scale.detach().clone()
@@ -574,5 +560,4 @@ def test_an_attribute_with_a_graph_keeps_no_graph_alive_after_backward():
     model = _KeepsItsOutput(False, lambda h: h)
     for _ in range(2):
         ackpt.checkpoint(model, torch.randn(3, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match="second time|checkpoint"):
-        model.last.sum().backward()
+    raises(RuntimeError, "second time|checkpoint", lambda: model.last.sum().backward())

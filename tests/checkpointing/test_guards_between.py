@@ -1,14 +1,12 @@
 """Changes between forward and backward are detected or undone, and changes that a region must not make are errors."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from functools import partial
 
 import pytest
 import torch
-from conftest import assert_equal, batch, plain_call, raises_cleanly, seed, total, with_layer
+from conftest import assert_equal, batch, plain_call, raises, raises_cleanly, seed, total, with_layer
 from torch import nn
 
 import ackpt
@@ -203,8 +201,7 @@ def test_guarantees_are_restored_after_an_exception():
         raise KeyError
     model, x, mask, other, loss = model_and_loss()
     mask.add_(1)
-    with pytest.raises(Error, match="'mask'"):
-        loss.backward()
+    raises(Error, "'mask'", loss.backward)
 
 
 class _Times(torch.autograd.Function):

@@ -1,14 +1,12 @@
 """``chunked_cross_entropy`` equals F.cross_entropy of hidden @ weight.T and never allocates all logits."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import raises_cleanly
+from conftest import raises, raises_cleanly
 from torch.profiler import ProfilerActivity, profile
 
 import ackpt
@@ -135,8 +133,7 @@ def test_a_second_backward_needs_retain_graph():
     (loss * 3).backward()
     torch.testing.assert_close(hidden.grad, 4 * first[0])
     torch.testing.assert_close(weight.grad, 4 * first[1])
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
+    raises(RuntimeError, "second time", loss.backward)
 
 
 def test_torch_autograd_grad_and_accumulation():

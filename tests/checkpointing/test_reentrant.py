@@ -1,14 +1,12 @@
 """Regions are bit-equal to the baseline: parameters, graph shapes, modes, several backward passes."""
 
-from __future__ import annotations
-
 import copy
 import threading
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from conftest import Case, assert_equal, assert_same, assert_same_step, batch, plain_call, run_step, seed, total
+from conftest import Case, assert_equal, assert_same, assert_same_step, batch, plain_call, raises, run_step, seed, total
 from torch import nn
 
 import ackpt
@@ -206,8 +204,7 @@ def inner(model):
 def test_a_second_backward_without_retain_graph_is_torchs_own_error(wrap, grad):
     y = ackpt.checkpoint(wrap(mlp()), batch(grad=grad)).sum()
     y.backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        y.backward()
+    raises(RuntimeError, "backward through the graph a second time", y.backward)
 
 
 def test_a_loss_of_some_outputs_is_bit_equal():

@@ -1,7 +1,5 @@
 """State that a function reads besides its arguments: closures, globals, attributes, partials, custom autograd."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Regions that cannot compute the gradients of the baseline raise an error with cause and fix, and leave no trace."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 

@@ -1,12 +1,10 @@
 """Exceptions of the function itself pass through unchanged, and the next step works."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
-from conftest import assert_next_step_works, batch, raises_cleanly, seed, streams, surroundings
+from conftest import assert_next_step_works, batch, raises, raises_cleanly, seed, streams, surroundings
 from torch import nn
 
 import ackpt
@@ -116,10 +114,8 @@ def test_an_error_in_one_thread_does_not_block_others():
 
 def test_an_object_that_is_not_callable_and_wrong_arguments_are_refused():
     before = surroundings()
-    with pytest.raises(TypeError, match="takes a function and its arguments, got int"):
-        ackpt.checkpoint(3, batch())
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        ackpt.checkpoint()
+    raises(TypeError, "takes a function and its arguments, got int", lambda: ackpt.checkpoint(3, batch()))
+    raises(TypeError, "missing 1 required positional argument", ackpt.checkpoint)
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         ackpt.checkpoint(nn.Linear(4, 4), batch(), nonsense=1)
     assert surroundings() == before

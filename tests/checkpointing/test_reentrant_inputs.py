@@ -1,7 +1,5 @@
 """Arguments and results of regions: any nesting of tensors, outputs of every kind."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import enum

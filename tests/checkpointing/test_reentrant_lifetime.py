@@ -1,7 +1,5 @@
 """A region is recomputed once and only if needed, and reference counting frees everything."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

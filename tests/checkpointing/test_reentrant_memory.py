@@ -1,7 +1,5 @@
 """Regions save only their inputs: exact bytes after the forward and at the peak, from the allocator's events."""
 
-from __future__ import annotations
-
 import functools
 import gc
 

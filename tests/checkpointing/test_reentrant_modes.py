@@ -1,13 +1,22 @@
 """Regions under autocast, saved-tensor hooks, anomaly mode, and inside or around torch.compile."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
 import pytest
 import torch
-from conftest import Case, assert_equal, assert_same_step, batch, plain_call, seed, surroundings, total
+from conftest import (
+    Case,
+    assert_equal,
+    assert_same_step,
+    batch,
+    model_of,
+    plain_call,
+    raises,
+    seed,
+    surroundings,
+    total,
+)
 from torch import nn
 
 import ackpt
@@ -30,15 +39,9 @@ def test_autocast_around_the_forward_only():
     assert_same_step(region, around=no_cache)
 
 
-class Branches(nn.Module):
+def branches():
     """Two layers that read the input itself, as the projections of an attention do."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x):
-        return (self.a(x) * self.b(x)).float()
+    return model_of(lambda self, x: (self.a(x) * self.b(x)).float(), a=nn.Linear(32, 32), b=nn.Linear(32, 32))
 
 
 @pytest.mark.parametrize("first_is_leaf", [True, False])
@@ -46,7 +49,7 @@ class Branches(nn.Module):
 def test_an_input_that_is_cast_for_several_layers(first_is_leaf, offload):
     def step(call):
         seed()
-        blocks, x = [Branches() for _ in range(3)], torch.randn(16, 32, requires_grad=True)
+        blocks, x = [branches() for _ in range(3)], torch.randn(16, 32, requires_grad=True)
         with bf16():
             h = x if first_is_leaf else x * 1.5
             for block in blocks:
@@ -230,15 +233,13 @@ def test_switches_of_torch_apply_to_both_runs(switch):
         switch(False)
 
 
-class Compiled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
-
+def make_compiled():
     def forward(self, x):
         for block in self.blocks:
             x = ackpt.checkpoint(block, x.sin())
         return x.cos()
+
+    return model_of(forward, blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
 
 
 # Dynamo looks at the .grad of an intermediate where it breaks the graph.
@@ -247,7 +248,7 @@ class Compiled(nn.Module):
 def test_a_compiled_model_that_calls_checkpoint_breaks_its_graph_there(fresh_dynamo, backend):
     def run(compile):
         seed()
-        layers, x = Compiled(), batch()
+        layers, x = make_compiled(), batch()
         y = compile(layers)(x)
         total(y).backward()
         return [y.detach(), x.grad, *(p.grad for p in layers.parameters())]
@@ -279,8 +280,7 @@ def test_a_compiled_model_that_is_wrapped_and_a_compiled_function_in_a_region(fr
 
 def test_fullgraph_is_refused_by_name(fresh_dynamo):
     function = torch.compile(lambda x: ackpt.checkpoint(torch.sin, x), backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="ackpt.checkpoint runs outside of compiled code"):
-        function(batch())
+    raises(torch._dynamo.exc.Unsupported, "ackpt.checkpoint runs outside of compiled code", lambda: function(batch()))
 
 
 class Dropping(nn.Sequential):

@@ -1,7 +1,5 @@
 """Names that are rebound before the recomputation, and state that a function changes."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import types

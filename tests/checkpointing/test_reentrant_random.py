@@ -1,7 +1,5 @@
 """Random small programs: nested arguments, partly requiring grad, with dropout and nested regions."""
 
-from __future__ import annotations
-
 import random
 
 import torch
@@ -15,10 +13,6 @@ import ackpt
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def scaled(tensors, layer):
-    return [tensor * random.random() for tensor in tensors]
-
-
 OPERATIONS = {
     "sine": lambda tensors, layer: [tensor.sin() for tensor in tensors],
     "layer": lambda tensors, layer: [layer(tensor) for tensor in tensors],
@@ -29,7 +23,7 @@ OPERATIONS = {
     "view": lambda tensors, layer: [tensor.t().reshape(4, 3).t() for tensor in tensors],
     "in place": lambda tensors, layer: [tensor.clone().mul_(2).add_(1) for tensor in tensors],
     "drop one": lambda tensors, layer: tensors[:-1] if len(tensors) > 1 else tensors,
-    "python": scaled,
+    "python": lambda tensors, layer: [tensor * random.random() for tensor in tensors],
     "weight": lambda tensors, layer: [tensor + layer.weight.sum(0) for tensor in tensors],
     "normalise": lambda tensors, layer: [nn.functional.layer_norm(tensor, (4,)) for tensor in tensors],
 }

@@ -2,8 +2,6 @@
 
 # ruff: noqa: NPY002
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -15,7 +13,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import Case, assert_equal, assert_same_step, batch, plain_call, seed, streams, total
+from conftest import Case, assert_equal, assert_same_step, batch, plain_call, raises, seed, streams, total
 from torch import nn
 
 import ackpt
@@ -281,8 +279,7 @@ def test_a_seed_that_differs_between_runs_is_refused(name, seeds):
     x = torch.ones(4, requires_grad=True)
     y = ackpt.checkpoint(seeded(seeds), x)
     before = streams()
-    with pytest.raises(ackpt.CheckpointError, match=f"drew other random numbers from {name} than its forward"):
-        y.sum().backward()
+    raises(ackpt.CheckpointError, f"drew other random numbers from {name} than its forward", lambda: y.sum().backward())
     assert x.grad is None and streams() == before
 
 

@@ -1,10 +1,8 @@
 """``checkpoint_sequential`` and the segment lengths with the smallest peak."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from conftest import Case, assert_same, assert_same_step, run_step
+from conftest import Case, assert_same, assert_same_step, raises, run_step
 from torch import nn
 
 import ackpt
@@ -73,8 +71,7 @@ SEQUENTIAL_ERRORS = [
 
 @pytest.mark.parametrize(("call", "error", "message"), SEQUENTIAL_ERRORS)
 def test_errors_of_checkpoint_sequential(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+    raises(error, message, call)
 
 
 def peak_of(lengths) -> int:

@@ -1,7 +1,5 @@
 """What stands in for a module's forward is reached by every call of it, and by nothing else."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -11,6 +9,7 @@ import types
 
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 
 from ackpt.checkpointing import standing_in
@@ -36,11 +35,6 @@ class CallsParent(Doubles):
 class OwnCall(Doubles):
     def __call__(self, x):
         return self.forward(x)
-
-
-class Recursive(nn.Module):
-    def forward(self, x):
-        return [self.forward(each) for each in x] if isinstance(x, list) else 2 * x
 
 
 def replaced(wrap):
@@ -145,7 +139,7 @@ def test_copies_have_only_what_travels(duplicate, name, expected):
 
 
 def test_a_module_that_calls_itself_is_reached_once():
-    module = Recursive()
+    module = model_of(lambda self, x: [self.forward(each) for each in x] if isinstance(x, list) else 2 * x)
     standing_in.put_in_place(module, lambda module, forward, args, kwargs: [*forward(*args), "run"])
     assert module([1, [2]]) == [2, [4], "run"]
 

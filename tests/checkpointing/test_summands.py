@@ -1,11 +1,10 @@
 """Tensors that several regions share: their gradients are summed in the baseline's order."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 
 import ackpt
@@ -23,18 +22,16 @@ class Block(nn.Module):
         return x + self.a(x).tanh() + self.b(shared).tanh() * self.c(shared) + shared * x
 
 
-class Model(nn.Module):
+def make_model():
     """Blocks that share a tensor, with skip connections around them."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.blocks = nn.Linear(16, 16), nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, x, condition):
         shared, hidden = self.embed(condition), [x]
         for block in self.blocks:
             hidden.append(block(hidden[-1], shared))
         return (hidden[1] * hidden[-1] * shared * hidden[2]).sum()
+
+    return model_of(forward, embed=nn.Linear(16, 16), blocks=nn.ModuleList(Block() for _ in range(4)))
 
 
 def gradients(model, *args, autocast=False):
@@ -48,7 +45,7 @@ def gradients(model, *args, autocast=False):
 @pytest.mark.parametrize("seed", range(5))
 def test_shared_tensors_and_skip_connections(seed, autocast):
     torch.manual_seed(seed)
-    model, args = Model(), (torch.randn(8, 16), torch.randn(8, 16))
+    model, args = make_model(), (torch.randn(8, 16), torch.randn(8, 16))
     regions = copy.deepcopy(model)
     assert len(ackpt.apply_activation_checkpointing(regions)) == 4
     expected, found = (gradients(each, *args, autocast=autocast) for each in (model, regions))
@@ -73,8 +70,7 @@ def test_a_shared_weight_inside_and_outside(seed):
 
 
 def test_gradients_are_summed_in_eager_order_in_a_nested_region():
-    torch.manual_seed(0)
-    model, args = Model(), (torch.randn(8, 16), torch.randn(8, 16))
+    model, args = make_model(), (torch.randn(8, 16), torch.randn(8, 16))
     regions = copy.deepcopy(model)
     ackpt.apply_activation_checkpointing(regions)
 
@@ -88,7 +84,6 @@ def test_gradients_are_summed_in_eager_order_in_a_nested_region():
 
 
 def test_outputs_that_the_loss_does_not_use():
-    torch.manual_seed(0)
     x = torch.randn(8, 16, requires_grad=True)
 
     def region(x):

@@ -1,7 +1,5 @@
 """Tensors are taken out of nested containers and put back."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from typing import NamedTuple

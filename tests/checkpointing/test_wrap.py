@@ -1,7 +1,5 @@
 """``apply_activation_checkpointing`` changes nothing but the memory."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io
@@ -9,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import assert_equal, assert_same_training, seed, total
+from conftest import assert_equal, assert_same_training, raises, seed, total
 from torch import nn
 
 import ackpt
@@ -195,8 +193,7 @@ def test_options_reach_the_region():
     y = model(x)
     y.sum().backward()
     assert torch.equal(y.detach(), x.grad)
-    with pytest.raises(ValueError, match="offload='x'"):
-        apply(model, nn.Dropout, offload="x")
+    raises(ValueError, "offload='x'", lambda: apply(model, nn.Dropout, offload="x"))
 
 
 ERRORS = {
@@ -215,13 +212,11 @@ ERRORS = {
 @pytest.mark.parametrize(("make", "check_fn", "error", "message"), ERRORS.values(), ids=ERRORS)
 def test_an_error_leaves_the_model_unchanged(make, check_fn, error, message):
     model = make()
-    with pytest.raises(error, match=message):
-        apply(model, check_fn)
+    raises(error, message, lambda: apply(model, check_fn))
     if isinstance(model, nn.Module):
         assert remove(model) == []
     else:
-        with pytest.raises(TypeError, match="must be a torch.nn.Module"):
-            remove(model)
+        raises(TypeError, "must be a torch.nn.Module", lambda: remove(model))
 
 
 def test_a_step_that_is_planned_is_refused_at_once():
@@ -343,8 +338,7 @@ def test_a_chosen_module_that_is_not_called_is_an_error_at_the_first_step(uses_w
     apply(model)
     with torch.no_grad():
         model(batch())
-    with pytest.raises(ackpt.CheckpointError, match=r"3 of 3 .*blocks\.0, blocks\.1.*Attention.*FeedForward"):
-        model(batch())
+    raises(ackpt.CheckpointError, r"3 of 3 .*blocks\.0, blocks\.1.*Attention.*FeedForward", lambda: model(batch()))
     remove(model)
     model(batch())
 

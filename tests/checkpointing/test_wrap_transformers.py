@@ -1,7 +1,5 @@
 """``apply_activation_checkpointing`` on models of the transformers library."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ackpt.cli import MOVED, main
+from experiments.cli.command_line import main as study
 
 
 def test_doctor_says_what_is_missing(capsys, monkeypatch):
@@ -22,8 +23,6 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", MOVED)
 def test_a_command_that_moved_says_where_it_is(command, capsys):
-    from experiments.cli.command_line import main as study
-
     assert main([command, "--out", "folder"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
@@ -33,12 +32,23 @@ def test_a_command_that_moved_says_where_it_is(command, capsys):
     assert stop.value.code == 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["plan", "lm", "--batch-size", "many"]])
-def test_unparsable_arguments_print_one_line(arguments, capsys):
+def refusal_by(run, arguments, capsys) -> str:
     with pytest.raises(SystemExit) as stop:
-        main(arguments)
+        run(arguments)
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and "--help" in err
+    assert stop.value.code == 2 and err.count("\n") == 1
+    return err
+
+
+UNPARSABLE = [
+    *((main, arguments) for arguments in ([], ["nonsense"], ["plan", "lm", "--batch-size", "many"])),
+    *((study, arguments) for arguments in ([], ["nonsense"], ["lm", "--tier", "tpu"], ["lm", "--steps", "many"])),
+]
+
+
+@pytest.mark.parametrize(("run", "arguments"), UNPARSABLE)
+def test_unparsable_arguments_print_one_line(run, arguments, capsys):
+    assert "--help" in refusal_by(run, arguments, capsys)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +56,15 @@ def test_unparsable_arguments_print_one_line(arguments, capsys):
     [
         (["plan", "lm", "--budgt", "1"], "ackpt plan: unrecognized arguments: --budgt 1 (did you mean '--budget'?)"),
         (["--verbose", "doctor"], "ackpt: unrecognized arguments: --verbose"),
+        (
+            ["frontier", "--budget", "6GiB"],
+            "python -m experiments frontier: argument --budget: '6GiB' is not a fraction of the baseline's peak: write",
+        ),
+        (
+            ["frontier", "--polices", "auto"],
+            "python -m experiments frontier: unrecognized arguments: --polices auto (did you mean",
+        ),
+        (["--verbose", "lm"], "python -m experiments: unrecognized arguments: --verbose"),
         (
             ["plan", "lm", "--chunk-head", "True"],
             "ackpt plan: argument --chunk-head: 'True' is not 'auto': write --chunk-head alone",
@@ -63,15 +82,12 @@ def test_unparsable_arguments_print_one_line(arguments, capsys):
     ],
 )
 def test_a_misspelt_option_is_named_by_its_command(arguments, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.startswith(words) and err.count("\n") == 1
-    assert f"(see {words.partition(':')[0]} --help)" in err
+    err = refusal_by(study if "experiments" in words else main, arguments, capsys)
+    assert err.startswith(words) and f"(see {words.partition(':')[0]} --help)" in err
 
 
-def test_module_and_help_run_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "ackpt", "plan", "--help"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 and "--budget" in done.stdout
+@pytest.mark.parametrize("command, option", [("ackpt plan", "--budget"), ("experiments lm", "--loss-chunks")])
+def test_modules_and_help_run_as_programs(command, option):
+    command = [sys.executable, "-m", *command.split(), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and option in done.stdout

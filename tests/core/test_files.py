@@ -8,7 +8,10 @@ import sys
 import threading
 
 import pytest
+from conftest import raises
 
+import ackpt
+from ackpt.core import machine
 from ackpt.core.files import RecordError, check_writable, write_text_atomic
 
 
@@ -19,8 +22,7 @@ def test_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(RecordError, match="cannot write .*x.txt: No space left"):
-        write_text_atomic(path, "new\n")
+    raises(RecordError, "cannot write .*x.txt: No space left", lambda: write_text_atomic(path, "new\n"))
     assert path.read_text() == "old\n"
     assert [file.name for file in tmp_path.iterdir()] == ["x.txt"]
 
@@ -58,8 +60,7 @@ def test_devices_and_pipes_are_written_through(tmp_path):
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
     pipe, read = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    with pytest.raises(RecordError, match="no process reads from it"):
-        write_text_atomic(pipe, "text")
+    raises(RecordError, "no process reads from it", lambda: write_text_atomic(pipe, "text"))
     thread = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
     thread.start()
     while not read:  # until the thread reads
@@ -103,8 +104,7 @@ def test_what_cannot_be_written_is_one_error(tmp_path, monkeypatch, write, name,
     (tmp_path / "read_only").write_text("old")
     names = sorted(os.listdir(tmp_path))
     monkeypatch.setattr(os, "access", lambda path, mode: "read_only" not in str(path))  # for root, it is true
-    with pytest.raises(RecordError, match=words):
-        write(tmp_path / name)
+    raises(RecordError, words, lambda: write(tmp_path / name))
     assert sorted(os.listdir(tmp_path)) == names and (tmp_path / "read_only").read_text() == "old"
 
 
@@ -124,3 +124,29 @@ def test_two_writers_leave_one_whole_file(tmp_path):
     for thread in threads:
         thread.join()
     assert not torn and [file.name for file in path.parent.iterdir()] == ["x.txt"]
+
+
+@pytest.mark.parametrize(
+    "text, version",
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03  Tue May", "580.159.03"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build", "580.159.04"),
+        ("nothing of the kind", None),
+    ],
+)
+def test_the_driver_version_is_parsed(text, version):
+    assert machine._driver_in(text) == version
+
+
+def test_the_environment_has_its_fields():
+    here = machine.machine("cpu")
+    assert here["device"] == "cpu" and here["threads"] >= 1 and here["device_name"]
+    assert len(here["date"]) == len("2026-01-31")
+
+
+def test_without_metadata_the_version_is_that_of_the_source(monkeypatch):
+    def absent(name):
+        raise machine.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine.metadata, "version", absent)
+    assert machine.machine()["ackpt"] == ackpt.__version__

@@ -1,7 +1,5 @@
 """The line about capture and planning: on a terminal, after a delay, with the stage; silent everywhere else."""
 
-from __future__ import annotations
-
 import io
 import os
 import threading

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from conftest import raises
 
 import ackpt
 from experiments.bert import of_blocks, saved_in
@@ -48,7 +49,5 @@ def test_blocks_that_differ_are_refused():
             yield from (torch.nn.Linear(before, after), torch.nn.Tanh())
 
     assert [row["baseline"] for row in saved_in({"baseline": plan((4,), (4,))})] == [2, 2]
-    with pytest.raises(ValueError, match="different numbers"):
-        saved_in({"baseline": plan((4,), (4, 4))})
-    with pytest.raises(ValueError, match="different sizes"):
-        saved_in({"baseline": plan((4,), (6,))})
+    raises(ValueError, "different numbers", lambda: saved_in({"baseline": plan((4,), (4, 4))}))
+    raises(ValueError, "different sizes", lambda: saved_in({"baseline": plan((4,), (6,))}))

@@ -1,13 +1,12 @@
 """The memory calculator: its formulas against plans of whole models, and what the committed grid holds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import raises
 
 from ackpt.planner.costs.devices import DEVICES
 from experiments.calculator import choices, settings
@@ -55,8 +54,7 @@ def test_terms_are_those_of_monomials(values, coefficients):
 
 @pytest.mark.parametrize("values", [(20, 240, 21), (20, 100, 20), (5, 60, 5), (0, 7, 0)])
 def test_sizes_that_no_monomial_reproduces_are_refused(values):
-    with pytest.raises(NotExact, match="event 0 has"):
-        terms([[value] for value in values], POINTS)
+    raises(NotExact, "event 0 has", lambda: terms([[value] for value in values], POINTS))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import raises
 
 import ackpt
 from experiments.colab import run_demo
@@ -66,8 +67,7 @@ def test_a_method_that_fails_is_named_and_the_others_are_shown(monkeypatch, caps
     ],
 )
 def test_bad_arguments_are_refused(arguments, overrides, words):
-    with pytest.raises(ValueError, match=words):
-        run_demo(*arguments, **overrides)
+    raises(ValueError, words, lambda: run_demo(*arguments, **overrides))
 
 
 def test_the_package_prints_its_path():

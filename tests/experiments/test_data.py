@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import raises
 
 from experiments import data
 from experiments.data import DataError
@@ -136,8 +137,7 @@ def test_splits_shards_and_configurations_are_told_apart(tmp_path, no_hub):
 )
 def test_a_cache_is_used_when_it_is_complete(tmp_path, no_hub, name):
     write(tmp_path / "cache" / name.format(0), ROWS[:2])
-    with pytest.raises(DataError, match=BOTH_WAYS):
-        data.wikitext_corpus()
+    raises(DataError, BOTH_WAYS, data.wikitext_corpus)
     write(tmp_path / "cache" / name.format(1), ROWS[2:])
     assert data.wikitext_corpus() == TEXT
 
@@ -153,8 +153,7 @@ def test_reading_a_local_copy_leaves_nothing_on_disk(tmp_path, no_hub):
 def test_a_truncated_file_is_named(tmp_path, no_hub, suffix):
     whole = write(tmp_path / f"train{suffix}", ROWS * 1000)
     whole.write_bytes(whole.read_bytes()[:100])
-    with pytest.raises(DataError, match=rf"cannot read wikitext from .*: give a {BOTH_WAYS}"):
-        data.wikitext_corpus(path=tmp_path)
+    raises(DataError, rf"cannot read wikitext from .*: give a {BOTH_WAYS}", lambda: data.wikitext_corpus(path=tmp_path))
 
 
 def test_files_of_another_kind_are_named(tmp_path, no_hub):
@@ -167,8 +166,7 @@ def test_files_of_another_kind_are_named(tmp_path, no_hub):
     with pytest.raises(DataError, match="not a folder, a parquet file or an arrow file: .*missing"):
         data.wikitext_corpus(path=tmp_path / "missing")
     (tmp_path / "d").mkdir()
-    with pytest.raises(DataError, match="no parquet or arrow file"):
-        data.wikitext_corpus(path=tmp_path / "d")
+    raises(DataError, "no parquet or arrow file", lambda: data.wikitext_corpus(path=tmp_path / "d"))
 
 
 # ---------------------------------------------------------------- wikitext, the hub
@@ -242,23 +240,18 @@ def test_a_connection_lost_while_streaming_is_named(monkeypatch, no_hub, error):
     before = datasets.config.STREAMING_READ_MAX_RETRIES
     monkeypatch.setattr(data, "_require_hub", lambda config: None)
     monkeypatch.setattr(datasets, "load_dataset", rows)
-    with pytest.raises(DataError, match=rf"from the Hugging Face hub \(gone\): give a {BOTH_WAYS}"):
-        data.wikitext_corpus()
+    raises(DataError, rf"from the Hugging Face hub \(gone\): give a {BOTH_WAYS}", data.wikitext_corpus)
     assert retries == [2] and before > 2
     assert datasets.config.STREAMING_READ_MAX_RETRIES == before
 
 
 @pytest.mark.parametrize(
     ("package", "call"),
-    [
-        ("datasets", lambda: data.wikitext_corpus()),
-        ("tokenizers", lambda: data.train_tokenizer("text", 300)),
-    ],
+    [("datasets", lambda: data.wikitext_corpus()), ("tokenizers", lambda: data.train_tokenizer("text", 300))],
 )
 def test_a_missing_package_comes_with_its_pip_line(monkeypatch, package, call):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf'needs the package {package} .*: pip install "ackpt\[lm\]"'):
-        call()
+    raises(DataError, rf'needs the package {package} .*: pip install "ackpt\[lm\]"', call)
 
 
 # ---------------------------------------------------------------- tokens
@@ -361,5 +354,4 @@ STREAM = torch.arange(10)
     ],
 )
 def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    raises(ValueError, message, call)

@@ -1,7 +1,6 @@
 """The command line: every command by hand once, and every bad input one clear line with exit status 2."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -166,40 +165,3 @@ def test_an_unwritable_folder_is_reported_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["lm", *LM, "--out", str(tmp_path / "file" / "below")]) == 2
     assert "--out: cannot write" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["lm", "--tier", "tpu"], ["lm", "--steps", "many"]])
-def test_unparsable_arguments_print_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and "--help" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["frontier", "--budget", "6GiB"],
-            "python -m experiments frontier: argument --budget: '6GiB' is not a fraction of the baseline's peak: write",
-        ),
-        (
-            ["frontier", "--polices", "auto"],
-            "python -m experiments frontier: unrecognized arguments: --polices auto (did you mean",
-        ),
-        (["--verbose", "lm"], "python -m experiments: unrecognized arguments: --verbose"),
-    ],
-)
-def test_a_misspelt_option_is_named_by_its_command(arguments, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.startswith(words) and err.count("\n") == 1
-    assert f"(see {words.partition(':')[0]} --help)" in err
-
-
-def test_module_and_help_run_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments", "lm", "--help"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 and "--loss-chunks" in done.stdout

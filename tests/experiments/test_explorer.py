@@ -1,12 +1,11 @@
 """The explorer's data: every number is that of a plan, as made again for the same budget."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
 
 import pytest
+from conftest import raises
 
 import ackpt
 from ackpt.core.errors import BudgetError
@@ -87,8 +86,7 @@ def test_a_record_of_another_step_is_refused(step):
     graph, profile, record, _ = step
     changed = copy.deepcopy(record)
     changed.metrics["baseline"]["predicted_peak_bytes"] += 4
-    with pytest.raises(ValueError, match="another step"):
-        explorer.explorer(graph, profile, changed)
+    raises(ValueError, "another step", lambda: explorer.explorer(graph, profile, changed))
 
 
 def test_saved_records_are_read_back(step, tmp_path):

@@ -1,7 +1,5 @@
 """The front of tiny models: predicted to the byte, counted to the FLOP, refusals recorded, one line per bad input."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io

@@ -1,11 +1,10 @@
 """Measured times of frontiers: of tiny models, one of them with Inductor, and of a record whose numbers are made up."""
 
-from __future__ import annotations
-
 import copy
 import sys
 
 import pytest
+from conftest import raises
 from steps import run_boxed
 from torch._dynamo.backends.common import aot_autograd
 
@@ -90,8 +89,7 @@ def test_times_are_drawn_with_the_names_of_methods_and_an_arrow_to_the_plan(unet
     made_up.metrics["peers"][0]["auto_seconds_ratio"]["median"] = 1.3
     assert not any("within this peak" in text.get_text() for text in times.time_plot(made_up).axes[0].texts)
     del made_up.metrics["eager"]["seconds_ratio"]
-    with pytest.raises(ValueError, match="no times.*--times"):
-        times.time_plot(made_up)
+    raises(ValueError, "no times.*--times", lambda: times.time_plot(made_up))
 
 
 def test_the_memory_budget_is_drawn_only_with_inductor(made_up):

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 import status
 
-from experiments.reports.gpu_records import (
-    gpu_cells,
-    gpu_columns,
-    gpu_records,
-    not_of_this_repository,
-    unrecorded,
-)
+from experiments.reports.gpu_records import gpu_cells, gpu_columns, gpu_records, not_of_this_repository, unrecorded
 from experiments.results import Record, environment, markdown_table
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import sys
 import time
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
+from conftest import raises
 
 from experiments import provenance
 from experiments.reports.gpu_suite import text_outcome, text_table
@@ -182,8 +182,7 @@ def test_after_a_kill_all_files_are_complete_and_only_the_killed_job_reruns(tmp_
 def test_a_file_of_the_suite_that_is_broken_is_named(tmp_path):
     run_suite([job()], tmp_path)
     (tmp_path / "jobs" / "one.json").write_text("{")
-    with pytest.raises(RecordError, match=r"one\.json.*delete it"):
-        run_suite([job()], tmp_path)
+    raises(RecordError, r"one\.json.*delete it", lambda: run_suite([job()], tmp_path))
 
 
 def test_deterministic_algorithms_are_on_for_their_jobs_only(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """The chunks of a head: fixed ones by their rules, and those that budgets choose."""
 
-from __future__ import annotations
-
 import pytest
 
 from ackpt.core.errors import BudgetError

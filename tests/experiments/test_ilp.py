@@ -1,13 +1,12 @@
 """The integer program: the table, a replay of every schedule, and all schedules of small graphs."""
 
-from __future__ import annotations
-
 import heapq
 import re
 import sys
 from math import inf
 
 import pytest
+from conftest import raises
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -75,8 +74,7 @@ TABLE = [
 @pytest.mark.parametrize("dag, budget, cost", [(dag, *row) for dag, rows in TABLE for row in rows.items()])
 def test_costs_of_the_table(dag, budget, cost):
     if cost == inf:
-        with pytest.raises(BudgetError, match=f"{len(dag.costs)} nodes fits into {budget} bytes"):
-            ilp.solve(dag, budget)
+        raises(BudgetError, f"{len(dag.costs)} nodes fits into {budget} bytes", lambda: ilp.solve(dag, budget))
     else:
         found = checked(dag, budget)
         assert (found.cost, found.optimal) == (cost, True)
@@ -267,8 +265,7 @@ def test_bounds_of_whole_costs_are_whole():
 
 def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ImportError, match=r'needs scipy .*: pip install "ackpt\[plan\]"'):
-        ilp.solve(layers(4), 4)
+    raises(ImportError, r'needs scipy .*: pip install "ackpt\[plan\]"', lambda: ilp.solve(layers(4), 4))
 
 
 @pytest.mark.parametrize(
@@ -283,13 +280,11 @@ def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     ],
 )
 def test_invalid_graphs_are_refused(arguments, what):
-    with pytest.raises(ValueError, match=what):
-        ilp.Dag(*arguments)
+    raises(ValueError, what, lambda: ilp.Dag(*arguments))
 
 
 @pytest.mark.parametrize(
     "budget, options, what", [(0, {}, "budget"), (-1, {}, "budget"), (3, {"time_limit": 0}, "time_limit")]
 )
 def test_bad_input_is_refused(budget, options, what):
-    with pytest.raises(ValueError, match=what):
-        ilp.solve(layers(4), budget, **options)
+    raises(ValueError, what, lambda: ilp.solve(layers(4), budget, **options))

@@ -1,14 +1,12 @@
 """Policy ilp on whole graphs: the exhaustive search finds nothing cheaper, nor does any policy; bounds and refusals."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from math import inf
 
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import assert_equal, fresh_step, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_models import line, results, traced
@@ -40,23 +38,21 @@ def added(graph, profile, plan):
     return added_cost(graph, plan.schedule, costs(graph, profile))
 
 
-class Squares(nn.Module):
+def squares(widths):
     """Few operations, which differ in size."""
-
-    def __init__(self, widths):
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.ones(width)) for width in widths)
 
     def forward(self, x):
         for weight in self.weights:
             x = (x[:, :1] * weight).tanh()
         return x.sum()
 
+    return model_of(forward, weights=nn.ParameterList(nn.Parameter(torch.ones(width)) for width in widths))
+
 
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 3, 5]), min_size=2, max_size=3), st.sampled_from([0.9, 0.75, 0.6]))
 def test_the_exhaustive_search_finds_nothing_cheaper(widths, share):
-    graph, profile = graph_of(Squares(widths), torch.ones(32, 1))
+    graph, profile = graph_of(squares(widths), torch.ones(32, 1))
     dag = ilp.contracted(graph, profile).dag
     limit = int(share * plain_peak(graph, profile))
     least = exhaustive(dag, limit)
@@ -130,11 +126,7 @@ def test_the_step_has_the_planned_peak_and_the_bits_of_eager(build, budget):
         model, x = build()
         step = ackpt.compile(model, x, **options)
 
-        def once():
-            model.zero_grad()
-            step(x).backward()
-
-        measured = ackpt.measure(once, "cpu", resident=(model, x), warmup=1, repeats=0)
+        measured = ackpt.measure(fresh_step(model, lambda: step(x)), "cpu", resident=(model, x), warmup=1, repeats=0)
         other, _ = build()
         model.load_state_dict(other.state_dict())
         model.zero_grad()
@@ -161,7 +153,7 @@ def test_large_graphs_are_refused(name):
 
 
 def test_a_refusal_names_a_budget_that_works():
-    graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
+    graph, profile = graph_of(squares([2, 3]), torch.ones(32, 1))
     found = ilp.solve_graph(graph, profile, 1)
     least = simulate(graph, profile, found.schedule)
     with pytest.raises(
@@ -189,7 +181,7 @@ def test_after_the_time_limit_the_best_plan_has_its_gap():
 
 
 def test_bad_options_are_refused():
-    graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
+    graph, profile = graph_of(squares([2, 3]), torch.ones(32, 1))
     with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
         ackpt.plan(graph, 0.5, ilp.ilp, profile=profile, time_limit=0)
     with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
@@ -197,7 +189,7 @@ def test_bad_options_are_refused():
 
 
 def test_without_scipy_the_error_says_what_to_install(monkeypatch):
-    graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
+    graph, profile = graph_of(squares([2, 3]), torch.ones(32, 1))
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match=r'policy .ilp. .*pip install "ackpt\[plan\]"'):
         ackpt.plan(graph, 0.5, ilp.ilp, profile=profile)

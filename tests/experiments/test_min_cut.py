@@ -1,10 +1,8 @@
 """Policy min-cut: what torch's partitioner saves, in our order and in its own, within budgets and to the last bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import assert_equal, raises
 from planned_models import MODELS, plans, results, step_keeps, traced
 from torch import nn
 
@@ -106,5 +104,4 @@ def test_dropout_is_replayed():
 )
 def test_bad_options_are_refused(options, what):
     graph, profile = traced("line")
-    with pytest.raises(ValueError, match=what):
-        ackpt.plan(graph, policy=min_cut.min_cut, profile=profile, **options)
+    raises(ValueError, what, lambda: ackpt.plan(graph, policy=min_cut.min_cut, profile=profile, **options))

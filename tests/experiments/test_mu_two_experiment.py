@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 
 import ackpt
@@ -88,18 +89,13 @@ def test_the_printed_overhead_is_negative_if_compute_covers_more_than_the_copy(l
 
 
 def test_paths_double_what_sets_add():
-    class Tower(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        x = self.linear(x)
+        for _ in range(3):
+            x = x.sin() * x.exp()
+        return x.sigmoid()
 
-        def forward(self, x):
-            x = self.linear(x)
-            for _ in range(3):
-                x = x.sin() * x.exp()
-            return x.sigmoid()
-
-    graph = ackpt.trace(Tower(), torch.ones(2, 4))
+    graph = ackpt.trace(model_of(forward, linear=nn.Linear(4, 4)), torch.ones(2, 4))
     every = intermediates_of(graph, ackpt.profile(graph, "t4"))
     by_name = {name_of(graph, each): each for each in every}
     paths = {name: along_paths(every, each) for name, each in by_name.items()}

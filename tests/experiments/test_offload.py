@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from conftest import raises
 from PIL import Image
 
 import ackpt.offloading.transport
@@ -127,8 +128,7 @@ def test_sequences_share_the_tokens_as_evenly_as_can_be():
         dataclasses.replace(config, methods=("baseline", "ckpt_async_offload"), steps=1), timed_rounds=0
     )
     assert uneven[1].metrics["gradients_difference"] == 0.0
-    with pytest.raises(ValueError, match="not a multiple of 4"):
-        predict_offload(config)
+    raises(ValueError, "not a multiple of 4", lambda: predict_offload(config))
 
 
 def test_predicted_peaks_are_the_measured_ones_but_for_kernel_scratch(metrics):
@@ -186,8 +186,7 @@ def test_blocks_in_a_model_of_transformers_have_the_same_gradients():
     ],
 )
 def test_bad_settings_are_refused(changes, words):
-    with pytest.raises(ValueError, match=words):
-        dataclasses.replace(TINY, **changes)
+    raises(ValueError, words, lambda: dataclasses.replace(TINY, **changes))
 
 
 def test_rows_hold_differences_and_the_published_figures(records):
@@ -255,12 +254,9 @@ def test_figures_have_a_ground_and_are_the_same_every_time(records, name):
 
 def test_nothing_to_draw_is_an_error(records):
     peers = [record for record in records if record.config["method"] in ("trl", "transformers")]
-    with pytest.raises(ValueError, match="none of the 2 records"):
-        report.bars_plot(peers, "peak", "Nothing")
-    with pytest.raises(ValueError, match="unknown"):
-        report.bars_plot(records, "flops", "Something else")
-    with pytest.raises(ValueError, match="none of the records"):
-        report.timelines_plot(peers, "Nothing")
+    raises(ValueError, "none of the 2 records", lambda: report.bars_plot(peers, "peak", "Nothing"))
+    raises(ValueError, "unknown", lambda: report.bars_plot(records, "flops", "Something else"))
+    raises(ValueError, "none of the records", lambda: report.timelines_plot(peers, "Nothing"))
     assert report.figures(peers) == {}
 
 

@@ -1,7 +1,5 @@
 """Bounds, optima and policies in their order, and the search of auto taken apart into the parts that it has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

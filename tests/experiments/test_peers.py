@@ -1,7 +1,5 @@
 """Torch's own tools on tiny models: what they run again, to the FLOP, and the model afterwards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -82,7 +80,6 @@ class _Normed(nn.Module):
 
 
 def test_buffers_that_checkpoint_updates_twice_are_wrong():
-    torch.manual_seed(0)
     model = _Normed()
     work = Workload(model, (torch.randn(6, 8) + 1,), tuple(model.blocks))
     runs = Runs(work, 0, 0)

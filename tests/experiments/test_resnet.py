@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import assert_equal
+from conftest import assert_equal, raises
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -75,7 +75,6 @@ def test_the_number_of_classes_can_be_chosen():
 
 
 def test_initial_weights():
-    torch.manual_seed(0)
     model = resnet18()
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.weight.numel() > 30_000:
@@ -119,7 +118,6 @@ def renamed(name):
 
 @pytest.mark.parametrize("config", TINY.values(), ids=TINY)
 def test_values_gradients_and_statistics_are_those_of_transformers(config):
-    torch.manual_seed(0)
     reference, model = oracle(config), ResNet(config)
     model.load_state_dict({renamed(name): value for name, value in reference.state_dict().items()})
     for training in (True, False):
@@ -135,7 +133,6 @@ def test_values_gradients_and_statistics_are_those_of_transformers(config):
 
 
 def test_ignored_labels_do_not_count():
-    torch.manual_seed(0)
     model = ResNet(TINY["basic"])
     logits = model(images())
     expected = F.cross_entropy(logits[:3], LABELS[:3])
@@ -232,8 +229,7 @@ def test_a_published_step_runs_on_the_meta_device():
     ],
 )
 def test_bad_sizes_are_named(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        ResNetConfig(**sizes)
+    raises(ValueError, message, lambda: ResNetConfig(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -251,5 +247,4 @@ def test_bad_sizes_are_named(sizes, message):
     ],
 )
 def test_bad_arguments_are_named(x, labels, message):
-    with pytest.raises(ValueError, match=message):
-        ResNet(TINY["basic"])(x, labels)
+    raises(ValueError, message, lambda: ResNet(TINY["basic"])(x, labels))

@@ -3,16 +3,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import raises
 
 from experiments import provenance, results
-from experiments.results import (
-    Record,
-    RecordError,
-    environment,
-    load_records,
-    load_reference,
-    markdown_table,
-)
+from experiments.results import Record, RecordError, environment, load_records, load_reference, markdown_table
 
 
 @pytest.fixture
@@ -44,8 +38,7 @@ def test_load_records(record, tmp_path):
     (tmp_path / "notes.txt").write_text("no record")
     assert load_records(tmp_path) == [other, record]
     assert load_records(tmp_path, "demo") == [record]
-    with pytest.raises(RecordError, match="there is no folder"):
-        load_records(tmp_path / "absent")
+    raises(RecordError, "there is no folder", lambda: load_records(tmp_path / "absent"))
 
 
 class TestBadFiles:
@@ -90,10 +83,8 @@ class TestBadFiles:
             assert message in self.load(tmp_path / "x.json", json.dumps(good | changes))
 
     def test_absent(self, tmp_path):
-        with pytest.raises(RecordError, match="cannot read .*absent.json: No such file"):
-            Record.load(tmp_path / "absent.json")
-        with pytest.raises(RecordError, match="cannot read"):
-            Record.load(tmp_path)
+        raises(RecordError, "cannot read .*absent.json: No such file", lambda: Record.load(tmp_path / "absent.json"))
+        raises(RecordError, "cannot read", lambda: Record.load(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -106,8 +97,7 @@ class TestBadFiles:
     ],
 )
 def test_values_that_json_cannot_hold(metrics, message):
-    with pytest.raises(RecordError, match=message):
-        Record("demo", {}, metrics, environment())
+    raises(RecordError, message, lambda: Record("demo", {}, metrics, environment()))
 
 
 class TestTable:
@@ -158,8 +148,7 @@ class TestReferences:
         assert {row["peak"] for row in load_reference("lm")["rows"]} >= {15977.2, 9919.3}
 
     def test_unknown(self):
-        with pytest.raises(RecordError, match="no reference figures named 'x' .*known: bert, lm"):
-            load_reference("x")
+        raises(RecordError, "no reference figures named 'x' .*known: bert, lm", lambda: load_reference("x"))
 
     def test_bad(self, tmp_path):
         good = load_reference("lm")

@@ -1,7 +1,5 @@
 """The schematics' data: frames, states and bytes are those of the schedules and of the simulator."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from conftest import raises
 
 from experiments.lm import LMConfig, run_lm
 from experiments.reports import training as report
@@ -104,8 +105,7 @@ def test_offload_and_a_plan_at_the_peak_of_checkpoint_change_no_bit_and_keep_it(
     assert metrics["auto"]["peak_bytes"] <= metrics["checkpoint"]["peak_bytes"] < metrics["baseline"]["peak_bytes"]
     assert metrics["auto"]["flops"] <= metrics["checkpoint"]["flops"]
     assert set(metrics["auto"]) - set(metrics["checkpoint"]) == {"predicted_peak_bytes", "cost"}
-    with pytest.raises(ValueError, match="give checkpoint before it"):
-        SyntheticConfig(methods=("baseline", "auto"))
+    raises(ValueError, "give checkpoint before it", lambda: SyntheticConfig(methods=("baseline", "auto")))
 
 
 def test_a_method_that_fails_leaves_the_others_records(monkeypatch):
@@ -118,8 +118,7 @@ def test_a_method_that_fails_leaves_the_others_records(monkeypatch):
     (records,) = run_synthetic(config, timed_rounds=0, failures=failures)
     assert [record.config["method"] for record in records] == ["baseline", "checkpoint"]
     assert failures.reasons == {"auto": "RuntimeError: no plan here"}
-    with pytest.raises(RuntimeError, match="no plan here"):
-        list(run_synthetic(config, timed_rounds=0))
+    raises(RuntimeError, "no plan here", lambda: list(run_synthetic(config, timed_rounds=0)))
 
 
 def test_wrong_gradients_are_reported(monkeypatch):

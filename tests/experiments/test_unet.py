@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_equal
+from conftest import assert_equal, raises
 
 import ackpt
 from ackpt.planner.workloads.step_request import StepRequest, training_step
@@ -64,5 +64,4 @@ def test_latents_have_an_eighth_of_the_image():
     ],
 )
 def test_bad_input_is_refused(make, says):
-    with pytest.raises(ValueError, match=says):
-        make()
+    raises(ValueError, says, make)

@@ -1,7 +1,5 @@
 """What kernels allocate in addition to the shapes of their results: predicted bytes equal measured ones."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import raises
 from forked import output_of
 
 import ackpt
@@ -221,8 +222,7 @@ def test_a_failing_step_leaves_nothing_behind(mlp):
         model(x).sum().backward()
         raise KeyError("from the step")
 
-    with pytest.raises(KeyError, match="from the step"):
-        measure(step, resident=(model, x), warmup=0)
+    raises(KeyError, "from the step", lambda: measure(step, resident=(model, x), warmup=0))
     assert not any(leaf._post_accumulate_grad_hooks for leaf in model.parameters())
     model.zero_grad()
     assert measure(lambda: model(x), resident=(model, x), repeats=0).dynamic_peak_bytes > 0
@@ -315,8 +315,7 @@ ERRORS = {
 @pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
 def test_invalid_arguments_are_refused(call, error, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(error, match=message):
-        call()
+    raises(error, message, call)
 
 
 @pytest.mark.parametrize(

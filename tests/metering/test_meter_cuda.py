@@ -1,7 +1,7 @@
 """The timeline of a CUDA memory history, tested without a GPU."""
 
-import pytest
 import torch
+from conftest import raises
 from stand_in_gpu import Allocator
 
 from ackpt.metering import cuda_meter as meter_cuda
@@ -96,5 +96,4 @@ def test_gradients_are_found_by_their_addresses(monkeypatch):
 
 def test_a_history_that_is_being_recorded_is_refused(monkeypatch):
     Allocator(monkeypatch).recording = True
-    with pytest.raises(meter.MeterError, match="memory history is being recorded"):
-        meter.measure(lambda: None, "cuda")
+    raises(meter.MeterError, "memory history is being recorded", lambda: meter.measure(lambda: None, "cuda"))

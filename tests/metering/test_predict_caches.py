@@ -1,7 +1,5 @@
 """What a predicted step stores in caches is gone afterwards, so that a step on data does not find tensors without."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import types
@@ -57,9 +55,7 @@ def in_cache(model, length):
 
 
 def in_dict(model, length):
-    if length not in GLOBAL:
-        GLOBAL[length] = mask(2 * length)[:length, :length]
-    return GLOBAL[length]
+    return GLOBAL.setdefault(length, mask(2 * length)[:length, :length])
 
 
 def in_tuple(model, length):
@@ -67,9 +63,8 @@ def in_tuple(model, length):
 
 
 def in_nested_dict(model, length):
-    if length not in NESTED["masks"]:
-        NESTED["masks"][length] = {"mask": types.SimpleNamespace(both=[mask(length)])}
-    return NESTED["masks"][length]["mask"].both[0]
+    entry = {"mask": types.SimpleNamespace(both=[mask(length)])}
+    return NESTED["masks"].setdefault(length, entry)["mask"].both[0]
 
 
 def in_list(model, length):
@@ -98,9 +93,7 @@ def in_new_attribute_of_the_class(model, length):
 
 
 def in_dict_of_the_class(model, length):
-    if length not in model.known:
-        model.known[length] = mask(length)
-    return model.known[length]
+    return model.known.setdefault(length, mask(length))
 
 
 def in_object(model, length):
@@ -110,9 +103,7 @@ def in_object(model, length):
 
 
 def in_default(model, length, known={}):  # noqa: B006
-    if length not in known:
-        known[length] = mask(length)
-    return known[length]
+    return known.setdefault(length, mask(length))
 
 
 def in_function(model, length):

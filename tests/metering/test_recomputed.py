@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,11 +14,9 @@ S = 4 * 64 * 32  # bytes of an activation
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Sines(nn.Module):
+def sines():
     """Three sines: each saves its input."""
-
-    def forward(self, x):
-        return x.sin().sin().sin()
+    return model_of(lambda self, x: x.sin().sin().sin())
 
 
 def step(model, x):
@@ -54,7 +53,7 @@ def test_a_gradient_in_a_recomputation_stays_a_gradient():
 @pytest.mark.parametrize("meter", [ackpt.measure, ackpt.predict])
 def test_the_recomputed_tensors_of_a_region(meter):
     device = "meta" if meter is ackpt.predict else "cpu"
-    model, x = Sines(), torch.randn(64, 32, device=device, requires_grad=True)
+    model, x = sines(), torch.randn(64, 32, device=device, requires_grad=True)
     plain = meter(step(model, x), resident=[x])
     assert "recomputed" not in plain.timeline.categories
     region = meter(step(lambda value: ackpt.checkpoint(model, value), x), resident=[x])
@@ -69,15 +68,15 @@ def test_the_recomputed_tensors_of_a_region(meter):
 def test_the_recomputed_tensors_of_the_checkpoint_of_torch(meter):
     device = "meta" if meter is ackpt.predict else "cpu"
     x = torch.randn(64, 32, device=device, requires_grad=True)
-    timeline = meter(step(lambda value: checkpoint(Sines(), value, use_reentrant=False), x), resident=[x]).timeline
+    timeline = meter(step(lambda value: checkpoint(sines(), value, use_reentrant=False), x), resident=[x]).timeline
     # It stops once it has the inputs of all sines; the first one's is resident.
     assert max(timeline.categories["recomputed"]) == 2 * S
     assert timeline.categories["recomputed"][timeline.boundary] == timeline.categories["recomputed"][-1] == 0
 
 
 def test_every_region_of_a_chain_is_recomputed_in_its_turn():
-    model, x = nn.Sequential(*(Sines() for _ in range(4))), torch.randn(64, 32, requires_grad=True)
-    ackpt.apply_activation_checkpointing(model, Sines)
+    model, x = nn.Sequential(*(sines() for _ in range(4))), torch.randn(64, 32, requires_grad=True)
+    ackpt.apply_activation_checkpointing(model, ["0", "1", "2", "3"])
     series = ackpt.measure(step(model, x), resident=[x]).timeline.categories["recomputed"]
     assert max(series) == 2 * S
     assert sum(now == 2 * S > before for before, now in zip(series, series[1:])) == 4

@@ -1,7 +1,5 @@
 """Offload under DistributedDataParallel and fully_shard: two gloo processes, bit-equal to training without offload."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 
@@ -20,10 +18,6 @@ def model():
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM)) for _ in range(LAYERS)]
     return nn.Sequential(*layers)
-
-
-def data_parallel(made):
-    return DistributedDataParallel(made)
 
 
 def shard(made):
@@ -62,7 +56,7 @@ WAYS = {
 }
 SCENARIOS = {
     f"{name}, {way}": (distribute, way)
-    for name, distribute in {"ddp": data_parallel, "fully_shard": shard}.items()
+    for name, distribute in {"ddp": DistributedDataParallel, "fully_shard": shard}.items()
     for way in WAYS
 }
 

@@ -1,7 +1,5 @@
 """Failed copies: the step raises one OffloadError, and the next step is bit-equal to the baseline."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -81,18 +79,10 @@ def test_the_next_step_works_while_the_error_is_still_held(network_right, monkey
         run_network(kind, offload, 1)
     except ackpt.OffloadError as error:
         held = error  # and with it the frames of the step, and its graph
+        assert differing(run_network(None, None), network_right) == 0  # without offload
         made = run_network(kind, offload, 2)
     assert differing(made, network_right[: len(made)]) == 0
     assert "the bus is down" in str(held)
-
-
-@KINDS
-def test_without_offload_training_goes_on_after_a_failed_copy(network_right, monkeypatch, kind):
-    offload = own_engine(keep_last=0)
-    failing_at(monkeypatch, 0)
-    with pytest.raises(ackpt.OffloadError):
-        run_network(kind, offload, 1)
-    assert differing(run_network(None, None), network_right) == 0
 
 
 @KINDS

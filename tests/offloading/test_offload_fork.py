@@ -1,7 +1,5 @@
 """Offload in a forked process: locks, threads and memory of parent and child do not interfere."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 

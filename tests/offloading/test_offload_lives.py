@@ -1,22 +1,16 @@
 """Graphs that end in many ways: the gradients are right, and the store is empty afterwards."""
 
-from __future__ import annotations
-
+import functools
 import gc
 import threading
 import weakref
 
 import pytest
 import torch
-from conftest import assert_equal, seed
+from conftest import assert_equal, raises, seed
 from offload_helpers import MODES, assert_empty, blocks, counts, gradients, matrix, offload, offloaded, plain
 
 import ackpt
-
-
-def model_and_input():
-    model = blocks(3)
-    return model, matrix().requires_grad_()
 
 
 def forward(context, call, model, x):
@@ -27,41 +21,26 @@ def forward(context, call, model, x):
     return x
 
 
-def backward_in_order(context, call):
-    model, x = model_and_input()
+def backward_in_order(context, call, model, x, step=1):
     losses = [forward(context, call, model, x * scale).sum() for scale in (1, 2, 3)]
-    for loss in losses:
+    for loss in losses[::step]:
         loss.backward()
-    return gradients(model, x)
 
 
-def backward_in_reverse(context, call):
-    model, x = model_and_input()
-    losses = [forward(context, call, model, x * scale).sum() for scale in (1, 2, 3)]
-    while losses:
-        losses.pop().backward()
-    return gradients(model, x)
-
-
-def backward_of_all_at_once(context, call):
-    model, x = model_and_input()
+def backward_of_all_at_once(context, call, model, x):
     sum(forward(context, call, model, x * scale).sum() for scale in (1, 2, 3)).backward()
-    return gradients(model, x)
 
 
-def forwards_and_backwards_interleaved(context, call):
-    model, x = model_and_input()
+def forwards_and_backwards_interleaved(context, call, model, x):
     first = forward(context, call, model, x * 1).sum()
     second = forward(context, call, model, x * 2).sum()
     first.backward()
     third = forward(context, call, model, x * 3).sum()
     second.backward()
     third.backward()
-    return gradients(model, x)
 
 
-def contexts_nested(context, call):
-    model, x = model_and_input()
+def contexts_nested(context, call, model, x):
     with context():
         y = model[0](x).sin()
         with context():
@@ -71,21 +50,17 @@ def contexts_nested(context, call):
             y = y * y
         y = model[2](y).sin()
     y.sum().backward()
-    return gradients(model, x)
 
 
-def checkpoint_inside_offload(context, call):
-    model, x = model_and_input()
+def checkpoint_inside_offload(context, call, model, x):
     with context():
         y = ackpt.checkpoint(model[0], x.sin())
         y = call(model[1], y.sin())
         y = ackpt.checkpoint(model[2], y).sin()
     y.sum().backward()
-    return gradients(model, x)
 
 
-def offload_inside_checkpoint(context, call):
-    model, x = model_and_input()
+def offload_inside_checkpoint(context, call, model, x):
 
     def inside(x):
         x = x.sin()
@@ -95,11 +70,9 @@ def offload_inside_checkpoint(context, call):
 
     y = call(inside, x * 2)
     ackpt.checkpoint(inside, y).sum().backward()
-    return gradients(model, x)
 
 
-def nested_checkpoints(context, call):
-    model, x = model_and_input()
+def nested_checkpoints(context, call, model, x):
 
     def two(x):
         return call(model[1], call(model[0], x).sin()).sin()
@@ -108,11 +81,9 @@ def nested_checkpoints(context, call):
         return call(two, call(model[2], x).cos()).sin()
 
     call(outer, call(two, x * 2)).sum().backward()
-    return gradients(model, x)
 
 
-def no_grad_and_eval_between(context, call):
-    model, x = model_and_input()
+def no_grad_and_eval_between(context, call, model, x):
     loss = forward(context, call, model, x).sum()
     model.eval()
     with torch.no_grad():
@@ -123,11 +94,10 @@ def no_grad_and_eval_between(context, call):
     model.train()
     loss.backward()
     assert_equal(values[:1], values[1:2], "value")
-    return [*gradients(model, x), torch.stack([value.detach() for value in values[:2]])]
+    return [torch.stack([value.detach() for value in values[:2]])]
 
 
-def an_exception_in_mid_forward(context, call):
-    model, x = model_and_input()
+def an_exception_in_mid_forward(context, call, model, x):
 
     def fails(x):
         raise KeyError("in mid-forward")
@@ -140,11 +110,9 @@ def an_exception_in_mid_forward(context, call):
             pass
     seed(3)
     forward(context, call, model, x).sum().backward()
-    return gradients(model, x)
 
 
-def an_exception_in_mid_backward(context, call):
-    model, x = model_and_input()
+def an_exception_in_mid_backward(context, call, model, x):
     loss = forward(context, call, model, x)
 
     def fails(grad):
@@ -156,46 +124,32 @@ def an_exception_in_mid_backward(context, call):
             y.register_hook(fails)
             return call(model[1], y).sin().sum()
 
-    with pytest.raises(KeyError, match="in mid-backward"):
-        hooked().backward()
+    raises(KeyError, "in mid-backward", lambda: hooked().backward())
     gradients(model, x)
     loss.sum().backward()
-    return gradients(model, x)
 
 
-def a_backward_that_never_comes(context, call):
-    model, x = model_and_input()
+def a_backward_that_never_comes(context, call, model, x):
     for _ in range(3):
         forward(context, call, model, x)
     kept = forward(context, call, model, x)
     seed(3)
     forward(context, call, model, x).sum().backward()
     del kept
-    return gradients(model, x)
 
 
-def one_of_two_losses(context, call):
-    model, x = model_and_input()
+def two_losses_one_after_the_other(context, call, model, x, both=True):
     with context():
         y = call(model[0], x * 2).sin()
         losses = [call(model[1], y).sin().sum(), call(model[2], y).cos().sum()]
-    losses[1].backward()
-    return gradients(model, x)
-
-
-def two_losses_one_after_the_other(context, call):
-    model, x = model_and_input()
-    with context():
-        y = call(model[0], x * 2).sin()
-        losses = [call(model[1], y).sin().sum(), call(model[2], y).cos().sum()]
-    losses[0].backward(retain_graph=True)
+    if both:
+        losses[0].backward(retain_graph=True)
     first = gradients(model, x)
     losses[1].backward()
-    return first + gradients(model, x)
+    return first
 
 
-def a_graph_retained_twice(context, call):
-    model, x = model_and_input()
+def a_graph_retained_twice(context, call, model, x):
     loss = forward(context, call, model, x).sum()
     found = []
     for left in (2, 1, 0):
@@ -204,34 +158,28 @@ def a_graph_retained_twice(context, call):
     return found
 
 
-def a_retained_graph_with_a_forward_between(context, call):
-    model, x = model_and_input()
+def a_retained_graph_with_a_forward_between(context, call, model, x):
     loss = forward(context, call, model, x).sum()
     loss.backward(retain_graph=True)
     forward(context, call, model, x * 2).sum().backward()
     loss.backward()
-    return gradients(model, x)
 
 
-def accumulation(context, call):
-    model, x = model_and_input()
+def accumulation(context, call, model, x):
     for scale in (1, 2, 3, 4):
         forward(context, call, model, x * scale).sum().backward()
-    return gradients(model, x)
 
 
-def training(context, call):
-    model, x = model_and_input()
+def training(context, call, model, x):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(5):
         optimizer.zero_grad(set_to_none=False)
         forward(context, call, model, x).sum().backward()
         optimizer.step()
-    return [*gradients(model, x), *(p.detach().clone() for p in model.parameters())]
+    return [p.detach().clone() for p in model.parameters()]
 
 
-def backward_inside_the_context(context, call):
-    model, x = model_and_input()
+def backward_inside_the_context(context, call, model, x):
     with context():
         for scale in (1, 2, 3):
             y = x * scale
@@ -239,11 +187,9 @@ def backward_inside_the_context(context, call):
                 y = call(layer, y).sin()
             y.sum().backward()
             del y
-    return gradients(model, x)
 
 
-def a_step_inside_a_backward(context, call):
-    model, x = model_and_input()
+def a_step_inside_a_backward(context, call, model, x):
     other = blocks(2)
     y = forward(context, call, model, x)
 
@@ -253,30 +199,40 @@ def a_step_inside_a_backward(context, call):
 
     y.register_hook(step)
     y.sum().backward()
-    return gradients(model, other, x)
+    return gradients(other)
 
 
-SCENARIOS = [
-    *(backward_in_order, backward_in_reverse, backward_of_all_at_once, forwards_and_backwards_interleaved),
-    *(contexts_nested, checkpoint_inside_offload, offload_inside_checkpoint, nested_checkpoints),
-    *(no_grad_and_eval_between, an_exception_in_mid_forward, an_exception_in_mid_backward),
-    *(a_backward_that_never_comes, one_of_two_losses, two_losses_one_after_the_other),
-    *(a_graph_retained_twice, a_retained_graph_with_a_forward_between, accumulation, training),
-    *(backward_inside_the_context, a_step_inside_a_backward),
-]
+SCENARIOS = {
+    "one_of_two_losses": functools.partial(two_losses_one_after_the_other, both=False),
+    "backward_in_reverse": functools.partial(backward_in_order, step=-1),
+    **{
+        function.__name__: function
+        for function in (
+            *(backward_in_order, backward_of_all_at_once, forwards_and_backwards_interleaved, contexts_nested),
+            *(checkpoint_inside_offload, offload_inside_checkpoint, nested_checkpoints, no_grad_and_eval_between),
+            *(an_exception_in_mid_forward, an_exception_in_mid_backward, a_backward_that_never_comes),
+            *(two_losses_one_after_the_other, a_graph_retained_twice, a_retained_graph_with_a_forward_between),
+            *(accumulation, training, backward_inside_the_context, a_step_inside_a_backward),
+        )
+    },
+}
+
+
+def run(scenario, context, call):
+    """What the scenario returns, and the gradients that it leaves."""
+    seed(1)
+    model, x = blocks(3), matrix().requires_grad_()
+    return [*(SCENARIOS[scenario](context, call, model, x) or ()), *gradients(model, x)]
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_last": 1}, {"lookahead_bytes": 1 << 30}], ids=["0", "1", "far"])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_right_and_the_store_is_empty(no_gc, mode, scenario, options):
-    seed(1)
-    expected = scenario(*plain())
+    expected = run(scenario, *plain())
     engine = offload(mode, **options).engine
     engine.reset_stats()
-    seed(1)
-    found = scenario(*offloaded(mode, **options))
-    assert_equal(expected, found, "gradient")
+    assert_equal(expected, run(scenario, *offloaded(mode, **options)), "gradient")
     assert counts(engine, "copies_out")["copies_out"] > 0
     assert_empty(engine)
     assert not engine._storages and not engine.returned
@@ -298,7 +254,8 @@ def test_the_tensors_of_a_dropped_graph_are_freed_with_it(no_gc):
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_towards_some_inputs_only(mode):
     def scenario(context, inputs):
-        model, x = model_and_input()
+        seed(1)
+        model, x = blocks(3), matrix().requires_grad_()
         h = x * 2
         with context():
             y = model(h).sin()
@@ -314,10 +271,7 @@ def test_backward_towards_some_inputs_only(mode):
         lambda model, x, h: list(model[1].parameters()),
         lambda model, x, h: [model[2][4].weight],
     ):
-        seed(1)
-        expected = scenario(plain()[0], inputs)
-        seed(1)
-        assert_equal(expected, scenario(offloaded(mode)[0], inputs), "gradient")
+        assert_equal(scenario(plain()[0], inputs), scenario(offloaded(mode)[0], inputs), "gradient")
         assert_empty(offload(mode).engine)
 
 

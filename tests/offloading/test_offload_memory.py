@@ -4,8 +4,6 @@ Gradients exist before the step here, so the peak occurs while the last region i
 of the earlier regions, except the first region's input, which the caller holds, and the newest ones (`keep_last`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -3,8 +3,6 @@
 Every program first runs without offload and must not race either. Then its results with offload must be bit-equal.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -3,8 +3,6 @@
 The same check with transports that are broken on purpose must find wrong bits, which shows that it can fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -57,29 +55,25 @@ def made_late():
         each.finish()
 
 
+DELAYED = [
+    *({"mode": mode, "keep_last": keep_last} for mode in ("sync", "async") for keep_last in (0, 1, 3)),
+    *({"keep_last": 0, "lookahead_bytes": size} for size in (0, BYTES - 1, BYTES, 3 * BYTES, 100 * BYTES)),
+]
+
+
 @KINDS
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("keep_last", [0, 1, 3])
-def test_copies_delayed_to_the_latest_moment_give_the_same_bits(right, made_late, kind, mode, keep_last):
+@pytest.mark.parametrize("options", DELAYED, ids=str)
+def test_copies_delayed_to_the_latest_moment_give_the_same_bits(right, made_late, kind, options):
     late_copies = made_late()
-    offload = late_offload(late_copies, mode, keep_last=keep_last)
+    offload = late_offload(late_copies, **options)
     assert differing(train(kind, offload, late_copies.arena), right) == 0
     assert late_copies.faults == []
     stats = offload.engine.stats()
     assert (stats["store_bytes"], stats["stored"]) == (0, 0)
     saved_each_step = LAYERS // 2 if kind is in_regions else LAYERS
-    assert stats["copies_out"] == STEPS * (saved_each_step - keep_last)
-    assert stats["pool_hits"] >= (STEPS - 1) * (saved_each_step - keep_last)  # buffers are reused
+    assert stats["copies_out"] == STEPS * (saved_each_step - options["keep_last"])
+    assert stats["pool_hits"] >= (STEPS - 1) * (saved_each_step - options["keep_last"])  # buffers are reused
     assert late_copies.arena.reused > STEPS * LAYERS  # and so are freed blocks
-
-
-@KINDS
-@pytest.mark.parametrize("lookahead", [0, BYTES - 1, BYTES, 3 * BYTES, 100 * BYTES])
-def test_every_lookahead_gives_the_same_bits(right, made_late, kind, lookahead):
-    late_copies = made_late()
-    offload = late_offload(late_copies, keep_last=0, lookahead_bytes=lookahead)
-    assert differing(train(kind, offload, late_copies.arena), right) == 0
-    assert late_copies.faults == [] and offload.engine.stats()["store_bytes"] == 0
 
 
 @KINDS
@@ -134,44 +128,34 @@ def test_computation_waits_for_the_copy_it_reads(right, made_late, kind):
         assert moments in ([("out", False), ("waited", True)], [("in", False), ("waited", True)])
 
 
-def test_no_copy_in_begins_before_the_copy_out_has_ended(made_late):
+def test_copies_of_a_buffer_follow_each_other(made_late):
     late_copies = made_late()
-    offload = late_offload(late_copies, keep_last=0)
-    train(saved, offload, late_copies.arena)
-    checked = 0
-    for place, copy in enumerate(late_copies.copies):
-        if copy.way == "in":
-            earlier = [each for each in late_copies.copies[:place] if each.buffer == copy.buffer]
-            assert earlier[-1].way == "out"
-            assert copy.event._event.began >= earlier[-1].event._event.ended > 0
-            checked += 1
-    assert checked == STEPS * (LAYERS - 1)  # the newest is still on its way out when it is needed
-
-
-def test_no_buffer_is_written_while_an_earlier_copy_uses_it(made_late):
-    late_copies = made_late()
-    train(saved, late_offload(late_copies, keep_last=0, lookahead_bytes=2 * BYTES), late_copies.arena)
-    by_buffer = {}
+    train(saved, late_offload(late_copies, keep_last=0), late_copies.arena)
+    checked, earlier = 0, {}
     for copy in late_copies.copies:
-        by_buffer.setdefault(copy.buffer, []).append(copy.event._event)
-    assert len(by_buffer) <= LAYERS < len(late_copies.copies)
-    for events in by_buffer.values():
-        for earlier, later in zip(events, events[1:]):
-            assert later.began >= earlier.ended > 0
+        if copy.way == "in":
+            assert earlier[copy.buffer].way == "out"
+            assert copy.event._event.began >= earlier[copy.buffer].event._event.ended > 0
+            checked += 1
+        earlier[copy.buffer] = copy
+    assert checked == STEPS * (LAYERS - 1)  # the newest is still on its way out when it is needed
 
 
 def test_every_copy_waits_for_earlier_uses_of_its_buffer(made_late):
     late_copies = made_late()
     train(saved, late_offload(late_copies, keep_last=0, lookahead_bytes=2 * BYTES), late_copies.arena)
-    users, reused = {}, 0
+    users, latest, reused = {}, {}, 0
     for copy in late_copies.copies:
-        before = users.setdefault(copy.buffer, {})
+        before, event = users.setdefault(copy.buffer, {}), copy.event._event
         assert copy.after == tuple(before.values())
+        if copy.buffer in latest:
+            assert event.began >= latest[copy.buffer].ended > 0
+        latest[copy.buffer] = event
         reused += bool(before)
         if copy.way == "out":
             before.clear()
         before[copy.way] = copy.event
-    assert reused > len(late_copies.copies) / 2
+    assert reused > len(late_copies.copies) / 2 and len(latest) <= LAYERS < len(late_copies.copies)
 
 
 def reuse_of_a_buffer(late_copies):
@@ -193,12 +177,9 @@ def reuse_of_a_buffer(late_copies):
     return set(torch.tensor(target, dtype=torch.uint8).tolist())
 
 
-def test_a_buffer_is_used_again_only_after_the_copy_that_reads_it(made_late):
-    assert reuse_of_a_buffer(made_late()) == {1}
-
-
-def test_the_check_finds_a_buffer_used_without_its_events(made_late):
-    assert reuse_of_a_buffer(made_late(late.IgnoresEarlierCopies)) == {2}
+@pytest.mark.parametrize(("kind", "read"), [(LateTransport, 1), (late.IgnoresEarlierCopies, 2)])
+def test_a_buffer_is_used_again_only_after_the_copy_that_reads_it(made_late, kind, read):
+    assert reuse_of_a_buffer(made_late(kind)) == {read}
 
 
 def test_an_arena_reuses_a_freed_block_at_once():
@@ -209,27 +190,6 @@ def test_an_arena_reuses_a_freed_block_at_once():
     block[:] = bytes(64)
     del first
     assert block == b"\xff" * 64 and arena.storage(64).data_ptr() == address
-
-
-@KINDS
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("layers_before_it_is_dropped", [1, 2, 3])
-def test_a_graph_dropped_during_a_copy_frees_its_buffers(right, made_late, kind, mode, layers_before_it_is_dropped):
-    late_copies = made_late()
-    offload = late_offload(late_copies, mode, keep_last=0)
-    training = Training(late_copies.arena)
-    made = []
-    for _ in range(STEPS):
-        state = training.generator.get_state()
-        dropped_forward(training, kind, offload, layers_before_it_is_dropped)
-        training.generator.set_state(state)
-        with one_forward(kind, offload) as call:  # its first tensors get the memory of the dropped ones
-            loss = training.forward(call)
-        loss.backward()
-        made += [loss.detach(), *training.update()]
-    assert differing(made, right) == 0 and late_copies.faults == []
-    stats = offload.engine.stats()
-    assert (stats["store_bytes"], stats["stored"]) == (0, 0)
 
 
 class Broken(Exception):
@@ -244,31 +204,8 @@ def dropped_forward(training, kind, offload, layers):
         layers -= 1
         return call(function, x)
 
-    with contextlib.suppress(Broken), one_forward(kind, offload) as call:
+    with one_forward(kind, offload) as call:
         training.forward(until)
-
-
-@KINDS
-@pytest.mark.parametrize("fails_at", range(LAYERS))
-def test_a_backward_that_fails_during_copies_leaves_the_engine_usable(right, made_late, kind, fails_at):
-    late_copies = made_late()
-    offload = late_offload(late_copies, keep_last=0, lookahead_bytes=2 * BYTES)
-    training = Training(late_copies.arena)
-    made = []
-    for _ in range(STEPS):
-        state = training.generator.get_state()
-        with contextlib.suppress(Broken):
-            broken_backward(training, kind, offload, fails_at)
-        for weight in training.weights:
-            weight.grad = None
-        training.generator.set_state(state)
-        with one_forward(kind, offload) as call:
-            loss = training.forward(call)
-        loss.backward()
-        made += [loss.detach(), *training.update()]
-    assert differing(made, right) == 0 and late_copies.faults == []
-    stats = offload.engine.stats()
-    assert (stats["store_bytes"], stats["stored"]) == (0, 0)
 
 
 def broken_backward(training, kind, offload, fails_at):
@@ -284,40 +221,55 @@ def broken_backward(training, kind, offload, fails_at):
         handle.remove()
 
 
+FAILURES = [
+    *((dropped_forward, layers, {"mode": mode}) for layers in (1, 2, 3) for mode in ("sync", "async")),
+    *((broken_backward, layer, {"lookahead_bytes": 2 * BYTES}) for layer in range(LAYERS)),
+]
+
+
 @KINDS
-def test_two_live_forwards_share_the_streams_and_the_pool(made_late, kind):
+@pytest.mark.parametrize(("fails", "at", "options"), FAILURES)
+def test_a_step_that_fails_during_copies_leaves_the_engine_usable(right, made_late, kind, fails, at, options):
+    late_copies = made_late()
+    offload = late_offload(late_copies, keep_last=0, **options)
+    training = Training(late_copies.arena)
+    made = []
+    for _ in range(STEPS):
+        state = training.generator.get_state()
+        with contextlib.suppress(Broken):
+            fails(training, kind, offload, at)
+        for weight in training.weights:
+            weight.grad = None
+        training.generator.set_state(state)
+        with one_forward(kind, offload) as call:  # its first tensors get the memory of the dropped ones
+            loss = training.forward(call)
+        loss.backward()
+        made += [loss.detach(), *training.update()]
+    assert differing(made, right) == 0 and late_copies.faults == []
+    stats = offload.engine.stats()
+    assert (stats["store_bytes"], stats["stored"]) == (0, 0)
+
+
+@KINDS
+@pytest.mark.parametrize("forwards, backwards", [(2, 1), (1, 2)])
+def test_two_live_forwards_and_retained_graphs_share_the_streams_and_the_pool(made_late, kind, forwards, backwards):
     late_copies = made_late()
     offload = late_offload(late_copies, keep_last=0)
-    plain_training, training = Training(Arena()), Training(late_copies.arena)
-    for _ in range(STEPS):
-        losses = [plain_training.forward(plain) for _ in range(2)]
-        losses[0].backward()
-        losses[1].backward()
-        expected = [*(loss.detach() for loss in losses), *plain_training.update()]
+
+    def step(training, kind):
         losses = []
-        for _ in range(2):
-            with one_forward(kind, offload) as call:
+        for _ in range(forwards):
+            with one_forward(kind, offload) if kind else contextlib.nullcontext(plain) as call:
                 losses.append(training.forward(call))
-        losses[0].backward()
-        losses[1].backward()
-        assert differing([*(loss.detach() for loss in losses), *training.update()], expected) == 0
-    assert late_copies.faults == [] and offload.engine.stats()["store_bytes"] == 0
+        for loss in losses:
+            for left in reversed(range(backwards)):
+                loss.backward(retain_graph=left > 0)
+        return [*(loss.detach() for loss in losses), *training.update()]
 
-
-@KINDS
-def test_retained_graphs_are_reloaded_for_every_backward(made_late, kind):
-    late_copies = made_late()
-    offload = late_offload(late_copies, keep_last=0)
     plain_training, training = Training(Arena()), Training(late_copies.arena)
     for _ in range(STEPS):
-        expected, found = plain_training.forward(plain), None
-        with one_forward(kind, offload) as call:
-            found = training.forward(call)
-        for loss in (expected, found):
-            loss.backward(retain_graph=True)
-            loss.backward()
-        assert differing(training.update(), plain_training.update()) == 0
-    assert late_copies.faults == []
+        assert differing(step(training, kind), step(plain_training, None)) == 0
+    assert late_copies.faults == [] and offload.engine.stats()["store_bytes"] == 0
 
 
 def test_hold_returns_how_long_it_waited(monkeypatch):

@@ -1,7 +1,5 @@
 """The CUDA transport on simulated streams: the order of every copy, event and wait."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -38,9 +36,20 @@ class Setting:
     def out(self, storage, buffer, begin=0, size=SIZE):
         return self.transport.copy_out(storage, begin, buffer.bytes, size, buffer.after)
 
+    def left(self):
+        """A buffer that a storage, which stays in use, is copied to, and the event of the copy."""
+        buffer, source = self.pool.take(SIZE), self.filled()
+        self.in_use.append(source)
+        return buffer, self.out(source, buffer)
+
     def back(self, buffer, after, size=SIZE):
         target = self.transport.allocate(size)
         return target, self.transport.copy_in(buffer.bytes, target, size, after)
+
+
+@pytest.fixture
+def s():
+    return Setting()
 
 
 def after(stream, event) -> bool:
@@ -56,21 +65,18 @@ def values(storage):
 # transport, below.
 
 
-def a_copy_out_reads_what_was_computed(kind):
-    s = Setting(kind)
+def a_copy_out_reads_what_was_computed(s):
     s.out(s.filled(), s.take())
     return list(s.machine.races)
 
 
-def also_on_a_stream_of_the_users_own(kind):
-    s = Setting(kind)
+def also_on_a_stream_of_the_users_own(s):
     with s.machine.stream(s.machine.Stream(DEVICE)):
         s.out(s.filled(), s.take())
     return list(s.machine.races)
 
 
-def a_source_is_freed_and_its_block_written(kind):
-    s = Setting(kind)
+def a_source_is_freed_and_its_block_written(s):
     source = s.filled()
     event = s.out(source, s.take())
     s.transport.wait_event(event)
@@ -80,8 +86,7 @@ def a_source_is_freed_and_its_block_written(kind):
     return list(s.machine.races)
 
 
-def a_source_is_freed_by_another_stream(kind):
-    s = Setting(kind)
+def a_source_is_freed_by_another_stream(s):
     source = s.filled()
     event = s.out(source, s.take())
     with s.machine.stream(s.machine.Stream(DEVICE)):
@@ -92,8 +97,7 @@ def a_source_is_freed_by_another_stream(kind):
     return list(s.machine.races)
 
 
-def what_was_copied_in_is_read(kind):
-    s = Setting(kind)
+def what_was_copied_in_is_read(s):
     buffer = s.pool.take(SIZE)
     source = s.filled(7)
     left = s.out(source, buffer)
@@ -105,8 +109,7 @@ def what_was_copied_in_is_read(kind):
     return list(s.machine.races)
 
 
-def a_copy_in_gets_a_block_that_was_just_in_use(kind):
-    s = Setting(kind)
+def a_copy_in_gets_a_block_that_was_just_in_use(s):
     buffer = s.pool.take(SIZE)
     left = s.out(s.filled(), buffer)
     s.transport.wait_event(left)
@@ -118,18 +121,14 @@ def a_copy_in_gets_a_block_that_was_just_in_use(kind):
     return list(s.machine.races)
 
 
-def a_copy_in_right_behind_the_copy_out(kind):
-    s = Setting(kind)
-    buffer, source = s.pool.take(SIZE), s.filled()
-    left = s.out(source, buffer)
+def a_copy_in_right_behind_the_copy_out(s):
+    buffer, left = s.left()
     s.back(buffer, [left])  # nobody has held the event: the copy in itself must wait
     return list(s.machine.races)
 
 
-def a_buffer_is_taken_again_while_it_is_read(kind):
-    s = Setting(kind)
-    buffer, source = s.pool.take(SIZE), s.filled()
-    left = s.out(source, buffer)
+def a_buffer_is_taken_again_while_it_is_read(s):
+    buffer, left = s.left()
     target, loaded = s.back(buffer, [left])
     s.pool.give(buffer, [left, loaded])
     assert s.pool.take(SIZE) is buffer
@@ -138,8 +137,7 @@ def a_buffer_is_taken_again_while_it_is_read(kind):
     return list(s.machine.races)
 
 
-def a_buffer_is_taken_back_by_the_host(kind):
-    s = Setting(kind)
+def a_buffer_is_taken_back_by_the_host(s):
     buffer, source = s.pool.take(SIZE), s.filled()
     s.pool.give(buffer, [s.out(source, buffer)])
     del buffer
@@ -162,8 +160,8 @@ STEPS = [
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_correct_transports_have_no_races(step):
-    assert step(SimulatedTransport) == []
+def test_correct_transports_have_no_races(s, step):
+    assert step(s) == []
 
 
 @pytest.mark.parametrize(
@@ -188,14 +186,13 @@ def test_correct_transports_have_no_races(step):
     ids=lambda each: each.__name__,
 )
 def test_a_race_is_found_where_the_transport_is_broken(broken, step):
-    assert step(broken) != []
+    assert step(Setting(broken)) != []
 
 
 # The orders themselves.
 
 
-def test_a_copy_waits_for_the_current_stream_and_no_other():
-    s = Setting()
+def test_a_copy_waits_for_the_current_stream_and_no_other(s):
     other, mine = s.machine.Stream(DEVICE), s.machine.Stream(DEVICE)
     with s.machine.stream(other):
         s.filled()
@@ -205,12 +202,10 @@ def test_a_copy_waits_for_the_current_stream_and_no_other():
     assert event.owner is mine and other not in event.ended.clock
 
 
-def test_copies_run_on_a_stream_per_direction_and_keep_the_current_one():
-    s = Setting()
+def test_copies_run_on_a_stream_per_direction_and_keep_the_current_one(s):
     out, back = s.transport.streams["out"], s.transport.streams["in"]
     assert len({out, back, s.machine.default}) == 3
-    buffer, source = s.pool.take(SIZE), s.filled()
-    left = s.out(source, buffer)
+    buffer, left = s.left()
     assert s.machine.current_stream() is s.machine.default
     assert (out.clock[out], back.clock) == (1, {})
     _, loaded = s.back(buffer, [left])
@@ -220,10 +215,8 @@ def test_copies_run_on_a_stream_per_direction_and_keep_the_current_one():
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
-def test_events_are_recorded_on_the_copy_stream_before_and_after_the_copy(way):
-    s = Setting()
-    buffer, source = s.pool.take(SIZE), s.filled()
-    event = s.out(source, buffer)
+def test_events_are_recorded_on_the_copy_stream_before_and_after_the_copy(s, way):
+    buffer, event = s.left()
     if way == "in":
         _, event = s.back(buffer, [event])
     stream = s.transport.streams[way]
@@ -231,8 +224,7 @@ def test_events_are_recorded_on_the_copy_stream_before_and_after_the_copy(way):
     assert event.began.clock.get(stream, 0) == 0
 
 
-def test_hold_makes_the_current_stream_wait_and_no_other():
-    s = Setting()
+def test_hold_makes_the_current_stream_wait_and_no_other(s):
     source, other = s.filled(), s.machine.Stream(DEVICE)
     event = s.out(source, s.take())
     assert not after(s.machine.default, event)
@@ -240,8 +232,7 @@ def test_hold_makes_the_current_stream_wait_and_no_other():
     assert after(s.machine.default, event) and not after(other, event)
 
 
-def test_hold_on_another_stream_makes_that_and_the_owner_wait():
-    s = Setting()
+def test_hold_on_another_stream_makes_that_and_the_owner_wait(s):
     source, other, third = s.filled(), s.machine.Stream(DEVICE), s.machine.Stream(DEVICE)
     event = s.out(source, s.take())
     with s.machine.stream(other):
@@ -249,21 +240,17 @@ def test_hold_on_another_stream_makes_that_and_the_owner_wait():
     assert after(s.machine.default, event) and after(other, event) and not after(third, event)
 
 
-def test_a_copy_waits_for_its_events():
-    s = Setting()
-    buffer, source = s.pool.take(SIZE), s.filled()
-    left = s.out(source, buffer)
+def test_a_copy_waits_for_its_events(s):
+    buffer, left = s.left()
     _, loaded = s.back(buffer, [left])
     assert loaded.began.clock[s.transport.streams["out"]] == 1
     s.pool.give(buffer, [left, loaded])
-    again = s.out(source, s.take())
+    again = s.out(s.filled(), s.take())
     assert again.began.clock[s.transport.streams["in"]] == 1
 
 
-def test_the_host_waits_for_nothing_but_buffers_that_are_released():
-    s = Setting()
-    buffer, source = s.pool.take(SIZE), s.filled()
-    left = s.out(source, buffer)
+def test_the_host_waits_for_nothing_but_buffers_that_are_released(s):
+    buffer, left = s.left()
     s.transport.wait_event(left)
     target, loaded = s.back(buffer, [left])
     waited = s.transport.wait_event(loaded, target)
@@ -273,10 +260,8 @@ def test_the_host_waits_for_nothing_but_buffers_that_are_released():
     assert s.machine.host_waits == 2 and left.done() and loaded.done()
 
 
-def test_memory_used_by_another_stream_is_recorded_on_it_and_only_then():
-    s = Setting()
-    buffer, source = s.pool.take(SIZE), s.filled()
-    left = s.out(source, buffer)
+def test_memory_used_by_another_stream_is_recorded_on_it_and_only_then(s):
+    buffer, left = s.left()
     target, loaded = s.back(buffer, [left])
     s.transport.wait_event(left)
     s.transport.wait_event(loaded, target)
@@ -289,8 +274,7 @@ def test_memory_used_by_another_stream_is_recorded_on_it_and_only_then():
     assert s.machine.recorded == [(s.machine.block(target), other)]
 
 
-def test_the_wait_is_timed_on_the_current_stream():
-    s = Setting()
+def test_the_wait_is_timed_on_the_current_stream(s):
     event = s.out(s.filled(), s.take())
     waited = s.transport.wait_event(event)
     out = s.transport.streams["out"]
@@ -299,8 +283,7 @@ def test_the_wait_is_timed_on_the_current_stream():
     assert waited.done() and event.done() and (waited.seconds(), event.seconds()) == (0.001, 0.001)
 
 
-def test_a_part_of_a_storage_goes_to_the_beginning_of_a_larger_buffer():
-    s = Setting()
+def test_a_part_of_a_storage_goes_to_the_beginning_of_a_larger_buffer(s):
     source = s.filled(1, size=4 * SIZE)
     torch.empty(0, dtype=torch.uint8).set_(source)[SIZE : 2 * SIZE] = 9
     buffer = s.pool.take(SIZE)

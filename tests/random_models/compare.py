@@ -1,7 +1,5 @@
 """How a variant of a model ends: equal to the unmodified one, refused by a clear error, or a finding."""
 
-from __future__ import annotations
-
 import gc
 import linecache
 import traceback

@@ -1,7 +1,5 @@
 """Parts that hold other parts: lists in lists, dicts, blocks called twice or shared, hooks, parametrizations."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

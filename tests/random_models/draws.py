@@ -1,7 +1,5 @@
 """Parts that draw random numbers: of torch, Python, numpy, and generator objects."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Layers for images: convolutions, pooling, squeeze and excitation, sampling, memory formats."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

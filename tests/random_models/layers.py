@@ -1,7 +1,5 @@
 """Layers for sequences and for any shape: attention, recurrence, gates, custom functions, casts, views."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

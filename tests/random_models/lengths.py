@@ -1,7 +1,5 @@
 """Parts that compute with their length as libraries do: windows, patches, fractions, scales, positions, resizing."""
 
-from __future__ import annotations
-
 import math
 
 import torch

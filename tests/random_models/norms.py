@@ -1,7 +1,5 @@
 """Normalization as libraries write it: subclasses with their own forward, and functional calls on own buffers."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

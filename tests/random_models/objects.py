@@ -1,7 +1,5 @@
 """Parts that use objects as Python does: identities, errors, iterators, containers, threads; and strided products."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -5,8 +5,6 @@ kinds any such shape. `between` is what a training script changes between two st
 such as globals and caches, back to where it was when the program started.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The smallest model with a finding: parts are removed and options set to their defaults as long as it persists."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Parts that are typical of scripts: caches outside of modules, hooks in forward, custom operations, seeds."""
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import functools

@@ -1,7 +1,5 @@
 """Parts that read what is neither argument nor tensor: globals, closures, configurations, the environment, modes."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import types

@@ -1,7 +1,5 @@
 """Parts that keep state: buffers updated in forward, counters, caches, and tensors set as attributes."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Train a model for a few steps and record what every step leaves behind: tensors, random numbers, plain values."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random

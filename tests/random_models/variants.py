@@ -1,7 +1,5 @@
 """The ways to run a model with the package: each takes a model and a first batch; what it returns is called instead."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The plan behind ``torch.compile`` with Inductor: what it saves, and what its gradients are."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

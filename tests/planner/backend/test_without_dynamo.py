@@ -1,12 +1,11 @@
 """``torch.compile(model, backend="ackpt")`` has no limits of Dynamo: any size, any call, always planned."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
 import pytest
 import torch
+from conftest import fresh_step, raises
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,11 +87,7 @@ def test_one_capture_serves_more_lengths_than_dynamo_compiles(compiled, model):
 
 
 def peak(model, call, x) -> int:
-    def once():
-        model.zero_grad()
-        call(x).backward()
-
-    return ackpt.measure(once, resident=[model, x], repeats=0).peak_bytes
+    return ackpt.measure(fresh_step(model, lambda: call(x)), resident=[model, x], repeats=0).peak_bytes
 
 
 def test_sizes_are_dynamic_as_torch_compile_is_told(model, caplog):
@@ -129,8 +124,7 @@ def test_models_may_be_in_a_container_that_a_function_takes(model, given):
 def test_an_infeasible_budget_stops_every_step(model):
     call = as_module(model, budget="1KiB")
     for _ in range(2):
-        with pytest.raises(ackpt.BudgetError, match="smallest feasible budget"):
-            call(torch.ones(4, 8))
+        raises(ackpt.BudgetError, "smallest feasible budget", lambda: call(torch.ones(4, 8)))
     with torch.no_grad():
         call(torch.ones(4, 8))
 
@@ -209,8 +203,7 @@ def test_gradients_of_arguments_alone():
 def test_a_gradient_that_no_plan_knows_is_refused():
     weight = torch.randn(8, requires_grad=True)
     call = torch.compile(lambda x: (x * weight).sum(), backend="ackpt")
-    with pytest.raises(ackpt.TraceError, match="would run without a plan: register the tensor"):
-        call(torch.ones(8))
+    raises(ackpt.TraceError, "would run without a plan: register the tensor", lambda: call(torch.ones(8)))
     with torch.no_grad():
         assert call(torch.ones(8)) == weight.sum()
 
@@ -224,16 +217,14 @@ def test_a_compiled_model_stays_what_torch_compile_returns(model):
     expected = step(eager, eager, x)
     for each in (*copies, call):
         assert same(step(each._orig_mod, each, x), expected)
-    with pytest.raises(TypeError, match="torch.compile has compiled it"):
-        as_module(call)
+    raises(TypeError, "torch.compile has compiled it", lambda: as_module(call))
 
 
 def test_a_second_compile_replaces_the_first(model):
     first, second = [], []
     in_place(model, on_plan=first.append)
     in_place(model, on_plan=second.append)
-    with pytest.raises(ValueError, match="is not known"):
-        in_place(model, policy="best")
+    raises(ValueError, "is not known", lambda: in_place(model, policy="best"))
     model(torch.ones(4, 8)).backward()
     assert (len(first), len(second)) == (0, 1)
     ackpt.remove_budget(model)

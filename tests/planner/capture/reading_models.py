@@ -1,7 +1,5 @@
 """A model of one layer whose forward calls a function, which reads what a test changes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

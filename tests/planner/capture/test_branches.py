@@ -1,11 +1,9 @@
 """A capture takes the branch that the values of integer arguments decide, and serves the calls that decide the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
-from conftest import assert_equal
+from conftest import assert_as_eager, model_of, raises
 from torch import nn
 
 import ackpt
@@ -13,18 +11,16 @@ import ackpt
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 
 
-class Masked(nn.Module):
+def make_masked(decides=lambda mask: not mask.all()):
     """Branches on its mask, as transformers do; ``decides`` computes from the mask whether to apply it."""
-
-    def __init__(self, decides=lambda mask: not mask.all()):
-        super().__init__()
-        self.table, self.layer, self.decides = nn.Embedding(10, 8), nn.Linear(8, 8), decides
 
     def forward(self, ids, mask):
         hidden = self.table(ids)
         if self.decides(mask):
             hidden = hidden.sin() * mask.unsqueeze(-1)
         return self.layer(hidden).square().mean()
+
+    return model_of(forward, table=nn.Embedding(10, 8), layer=nn.Linear(8, 8), decides=decides)
 
 
 def batch(length=6, masked=()):
@@ -35,14 +31,7 @@ def batch(length=6, masked=()):
 
 
 def check(step, model, *args, **kwargs):
-    found = []
-    for run in (model, step):
-        model.zero_grad()
-        loss = getattr(run(*args, **kwargs), "loss", None)
-        loss = run(*args, **kwargs) if loss is None else loss
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-    assert_equal(*found, "loss or gradient")
+    assert_as_eager(model, step, *args, **kwargs, loss=lambda outputs: getattr(outputs, "loss", outputs))
 
 
 def kinds(step):
@@ -77,7 +66,7 @@ DECIDES = {
 
 @pytest.mark.parametrize("name", DECIDES)
 def test_every_call_takes_the_branch_of_its_values(name):
-    model = Masked(DECIDES[name])
+    model = make_masked(DECIDES[name])
     full, masked = batch(), batch(masked=[(0, -1), (3, -1)])
     step = ackpt.compile(model, *full, policy="full")
     for args in (full, masked, full, masked):
@@ -110,17 +99,15 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_reads_of_other_values_are_refused(name):
     with pytest.raises(ackpt.TraceError, match="looks at the values of a tensor at .*test_branches.py"):
-        ackpt.trace(Masked(UNKNOWN[name]), *batch())
+        ackpt.trace(make_masked(UNKNOWN[name]), *batch())
 
 
 def test_branches_on_floats_and_parameters_are_refused():
-    model = Masked()
+    model = make_masked()
     model.decides = lambda mask: (model.layer.weight.sum() > 0) & mask.all()
-    with pytest.raises(ackpt.TraceError, match="looks at the values of a tensor"):
-        ackpt.trace(model, *batch())
+    raises(ackpt.TraceError, "looks at the values of a tensor", lambda: ackpt.trace(model, *batch()))
     ids, mask = batch()
-    with pytest.raises(ackpt.TraceError, match="looks at the values of a tensor"):
-        ackpt.trace(Masked(), ids, mask.float())
+    raises(ackpt.TraceError, "looks at the values of a tensor", lambda: ackpt.trace(make_masked(), ids, mask.float()))
 
 
 def test_an_error_that_the_values_cause_is_the_models():
@@ -129,15 +116,14 @@ def test_an_error_that_the_values_cause_is_the_models():
             raise ValueError("a negative mask")
         return False
 
-    model, (ids, mask) = Masked(positive), batch()
+    model, (ids, mask) = make_masked(positive), batch()
     step = ackpt.compile(model, ids, mask, policy="full")
-    with pytest.raises(ValueError, match="a negative mask"):
-        step(ids, mask - 2)
+    raises(ValueError, "a negative mask", lambda: step(ids, mask - 2))
     check(step, model, ids, mask)
 
 
 def test_the_warning_of_many_captures_names_the_fix():
-    model = Masked(lambda mask: sum(bool(row.all()) for row in mask) > 1)
+    model = make_masked(lambda mask: sum(bool(row.all()) for row in mask) > 1)
     step = ackpt.compile(model, *batch(), policy="full")
     with pytest.warns(UserWarning, match="because the values of its arguments changed.*Prepare batches that take few"):
         for masked in ([(0, 0)], [(1, 0)], [(2, 0)], [(3, 0)]):

@@ -1,11 +1,10 @@
 """What a call was captured for, in words, and what an error says of a later call or of another plan's."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
+from conftest import model_of, raises
 from torch import nn
 
 import ackpt
@@ -29,15 +28,9 @@ class Drops(nn.Linear):
         return nn.functional.dropout(super().forward(x).tanh(), 0.5, self.training)
 
 
-class Keywords(nn.Module):
+def keywords():
     """A model that takes whatever it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x, plans=None, **kwargs):
-        return self.inner(x).tanh().sin()
+    return model_of(lambda self, x, plans=None, **kwargs: self.inner(x).tanh().sin(), inner=nn.Linear(8, 8))
 
 
 def layers():
@@ -90,8 +83,7 @@ def test_a_plan_for_another_graph_names_the_difference(change, said):
     if said is None:
         assert ackpt.compile(model, x, plan=plan, **options).plan is plan
         return
-    with pytest.raises(PlanError, match=f"made for another graph .*{said}"):
-        ackpt.compile(model, x, plan=plan, **options)
+    raises(PlanError, f"made for another graph .*{said}", lambda: ackpt.compile(model, x, plan=plan, **options))
 
 
 def test_a_model_that_computes_something_else_with_the_same_call_is_named():
@@ -120,8 +112,7 @@ def test_a_plan_and_a_later_call_with_other_arguments():
     step = ackpt.compile(layers(), X, policy="full")
     step = ackpt.compile(layers(), X, plan=step.plan)
     said = r"is a part of a larger tensor.*clone\(.*\) makes\. It matched.*drop_last=True"
-    with pytest.raises(PlanError, match=said):
-        step(X[:3])
+    raises(PlanError, said, lambda: step(X[:3]))
     step(X[:3].clone())
     step.eval()
     with pytest.raises(PlanError, match="mode changed from training to evaluation.*under torch.no_grad") as raised:
@@ -151,7 +142,7 @@ def test_a_larger_batch_with_a_budget_in_bytes_is_not_explained_by_a_fraction():
 
 @pytest.mark.parametrize("name", ["budgt", "budgets", "polcy", "optimiser", "option", "Budget"])
 def test_a_misspelt_keyword_is_not_handed_to_the_model(name):
-    for model in (Keywords(), nn.Linear(8, 8)):
+    for model in (keywords(), nn.Linear(8, 8)):
         with pytest.raises(TypeError, match=f"{name!r} is not a keyword of ackpt.compile.*: did you mean '"):
             ackpt.compile(model, X, **{name: 0.5})
 
@@ -163,16 +154,16 @@ def test_a_keyword_that_the_forward_cannot_take_is_compared_with_those_of_compil
 
 def test_a_misspelt_keyword_of_trace_is_not_handed_to_the_model():
     with pytest.raises(TypeError, match="'optimiser' is not a keyword of ackpt.trace.*: did you mean 'optimizer'"):
-        ackpt.trace(Keywords(), X, optimiser=None)
+        ackpt.trace(keywords(), X, optimiser=None)
 
 
 def test_an_option_of_the_policy_among_the_keywords_is_named():
     with pytest.raises(TypeError, match="'every_n_layers' is an option of policy 'selective': give it as options=."):
-        ackpt.compile(Keywords(), X, budget=0.5, policy="selective", every_n_layers=1)
+        ackpt.compile(keywords(), X, budget=0.5, policy="selective", every_n_layers=1)
 
 
 def test_keywords_of_the_model_reach_the_model():
-    step = ackpt.compile(Keywords(), X, plans=1, position_ids=3, labels=None, captions=2, time_limit=1)
+    step = ackpt.compile(keywords(), X, plans=1, position_ids=3, labels=None, captions=2, time_limit=1)
     assert step.plan.made_for["argument captions"] == "2"
 
 

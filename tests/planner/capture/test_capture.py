@@ -1,7 +1,5 @@
 """What a captured step takes, what it refuses, and that nothing of the capture stays in the model."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
@@ -10,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from conftest import model_of, raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -190,8 +189,7 @@ def test_a_refused_capture_leaves_the_model_unchanged(case):
     before = {name: id(value) for name, value in vars(model).items()}
     buffer, length = model.buffer, len(model.list)
     states = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()  # noqa: NPY002
-    with pytest.raises(ZeroDivisionError if case == "fails" else TraceError, match=message):
-        trace(model, torch.randn(3, 4))
+    raises(ZeroDivisionError if case == "fails" else TraceError, message, lambda: trace(model, torch.randn(3, 4)))
     assert {name: id(value) for name, value in vars(model).items()} == before
     assert model.buffer is buffer and len(model.list) == length and model.calls == 0
     assert not any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in held(model))
@@ -201,8 +199,7 @@ def test_a_refused_capture_leaves_the_model_unchanged(case):
 def test_a_refusal_raises_without_a_warning(recwarn):
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     ackpt.apply_activation_checkpointing(blocks)
-    with pytest.raises(TraceError, match="remove_activation_checkpointing"):
-        trace(blocks, torch.randn(3, 4))
+    raises(TraceError, "remove_activation_checkpointing", lambda: trace(blocks, torch.randn(3, 4)))
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -235,8 +232,7 @@ def test_numeric_arguments_are_part_of_the_capture():
     for number in (0.0, -0.0, 1, 1.0, True):
         expected, found = model(torch.ones(3, 4), number), planned(torch.ones(3, 4), number)
         assert torch.equal(expected, found) and torch.equal(expected.signbit(), found.signbit())
-    with pytest.raises(TypeError, match="an argument of type set cannot be compared"):
-        planned(torch.ones(3, 4), {1})
+    raises(TypeError, "an argument of type set cannot be compared", lambda: planned(torch.ones(3, 4), {1}))
 
 
 def test_numbers_made_by_the_forward():
@@ -319,13 +315,8 @@ def test_other_views_are_returned_with_their_gradients(function):
     assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(expected, found))
 
 
-class HooksLate(nn.Module):
+def hooks_late(remembers: bool):
     """Registers a hook at its first call, as transformers does where hidden states are asked for."""
-
-    def __init__(self, remembers: bool):
-        super().__init__()
-        self.layer, self.remembers = nn.Linear(4, 4), remembers
-        self.is_ready = False
 
     def forward(self, x):
         if not self.is_ready:
@@ -333,17 +324,18 @@ class HooksLate(nn.Module):
             self.is_ready = self.remembers
         return self.layer(x).sum()
 
+    return model_of(forward, layer=nn.Linear(4, 4), remembers=remembers, is_ready=False)
+
 
 @pytest.mark.filterwarnings("ignore:.*has a hook")
 @pytest.mark.parametrize("remembers", [True, False])
 def test_hooks_that_the_forward_adds_are_as_after_its_first_call_or_refused(remembers):
-    model, x = HooksLate(remembers), torch.ones(2, 4)
+    model, x = hooks_late(remembers), torch.ones(2, 4)
     if remembers:
         step = ackpt.compile(model, x, policy="none")
         assert len(model.layer._forward_hooks) == 1 and torch.equal(step(x), model(x))
         return
-    with pytest.raises(ackpt.TraceError, match="adds or removes a hook of module 'layer'"):
-        ackpt.trace(model, x)
+    raises(ackpt.TraceError, "adds or removes a hook of module 'layer'", lambda: ackpt.trace(model, x))
     assert not model.layer._forward_hooks and not model.is_ready
 
 
@@ -389,16 +381,14 @@ def test_hooks_that_keep_nothing_and_reference_cycles_are_allowed():
     assert trace(model, torch.randn(3, 4)).nodes and sizes
 
 
-class Counter(nn.Module):
+def make_counter():
     """Keeps its count in a list, and has no parameters that a capture would see."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = [0]
 
     def forward(self, x):
         self.calls[0] += 1
         return x * self.calls[0]
+
+    return model_of(forward, calls=[0])
 
 
 HIDDEN = {
@@ -410,17 +400,12 @@ HIDDEN = {
 
 @pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN)
 def test_a_change_in_a_module_that_is_not_registered_is_refused(hide):
-    class Hides(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.hidden = nn.Linear(4, 4), hide(Counter())
+    def hides(self, x):
+        for module in self.hidden.values() if isinstance(self.hidden, dict) else self.hidden:
+            x = module(x)
+        return self.first(x).sum()
 
-        def forward(self, x):
-            for module in self.hidden.values() if isinstance(self.hidden, dict) else self.hidden:
-                x = module(x)
-            return self.first(x).sum()
-
-    model = Hides()
+    model = model_of(hides, first=nn.Linear(4, 4), hidden=hide(make_counter()))
     with pytest.raises(ackpt.TraceError, match=r"changes attribute 'calls' of module .hidden\["):
         ackpt.compile(model, torch.randn(3, 4))
     (counter,) = model.hidden.values() if isinstance(model.hidden, dict) else model.hidden

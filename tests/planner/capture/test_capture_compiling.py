@@ -1,13 +1,11 @@
 """A captured step takes the ways that the plain model takes, also where a model asks whether it is compiled."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 import transformers
-from conftest import assert_equal
+from conftest import assert_as_eager, raises
 from torch import nn
 
 import ackpt
@@ -29,18 +27,11 @@ class Looks(nn.Linear):
 
 def same(model, x):
     step = ackpt.compile(model, x, policy="full")
-    found = []
-    for run in (model, step):
-        model.zero_grad()
-        loss = run(x)
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    assert_equal(*found, "loss and gradients")
+    assert_as_eager(model, step, x)
     assert not torch.compiler.is_compiling()
 
 
 def test_a_model_that_asks_is_compiling_is_captured_as_in_eager():
-    torch.manual_seed(0)
     same(Asks(4, 4), torch.randn(3, 4))
 
 
@@ -51,10 +42,8 @@ LOOKS = "looks at the values of a tensor at .*test_capture_compiling.py"
     "how", [{"policy": "full"}, {"budget": "1MiB", "regions": False}, {"budget": 1.0, "regions": False}]
 )
 def test_with_data_a_model_that_reads_values_in_eager_is_refused(how):
-    with pytest.raises(ackpt.TraceError, match=LOOKS):
-        ackpt.compile(Looks(4, 4), torch.randn(3, 4), **how)
-    with pytest.raises(ackpt.TraceError, match=LOOKS):
-        ackpt.trace(Looks(4, 4), torch.randn(3, 4))
+    raises(ackpt.TraceError, LOOKS, lambda: ackpt.compile(Looks(4, 4), torch.randn(3, 4), **how))
+    raises(ackpt.TraceError, LOOKS, lambda: ackpt.trace(Looks(4, 4), torch.randn(3, 4)))
     assert not torch.compiler.is_compiling()
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from conftest import fresh_step, raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -83,12 +84,7 @@ def gemma():
     return transformers.Gemma2ForCausalLM(config)
 
 
-MODELS = {
-    "llama": llama,
-    "tied": lambda: llama(tie_word_embeddings=True),
-    "bert": bert,
-    "gemma": gemma,
-}
+MODELS = {"llama": llama, "tied": lambda: llama(tie_word_embeddings=True), "bert": bert, "gemma": gemma}
 
 
 def built(name):
@@ -149,11 +145,7 @@ def test_the_step_differs_by_roundings_and_keeps_its_peak(name):
     assert difference(planned, expected) < FP32
     tensors = [each for each in (batch if isinstance(batch, tuple) else batch.values()) if torch.is_tensor(each)]
 
-    def train():
-        model.zero_grad()
-        loss_of(model, batch).backward()
-
-    measured = ackpt.measure(train, resident=[model, *tensors])
+    measured = ackpt.measure(fresh_step(model, lambda: loss_of(model, batch)), resident=[model, *tensors])
     assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
 
 
@@ -224,7 +216,6 @@ def test_the_budget_decides_how_many_chunks_there_are():
 
 
 def test_chunks_make_a_small_budget_feasible_for_a_large_vocabulary():
-    torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=4096, use_cache=False, **sizes)
     model, tokens = transformers.LlamaForCausalLM(config), torch.randint(4096, (3, 128))
@@ -232,11 +223,9 @@ def test_chunks_make_a_small_budget_feasible_for_a_large_vocabulary():
     plan = ackpt.apply_budget(model, batch, 0.45, chunk_head=True).plan
     assert plan.cost < 0.1
 
-    def train():
-        model.zero_grad()
-        model(**batch).loss.backward()
-
-    measured = ackpt.measure(train, resident=[model, tokens], warmup=0, repeats=0)
+    measured = ackpt.measure(
+        fresh_step(model, lambda: model(**batch).loss), resident=[model, tokens], warmup=0, repeats=0
+    )
     assert measured.dynamic_peak_bytes == plan.dynamic_peak_bytes < 0.45 * plan.baseline_dynamic_peak_bytes
 
 
@@ -257,8 +246,7 @@ def test_a_saved_plan_has_its_chunks(tmp_path):
     step = ackpt.compile(model, *batch, plan=ackpt.Plan.load(tmp_path / "plan.json"))
     assert step.plan.head_chunks == plan.head_chunks > 1
     step(*batch).backward()
-    with pytest.raises(ackpt.PlanError, match="valid only for the sizes"):
-        step(*(each[:, :20].contiguous() for each in batch))
+    raises(ackpt.PlanError, "valid only for the sizes", lambda: step(*(each[:, :20].contiguous() for each in batch)))
 
 
 def test_reading_the_missing_logits_is_an_error():
@@ -335,8 +323,7 @@ def test_models_without_a_loss_and_float16_are_refused():
     ],
 )
 def test_options_that_exclude_it_are_refused_before_any_work(options, message):
-    with pytest.raises(ValueError, match=message):
-        ackpt.compile(*large()[:1], **{"budget": 0.9, "chunk_head": True, **options})
+    raises(ValueError, message, lambda: ackpt.compile(*large()[:1], **{"budget": 0.9, "chunk_head": True, **options}))
 
 
 def test_a_budget_that_needs_no_chunks_changes_no_bit():

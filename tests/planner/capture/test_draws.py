@@ -1,11 +1,10 @@
 """Random operations of a captured step draw what eager draws, whatever the order in which memory lies."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
+from conftest import assert_as_eager, model_of, raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -41,14 +40,8 @@ class Draws(nn.Module):
 @pytest.mark.parametrize("draw", DRAWS)
 def test_draws_are_those_of_eager(draw, policy):
     model = Draws(DRAWS[draw])
-    results = []
-    for call in (model, ackpt.compile(model, policy=policy, differentiate="all")):
-        model.weight.grad = None
-        torch.manual_seed(1)
-        output = call()
-        output.square().sum().backward()
-        results.append((output.detach(), model.weight.grad, torch.get_rng_state()))
-    assert all(map(torch.equal, *results))
+    step = ackpt.compile(model, policy=policy, differentiate="all")
+    assert_as_eager(model, step, loss=lambda output: output.square().sum())
 
 
 def test_dropout_is_one_random_operation():
@@ -100,14 +93,12 @@ class InPlace(torch.autograd.Function):
     backward = staticmethod(_gradient)
 
 
-class WithCustom(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.second, self.function = nn.Linear(16, 32), nn.Linear(32, 16), function
-
+def with_custom(function):
     def forward(self, x):
         self.function(x)  # nothing reads it, but it draws
         return x + self.second(self.function(torch.relu(self.first(x))))
+
+    return model_of(forward, first=nn.Linear(16, 32), second=nn.Linear(32, 16), function=function)
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
@@ -116,7 +107,7 @@ def test_custom_operations_with_undeclared_draws_are_bit_equal(function, policy)
     results, x = [], torch.randn(64, 16)
     for planned in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(*[WithCustom(function) for _ in range(4)])
+        model = nn.Sequential(*[with_custom(function) for _ in range(4)])
         step = ackpt.compile(model, x, policy=policy) if planned else model
         assert not planned or bool(step.plan.schedule.replayed) == (policy == "full")
         torch.manual_seed(1)
@@ -126,7 +117,6 @@ def test_custom_operations_with_undeclared_draws_are_bit_equal(function, policy)
 
 
 def test_a_custom_operation_that_draws_from_pythons_generator_is_not_recomputed():
-    model, x = nn.Sequential(*[WithCustom(masked_by_python) for _ in range(4)]), torch.randn(64, 16)
+    model, x = nn.Sequential(*[with_custom(masked_by_python) for _ in range(4)]), torch.randn(64, 16)
     step = ackpt.compile(model, x, policy="full", regions=False)
-    with pytest.raises(ackpt.CheckpointError, match="masked_by_python.default draws random numbers, but not from the"):
-        step(x)
+    raises(ackpt.CheckpointError, "masked_by_python.default draws random numbers, but not from the", lambda: step(x))

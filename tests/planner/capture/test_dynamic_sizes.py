@@ -1,11 +1,10 @@
 """A capture whose sizes are expressions is, at any sizes, the capture of these sizes alone."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -62,17 +61,14 @@ def test_an_instance_is_the_capture_of_its_sizes():
 def symbols_of(function, *sizes):
     """The symbols of a capture of `function` called with floats of these sizes, all of them dynamic."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, *tensors):
-            return (function(*tensors) * self.weight).sum()
+    def make_model():
+        return model_of(
+            lambda self, *tensors: (function(*tensors) * self.weight).sum(), weight=nn.Parameter(torch.ones(()))
+        )
 
     tensors = tuple(torch.ones(size) for size in sizes)
     dims = [Dimension(at, dim) for at, tensor in enumerate(tensors) for dim in range(tensor.dim())]
-    with capture(Model(), tensors, {}, dynamic=dims) as captured:
+    with capture(make_model(), tensors, {}, dynamic=dims) as captured:
         assert isinstance(captured.symbols, Symbols)
         return captured.symbols
 

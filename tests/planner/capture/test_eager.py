@@ -1,31 +1,28 @@
 """A model is captured as eager computes it, whatever torch's settings are outside."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import assert_as_eager, model_of, raises
 from torch import nn
 from torch._functorch import config as functorch_config
 
 import ackpt
 
 
-class Permuted(nn.Module):
+def permuted():
     """The memory of its output runs in another order than the output's dimensions; its backward sums over both."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(7, 31, 5)), nn.Parameter(torch.zeros(()))
-
-    def forward(self):
-        return (self.weight * 2).movedim(0, -1) + self.bias
+    return model_of(
+        lambda self: (self.weight * 2).movedim(0, -1) + self.bias,
+        weight=nn.Parameter(torch.randn(7, 31, 5)),
+        bias=nn.Parameter(torch.zeros(())),
+    )
 
 
 @pytest.mark.parametrize("as_outputs", [False, True])  # the defaults of torch 2.11 and of later ones
 def test_incoming_gradients_keep_their_strides(as_outputs):
     """Contiguous copies of them are summed in another order, and the last bit differs."""
     torch.manual_seed(0)
-    model, gradients = Permuted(), []
+    model, gradients = permuted(), []
     with functorch_config.patch(guess_tangent_strides_as_outputs=as_outputs):
         step = ackpt.compile(model, policy="none", differentiate="all")
         for call in (model, step):
@@ -35,28 +32,18 @@ def test_incoming_gradients_keep_their_strides(as_outputs):
     assert torch.equal(*gradients)
 
 
-def _step(function, **options):
-    """Outputs and gradients of a small model that calls `function`, of the model itself and planned."""
+def _check(function, **options):
     torch.manual_seed(0)
-    model, x = Wide(function), torch.randn(16, 8)
-    results = []
-    for call in (model, ackpt.compile(model, x, regions=False, **options)):
-        model.zero_grad()
-        loss = call(x)
-        loss.backward()
-        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    return results
+    model, x = wide(function), torch.randn(16, 8)
+    assert_as_eager(model, ackpt.compile(model, x, regions=False, **options), x)
 
 
-class Wide(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.function = function
-
+def wide(function):
     def forward(self, x):
         hidden = self.layers(x)
         return self.function(hidden.T @ hidden + torch.eye(8)).sum()
+
+    return model_of(forward, layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), function=function)
 
 
 def _checked(matrix):
@@ -82,24 +69,13 @@ def test_operations_with_effects_are_planned(function, options):
     """Torch would make their effects tokens, which are inputs of the step."""
     if function is torch.linalg.slogdet:
         function = lambda matrix: torch.linalg.slogdet(matrix)[1]  # noqa: E731
-    own, planned = _step(function, **options)
-    assert all(map(torch.equal, own, planned))
-
-
-class Inverse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.linalg.inv(self.layer(x)).sum()
+    _check(function, **options)
 
 
 def test_the_error_of_an_operation_is_raised_where_nothing_reads_its_check():
-    model = Inverse()
+    model = model_of(lambda self, x: torch.linalg.inv(self.layer(x)).sum(), layer=nn.Linear(8, 8))
     step = ackpt.compile(model, torch.randn(8, 8), policy="full")
-    with pytest.raises(torch.linalg.LinAlgError, match="the input matrix is singular"):
-        step(torch.zeros(8, 8))
+    raises(torch.linalg.LinAlgError, "the input matrix is singular", lambda: step(torch.zeros(8, 8)))
 
 
 CALLS = []
@@ -113,20 +89,18 @@ def noted(x: torch.Tensor) -> None:
 noted.register_fake(lambda x: None)
 
 
-class Noted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-
+def make_noted():
     def forward(self, x):
         hidden = self.layers(x)
         noted(hidden.detach())
         return hidden.sin().sum()
 
+    return model_of(forward, layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()))
+
 
 @pytest.mark.parametrize("policy", ["none", "full", "chen-sqrt"])
 def test_a_custom_operation_without_results_runs_once_per_step(policy):
-    model, x = Noted(), torch.randn(4, 8)
+    model, x = make_noted(), torch.randn(4, 8)
     step = ackpt.compile(model, x, policy=policy)
     CALLS.clear()
     step(x).backward()
@@ -139,16 +113,11 @@ def _in_range(matrix):
 
 
 def test_record_function_inside_the_model():
-    own, planned = _step(_in_range, policy="full")
-    assert all(map(torch.equal, own, planned))
+    _check(_in_range, policy="full")
 
 
-class OtherDefault(nn.Module):
+def other_default(dtype):
     """Computes in another default dtype for a while."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.layer, self.dtype = nn.Linear(16, 16), dtype
 
     def forward(self, x):
         torch.set_default_dtype(self.dtype)
@@ -158,15 +127,11 @@ class OtherDefault(nn.Module):
             torch.set_default_dtype(torch.float32)
         return torch.tanh(self.layer(x) * scale).sum()
 
+    return model_of(forward, layer=nn.Linear(16, 16), dtype=dtype)
+
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_a_default_dtype_that_the_forward_sets_is_planned(policy, dtype):
-    model, x, results = OtherDefault(dtype), torch.randn(4, 16), []
-    for call in (model, ackpt.compile(model, x, policy=policy)):
-        model.zero_grad()
-        torch.manual_seed(0)
-        loss = call(x)
-        loss.backward()
-        results.append((loss.detach(), model.layer.weight.grad))
-    assert all(map(torch.equal, *results))
+    model, x = other_default(dtype), torch.randn(4, 16)
+    assert_as_eager(model, ackpt.compile(model, x, policy=policy), x)

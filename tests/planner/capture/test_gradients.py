@@ -1,7 +1,5 @@
 """Gradients that autograd would copy when it keeps them: the graph copies them, and the plan counts them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import fresh_step, model_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -30,22 +31,12 @@ def transposed(y):
     return y.sum() + y.detach().repeat(16, 1).t().add_(1).sum()
 
 
-class Model(nn.Module):
-    def __init__(self, head):
-        super().__init__()
-        self.head, self.linear = head, nn.Linear(32, 32)
-
-    def forward(self, x):
-        return self.head(self.linear(x))
+def make_model(head):
+    return model_of(lambda self, x: self.head(self.linear(x)), head=head, linear=nn.Linear(32, 32))
 
 
-class Queue(nn.Module):
+def queue():
     """Keeps the last results, as contrastive methods do."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.register_buffer("queue", torch.zeros(1024, 32))
 
     def forward(self, x):
         y = self.linear(x)
@@ -53,25 +44,21 @@ class Queue(nn.Module):
             self.queue[:64] = y
         return y.sum()
 
+    return model_of(forward, linear=nn.Linear(32, 32), queue=nn.Buffer(torch.zeros(1024, 32)))
 
-class Picks(nn.Module):
+
+def picks():
     """The formula of its gradient writes into zeros."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(32, 1024)
-
-    def forward(self, x):
-        return self.linear(x).index_select(0, INDEX).sum()
+    return model_of(lambda self, x: self.linear(x).index_select(0, INDEX).sum(), linear=nn.Linear(32, 1024))
 
 
 CASES = {
-    "an operation": lambda: Model(doubled),
-    "a part": lambda: Model(filled),
-    "random numbers": lambda: Model(noisy),
-    "through a view": lambda: Model(transposed),
-    "a buffer": Queue,
-    "a gradient": Picks,
+    "an operation": lambda: make_model(doubled),
+    "a part": lambda: make_model(filled),
+    "random numbers": lambda: make_model(noisy),
+    "through a view": lambda: make_model(transposed),
+    "a buffer": queue,
+    "a gradient": picks,
 }
 
 
@@ -80,11 +67,9 @@ def test_fractions_are_relative_to_the_step_of_the_model(name):
     model, x = CASES[name](), torch.randn(64, 32)
 
     def peak_bytes(call):
-        def once():
-            model.zero_grad()
-            call(x).backward()
-
-        return ackpt.measure(once, "cpu", resident=(model, x), repeats=0).dynamic_peak_bytes
+        return ackpt.measure(
+            fresh_step(model, lambda: call(x)), "cpu", resident=(model, x), repeats=0
+        ).dynamic_peak_bytes
 
     own = peak_bytes(model)
     step = ackpt.compile(model, x, policy="none")
@@ -125,7 +110,7 @@ SUMS = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_gradients_are_summed_in_place_where_autograd_does_so(name):
-    model, x = Model(SUMS[name]), torch.randn(64, 32)
+    model, x = make_model(SUMS[name]), torch.randn(64, 32)
 
     def peak_bytes(call):
         def once():
@@ -139,23 +124,17 @@ def test_gradients_are_summed_in_place_where_autograd_does_so(name):
     assert own - x.numel() * 4 - 16 <= plan.baseline_dynamic_peak_bytes <= own  # a node may hold a gradient longer
 
 
-class Renormalized(nn.Module):
-    """Its tables are changed in place by the forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.bag = nn.Embedding(50, 32, max_norm=1.0), nn.EmbeddingBag(50, 32, max_norm=1.0)
-        self.head = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 50))
-
-    def forward(self, ids):
-        return F.cross_entropy(self.head(self.table(ids).sum(1) + self.bag(ids)), ids[:, 0])
-
-
 def test_the_tables_of_max_norm_are_not_copied_in_the_baseline():
     ids, results = torch.randint(50, (4, 12)), []
     for planned in (False, True):
         torch.manual_seed(0)
-        model = Renormalized()
+        # Its tables are changed in place by the forward.
+        model = model_of(
+            lambda self, ids: F.cross_entropy(self.head(self.table(ids).sum(1) + self.bag(ids)), ids[:, 0]),
+            table=nn.Embedding(50, 32, max_norm=1.0),
+            bag=nn.EmbeddingBag(50, 32, max_norm=1.0),
+            head=nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 50)),
+        )
         step = ackpt.compile(model, ids, policy="full") if planned else model
         own = ackpt.measure(lambda: step(ids).backward(), resident=(model, ids), warmup=0, repeats=0)  # noqa: B023
         if planned:
@@ -166,22 +145,19 @@ def test_the_tables_of_max_norm_are_not_copied_in_the_baseline():
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-class ReplacedData(nn.Module):
-    def __init__(self, name: str):
-        super().__init__()
-        self.linear, self.name = nn.Linear(4, 4), name
-        self.register_buffer("scale", torch.ones(4))
-
+def replaced_data(name: str):
     def forward(self, x):
         tensor = self.linear.weight if self.name == "weight" else self.scale
         tensor.data = tensor.data.clamp(-0.1, 0.1)
         return (self.linear(x) * self.scale).sum()
 
+    return model_of(forward, linear=nn.Linear(4, 4), name=name, scale=nn.Buffer(torch.ones(4)))
+
 
 @pytest.mark.parametrize("name", ["weight", "buffer"])
 def test_replaced_data_of_a_parameter_or_buffer_is_refused(name):
     """The capture computes with other tensors, whose data the model's code would replace instead."""
-    model = ReplacedData(name)
+    model = replaced_data(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(ackpt.TraceError, match="replaces the data of a tensor at .*test_in_place.py:.*copy_"):
         ackpt.trace(model, torch.ones(2, 4))

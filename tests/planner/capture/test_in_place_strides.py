@@ -1,10 +1,8 @@
 """Tensors that are changed in place keep eager's strides, so that what reads them rounds as in eager mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from conftest import Case, assert_same_step
+from conftest import Case, assert_as_eager, assert_same_step, fresh_step, model_of
 from torch import nn
 
 import ackpt
@@ -24,34 +22,28 @@ class Cell(nn.Module):
         return sum(part.square().mean() for part in (state if isinstance(state, tuple) else (state,)))
 
 
-class Layer(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.layer = nn.GRU(width, width, batch_first=True)
-
-    def forward(self, x):
-        return self.layer(x)[0].square().mean()
+def layer(width):
+    return model_of(lambda self, x: self.layer(x)[0].square().mean(), layer=nn.GRU(width, width, batch_first=True))
 
 
-class OnePixel(nn.Module):
+def one_pixel():
     """An image of one pixel, changed in place: channels last in eager mode, which the next layers read."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(8, 32, 1), nn.GroupNorm(4, 32)
-        self.last = nn.Conv2d(32, 32, 3, padding=1, bias=False)
 
     def forward(self, x):
         x = self.norm(self.first(x))
         x = nn.functional.interpolate(torch.relu_(x), size=(2, 2), mode="nearest")
         return self.last(x.add_(1.0)).square().mean()
 
+    return model_of(
+        forward, first=nn.Conv2d(8, 32, 1), norm=nn.GroupNorm(4, 32), last=nn.Conv2d(32, 32, 3, padding=1, bias=False)
+    )
+
 
 MODELS = {
     **{f"GRU cell, {width}": lambda width=width: (Cell(nn.GRUCell, width), (7, width)) for width in (8, 16, 20, 33)},
     "LSTM cell": lambda: (Cell(nn.LSTMCell, 20), (7, 20)),
-    "GRU, 20": lambda: (Layer(20), (3, 5, 20)),
-    "one pixel": lambda: (OnePixel(), (2, 1, 1, 8)),
+    "GRU, 20": lambda: (layer(20), (3, 5, 20)),
+    "one pixel": lambda: (one_pixel(), (2, 1, 1, 8)),
 }
 
 
@@ -80,12 +72,7 @@ def test_one_capture_serves_other_sizes(name):
     model, x = build(name)
     step = ackpt.compile(model, x, policy="full")
     for other in (torch.cat([x, x, x]), torch.cat([x, x])):
-        gradients = []
-        for each in (model, step):
-            model.zero_grad()
-            each(other).backward()
-            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-        assert all(map(torch.equal, *gradients))
+        assert_as_eager(model, step, other)
 
 
 @pytest.mark.parametrize("name", ["GRU cell, 20", "one pixel"])
@@ -94,11 +81,7 @@ def test_the_measured_peak_is_the_planned_one(name, policy):
     model, x = build(name)
     step = ackpt.compile(model, x, policy=policy)
 
-    def once():
-        model.zero_grad()
-        step(x).backward()
-
-    measured = ackpt.measure(once, "cpu", resident=(model, x), repeats=0)
+    measured = ackpt.measure(fresh_step(model, lambda: step(x)), "cpu", resident=(model, x), repeats=0)
     assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
 
 

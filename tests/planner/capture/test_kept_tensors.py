@@ -1,7 +1,5 @@
 """What the model's code stores during a capture is real afterwards, or it is gone: caches, attributes, logs."""
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import gc
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import model_of, raises
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -211,8 +210,7 @@ def test_a_refused_capture_leaves_caches_empty(name):
         return mask * 2 if x.sum() > 1e9 else mask
 
     before, model, x = without_data(), Attends(looks), torch.randn(2, 6, 8)
-    with pytest.raises(TraceError, match="looks at the values of a tensor"):
-        ackpt.trace(model, x)
+    raises(TraceError, "looks at the values of a tensor", lambda: ackpt.trace(model, x))
     assert without_data() == before and not GLOBAL and NAME is None and not hasattr(Attends, "of_class")
     assert model.attribute is None and not model.known and not hasattr(model, "table")
     assert torch.isfinite(model(x))
@@ -290,8 +288,7 @@ def test_kept_tensors_that_are_not_constants_are_refused_and_removed(case):
     before, model, x = without_data(), Attends(mask_of), torch.randn(2, 6, 8)
     LOG.clear()
     DEEP["a"]["b"]["c"]["d"].clear()
-    with pytest.raises(TraceError, match=f"{message}.*regions=True"):
-        ackpt.trace(model, x)
+    raises(TraceError, f"{message}.*regions=True", lambda: ackpt.trace(model, x))
     assert without_data() == before and model.attribute is None and not model.known
     assert not LOG and not DEEP["a"]["b"]["c"]["d"]
     assert torch.isfinite(model(x))
@@ -358,21 +355,19 @@ class Weighted(nn.Module):
 TOTAL = Holds(torch.zeros(()))
 
 
-class Totals(nn.Module):
+def totals():
     """Sums its outputs in an object outside of it, in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
         loss = self.linear(x).square().mean()
         TOTAL.value += loss.detach()
         return loss
 
+    return model_of(forward, linear=nn.Linear(4, 4))
+
 
 def test_a_running_sum_in_place_is_part_of_the_step():
-    total, model, x = TOTAL.value, Totals(), torch.randn(3, 4)
+    total, model, x = TOTAL.value, totals(), torch.randn(3, 4)
     step = ackpt.compile(model, x, policy="none")
     assert TOTAL.value is total and total == 0
     loss = step(x).detach()
@@ -416,13 +411,8 @@ class Sees(torch.autograd.Function):
         return gradient.cos(), None
 
 
-class Seen(nn.Module):
+def seen(see, hooks):
     """Calls ``see(model, gradient)`` in a backward, of a function or in a hook."""
-
-    def __init__(self, see, hooks):
-        super().__init__()
-        self.see, self.hooks, self.linear = see, hooks, nn.Linear(4, 4)
-        self.register_buffer("norm", torch.zeros(()))
 
     def forward(self, x):
         y = self.linear(x)
@@ -430,6 +420,8 @@ class Seen(nn.Module):
             y.register_hook(lambda gradient: self.see(self, gradient))
             return y.sin().sum()
         return Sees.apply(y, self).sum()
+
+    return model_of(forward, see=see, hooks=hooks, linear=nn.Linear(4, 4), norm=nn.Buffer(torch.zeros(())))
 
 
 SEE = {
@@ -444,10 +436,9 @@ SEE = {
 @pytest.mark.parametrize("case", SEE)
 def test_a_backward_that_stores_something_is_refused_and_leaves_nothing(case, hooks):
     see, named = SEE[case]
-    model = Seen(see, hooks)
+    model = seen(see, hooks)
     before, norm = [*vars(model)], model.norm
-    with pytest.raises(TraceError, match=f"{named}.*regions=True"):
-        ackpt.graph.trace(model, torch.ones(3, 4))
+    raises(TraceError, f"{named}.*regions=True", lambda: ackpt.graph.trace(model, torch.ones(3, 4)))
     assert [*vars(model)] == before and model.norm is norm and vars(NESTED[0][0][0]) == {}
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is FunctionalTensor]

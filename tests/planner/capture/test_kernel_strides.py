@@ -1,9 +1,8 @@
 """Strides of results: tensors without data have those that torch's CPU kernels write, whatever order they read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import assert_as_eager
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -256,10 +255,4 @@ def test_a_step_with_one_image_of_such_strides():
 
     torch.manual_seed(0)
     model, tokens = Model(), torch.randn(1, 64, 32)
-    step = ackpt.compile(model, tokens, policy="none")
-    gradients = []
-    for call in (model, step):
-        model.zero_grad()
-        call(tokens).backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(map(torch.equal, *gradients))
+    assert_as_eager(model, ackpt.compile(model, tokens, policy="none"), tokens)

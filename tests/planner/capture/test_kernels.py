@@ -1,7 +1,5 @@
 """Results without data have the dtypes and storages of the real ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses import fake_impls

@@ -1,7 +1,5 @@
 """`WatchedModel` reads the facts of a model again when, and only when, something that they depend on changed."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import operator

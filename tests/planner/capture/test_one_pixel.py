@@ -1,7 +1,5 @@
 """Strides of results for images of one pixel or one channel, which are contiguous and channels last at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

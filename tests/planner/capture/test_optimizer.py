@@ -1,11 +1,10 @@
 """What an optimizer adds to a step: its state, and what its step takes for a while; found without running it."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,15 +26,6 @@ NUMBER = 8 + 4  # a tensor of a Python number, and the same in the dtype of the 
 
 
 NO_STEP = {"Optimizer", "LBFGS", "SparseAdam"}  # the last two need more than dense gradients
-
-
-class Squares(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.layer(x).square().mean()
 
 
 def parameters():
@@ -98,7 +88,7 @@ def test_an_optimizer_step_allocates_the_planned_bytes(kind, options):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_the_smallest_budget_includes_the_loss_and_numbers_of_the_optimizer(kind, holds_loss):
     """The plan also counts the gradient of the loss, 4 bytes, which a caller may hold."""
-    model, x = Squares(), torch.randn(4, 64)
+    model, x = model_of(lambda self, x: self.layer(x).square().mean(), layer=nn.Linear(64, 64)), torch.randn(4, 64)
     optimizer = kind(model.parameters())
     with pytest.raises(ackpt.BudgetError) as infeasible:
         ackpt.apply_budget(model, x, budget=1, optimizer=optimizer)

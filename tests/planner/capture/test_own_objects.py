@@ -1,7 +1,5 @@
 """A capture sees the model's own objects: tensors, their attributes, errors, iterators, and random numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -13,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import raises
 from torch import nn
 
 import ackpt
@@ -187,8 +186,7 @@ def test_items_that_a_forward_takes_are_refused_and_not_consumed(name):
     function, make = ITEMS[name]
     model, own = Model(function, of=make()), Model(function, of=make())
     items = model.of
-    with pytest.raises(ackpt.TraceError, match="takes items from attribute 'of'"):
-        ackpt.compile(model, X)
+    raises(ackpt.TraceError, "takes items from attribute 'of'", lambda: ackpt.compile(model, X))
     assert model.of is items and stepped(model)[0] == stepped(own)[0]
 
 

@@ -1,14 +1,12 @@
 """Decoders of transformers: captured with the attention that eager has, whatever their positions are."""
 
-from __future__ import annotations
-
 import sys
 import types
 
 import pytest
 import torch
 import transformers
-from conftest import Case, assert_same_step
+from conftest import Case, assert_same_step, fresh_step, model_of
 from torch import nn
 
 import ackpt
@@ -61,22 +59,16 @@ def attends(model, **kwargs):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_is_captured_as_it_runs(name):
-    assert_same_step(
-        lambda: Case(decoder(name), kwargs=batch()),
-        loss=lambda outputs: outputs.loss,
-        call=planned,
-    )
+    assert_same_step(lambda: Case(decoder(name), kwargs=batch()), loss=lambda outputs: outputs.loss, call=planned)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
 def test_a_packed_step_has_the_bytes_of_eager(name):
     model, kwargs = decoder(name), batch(64)
 
-    def step():
-        model.zero_grad()
-        model(**kwargs).loss.backward()
-
-    eager = ackpt.measure(step, "cpu", resident=(model, kwargs["input_ids"]), repeats=0)
+    eager = ackpt.measure(
+        fresh_step(model, lambda: model(**kwargs).loss), "cpu", resident=(model, kwargs["input_ids"]), repeats=0
+    )
     plan = ackpt.plan(ackpt.trace(model, **kwargs), policy="none")
     assert plan.dynamic_peak_bytes == eager.dynamic_peak_bytes
 
@@ -85,15 +77,13 @@ def test_without_position_ids_there_is_no_mask():
     assert list(attends(decoder(), **batch())) == [False]
 
 
-class Packed(nn.Module):
+def packed(positions):
     """Two sequences of 8 in a row; `positions` says so in its own way."""
-
-    def __init__(self, positions):
-        super().__init__()
-        self.decoder, self.positions = decoder(), positions
-
-    def forward(self, **kwargs):
-        return self.decoder(position_ids=self.positions(), **kwargs)
+    return model_of(
+        lambda self, **kwargs: self.decoder(position_ids=self.positions(), **kwargs),
+        decoder=decoder(),
+        positions=positions,
+    )
 
 
 def in_place():
@@ -119,8 +109,8 @@ def in_place_by_a_view():
     ],
 )
 def test_sequences_in_a_row_keep_their_mask(positions):
-    assert_same_step(lambda: Case(Packed(positions), kwargs=batch()), loss=lambda outputs: outputs.loss, call=planned)
-    assert list(attends(Packed(positions), **batch())) == [True]
+    assert_same_step(lambda: Case(packed(positions), kwargs=batch()), loss=lambda outputs: outputs.loss, call=planned)
+    assert list(attends(packed(positions), **batch())) == [True]
 
 
 def test_position_ids_of_the_caller_keep_their_mask():

@@ -1,7 +1,5 @@
 """Values that a model's code reads outside of its modules are compared at every call."""
 
-from __future__ import annotations
-
 import cProfile
 import dataclasses
 import gc
@@ -14,6 +12,7 @@ import mpmath
 import pytest
 import sympy
 import torch
+from conftest import model_of
 from reading_models import Config, Model, X
 from torch import nn
 
@@ -188,15 +187,13 @@ def test_a_changed_global_recompiles_in_dynamo():
     assert len(plans) == 2
 
 
-class ByName(nn.Module):
+def by_name():
     """Reads an attribute by `getattr`, and calls a function that it holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.act = nn.Linear(4, 4), torch.tanh
 
     def forward(self, x):
         return self.act(self.linear(x)) * getattr(options, "factor")  # noqa: B009
+
+    return model_of(forward, linear=nn.Linear(4, 4), act=torch.tanh)
 
 
 @dataclasses.dataclass
@@ -208,7 +205,7 @@ options = Options()
 
 
 def test_getattr_and_replaced_functions_are_compared(monkeypatch):
-    model = ByName()
+    model = by_name()
     step = ackpt.compile(model, X, policy="none")
     monkeypatch.setattr(options, "factor", 5.0)
     assert torch.equal(step(X), model(X))

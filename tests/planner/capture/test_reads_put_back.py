@@ -1,11 +1,10 @@
 """A forward that changes what its code reads is refused, and every value is put back."""
 
-from __future__ import annotations
-
 import collections
 
 import pytest
 import torch
+from conftest import raises
 from reading_models import Config, Model, X
 
 import ackpt
@@ -87,8 +86,7 @@ def test_a_hook_that_counts_is_refused_and_runs_in_planned_regions_as_in_eager(h
     global COUNT
     x = X.clone().requires_grad_()
     try:
-        with pytest.raises(TraceError, match="changes global 'COUNT' .* from 0 to 1"):
-            ackpt.trace(model(), x)
+        raises(TraceError, "changes global 'COUNT' .* from 0 to 1", lambda: ackpt.trace(model(), x))
         assert COUNT == 0
         step = ackpt.compile(model(), x, budget="1MiB")
         assert COUNT == 0 and step.plan.policy == "regions"
@@ -123,8 +121,7 @@ def first_only(model, x):
 
 
 def test_a_first_call_that_computes_differently_is_refused_and_its_values_put_back():
-    with pytest.raises(TraceError, match="'scale' of global 'CONFIG' .* from 2.0 to 4.0"):
-        ackpt.compile(Model(first_only), X)
+    raises(TraceError, "'scale' of global 'CONFIG' .* from 2.0 to 4.0", lambda: ackpt.compile(Model(first_only), X))
     assert CONFIG.scale == 2.0
 
 
@@ -150,8 +147,7 @@ def first_deletes(model, x):
 @pytest.mark.parametrize(("forward", "value"), [(first_sets_none, "None"), (first_deletes, "no value")])
 def test_a_first_call_that_sets_a_value_to_none_or_deletes_it_is_refused_and_the_value_put_back(forward, value):
     HOLDER.scale = 2.0
-    with pytest.raises(TraceError, match=f"'scale' of global 'HOLDER' .*from 2.0 to {value}"):
-        ackpt.compile(Model(forward), X)
+    raises(TraceError, f"'scale' of global 'HOLDER' .*from 2.0 to {value}", lambda: ackpt.compile(Model(forward), X))
     assert HOLDER.scale == 2.0
 
 
@@ -179,8 +175,7 @@ def adds_to_deque(model, x):
 @pytest.mark.parametrize("forward", [adds_to_set, adds_to_own_set, adds_to_deque])
 def test_a_forward_that_adds_to_a_set_or_a_deque_is_refused_and_leaves_no_trace(forward):
     model = Model(forward, names=set())
-    with pytest.raises(TraceError, match="changes .* from no value to 'name'"):
-        ackpt.compile(model, X)
+    raises(TraceError, "changes .* from no value to 'name'", lambda: ackpt.compile(model, X))
     assert not NAMES and not QUEUE and not model.names
 
 
@@ -239,8 +234,7 @@ def replaces_list(model, x):
 @pytest.mark.parametrize(("forward", "state"), [(replaces_object, Config()), (replaces_list, [])])
 def test_a_forward_that_replaces_an_object_or_a_container_is_refused_and_leaves_no_trace(forward, state):
     HOLDER.state = state
-    with pytest.raises(TraceError, match="'state' of global 'HOLDER'"):
-        ackpt.compile(Model(forward), X)
+    raises(TraceError, "'state' of global 'HOLDER'", lambda: ackpt.compile(Model(forward), X))
     assert HOLDER.state is state
 
 

@@ -1,12 +1,11 @@
 """A forward that seeds, draws from generators of its own or sets torch's defaults is planned as it runs, or refused."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
 import pytest
 import torch
+from conftest import model_of, raises
 from reading_models import X
 from torch import nn
 
@@ -43,8 +42,7 @@ class Draws(nn.Module):
 def test_random_numbers_that_a_capture_would_repeat_are_refused_and_put_back(how):
     model, states = Draws(how), (torch.get_rng_state(), GENERATOR.getstate())
     own, numpy_state = model.own.getstate(), model.several["numpy"].bit_generator.state
-    with pytest.raises(TraceError, match=how):
-        ackpt.compile(model, torch.ones(4))
+    raises(TraceError, how, lambda: ackpt.compile(model, torch.ones(4)))
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == GENERATOR.getstate()
     assert own == model.own.getstate() and numpy_state == model.several["numpy"].bit_generator.state
 
@@ -85,39 +83,32 @@ def test_a_forward_that_seeds_itself_is_refused_also_right_after_a_call(how):
     model(x)
     states = random.getstate(), np.random.get_state()[1].tobytes(), model.own.getstate()  # noqa: NPY002
     of_torch = torch.get_rng_state(), model.generator.get_state()
-    with pytest.raises(TraceError, match=f"{how}.*regions=True"):
-        ackpt.compile(model, x, policy="full")
+    raises(TraceError, f"{how}.*regions=True", lambda: ackpt.compile(model, x, policy="full"))
     assert states == (random.getstate(), np.random.get_state()[1].tobytes(), model.own.getstate())  # noqa: NPY002
     assert all(map(torch.equal, of_torch, (torch.get_rng_state(), model.generator.get_state())))
 
 
-class OwnGenerator(nn.Module):
-    def __init__(self, is_new: bool):
-        super().__init__()
-        self.linear, self.is_new, self.generator = nn.Linear(4, 4), is_new, torch.Generator()
-
+def own_generator(is_new: bool):
     def forward(self, x):
         generator = torch.Generator().manual_seed(3) if self.is_new else self.generator
         return (self.linear(x) * torch.rand(4, generator=generator)).sum()
 
+    return model_of(forward, linear=nn.Linear(4, 4), is_new=is_new, generator=torch.Generator())
+
 
 def test_a_generator_that_the_forward_creates_is_refused():
     with pytest.raises(TraceError, match=r"torch\.Generator that it creates.*regions=True"):
-        ackpt.compile(OwnGenerator(is_new=True), X, policy="full")
+        ackpt.compile(own_generator(is_new=True), X, policy="full")
 
 
 def test_a_generator_of_the_model_continues_from_step_to_step():
-    model, expected = OwnGenerator(is_new=False), OwnGenerator(is_new=False)
+    model, expected = own_generator(is_new=False), own_generator(is_new=False)
     expected.load_state_dict(model.state_dict())
     step = ackpt.compile(model, X, policy="full")
     assert all(torch.equal(step(X), expected(X)) for _ in range(3))
 
 
-class LeavesDefault(nn.Module):
-    def __init__(self, kind: str):
-        super().__init__()
-        self.layer, self.kind = nn.Linear(4, 4), kind
-
+def leaves_default(kind: str):
     def forward(self, x):
         if self.kind == "dtype":
             torch.set_default_dtype(torch.float64)
@@ -125,12 +116,14 @@ class LeavesDefault(nn.Module):
             torch.set_default_device("meta")
         return self.layer(x).sum()
 
+    return model_of(forward, layer=nn.Linear(4, 4), kind=kind)
+
 
 @pytest.mark.parametrize("kind", ["dtype", "device"])
 def test_a_default_that_the_forward_leaves_set_is_refused_without_a_trace(kind):
     before = torch.get_default_dtype(), torch.get_default_device()
     with pytest.raises(ackpt.TraceError, match=f"changes torch's default {kind} and does not restore it.*regions=True"):
-        ackpt.compile(LeavesDefault(kind), X, policy="full")
+        ackpt.compile(leaves_default(kind), X, policy="full")
     assert (torch.get_default_dtype(), torch.get_default_device()) == before
 
 

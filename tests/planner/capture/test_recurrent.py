@@ -1,13 +1,11 @@
 """Recurrent layers: captured as they run, with oneDNN's memory counted."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Case, assert_equal, assert_same_step, train
+from conftest import Case, assert_equal, assert_same_step, model_of, train
 from torch import nn
 
 import ackpt
@@ -38,16 +36,14 @@ def _mean(state):
     return sum(part.square().mean() for part in (state if isinstance(state, tuple) else (state,)))
 
 
-class Raw(nn.Module):
+def raw(around=contextlib.nullcontext):
     """A layer whose input needs no gradient; under autocast if `around` says so."""
-
-    def __init__(self, around=contextlib.nullcontext):
-        super().__init__()
-        self.layers, self.around = nn.LSTM(8, 8), around
 
     def forward(self, x):
         with self.around():
             return self.layers(x)[0].float().square().mean()
+
+    return model_of(forward, layers=nn.LSTM(8, 8), around=around)
 
 
 def bfloat16():
@@ -65,8 +61,8 @@ MODELS = {
     "lstm, no bias": lambda: (LanguageModel(bias=False), tokens()),
     "lstm, projected": lambda: (LanguageModel(width=64, proj_size=32), tokens()),
     "lstm, in evaluation": lambda: (LanguageModel(dropout=0.3).eval(), tokens()),
-    "lstm, input without a gradient": lambda: (Raw(), torch.randn(6, 2, 8)),
-    "lstm, autocast": lambda: (Raw(bfloat16), torch.randn(6, 2, 8)),
+    "lstm, input without a gradient": lambda: (raw(), torch.randn(6, 2, 8)),
+    "lstm, autocast": lambda: (raw(bfloat16), torch.randn(6, 2, 8)),
     "lstm, four layers": lambda: (LanguageModel(layers=4, uses_states=False, dropout=0.3), tokens(64, 4)),
     "gru": lambda: (LanguageModel(nn.GRU, dropout=0.3), tokens()),
     "rnn": lambda: (LanguageModel(nn.RNN, dropout=0.3), tokens()),
@@ -144,12 +140,8 @@ def test_flops_are_counted():
     assert ackpt.count_flops(lambda: model(args).backward()) == step.plan.flops
 
 
-class Untracked(nn.Module):
+def untracked(layer, layers):
     """A layer under ``torch.no_grad()``, where oneDNN runs another kernel than in training."""
-
-    def __init__(self, layer, layers):
-        super().__init__()
-        self.first, self.layers, self.last = nn.Linear(32, 32), layer(32, 32, layers), nn.Linear(32, 32)
 
     def forward(self, x):
         x = self.first(x)
@@ -157,10 +149,11 @@ class Untracked(nn.Module):
             hidden = self.layers(x)[0]
         return self.last(x + hidden / 2).square().mean()
 
+    return model_of(forward, first=nn.Linear(32, 32), layers=layer(32, 32, layers), last=nn.Linear(32, 32))
+
 
 def test_an_lstm_under_no_grad_is_refused_or_planned_in_parts():
-    torch.manual_seed(0)
-    model, x = Untracked(nn.LSTM, 2), torch.randn(4, 10, 32)
+    model, x = untracked(nn.LSTM, 2), torch.randn(4, 10, 32)
     with pytest.raises(ackpt.TraceError, match=r"runs under torch.no_grad\(\) at .*recurrent.py:\d+.*requires_grad_"):
         ackpt.trace(model, x)
     _assert_same_gradients(model, ackpt.compile(model, x, budget="1GiB"), x)
@@ -168,8 +161,7 @@ def test_an_lstm_under_no_grad_is_refused_or_planned_in_parts():
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_a_gru_that_autograd_does_not_record_runs_as_it_is(policy):
-    torch.manual_seed(0)
-    model, x = Untracked(nn.GRU, 2), torch.randn(4, 10, 32)
+    model, x = untracked(nn.GRU, 2), torch.randn(4, 10, 32)
     _assert_same_gradients(model, ackpt.compile(model, x, policy=policy, regions=False), x)
 
 

@@ -1,9 +1,8 @@
 """Which tensors a step can be captured with: plain ones, on meta or not; subclasses are refused before planning."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import raises
 from small_models import build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -76,8 +75,7 @@ def test_a_wrapper_of_tensors_is_refused_by_name():
 def test_a_later_call_with_a_subclass_is_refused_and_the_next_plain_one_runs():
     step = ackpt.compile(Holds(setattr, torch.ones(4)), X)
     expected = step(X)
-    with pytest.raises(TraceError, match="argument 0 .*Tagged"):
-        step(X.as_subclass(Tagged))
+    raises(TraceError, "argument 0 .*Tagged", lambda: step(X.as_subclass(Tagged)))
     assert torch.equal(step(X), expected)
 
 

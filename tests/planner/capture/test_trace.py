@@ -1,11 +1,10 @@
 """The joint graph: what it computes is the model's step, every node has one identity, bytes belong to storages."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
+from conftest import model_of, raises
 from torch import nn
 
 import ackpt
@@ -13,17 +12,15 @@ from ackpt.graph import TraceError, trace
 from experiments.models import BertConfig, BertForMaskedLM, resnet18
 
 
-class Small(nn.Module):
+def small():
     """BatchNorm, a view, a value used twice, a keyword, a dict of outputs, one of them without a gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2, bias=False)
 
     def forward(self, x, *, scale=None):
         h = torch.relu(self.norm(self.first(x)))
         h = h if scale is None else h * scale
         return {"loss": self.last(h).square().mean(), "hidden": h.t(), "count": (h > 0).sum()}
+
+    return model_of(forward, first=nn.Linear(4, 8), norm=nn.BatchNorm1d(8), last=nn.Linear(8, 2, bias=False))
 
 
 def step(model, *args, **kwargs):
@@ -66,9 +63,9 @@ def run(graph, model, *inputs):
 def test_the_graph_computes_the_step_bit_for_bit(scale):
     x = torch.randn(3, 4)
     torch.manual_seed(0)
-    eager = Small()
+    eager = small()
     torch.manual_seed(0)
-    captured = Small()
+    captured = small()
     outputs, gradients, buffers = step(eager, x, scale=scale)
     graph = trace(captured, x, differentiate="all", scale=scale)
     assert captured.norm.num_batches_tracked == 0  # nothing is run
@@ -101,7 +98,7 @@ def check(graph):
 
 
 CASES = {
-    "small": lambda: (Small(), (torch.randn(3, 4),), {}),
+    "small": lambda: (small(), (torch.randn(3, 4),), {}),
     "resnet18": lambda: (resnet18(10), (torch.randn(2, 3, 32, 32), torch.tensor([1, 2])), {}),
     "bert": lambda: (
         BertForMaskedLM(BertConfig(dim=16, layers=2, heads=2, ff_dim=32, vocab_size=50, positions=16)),
@@ -123,7 +120,7 @@ def test_node_ids_follow_execution_and_accesses_are_complete(case):
 
 
 def test_the_text_of_a_small_model():
-    graph = trace(Small(), torch.randn(3, 4), differentiate="all")
+    graph = trace(small(), torch.randn(3, 4), differentiate="all")
     forward = [node for node in graph.nodes if node.inputs and node.phase == "forward"]
     assert [node.module for node in forward if node.target == "aten.addmm.default"] == ["first"]
     assert {node.module for node in forward if "batch_norm" in node.target} == {"norm"}
@@ -143,16 +140,11 @@ def test_the_text_of_a_small_model():
 
 @pytest.mark.parametrize(("dropout", "drawing"), [(0.0, 0), (0.5, 1)])
 def test_attention_draws_only_where_it_drops(dropout, drawing):
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
+    def attention(self, x):
+        q = (x * self.weight)[None, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
 
-        def forward(self, x):
-            q = (x * self.weight)[None, None]
-            return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
-
-    graph = trace(Attention(), torch.ones(3, 4))
+    graph = trace(model_of(attention, weight=nn.Parameter(torch.ones(4))), torch.ones(3, 4))
     assert sum(node.is_random for node in graph.nodes) == drawing
 
 
@@ -162,8 +154,7 @@ def test_a_layer_of_torch_has_no_line_of_the_users():
 
 
 def test_an_error_in_a_layer_of_torch_is_torchs_own():
-    with pytest.raises(RuntimeError, match="^a and b must have same reduction dim"):
-        trace(nn.Linear(8, 2), torch.ones(4, 7))
+    raises(RuntimeError, "^a and b must have same reduction dim", lambda: trace(nn.Linear(8, 2), torch.ones(4, 7)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -227,8 +218,7 @@ BAD = [
 
 @pytest.mark.parametrize(("model", "args", "error", "message"), BAD)
 def test_bad_input_is_refused_in_one_error(model, args, error, message, caplog):
-    with pytest.raises(error, match=message):
-        trace(model, *args)
+    raises(error, message, lambda: trace(model, *args))
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert not torch.compiler.is_compiling()
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_equal
+from conftest import assert_equal, model_of, raises
 from torch import nn
 
 import ackpt
@@ -44,13 +44,8 @@ def channels_last(y):
     return y.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).unflatten(2, y.shape[2:])
 
 
-class Model(nn.Module):
-    def __init__(self, layer, function):
-        super().__init__()
-        self.layer, self.function = layer, function
-
-    def forward(self, x):
-        return self.function(self.layer(x))
+def make_model(layer, function):
+    return model_of(lambda self, x: self.function(self.layer(x)), layer=layer, function=function)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -61,7 +56,7 @@ def test_bit_equal_to_eager(case, policy, dtype, one_thread):
     if dtype == torch.bfloat16 and ("margin" in case or "antialiased" in case):
         pytest.skip("torch's CPU has no such kernel in bfloat16")
     torch.manual_seed(0)
-    plain, x = copy.deepcopy(Model(layer, function)).to(dtype), torch.randn(shape).to(dtype)
+    plain, x = copy.deepcopy(make_model(layer, function)).to(dtype), torch.randn(shape).to(dtype)
     captured = copy.deepcopy(plain)
     results = []
     for model, step in ((plain, plain), (captured, ackpt.compile(captured, x, policy=policy))):
@@ -71,24 +66,21 @@ def test_bit_equal_to_eager(case, policy, dtype, one_thread):
     assert_equal(*results, policy)
 
 
-class Transposed(nn.Module):
+def transposed(contiguous: bool):
     """As speech models have it: channels come last, and batch norm wants them second."""
-
-    def __init__(self, contiguous: bool):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
-        self.contiguous = contiguous
 
     def forward(self, x):
         x = self.first(x).transpose(1, 2)
         return self.last(self.norm(x.contiguous() if self.contiguous else x).transpose(1, 2))
+
+    return model_of(forward, first=nn.Linear(6, 6), norm=nn.BatchNorm1d(6), last=nn.Linear(6, 6), contiguous=contiguous)
 
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_batch_norm_of_what_is_transposed(policy, contiguous, train, one_thread):
-    plain, x = Transposed(contiguous), torch.randn(4, 8, 6)
+    plain, x = transposed(contiguous), torch.randn(4, 8, 6)
     plain.norm.train(train)
     captured = copy.deepcopy(plain)
     results = []
@@ -101,23 +93,20 @@ def test_batch_norm_of_what_is_transposed(policy, contiguous, train, one_thread)
 
 def test_an_inverse_stft_is_refused():
     """Torch's Python code for it gives gradients that round another way than those of its C++."""
-    model = Model(nn.Linear(26, 26), lambda y: torch.istft(torch.complex(y, y), 64, window=torch.hann_window(64)))
-    with pytest.raises(ackpt.TraceError, match="istft"):
-        ackpt.trace(model, torch.randn(2, 33, 26))
+    model = make_model(nn.Linear(26, 26), lambda y: torch.istft(torch.complex(y, y), 64, window=torch.hann_window(64)))
+    raises(ackpt.TraceError, "istft", lambda: ackpt.trace(model, torch.randn(2, 33, 26)))
 
 
-class _Teacher(torch.nn.Module):
+def _teacher(teacher):
     """Adds to a trained layer what torch's attention gives in evaluation."""
-
-    def __init__(self, teacher):
-        super().__init__()
-        self.linear, self.teacher = torch.nn.Linear(8, 8), teacher
 
     def forward(self, x):
         x = self.linear(x)
         with torch.no_grad():
             y = self.teacher(x, x, x)[0] if isinstance(self.teacher, torch.nn.MultiheadAttention) else self.teacher(x)
         return (x + y).square().sum()
+
+    return model_of(forward, linear=torch.nn.Linear(8, 8), teacher=teacher)
 
 
 TEACHERS = {
@@ -129,9 +118,8 @@ TEACHERS = {
 @pytest.mark.parametrize("name", TEACHERS)
 def test_the_fused_kernel_of_attention_in_evaluation_is_refused_or_off(name):
     """Eager rounds in another way by it, as in 6e-8 of the result, and a capture cannot see it."""
-    model, x = _Teacher(TEACHERS[name]()).eval(), torch.randn(4, 6, 8)
-    with pytest.raises(ackpt.TraceError, match="set_fastpath_enabled"):
-        ackpt.compile(model, x, policy="none")
+    model, x = _teacher(TEACHERS[name]()).eval(), torch.randn(4, 6, 8)
+    raises(ackpt.TraceError, "set_fastpath_enabled", lambda: ackpt.compile(model, x, policy="none"))
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         assert torch.equal(ackpt.compile(model, x, policy="none")(x), model(x))

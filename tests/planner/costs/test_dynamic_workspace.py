@@ -1,7 +1,5 @@
 """The workspace at other sizes, mostly without running the operations, is that of running every operation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What a profile says of a graph without running it, and how it is written down."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io
@@ -10,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import raises
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
@@ -178,10 +177,8 @@ def test_invalid_arguments_are_refused(linear):
     for name, close in [("h100", "h100-80g"), ("H200", "h200")]:
         with pytest.raises(ValueError, match=rf"device '{name}' \(did you mean '{close}'\?\)"):
             profile(linear, name)
-    with pytest.raises(ValueError, match="the rates of 'cuda' are not known: name one of"):
-        profile(linear, "cuda")
-    with pytest.raises(TypeError, match="device must be a name or a Device, got int"):
-        profile(linear, 3)
+    raises(ValueError, "the rates of 'cuda' are not known: name one of", lambda: profile(linear, "cuda"))
+    raises(TypeError, "device must be a name or a Device, got int", lambda: profile(linear, 3))
     with pytest.raises(ValueError, match="workspace must be 'measured' or 'given', got True"):
         profile(linear, workspace=True)  # pyright: ignore
 
@@ -196,10 +193,7 @@ def test_a_formula_that_fails_is_an_error(linear, monkeypatch):
 
 
 def every_kind(graph):
-    return {
-        "no device": profile(graph),
-        "a device": profile(graph, "h200", workspace="measured"),
-    }
+    return {"no device": profile(graph), "a device": profile(graph, "h200", workspace="measured")}
 
 
 def test_every_figure_says_where_it_is_from(graph):
@@ -233,8 +227,7 @@ def test_csv_holds_every_figure_and_its_origin(graph):
 
 
 def test_csv_of_another_graph_is_refused(graph, linear):
-    with pytest.raises(ProfileError, match="this profile was made for another graph"):
-        profile(linear).to_csv(graph)
+    raises(ProfileError, "this profile was made for another graph", lambda: profile(linear).to_csv(graph))
 
 
 DAMAGES = {
@@ -254,19 +247,16 @@ DAMAGES = {
 @pytest.mark.parametrize("says", DAMAGES)
 def test_a_damaged_profile_is_refused(says, linear, tmp_path):
     data = DAMAGES[says](profile(linear, "h200").to_json())
-    with pytest.raises(ProfileError, match=says):
-        Profile.from_json(data)
+    raises(ProfileError, says, lambda: Profile.from_json(data))
     path = tmp_path / "damaged.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(ProfileError, match=f"damaged.json.*{says}"):
-        Profile.load(path)
+    raises(ProfileError, f"damaged.json.*{says}", lambda: Profile.load(path))
 
 
 def test_a_truncated_file_is_refused(linear, tmp_path):
     path = profile(linear).save(tmp_path / "profile.json")
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(ProfileError, match="profile.json is not a profile: .* It may be truncated"):
-        Profile.load(path)
+    raises(ProfileError, "profile.json is not a profile: .* It may be truncated", lambda: Profile.load(path))
 
 
 def test_an_edited_profile_is_used(linear):

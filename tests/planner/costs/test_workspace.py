@@ -1,11 +1,10 @@
 """What operations take within themselves: against the meter, one operation at a time and in whole steps."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
 import torch
+from conftest import fresh_step, model_of, raises
 from real_bytes import disagreements
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,22 +34,21 @@ class Convolutions(nn.Module):
         return nn.functional.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11)
-
+def make_words():
     def forward(self, tokens):
         h = self.embedding(tokens)
         h = self.norm(h + self.mix(h))
         return nn.functional.cross_entropy(self.head(h).flatten(0, 1), tokens.flatten())
 
+    return model_of(
+        forward, embedding=nn.Embedding(11, 8), mix=nn.Linear(8, 8), norm=nn.LayerNorm(8), head=nn.Linear(8, 11)
+    )
+
 
 MODELS = {
     "convolutions": (Convolutions, (torch.ones(2, 4, 8, 8), torch.zeros(2, dtype=torch.long)), False),
-    "words": (Words, (torch.zeros(2, 6, dtype=torch.long),), False),
-    "words in bfloat16": (Words, (torch.zeros(2, 6, dtype=torch.long),), True),
+    "words": (make_words, (torch.zeros(2, 6, dtype=torch.long),), False),
+    "words in bfloat16": (make_words, (torch.zeros(2, 6, dtype=torch.long),), True),
 }
 
 
@@ -203,11 +201,7 @@ def test_a_made_up_mask_selects_at_most_the_available_elements(policy):
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     step = ackpt.compile(model, *args, policy=policy)
 
-    def run():
-        model.zero_grad()
-        step(*args).backward()
-
-    measured = ackpt.measure(run, "cpu", resident=(model, *args), repeats=0)
+    measured = ackpt.measure(fresh_step(model, lambda: step(*args)), "cpu", resident=(model, *args), repeats=0)
     assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters()))
     assert measured.peak_bytes == step.plan.peak_bytes
 
@@ -223,19 +217,9 @@ picky.register_fake(torch.empty_like)
 picky.register_autograd(lambda ctx, grad: grad)
 
 
-class Picky(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
-    def forward(self, x):
-        return picky(self.inner(x))
-
-
 def test_an_operation_that_cannot_run_alone_is_named():
-    graph = trace(Picky(), torch.ones(1, 2))
-    with pytest.raises(MeterError, match="picky .workspace_test.picky.default. of module .*must be 41"):
-        disagreements(graph)
+    graph = trace(model_of(lambda self, x: picky(self.inner(x)), inner=nn.Linear(2, 2)), torch.ones(1, 2))
+    raises(MeterError, "picky .workspace_test.picky.default. of module .*must be 41", lambda: disagreements(graph))
 
 
 @torch.library.custom_op("workspace_test::counting", mutates_args=())
@@ -249,18 +233,9 @@ counting.register_fake(torch.empty_like)
 counting.register_autograd(lambda ctx, grad: counting(grad))
 
 
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
-    def forward(self, x):
-        return counting(self.inner(x)).square().sum()
-
-
 def test_python_kernels_run_in_steps_only():
     COUNTED.clear()
-    model = Counting()
+    model = model_of(lambda self, x: counting(self.inner(x)).square().sum(), inner=nn.Linear(2, 2))
     step = ackpt.compile(model, torch.ones(4, 2), budget="1MiB")
     step.prepare(torch.ones(5, 2))
     step.prepare(torch.ones(6, 2))
@@ -274,8 +249,7 @@ def test_a_graph_on_another_device_is_refused():
     graph = traced("words")
     with FakeTensorMode():  # torch without CUDA cannot trace such a model
         graph.analysis.fx[graph.boundary].meta["val"] = torch.ones(2, device="cuda")
-    with pytest.raises(MeterError, match="measured on the CPU, and this graph is on cuda:0"):
-        workspace_bytes(graph)
+    raises(MeterError, "measured on the CPU, and this graph is on cuda:0", lambda: workspace_bytes(graph))
 
 
 HOARD: list[torch.Tensor] = []
@@ -297,18 +271,15 @@ unlike.register_fake(lambda x, how: torch.empty_like(x))
 unlike.register_autograd(lambda ctx, grad: (grad, None))
 
 
-class Unlike(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.weight = how, nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return unlike(self.weight * x, self.how)[1:].exp()
+def make_unlike(how):
+    return model_of(
+        lambda self, x: unlike(self.weight * x, self.how)[1:].exp(), how=how, weight=nn.Parameter(torch.ones(3))
+    )
 
 
 @pytest.mark.parametrize(("how", "real_bytes"), [("wide", 24), ("part of more", 40)])
 def test_storages_with_other_sizes_than_in_the_graph_are_reported(how, real_bytes):
-    graph = trace(Unlike(how), torch.ones(3))
+    graph = trace(make_unlike(how), torch.ones(3))
     first, *later = disagreements(graph)
     (storage,) = next(node.storages for node in graph.nodes if node.target == "workspace_test.unlike.default")
     assert (first.target, first.storage) == ("workspace_test.unlike.default", storage)
@@ -320,13 +291,13 @@ def test_storages_with_other_sizes_than_in_the_graph_are_reported(how, real_byte
 
 def test_memory_kept_by_the_first_call_is_no_workspace():
     HOARD.clear()
-    graph = trace(Unlike("hoards once"), torch.ones(3))
+    graph = trace(make_unlike("hoards once"), torch.ones(3))
     assert disagreements(graph) == ()
     assert HOARD and not any(workspace_bytes(graph))
 
 
 def test_bytes_left_besides_the_results_are_reported():
-    graph = trace(Unlike("hoards"), torch.ones(3))
+    graph = trace(make_unlike("hoards"), torch.ones(3))
     (found,) = disagreements(graph)
     assert (found.target, found.storage) == ("workspace_test.unlike.default", None)
     assert (found.graph_bytes, found.real_bytes) == (12, 12 + 40)
@@ -353,18 +324,13 @@ PEAKS = {
 }
 
 
-class OfRows(nn.Module):
-    def __init__(self, operation):
-        super().__init__()
-        self.layer, self.operation = nn.Linear(6, 6), operation
-
-    def forward(self, x):
-        return self.operation(self.layer(x)).mean()
+def of_rows(operation):
+    return model_of(lambda self, x: self.operation(self.layer(x)).mean(), layer=nn.Linear(6, 6), operation=operation)
 
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_smallest_budget_is_the_measured_peak(name):
-    model, x = OfRows(PEAKS[name]), torch.randn(8, 6)
+    model, x = of_rows(PEAKS[name]), torch.randn(8, 6)
     with pytest.raises(ackpt.BudgetError) as error:
         ackpt.compile(model, x, budget=1)
     step = ackpt.compile(model, x, budget=error.value.least_bytes)
@@ -378,8 +344,8 @@ def test_the_smallest_budget_is_the_measured_peak(name):
 
 
 def test_a_workspace_that_depends_on_values_is_named():
-    step = ackpt.compile(OfRows(lambda y: y.prod(-1)), torch.randn(8, 6))
+    step = ackpt.compile(of_rows(lambda y: y.prod(-1)), torch.randn(8, 6))
     assert step.plan.note == (
         "the gradient of prod takes more temporary memory than counted if its argument contains zeros"
     )
-    assert ackpt.compile(OfRows(lambda y: y.logcumsumexp(1)), torch.randn(8, 6)).plan.note is None
+    assert ackpt.compile(of_rows(lambda y: y.logcumsumexp(1)), torch.randn(8, 6)).plan.note is None

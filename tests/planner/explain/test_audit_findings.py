@@ -22,6 +22,7 @@ from audited_models import (
     plain,
     tokens,
 )
+from conftest import model_of
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
@@ -36,31 +37,21 @@ def test_finds_dropout_drawn_again():  # OLMo-core 828
     assert (found.kind, found.module) == ("random", "blocks.0") and "preserve_rng_state" in found.fix
 
 
-class Noise(nn.Module):
-    def forward(self, x):
-        return x * random.random()
-
-
 @pytest.mark.parametrize("run", [by_torch, by_reentrant])
 def test_finds_random_numbers_of_python(run):
-    found = only(Net(run, make=lambda: Block(nn.GELU(), Noise())), batch())
+    found = only(Net(run, make=lambda: Block(nn.GELU(), model_of(lambda self, x: x * random.random()))), batch())
     assert found.kind == "random" and "Python's random" in found.message
 
 
-class Generated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.generator = torch.Generator()
-
-    def forward(self, x):
-        return x * torch.rand(x.shape, generator=self.generator)
+def generated():
+    return model_of(lambda self, x: x * torch.rand(x.shape, generator=self.generator), generator=torch.Generator())
 
 
 def test_finds_random_numbers_of_a_generator():
-    assert "a torch.Generator" in only(Net(by_torch, make=lambda: Block(Generated())), batch()).message
-    assert kinds(Net(ackpt.checkpoint, make=lambda: Block(Generated())), batch()) == []
+    assert "a torch.Generator" in only(Net(by_torch, make=lambda: Block(generated())), batch()).message
+    assert kinds(Net(ackpt.checkpoint, make=lambda: Block(generated())), batch()) == []
     without = functools.partial(ackpt.checkpoint, preserve_rng_state=False)
-    assert kinds(Net(without, make=lambda: Block(Generated())), batch()) == ["random"]
+    assert kinds(Net(without, make=lambda: Block(generated())), batch()) == ["random"]
 
 
 @pytest.mark.parametrize("run", [by_torch, by_reentrant])
@@ -179,29 +170,27 @@ def test_finds_layers_of_another_kind_without_regions():  # NeMo Automodel 3192
     assert [f.kind for f in audit.findings] == ["not_covered"] and audit.not_regions == ("blocks.4", "blocks.5")
 
 
-class Switched(nn.Module):
+def switched(use_cache=False):
     """A model with a switch, as those of transformers and timm."""
-
-    def __init__(self, use_cache=False):
-        super().__init__()
-        self.net = Net(plain)
-        self.gradient_checkpointing = True
-        self.config = type("Config", (), {"use_cache": use_cache})()
 
     def forward(self, x):
         on = self.gradient_checkpointing and self.training and not self.config.use_cache
         self.net.run = by_torch if on else plain
         return self.net(x)
 
+    return model_of(
+        forward, net=Net(plain), gradient_checkpointing=True, config=type("Config", (), {"use_cache": use_cache})()
+    )
+
 
 def test_finds_a_cache_that_switches_checkpointing_off():
-    assert kinds(Switched(), batch()) == []
-    found = only(Switched(use_cache=True), batch())
+    assert kinds(switched(), batch()) == []
+    found = only(switched(use_cache=True), batch())
     assert found.kind == "cache" and "use_cache = False" in found.fix
 
 
 def test_finds_checkpointing_in_evaluation_mode():
-    found = only(Switched().eval(), batch())
+    found = only(switched().eval(), batch())
     assert found.kind == "evaluation" and "train()" in found.fix
 
 

@@ -1,11 +1,10 @@
 """`ackpt.explain`: lines and categories that add up to the byte, and suggestions that hold when they are applied."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatch
 
 import pytest
 import torch
+from conftest import fresh_step, model_of, raises
 from torch import nn
 
 import ackpt
@@ -33,15 +32,13 @@ class Block(nn.Module):
         return x + self.down(hidden)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
+def make_model():
     def forward(self, x, scale=1.0):
         for block in self.blocks:
             x = block(x)
         return (scale * x).square().mean()
+
+    return model_of(forward, blocks=nn.ModuleList(Block() for _ in range(4)))
 
 
 X = torch.ones(64, 8)
@@ -81,7 +78,7 @@ def test_live_kinds_add_up_to_the_peak(explained):
 
 
 def test_a_plan_s_fates_and_recomputed_bytes_are_shown():
-    explanation = ackpt.explain(Model(), X, 0.7)
+    explanation = ackpt.explain(make_model(), X, 0.7)
     assert explanation.plan.policy == "auto" and explanation.plan.recompute_flops > 0
     assert sum(line.saved_bytes for line in explanation.saved) <= explanation.plan.saved_bytes
     assert sum(line.bytes for line in explanation.saved) > explanation.plan.saved_bytes
@@ -91,7 +88,7 @@ def test_a_plan_s_fates_and_recomputed_bytes_are_shown():
 
 @pytest.mark.parametrize("batch", [X, (X,), [X, 2.0], {"x": X, "scale": 2.0}])
 def test_a_batch_is_a_tensor_arguments_or_keywords(batch):
-    line = ackpt.explain(Model(), batch).saved[0]
+    line = ackpt.explain(make_model(), batch).saved[0]
     assert (line.module, line.operations, line.bytes) == ("blocks.0", ("tanh",), 64 * 32 * 4)
     assert line.source.startswith(f"{__file__}:")
     assert line.flops == 2 * 64 * 8 * 32  # of the product before it; tanh counts none
@@ -103,16 +100,16 @@ def test_a_slice_is_named_with_the_storage_that_it_keeps():
         "The inputs count with their whole storage: argument x of shape [64, 8] is a view of 200.0 KiB. "
         "To count a view alone, pass its clone()."
     )
-    explanation = ackpt.explain(Model(), {"x": whole[0]})
+    explanation = ackpt.explain(make_model(), {"x": whole[0]})
     assert explanation.at_peak["inputs"] == whole.nbytes
     assert f"note              {views}" in repr(explanation).splitlines()
     assert views in page(explanation)
-    copied = ackpt.explain(Model(), {"x": whole[0].clone()})
+    copied = ackpt.explain(make_model(), {"x": whole[0].clone()})
     assert copied.views == "" and "note  " not in repr(copied)
 
 
 def test_a_device_gives_seconds_and_the_same_peak():
-    cpu, gpu = ackpt.explain(Model(), X), ackpt.explain(Model(), X, device="h200")
+    cpu, gpu = ackpt.explain(make_model(), X), ackpt.explain(make_model(), X, device="h200")
     assert cpu.plan.peak_bytes == gpu.plan.peak_bytes
     for explanation in (cpu, gpu):
         assert all(line.seconds is not None and line.seconds > 0 for line in explanation.saved)
@@ -122,12 +119,12 @@ def test_a_device_gives_seconds_and_the_same_peak():
 
 def test_meta_tensors_give_the_same_lines():
     with torch.device("meta"):
-        model = Model()
-    assert ackpt.explain(model, X.to("meta")).saved == ackpt.explain(Model(), X).saved
+        model = make_model()
+    assert ackpt.explain(model, X.to("meta")).saved == ackpt.explain(make_model(), X).saved
 
 
 def test_equal_modules_are_one_line():
-    text = str(ackpt.explain(Model(), X))
+    text = str(ackpt.explain(make_model(), X))
     assert "4 x blocks.* (tanh): 8.0 KiB each, " in text
     assert text.splitlines()[0].startswith("peak ")
 
@@ -164,12 +161,11 @@ def test_a_model_that_branches_on_values_is_refused():
         def forward(self, input):
             return super().forward(input if input.sum() > 0 else -input)
 
-    with pytest.raises(ackpt.TraceError, match="test_explanation.py"):
-        ackpt.explain(Branch(8, 8), X)
+    raises(ackpt.TraceError, "test_explanation.py", lambda: ackpt.explain(Branch(8, 8), X))
 
 
 def test_checkpointing_saves_what_a_plan_of_policy_full_saves():
-    model = Model()
+    model = make_model()
     explanation = ackpt.explain(model, X)
     best = suggestion(explanation, "checkpoint")
     step = ackpt.compile(model, X, policy="full")
@@ -198,7 +194,7 @@ def test_a_head_in_chunks_keeps_the_budget_that_is_suggested(trained, words):
 
 
 def test_without_a_cross_entropy_no_chunks_are_suggested():
-    explanation = ackpt.explain(Model(), X)
+    explanation = ackpt.explain(make_model(), X)
     assert not [s for s in explanation.suggestions if "chunk" in s.title]
     assert any(reason.startswith("chunk the head: ") for reason in explanation.not_computed)
 
@@ -238,7 +234,7 @@ def test_sharding_saves_what_the_planner_for_shards_finds():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sharding_counts_the_optimizer_s_own_options(momentum):
-    model = Model()
+    model = make_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     with_state, without = (ackpt.explain(model, X, optimizer=each, ranks=2) for each in (sgd, None))
     graph, profile, plan = with_state.graph, with_state.profile, with_state.plan
@@ -255,7 +251,7 @@ def test_an_optimizer_without_a_sharded_version_is_noted():
         def __init__(self, params, speed):
             super().__init__(params, lr=speed)
 
-    model = Model()
+    model = make_model()
     explanation = ackpt.explain(model, X, optimizer=Own(model.parameters(), 0.1))
     (reason,) = (reason for reason in explanation.not_computed if reason.startswith("shard"))
     assert "an optimizer like the Own cannot be made for the shards: " in reason and "'speed'" in reason
@@ -267,14 +263,14 @@ def test_missing_suggestions_have_a_reason():
     (reason,) = (reason for reason in linear.not_computed if reason.startswith("shard over 8 ranks: Linear has no"))
     assert "--fsdp" not in reason
     with pytest.raises(ValueError, match="ranks must be a whole number of at least 2, got 1"):
-        ackpt.explain(Model(), X, ranks=1)
+        ackpt.explain(make_model(), X, ranks=1)
 
 
 def test_suggestions_are_sorted_and_are_about_the_plan(explained):
     savings = [s.saved_bytes for s in explained.suggestions]
     assert savings == sorted(savings, reverse=True) and min(savings) > 0
     assert all(s.peak_bytes == explained.plan.peak_bytes - s.saved_bytes for s in explained.suggestions)
-    assert not ackpt.explain(Model(), X, policy="full").suggestions
+    assert not ackpt.explain(make_model(), X, policy="full").suggestions
 
 
 def test_a_line_without_flops_is_marked():
@@ -286,25 +282,16 @@ def test_a_line_without_flops_is_marked():
 
 @pytest.mark.parametrize(("numbers", "saved"), [((), 0), ((0.5, 3), 16), ((0.5, 3, 2.0, 0.1), 32)])
 def test_eager_saves_python_numbers_as_tensors_and_a_planned_step_does_not(numbers, saved):
-    class Scales(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 32)
-
-        def forward(self, x):
-            x = self.linear(x)
-            for number in numbers:
-                x = torch.tanh(number * x)
-            return nn.functional.cross_entropy(x, x.detach().argmax(1))
+    def scales(self, x):
+        x = self.linear(x)
+        for number in numbers:
+            x = torch.tanh(number * x)
+        return nn.functional.cross_entropy(x, x.detach().argmax(1))
 
     def peak(call):
-        def step():
-            model.zero_grad()
-            call(X).backward()
+        return ackpt.measure(fresh_step(model, lambda: call(X)), resident=[model, X], repeats=0).peak_bytes
 
-        return ackpt.measure(step, resident=[model, X], repeats=0).peak_bytes
-
-    model = Scales()
+    model = model_of(scales, linear=nn.Linear(8, 32))
     predicted = ackpt.explain(model, X).plan.peak_bytes
     assert peak(ackpt.compile(model, X, policy="none")) == predicted
     assert peak(model) == predicted + saved

@@ -1,7 +1,5 @@
 """`ackpt.print_saved`: one line per saved tensor, in eager mode, for any function."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,12 +1,10 @@
 """Small models that cannot become one graph, each with a batch, and what one of their steps gives and takes."""
 
-from __future__ import annotations
-
 import random
 
 import torch
 import torch.nn.functional as F
-from conftest import seed
+from conftest import fresh_step, model_of, seed
 from torch import nn
 
 import ackpt
@@ -51,10 +49,6 @@ class Skips(nn.Module):
         return x.square().mean()
 
 
-def drop_path():
-    return Skips(), {"x": torch.randn(64, 16)}
-
-
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
@@ -67,10 +61,6 @@ class Tagger(nn.Module):
         for head in self.heads:
             x = x + head(x)
         return x.square().mean()
-
-
-def packed_lstm():
-    return Tagger(), {"ids": torch.randint(50, (8, 24)), "lengths": torch.arange(8) * 2 + 8}
 
 
 class Matcher(nn.Module):
@@ -99,10 +89,6 @@ class Detector(nn.Module):
         return {"loss": F.l1_loss(matched, targets), "boxes": boxes}
 
 
-def detector():
-    return Detector(), {"x": torch.randn(8, 12, 16), "targets": torch.rand(8, 5, 4)}
-
-
 class EarlyExit(nn.Module):
     def __init__(self):
         super().__init__()
@@ -116,21 +102,12 @@ class EarlyExit(nn.Module):
         return x.square().mean()
 
 
-def early_exit():
-    return EarlyExit(), {"x": torch.randn(64, 16)}
-
-
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.body = nn.Embedding(50, 16, sparse=True), nn.Sequential(feed_forward(), feed_forward())
-
-    def forward(self, ids):
-        return self.body(self.embed(ids)).square().mean()
-
-
 def sparse_embedding():
-    return Sparse(), {"ids": torch.randint(50, (8, 24))}
+    return model_of(
+        lambda self, ids: self.body(self.embed(ids)).square().mean(),
+        embed=nn.Embedding(50, 16, sparse=True),
+        body=nn.Sequential(feed_forward(), feed_forward()),
+    ), {"ids": torch.randint(50, (8, 24))}
 
 
 class Mean(nn.Module):
@@ -151,10 +128,10 @@ def compiled():
 MODELS = {
     "Mixtral": lambda: mixture("Mixtral"),
     "Qwen3-MoE": lambda: mixture("Qwen3-MoE"),
-    "drop path": drop_path,
-    "packed LSTM": packed_lstm,
-    "matcher": detector,
-    "early exit": early_exit,
+    "drop path": lambda: (Skips(), {"x": torch.randn(64, 16)}),
+    "packed LSTM": lambda: (Tagger(), {"ids": torch.randint(50, (8, 24)), "lengths": torch.arange(8) * 2 + 8}),
+    "matcher": lambda: (Detector(), {"x": torch.randn(8, 12, 16), "targets": torch.rand(8, 5, 4)}),
+    "early exit": lambda: (EarlyExit(), {"x": torch.randn(64, 16)}),
     "sparse embedding": sparse_embedding,
     "scripted": scripted,
     "compiled": compiled,
@@ -198,9 +175,7 @@ def results(model, call, batch, number: int = 1) -> list:
 
 
 def measured(model, call, batch, number: int = 1):
-    def step():
-        model.zero_grad()
-        loss_of(call(**batch)).backward()
-
     seed(number)
-    return ackpt.measure(step, resident=(model, *batch.values()), warmup=0, repeats=0)
+    return ackpt.measure(
+        fresh_step(model, lambda: loss_of(call(**batch))), resident=(model, *batch.values()), warmup=0, repeats=0
+    )

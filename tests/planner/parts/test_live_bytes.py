@@ -1,14 +1,12 @@
 """Later steps of planned regions are counted to the byte: those above the budget raise or warn, all others run."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from branching_models import Adds, Tagger, built, feed_forward
-from conftest import seed
+from conftest import model_of, seed
 from test_experts import TOKENS, WIDTH, Model, routed, without
 from torch import nn
 
@@ -59,7 +57,6 @@ class Steps:
 
 @pytest.mark.parametrize("budget", [0.7, "100%"])
 def test_experts_with_other_tokens(budget):
-    torch.manual_seed(0)
     model, x = Model(), torch.randn(TOKENS, WIDTH)
     steps = Steps(model, budget, (x,))
     found = [steps.exceeds(x + offset * torch.randn(WIDTH)) for offset in (0.3, 1.0, 2.0, 4.0)]
@@ -72,7 +69,6 @@ def test_experts_with_other_tokens(budget):
 
 @pytest.mark.parametrize("budget", [0.6, 0.9])
 def test_packed_sequences_with_other_lengths(budget):
-    torch.manual_seed(0)
     model, ids = Tagger(), torch.randint(50, (8, 24))
     steps = Steps(model, budget, (ids, torch.arange(8) * 2 + 8))
     lengths = [[22] * 8, [22] + 7 * [1], [22, 22] + 6 * [3], 8 * [8], [24, *range(14, 21)], [24] * 8]
@@ -81,7 +77,6 @@ def test_packed_sequences_with_other_lengths(budget):
 
 
 def test_a_step_that_exceeds_the_budget_in_backward_has_complete_gradients():
-    torch.manual_seed(0)
     x, model = torch.randn(TOKENS, WIDTH), Model()
     probe = ackpt.compile(model, x, budget="1GiB")
     results(model, probe, (x,))
@@ -125,17 +120,10 @@ def test_counted_bytes_are_measured_bytes(name):
     assert counted == measured
 
 
-class ManyUses(nn.Module):
+def many_uses(uses: int):
     """Uses one activation several times; the peak is in a backward after the first of its gradients have been summed.
 
-    To count that step refers to storages, for which autograd's engine sums out of place; other steps sum in place.
-    """
-
-    def __init__(self, uses: int):
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        self.wide = nn.Sequential(nn.Linear(16, 80), nn.Tanh(), nn.Linear(80, 16))
-        self.uses = uses
+    To count that step refers to storages, for which autograd's engine sums out of place; other steps sum in place."""
 
     def forward(self, x):
         x = self.layer(x)
@@ -144,11 +132,14 @@ class ManyUses(nn.Module):
             result = result + x[use:].sin().sum()
         return result
 
+    return model_of(
+        forward, layer=nn.Linear(16, 16), wide=nn.Sequential(nn.Linear(16, 80), nn.Tanh(), nn.Linear(80, 16)), uses=uses
+    )
+
 
 @pytest.mark.parametrize("uses", [3, 4])
 def test_sums_of_gradients_count_until_they_are_read(uses):
-    torch.manual_seed(0)
-    counted, measured = counted_and_measured(ManyUses(uses), {"x": torch.randn(64, 16)})
+    counted, measured = counted_and_measured(many_uses(uses), {"x": torch.randn(64, 16)})
     assert counted == measured
 
 
@@ -169,7 +160,6 @@ class Checkpoints(nn.Module):
 
 
 def test_torch_s_checkpoint_in_a_model_is_counted_and_runs_twice_a_step():
-    torch.manual_seed(0)
     model, batch = Adds(Checkpoints), {"x": torch.randn(64, 16)}
     counted, measured = counted_and_measured(model, batch)
     assert counted == measured and [block.runs for block in model.blocks] == [4, 4, 4]
@@ -248,18 +238,12 @@ def test_the_number_that_a_product_saves_counts_in_the_forward(number, size):
     assert live.bytes == before
 
 
-class Scales(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return 0.5 * (2 * self.layer(x / 3.0)).tanh()
+def scales():
+    return model_of(lambda self, x: 0.5 * (2 * self.layer(x / 3.0)).tanh(), layer=nn.Linear(16, 16))
 
 
 def test_the_numbers_that_products_save_count_as_held_by_saved_blocks():
-    torch.manual_seed(0)
-    model, batch = Adds(Scales), {"x": torch.randn(64, 16)}
+    model, batch = Adds(scales), {"x": torch.randn(64, 16)}
     step = ackpt.compile(model, budget="1GiB", regions=True, **batch)
     results(model, step, batch.values())
     assert set(step.plan.fates.values()) == {"saved"}
@@ -283,22 +267,10 @@ def test_the_numbers_that_products_save_count_while_they_are_recomputed():
 
 
 def test_the_first_step_with_an_optimizer_can_be_measured():
-    torch.manual_seed(0)
     model, batch = Adds(), {"x": torch.randn(64, 16)}
     step = ackpt.compile(model, budget="1GiB", regions=True, optimizer=torch.optim.AdamW(model.parameters()), **batch)
     assert dynamic_peak(model, step, batch.values()) > 0
     assert step.plan.least_peak_bytes is not None
-
-
-class Convolution(nn.Module):
-    """A layer that multiplies by a sparse matrix."""
-
-    def __init__(self):
-        super().__init__()
-        self.neighbors, self.own = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x, adjacency):
-        return torch.sparse.mm(adjacency, self.neighbors(x)).relu() + self.own(x)
 
 
 class Convolves(nn.Module):
@@ -306,7 +278,15 @@ class Convolves(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Convolution() for _ in range(3))
+        # A layer that multiplies by a sparse matrix.
+        self.layers = nn.ModuleList(
+            model_of(
+                lambda self, x, adjacency: torch.sparse.mm(adjacency, self.neighbors(x)).relu() + self.own(x),
+                neighbors=nn.Linear(16, 16),
+                own=nn.Linear(16, 16),
+            )
+            for _ in range(3)
+        )
 
     def forward(self, x, edges):
         adjacency = torch.sparse_coo_tensor(edges, torch.ones(edges.shape[1]), (len(x), len(x))).coalesce()

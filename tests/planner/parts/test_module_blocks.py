@@ -1,7 +1,5 @@
 """What blocks of planned regions may do, and which are saved instead of checkpointed; all bit-equal to eager."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from branching_models import Adds, DropPath, feed_forward, results
-from conftest import assert_equal
+from conftest import assert_equal, model_of, raises
 from torch import nn
 
 import ackpt
@@ -36,36 +34,29 @@ def trains_equally(make, budgets=("1GiB", 0.8), steps: int = 3, reset=lambda mod
 
 
 def test_a_block_that_changes_its_input_is_saved():
-    class InPlace(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = feed_forward()
-
-        def forward(self, x):
-            return self.layer(x.mul_(2))
+    def in_place():
+        return model_of(lambda self, x: self.layer(x.mul_(2)), layer=feed_forward())
 
     class Model(Adds):
         def forward(self, x):
             return super().forward(x * 1)
 
-    plan = trains_equally(lambda: Model(InPlace, is_residual=False))
+    plan = trains_equally(lambda: Model(in_place, is_residual=False))
     assert set(plan.fates.values()) == {"saved"} and set(plan.reasons) == {"blocks.0", "blocks.1", "blocks.2"}
     assert "in place" in plan.reasons["blocks.1"] and "in place" in plan.table()
 
 
 def test_a_block_that_changes_an_argument_without_gradient_is_saved():
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = feed_forward()
-
+    def counts():
         def forward(self, x, seen):
             seen.add_(1)
             return self.layer(x) * seen.clone()
 
+        return model_of(forward, layer=feed_forward())
+
     class Model(Adds):
         def __init__(self):
-            super().__init__(Counts)
+            super().__init__(counts)
 
         def forward(self, x):
             seen = torch.zeros(())
@@ -78,16 +69,14 @@ def test_a_block_that_changes_an_argument_without_gradient_is_saved():
 
 
 def test_a_block_that_keeps_its_state_in_an_attribute_is_saved():
-    class Neuron(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.state = nn.Linear(16, 16), 0.0
-
+    def neuron():
         def forward(self, x):
             self.state = self.state * 0.5 + self.layer(x)
             spikes = torch.sigmoid(4 * (self.state - 1))
             self.state = self.state * (1 - spikes.detach())
             return spikes
+
+        return model_of(forward, layer=nn.Linear(16, 16), state=0.0)
 
     class Spiking(Adds):
         def forward(self, x):
@@ -97,7 +86,7 @@ def test_a_block_that_keeps_its_state_in_an_attribute_is_saved():
         for block in model.blocks:
             block.state = 0.0
 
-    plan = trains_equally(lambda: Spiking(Neuron), (1.0, 0.9), reset=reset)
+    plan = trains_equally(lambda: Spiking(neuron), (1.0, 0.9), reset=reset)
     assert set(plan.reasons) == {"blocks.0", "blocks.1", "blocks.2"}
 
 
@@ -105,19 +94,17 @@ def test_a_block_that_writes_into_an_object_is_saved():
     class Data:
         pass
 
-    class Passes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Sequential(nn.Linear(16, 16))
-
+    def passes():
         def forward(self, data):
             data.seen = [*getattr(data, "seen", []), len(data.x)]
             data.x = torch.relu(self.layer(data.x))
             return data
 
+        return model_of(forward, layer=nn.Sequential(nn.Linear(16, 16)))
+
     class Model(Adds):
         def __init__(self):
-            super().__init__(Passes)
+            super().__init__(passes)
 
         def forward(self, x):
             data = Data()
@@ -146,27 +133,21 @@ def test_an_error_of_a_block_is_raised_unchanged():
 
     model, x = Adds(Stops), torch.randn(64, 16)
     step = ackpt.compile(model, x, budget="1GiB")
-    with pytest.raises(KeyError, match="the block's own error"):
-        step(x * 1e7)
+    raises(KeyError, "the block's own error", lambda: step(x * 1e7))
     results(model, step, {"x": x})
     assert not step.plan.reasons
 
 
 @pytest.mark.parametrize("seeds", [torch.seed, random.seed, np.random.seed])
 def test_a_block_that_seeds_in_every_call_is_saved(seeds):
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = feed_forward()
-
-        def forward(self, x):
-            seeds()
-            return self.layer(x) * (1 + torch.rand(16) + random.random() + float(np.random.rand()))  # noqa: NPY002
+    def forward(self, x):
+        seeds()
+        return self.layer(x) * (1 + torch.rand(16) + random.random() + float(np.random.rand()))  # noqa: NPY002
 
     class Model(Adds):
         def __init__(self):
             super().__init__()
-            self.blocks[1] = Noisy()
+            self.blocks[1] = model_of(forward, layer=feed_forward())
 
     model, x = Model(), torch.randn(64, 16)
     step = ackpt.compile(model, x, budget="1GiB")
@@ -178,18 +159,17 @@ def test_a_block_that_seeds_in_every_call_is_saved(seeds):
 
 
 def test_a_block_refused_in_backward_is_named_and_saved_from_then_on():
-    class Alternates(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.calls = feed_forward(), iter(range(100))
-
-        def forward(self, x):
-            return torch.sin(self.layer(x)) if next(self.calls) % 2 else torch.tanh(self.layer(x))
-
     class Model(Adds):
         def __init__(self):
             super().__init__()
-            self.blocks[1] = nn.Sequential(Alternates(), nn.Linear(16, 16))
+            self.blocks[1] = nn.Sequential(
+                model_of(
+                    lambda self, x: torch.sin(self.layer(x)) if next(self.calls) % 2 else torch.tanh(self.layer(x)),
+                    layer=feed_forward(),
+                    calls=iter(range(100)),
+                ),
+                nn.Linear(16, 16),
+            )
 
     torch.manual_seed(0)
     model, x = Model(), torch.randn(64, 16)
@@ -228,19 +208,17 @@ def test_buffers_that_a_block_updates():
 
 @pytest.mark.parametrize("kind", ["dropout", "hooks that pack", "weight norm", "drop path"])
 def test_blocks_of_every_kind(kind):
-    class Packs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = feed_forward()
-
+    def packs():
         def forward(self, x):
             hooks = (lambda t: t if isinstance(t, nn.Parameter) else t.bfloat16()), torch.Tensor.float
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 return self.layer(x)
 
+        return model_of(forward, layer=feed_forward())
+
     block = {
         "dropout": lambda: nn.Sequential(feed_forward(), nn.Dropout(0.5)),
-        "hooks that pack": Packs,
+        "hooks that pack": packs,
         "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), nn.Tanh()),
         "drop path": lambda: nn.Sequential(feed_forward(), DropPath()),
     }[kind]
@@ -267,16 +245,14 @@ def test_cached_parametrizations_over_blocks():
 
 
 def test_transforms_inside_of_a_block_and_around_it():
-    class Derives(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = feed_forward()
-
+    def derives():
         def forward(self, x):
             value, derivative = torch.func.jvp(self.layer, (x,), (torch.ones_like(x),))
             return value + derivative
 
-    inside = trains_equally(lambda: Adds(Derives))
+        return model_of(forward, layer=feed_forward())
+
+    inside = trains_equally(lambda: Adds(derives))
     assert not inside.reasons
 
     class Around(Adds):
@@ -318,7 +294,6 @@ def test_blocks_that_are_shared_or_called_several_times():
 
 
 def test_fast_weights_get_their_gradients():
-    torch.manual_seed(0)
     model, x = Adds(), torch.randn(64, 16)
 
     def gradients(call):

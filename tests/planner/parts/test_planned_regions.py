@@ -1,7 +1,5 @@
 """Models that cannot be one graph train within a budget, bit-equal to eager, and every step is checked."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import types
@@ -9,13 +7,13 @@ import types
 import pytest
 import torch
 from branching_models import MODELS, Adds, Mean, built, feed_forward, measured, results
-from conftest import assert_equal, seed, streams
+from conftest import assert_equal, model_of, raises, seed, streams
 from torch import nn
 
 import ackpt
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.planner.parts.module_blocks import Block
-from ackpt.planner.parts.regions_plan import RegionsPlan
+from ackpt.planner.parts.regions_plan import Record, RegionsPlan, Run, Segment
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 
@@ -71,8 +69,7 @@ def test_steps_stay_within_the_budget(name, share, fresh_dynamo):
         assert own <= baseline
     else:
         smaller = ackpt.compile(model, budget=least - 1, regions=True, **batch)
-        with pytest.raises(BudgetError, match="keep the budget"):
-            results(model, smaller, batch)
+        raises(BudgetError, "keep the budget", lambda: results(model, smaller, batch))
 
 
 def test_a_fraction_is_relative_to_the_baseline_of_the_first_step():
@@ -95,8 +92,7 @@ def test_an_infeasible_budget_raises_in_the_first_step():
     assert_equal(gradients, expected[1 : 1 + len(gradients)], "complete gradients")
     least = error.value.least_bytes
     for _ in range(2):  # and in every further step
-        with pytest.raises(BudgetError, match="this step allocates .* keep the budget 0.05"):
-            results(model, step, batch)
+        raises(BudgetError, "this step allocates .* keep the budget 0.05", lambda: results(model, step, batch))
     step = ackpt.compile(model, budget=least, **batch)
     for _ in range(3):
         assert_equal(results(model, step, batch), expected, "least")
@@ -110,7 +106,6 @@ def test_an_infeasible_budget_raises_in_the_first_step():
 
 
 def test_policies_without_a_budget():
-    torch.manual_seed(0)
     model, x = nn.Sequential(feed_forward(), feed_forward(), feed_forward(), Mean()), torch.randn(64, 16)
     expected = results(model, model, {"input": x})
     free = ackpt.compile(model, x, regions=True)
@@ -153,20 +148,17 @@ def test_other_policies_name_those_that_leave_a_scripted_module_out():
     ],
 )
 def test_invalid_options_are_refused(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        ackpt.compile(nn.Linear(2, 2), torch.ones(1, 2), **options)
+    raises((TypeError, ValueError), message, lambda: ackpt.compile(nn.Linear(2, 2), torch.ones(1, 2), **options))
 
 
 def test_errors_of_the_model_are_raised_unchanged():
     model, batch = built("early exit")
     step = ackpt.compile(model, budget=0.7, **batch)
-    with pytest.raises(RuntimeError, match="same reduction dim"):
-        ackpt.compile(model, torch.ones(4, 5), budget=0.7)
+    raises(RuntimeError, "same reduction dim", lambda: ackpt.compile(model, torch.ones(4, 5), budget=0.7))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # in a planned step
         step(torch.ones(4, 5))
     step(**batch).backward()
-    with pytest.raises(TraceError, match="values of a tensor"):
-        ackpt.compile(model.to("meta"), torch.ones(64, 16), budget=0.7)
+    raises(TraceError, "values of a tensor", lambda: ackpt.compile(model.to("meta"), torch.ones(64, 16), budget=0.7))
 
 
 LEAST_SKIPPED = 5  # a seed with which the most blocks run
@@ -252,7 +244,6 @@ def values(largest: int) -> torch.Tensor:
 
 
 def test_a_smaller_budget_checkpoints_more_blocks():
-    torch.manual_seed(0)
     model, x = Grows(), values(5)
     step = ackpt.compile(model, x=values(4), budget="100%")
     for _ in range(2):
@@ -265,14 +256,12 @@ def test_a_smaller_budget_checkpoints_more_blocks():
 
 
 def test_a_step_that_is_too_large_raises_in_the_forward_or_warns():
-    torch.manual_seed(0)
     model, x = Grows(), values(6)
     step, warns = (ackpt.compile(model, x=values(2), budget=0.7, on_exceed=each) for each in ("raise", "warn"))
     for each in (step, warns):
         results(model, each, {"x": values(2)})
     model.zero_grad()
-    with pytest.raises(BudgetError, match="allocates .* reaches module 'blocks.*at most .* keep the budget 0.7.*warn"):
-        step(x=x)
+    raises(BudgetError, "allocates .* reaches module 'blocks.*at most .* keep the budget 0.7.*warn", lambda: step(x=x))
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.warns(UserWarning, match="keep the budget 0.7") as warned:
         found = results(model, warns, {"x": x})
@@ -303,8 +292,7 @@ def test_every_new_plan_is_reported_and_none_is_saved(tmp_path):
             model.zero_grad()
             step(x=torch.randn(rows, 16)).backward()
     assert len(plans) == 2 and plans[0].peak_bytes < plans[1].peak_bytes
-    with pytest.raises(ackpt.PlanError, match="a plan in parts cannot be saved"):
-        plans[0].save(tmp_path / "plan.json")
+    raises(ackpt.PlanError, "a plan in parts cannot be saved", lambda: plans[0].save(tmp_path / "plan.json"))
     assert not list(tmp_path.iterdir())
 
 
@@ -322,7 +310,6 @@ def test_the_optimizer_counts():
 
 
 def test_two_forwards_before_one_backward():
-    torch.manual_seed(0)
     model, x, y = Adds(), torch.randn(64, 16), torch.randn(64, 16)
 
     def gradients(call):
@@ -366,7 +353,6 @@ def test_forwards_without_a_backward_are_forgotten():
 
 
 def test_gradients_of_earlier_steps_count():
-    torch.manual_seed(0)
     model, x = Adds(), torch.randn(64, 16)
     step = ackpt.compile(model, x, budget="1GiB")
     results(model, step, {"x": x})
@@ -386,7 +372,6 @@ def test_gradients_of_earlier_steps_count():
 
 
 def test_a_loss_held_by_the_loop_is_allowed():
-    torch.manual_seed(0)
     model, x = Adds(), torch.randn(64, 16)
     probe = ackpt.compile(model, x, budget="1GiB")
     results(model, probe, {"x": x})
@@ -406,7 +391,6 @@ class Holds(Adds):
 
 
 def test_outputs_held_by_the_loop_count():
-    torch.manual_seed(0)
     model, x = Holds(), torch.randn(64, 16)
     step = ackpt.compile(model, x, budget=0.75)
     held = 64 * 16 * 64 * 4
@@ -416,8 +400,7 @@ def test_outputs_held_by_the_loop_count():
     assert step.plan.limit_bytes - step.plan.dynamic_peak_bytes < held
     model.zero_grad()
     loss, features = step(x)
-    with pytest.raises(BudgetError, match="allocates .* in backward.* 256.0 KiB more .* drop outputs"):
-        loss.backward()
+    raises(BudgetError, "allocates .* in backward.* 256.0 KiB more .* drop outputs", loss.backward)
     assert features.shape == (64, 1024) and all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -452,8 +435,7 @@ def test_tensors_kept_for_the_next_step_count():
     of_plan = model()
     step = ackpt.compile(of_plan, budget=first.least_peak_bytes, **batch)
     results(of_plan, step, batch)
-    with pytest.raises(BudgetError, match="this step allocates"):
-        results(of_plan, step, batch)
+    raises(BudgetError, "this step allocates", lambda: results(of_plan, step, batch))
     assert step.plan.least_peak_bytes == first.least_peak_bytes + kept
     of_plan = model()
     step = ackpt.compile(of_plan, budget=step.plan.least_peak_bytes, **batch)
@@ -461,21 +443,14 @@ def test_tensors_kept_for_the_next_step_count():
         results(of_plan, step, batch)
 
 
-class Skips(nn.Module):
+def make_skips(skips: bool):
     """A layer, or nothing."""
-
-    def __init__(self, skips: bool):
-        super().__init__()
-        self.layer, self.skips = feed_forward(), skips
-
-    def forward(self, x):
-        return x if self.skips else self.layer(x)
+    return model_of(lambda self, x: x if self.skips else self.layer(x), layer=feed_forward(), skips=skips)
 
 
 def test_a_returned_argument_belongs_to_the_block_that_computed_it():
-    torch.manual_seed(0)
     skips = iter([False, True, True])
-    model, batch = Adds(lambda: Skips(next(skips)), is_residual=False), {"x": torch.randn(64, 16)}
+    model, batch = Adds(lambda: make_skips(next(skips)), is_residual=False), {"x": torch.randn(64, 16)}
     step = ackpt.compile(model, budget="1GiB", **batch)
     results(model, step, batch)
     assert step.plan.baseline_peak_bytes == measured(model, model, batch).peak_bytes
@@ -540,3 +515,11 @@ def test_a_larger_batch_without_the_optimizer_is_warned_of_with_its_state():
         loss = step(torch.randn(16, 16))
     loss.backward()
     assert isinstance(step.plan.peak_bytes, int)
+
+
+@pytest.mark.parametrize(("limit", "saved"), [(250, ["second"]), (289, ["second"]), (290, ["first", "second"])])
+def test_among_equal_blocks_the_last_are_saved_first(limit, saved):
+    first, second = (Run(path, 0, 0, held_bytes=100, cost=1.0) for path in ("first", "second"))
+    held = [Segment(50, first, change=100), Segment(60, second, change=100), Segment(90, second, change=-100)]
+    backward = [Segment(190, second, None), Segment(160, second), Segment(150, first, change=-100), Segment(250, first)]
+    assert sorted(Record([*held, *backward]).chosen(limit)) == saved

@@ -1,12 +1,11 @@
 """The lower bound: below every schedule that fits, and never above what a search through all of them finds."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
 import pytest
 import torch
+from conftest import model_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planned_models import MODELS, plans, traced
@@ -21,12 +20,8 @@ from ackpt.planner.schedule.schedule import everything, lower
 from ackpt.planner.schedule.simulator import peak_of
 
 
-class Small(nn.Module):
+def make_small(widths):
     """A few operations whose results differ in bytes and cost, with a value that is read again at the end."""
-
-    def __init__(self, widths):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:]))
 
     def forward(self, x):
         first = x = self.layers[0](x).sigmoid()
@@ -34,9 +29,11 @@ class Small(nn.Module):
             x = layer(x).tanh()
         return x.square().mean() + first.mean()
 
+    return model_of(forward, layers=nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:])))
+
 
 def small(widths, rows):
-    graph = ackpt.trace(Small(widths), torch.randn(rows, widths[0]))
+    graph = ackpt.trace(make_small(widths), torch.randn(rows, widths[0]))
     return graph, ackpt.profile(graph)
 
 

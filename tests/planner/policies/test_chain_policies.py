@@ -1,11 +1,10 @@
 """Policies by name on chains of blocks: the counts of the theory, budgets that are kept, gradients to the last bit."""
 
-from __future__ import annotations
-
 from math import inf
 
 import pytest
 import torch
+from conftest import model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_models import MODELS, plans, step_keeps, traced
@@ -25,12 +24,8 @@ UNIT = 4000
 UNHELPFUL = "resnet18", "revolve"  # the first block is the largest, and all of it must be there beside the states
 
 
-class Line(nn.Module):
+def line(n):
     """`n` equal layers, each of which reads its output in backward."""
-
-    def __init__(self, n):
-        super().__init__()
-        self.n, self.weight = n, nn.Parameter(torch.ones(1))
 
     def forward(self, x):
         x = x * self.weight
@@ -38,9 +33,11 @@ class Line(nn.Module):
             x = x.tanh()
         return x.sum()
 
+    return model_of(forward, n=n, weight=nn.Parameter(torch.ones(1)))
+
 
 def line_of(n):
-    graph = ackpt.trace(Line(n), torch.ones(UNIT // 4))
+    graph = ackpt.trace(line(n), torch.ones(UNIT // 4))
     return graph, ackpt.profile(graph), len(fine_chain(graph).blocks)
 
 
@@ -154,15 +151,13 @@ def test_rotor_recomputes_least(model):
 
 
 def test_a_model_without_cut_points():
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    def wide():
+        return model_of(
+            lambda self, x: sum(layer(x).tanh().sum() for layer in self.layers),
+            layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)),
+        )
 
-        def forward(self, x):
-            return sum(layer(x).tanh().sum() for layer in self.layers)
-
-    graph = ackpt.trace(Wide(), torch.ones(64, 4))
+    graph = ackpt.trace(wide(), torch.ones(64, 4))
     profile = ackpt.profile(graph)
     for policy in POLICIES:
         plan = ackpt.plan(graph, 1.0, policy, profile=profile)

@@ -1,7 +1,5 @@
 """The recursion over a chain of blocks, against a replayer that knows nothing of it, and against all it can do."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,9 +1,8 @@
 """Chen's splits of a chain: the counts of the paper's scheme, and what really runs when a chain is run that way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import raises
 
 import ackpt
 from ackpt.checkpointing.sequential import segment_lengths
@@ -123,5 +122,4 @@ def test_extra_forwards_of_the_recursion_grow_like_n_log_n():
 @pytest.mark.parametrize("n", [0, -4, 2.0, True])
 @pytest.mark.parametrize("count", [chen.sqrt_counts, chen.recursive_peak, chen.recursive_extra_forwards])
 def test_invalid_chains_are_refused(count, n):
-    with pytest.raises(ValueError, match="whole number of layers, at least 1"):
-        count(n)
+    raises(ValueError, "whole number of layers, at least 1", lambda: count(n))

@@ -1,7 +1,5 @@
 """What is cheap to recompute depends on the device, in every way to give a budget."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

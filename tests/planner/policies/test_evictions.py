@@ -1,11 +1,9 @@
 """Evictions at the peak lower it, the schedules remain valid, and torch's partitioner reaches no lower peak."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_equal
+from conftest import assert_equal, model_of
 from planned_models import MODELS, SKIPS, results, traced
 from torch import nn
 from torch._functorch import config
@@ -60,21 +58,19 @@ class ListBlock(nn.Module):
         return torch.cat(features, 1)
 
 
-class ListDenseNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        between = nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 1, bias=False), nn.AvgPool2d(2)
-        stem, end = nn.Conv2d(3, 16, 3, padding=1, bias=False), (nn.BatchNorm2d(32), nn.ReLU())
-        self.features = nn.Sequential(stem, ListBlock(16, 8, 2), *between, ListBlock(16, 8, 2), *end)
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, x, labels):
-        return F.cross_entropy(self.head(self.features(x).mean((2, 3))), labels)
+def list_dense_net():
+    between = nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 1, bias=False), nn.AvgPool2d(2)
+    stem, end = nn.Conv2d(3, 16, 3, padding=1, bias=False), (nn.BatchNorm2d(32), nn.ReLU())
+    return model_of(
+        lambda self, x, labels: F.cross_entropy(self.head(self.features(x).mean((2, 3))), labels),
+        features=nn.Sequential(stem, ListBlock(16, 8, 2), *between, ListBlock(16, 8, 2), *end),
+        head=nn.Linear(32, 10),
+    )
 
 
 def list_densenet():
     torch.manual_seed(0)
-    return ListDenseNet(), (torch.randn(4, 3, 16, 16), torch.randint(10, (4,)))
+    return list_dense_net(), (torch.randn(4, 3, 16, 16), torch.randint(10, (4,)))
 
 
 def dynamic_peak(model, step, args):

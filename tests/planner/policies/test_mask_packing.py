@@ -1,11 +1,10 @@
 """Policy auto packs dropout masks where drawing them again costs more than packing, and never without dropout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import assert_as_eager
 from torch import nn
 
 import ackpt
@@ -43,14 +42,7 @@ def test_auto_packs_the_masks_of_a_bert(graph, profile):
     model, args, kwargs = bert(0.1)
     step = ackpt.compile(model, *args, budget=0.6, **kwargs)
     assert step.plan.schedule == plan.schedule
-    results = []
-    for call in (model, step):
-        torch.manual_seed(1)
-        model.zero_grad()
-        loss = call(*args, **kwargs)
-        loss.backward()
-        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()])
-    assert all(map(torch.equal, *results))
+    assert_as_eager(model, step, *args, **kwargs)
 
     def once():
         model.zero_grad(set_to_none=True)

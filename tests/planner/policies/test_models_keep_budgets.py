@@ -1,7 +1,5 @@
 """Small models of many kinds under the default policy: a budget is refused or kept, and they train as unplanned."""
 
-from __future__ import annotations
-
 import copy
 import re
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import assert_equal
+from conftest import assert_equal, fresh_step, model_of
 from torch import nn
 
 import ackpt
@@ -31,12 +29,7 @@ def with_labels():
 
 def llama():
     config = transformers.LlamaConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        **ENDS,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, **ENDS
     )
     return transformers.LlamaForCausalLM(config), {**with_labels(), "use_cache": False}
 
@@ -52,19 +45,18 @@ def convnext():
     return transformers.ConvNextForImageClassification(config), {"pixel_values": images, "labels": torch.tensor([1, 2])}
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS)
-        self.layers = nn.LSTM(32, 32, 3, dropout=0.2)
-
+def recurrent():
     def forward(self, input_ids):
         hidden, _ = self.layers(self.embedding(input_ids))
         return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), input_ids.flatten())}
 
+    return model_of(
+        forward, embedding=nn.Embedding(WORDS, 32), head=nn.Linear(32, WORDS), layers=nn.LSTM(32, 32, 3, dropout=0.2)
+    )
+
 
 def lstm():
-    return Recurrent(), {"input_ids": torch.randint(WORDS, (48, 4))}
+    return recurrent(), {"input_ids": torch.randint(WORDS, (48, 4))}
 
 
 MODELS = {"llama": llama, "distilbert": distilbert, "convnext": convnext, "lstm": lstm}
@@ -84,17 +76,14 @@ def train(model, step, kwargs):
 
 
 def measured(model, step, kwargs) -> int:
-    def once():
-        model.zero_grad()
-        step(**kwargs)["loss"].backward()
-
     inputs = [value for value in kwargs.values() if isinstance(value, torch.Tensor)]
-    return ackpt.measure(once, "cpu", resident=(model, *inputs), repeats=0).dynamic_peak_bytes
+    return ackpt.measure(
+        fresh_step(model, lambda: step(**kwargs)["loss"]), "cpu", resident=(model, *inputs), repeats=0
+    ).dynamic_peak_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_budgets_are_kept_or_refused(name):
-    torch.manual_seed(0)
     model, kwargs = MODELS[name]()
     model.train()
     initial, plain = copy.deepcopy(model.state_dict()), copy.deepcopy(model)

@@ -1,7 +1,5 @@
 """Policy mu-two: the paper's attributes by hand and by definition, and plans that keep their budget."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re

@@ -1,7 +1,5 @@
 """Policy auto where the device has a link: what a copy may hide behind computing is offloaded instead of run again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

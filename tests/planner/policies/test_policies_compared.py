@@ -1,7 +1,5 @@
 """The theory side by side: no policy is cheaper than one that covers it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from test_rotor import chains, equal, replay

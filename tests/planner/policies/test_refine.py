@@ -1,7 +1,5 @@
 """Plans with fewer recomputations: within their limit, cheaper, and sound."""
 
-from __future__ import annotations
-
 import pytest
 from planned_models import MODELS, SKIPS, line, traced
 

@@ -1,7 +1,5 @@
 """A policy may be a function of the user's own, wherever a policy is given."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

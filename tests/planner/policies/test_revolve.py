@@ -1,7 +1,5 @@
 """Binomial checkpointing: the table, the recursion it solves, and a replay of every schedule."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,13 +1,12 @@
 """rotor: the table, the paper's recursion, a replay of every schedule, and all schedules of short chains."""
 
-from __future__ import annotations
-
 import heapq
 import re
 from functools import cache
 from math import inf
 
 import pytest
+from conftest import raises
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -195,8 +194,7 @@ def test_a_refusal_names_the_smallest_budget(chain):
         least = int(re.search(r"feasible budget is (\d+) bytes", str(refused)).group(1))
         assert time_of(chain, least, 7) < inf
         assert textbook(chain, least - 1) == inf
-        with pytest.raises(BudgetError, match=f"is {least} bytes"):
-            rotor.solve(chain, least - 0.5)
+        raises(BudgetError, f"is {least} bytes", lambda: rotor.solve(chain, least - 0.5))
     else:
         assert textbook(chain, 0) < inf
 
@@ -237,13 +235,11 @@ def test_a_long_chain_is_solved():
     ],
 )
 def test_invalid_chains_are_refused(arguments, what):
-    with pytest.raises(ValueError, match=what):
-        rotor.Chain(*arguments)
+    raises(ValueError, what, lambda: rotor.Chain(*arguments))
 
 
 @pytest.mark.parametrize(
     "budget, slots, what", [(0, 500, "budget"), (-3, 500, "budget"), (9, 0, "slots"), (9, 2.5, "slots")]
 )
 def test_bad_input_is_refused(budget, slots, what):
-    with pytest.raises(ValueError, match=what):
-        rotor.solve(HETEROGENEOUS, budget, slots)
+    raises(ValueError, what, lambda: rotor.solve(HETEROGENEOUS, budget, slots))

@@ -1,7 +1,5 @@
 """A cache on disk: the same plan with and without it, no second search, and damaged files replaced with a warning."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gzip

@@ -1,13 +1,11 @@
 """Policy selective: the peaks of torch's checkpoint around every n-th block, to the byte; bit-equal steps."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_equal
+from conftest import assert_equal, raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -168,8 +166,7 @@ def test_blocks_are_the_inner_members_of_lists():
     ],
 )
 def test_wrong_options_are_refused(graph, options, message):
-    with pytest.raises(ValueError, match=message):
-        ackpt.plan(graph, policy="selective", **options)
+    raises(ValueError, message, lambda: ackpt.plan(graph, policy="selective", **options))
 
 
 def test_a_model_without_repeated_blocks():

@@ -1,12 +1,10 @@
 """Smaller values kept instead of larger ones: which they are, and that plans which keep them run as planned."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import assert_equal, model_of
 from torch import nn
 
 import ackpt
@@ -24,16 +22,14 @@ from experiments.steps.step_shapes import Shapes
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 3, "heads": 4, "vocab_size": 24}
 
 
-class Residual(nn.Module):
+def residual(dropout=0.0):
     """Products in bfloat16, sums and norms in float32, as under autocast on a GPU."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.product = nn.Linear(16, 16, dtype=torch.bfloat16)
-        self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(16)
-
-    def forward(self, x):
-        return self.norm(x + self.dropout(self.product(x.to(self.product.weight.dtype))))
+    return model_of(
+        lambda self, x: self.norm(x + self.dropout(self.product(x.to(self.product.weight.dtype)))),
+        product=nn.Linear(16, 16, dtype=torch.bfloat16),
+        dropout=nn.Dropout(dropout),
+        norm=nn.LayerNorm(16),
+    )
 
 
 def names(graph, storages):
@@ -49,30 +45,30 @@ def kept(model, price):
 
 
 def test_a_product_is_saved_instead_of_the_sum_that_adds_it():
-    before, after = kept(Residual(), price=1e9)
+    before, after = kept(residual(), price=1e9)
     assert "add" in before and "addmm" not in before
     assert "add" not in after and "addmm" in after
 
 
 def test_nothing_is_substituted_at_zero_cost():
-    before, after = kept(Residual(), price=0)
+    before, after = kept(residual(), price=0)
     assert before == after
 
 
 def test_dropout_masks_are_recomputed_with_their_results():
-    before, after = kept(Residual(dropout=0.5), price=1e9)
+    before, after = kept(residual(dropout=0.5), price=1e9)
     dropouts = [name for name in before if "dropout" in name]
     assert dropouts and not [name for name in after if "dropout" in name]
     assert "addmm" in after
 
 
 def test_sums_that_are_not_larger_than_their_product_are_saved():
-    before, after = kept(nn.Sequential(Residual(), Residual()).float(), price=1e9)
+    before, after = kept(nn.Sequential(residual(), residual()).float(), price=1e9)
     assert before.count("add") == after.count("add") == 2
 
 
 def test_large_graphs_have_fewer_tries(monkeypatch):
-    graph = ackpt.trace(nn.Sequential(*(Residual() for _ in range(3))), torch.ones(8, 16))
+    graph = ackpt.trace(nn.Sequential(*(residual() for _ in range(3))), torch.ones(8, 16))
     figures = profile(graph)
     many = substituted(graph, coarse_chain(graph), figures, costs(graph, figures))
     monkeypatch.setattr("ackpt.planner.policies.chains.substitutes._WALKED", len(graph.nodes) - 1)

@@ -1,7 +1,5 @@
 """Allocations by kind: the simulator's live bytes at every event, and what an infeasible budget consists of."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

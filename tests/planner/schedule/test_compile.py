@@ -1,7 +1,5 @@
 """Planned steps of whole models: bit-equal to eager under every plan, and as many bytes as the plan says."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,14 +1,17 @@
-"""Outputs that the caller drops before backward cost nothing after the forward; kept ones count to the end."""
+"""Outputs: dropped or kept, views of changed inputs, and those that backward does not reach."""
 
-from __future__ import annotations
+import itertools
 
 import pytest
 import torch
+from conftest import assert_as_eager, model_of, raises
 from torch import nn
 from torch.nn import functional as F
 
 import ackpt
 from ackpt.planner.policies import POLICIES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Classifier(nn.Module):
@@ -65,15 +68,10 @@ def test_outputs_kept_by_the_caller_are_refused_beyond_the_budget(given):
     model, *batch = given
     step = ackpt.compile(model, *batch, budget=0.8)
     returned = step(*batch)
-    with pytest.raises(ackpt.BudgetError, match=r"output 1 of shape \[64, 40\].*outputs='keep'"):
-        returned[0].backward()
+    raises(ackpt.BudgetError, r"output 1 of shape \[64, 40\].*outputs='keep'", lambda: returned[0].backward())
     del returned
     loss = step(*batch)[0]
     loss.backward()
-
-
-def test_outputs_kept_by_the_caller_are_allowed_within_the_budget(given):
-    model, *batch = given
     for budget in ("1MiB", None):
         step = ackpt.compile(model, *batch, budget=budget, policy="auto" if budget else "full")
         returned = step(*batch)
@@ -86,8 +84,7 @@ def test_the_model_itself_runs_only_if_its_outputs_fit_as_well(given):
     dropped = ackpt.compile(model, *batch).plan.peak_bytes
     step = ackpt.compile(model, *batch, budget=(kept + dropped) // 2)
     returned = step(*batch)
-    with pytest.raises(ackpt.BudgetError, match="still referenced"):
-        returned[0].backward()
+    raises(ackpt.BudgetError, "still referenced", lambda: returned[0].backward())
 
 
 def test_a_plan_for_dropped_outputs_is_refused_for_kept_ones(given):
@@ -101,30 +98,26 @@ def test_invalid_values_of_the_option_are_refused(given):
     model, *batch = given
     with pytest.raises(ValueError, match="outputs must be 'drop' or 'keep', got 'all'"):
         ackpt.compile(model, *batch, outputs="all")
-    with pytest.raises(ValueError, match="outputs must be 'drop' or 'keep', got 3"):
-        ackpt.trace(model, *batch, outputs=3)
+    raises(ValueError, "outputs must be 'drop' or 'keep', got 3", lambda: ackpt.trace(model, *batch, outputs=3))
 
 
-class Reshaped(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.second, self.function = nn.Linear(16, 16), nn.Linear(16, 16), function
-
+def reshaped(function):
     def forward(self, x):
         hidden = self.first(x)
         return self.second(hidden).tanh().mean(), self.function(hidden)
+
+    return model_of(forward, first=nn.Linear(16, 16), second=nn.Linear(16, 16), function=function)
 
 
 @pytest.mark.parametrize("function", [lambda h: h.view(4, 32), lambda h: h, lambda h: h[0]])
 @pytest.mark.parametrize("differentiate", ["loss", "all"])
 def test_an_output_that_is_changed_before_backward_reads_it(function, differentiate):
     """Eager raises an error; AOTAutograd does not notice a change of a single view."""
-    step = ackpt.compile(Reshaped(function), torch.randn(8, 16), policy="none", differentiate=differentiate)
+    step = ackpt.compile(reshaped(function), torch.randn(8, 16), policy="none", differentiate=differentiate)
     loss, output = step(torch.randn(8, 16))
     with torch.no_grad():
         output.mul_(2)
-    with pytest.raises(ackpt.CheckpointError, match="output 1 of shape .* was changed in place .*output.clone()"):
-        loss.backward()
+    raises(ackpt.CheckpointError, "output 1 of shape .* was changed in place .*output.clone()", loss.backward)
     loss, output = step(torch.randn(8, 16))
     output.clone().mul_(2)
     loss.backward()
@@ -140,12 +133,159 @@ def test_the_caller_may_change_an_output_that_backward_does_not_read(given, poli
     torch.manual_seed(0)
     model = Masked()
     step = ackpt.compile(model, *given[1:], policy=policy)
-    results = []
-    for call in (model, step):
-        model.zero_grad()
-        loss, logits = call(*given[1:])
+
+    def change(outputs):
+        loss, logits = outputs
         logits[:, 0] = -1e9
         logits.mul_(2)
-        loss.backward()
-        results.append([logits, *(parameter.grad for parameter in model.parameters())])
+        return loss
+
+    assert_as_eager(model, step, *given[1:], loss=change)
+
+
+def make_model(function):
+    """Adds one to its input, in place."""
+
+    def forward(self, x):
+        x.add_(1)
+        return self.function(x, self.weight)
+
+    return model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), function=function)
+
+
+CASES = {
+    "a view": lambda x, w: (x.t(), (x.sin() @ w).sum()),
+    "a part, which backward does not read": lambda x, w: (x[1:], w.sin()),
+    "itself, which backward reads": lambda x, w: (x, (x @ w).sin()),
+    "a copy": lambda x, w: (x.clone(), (x @ w).sin()),
+    "two views": lambda x, w: (x.t(), x.view(-1), (x @ w).tanh().sin()),
+}
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("name", CASES)
+def test_planned_as_measured(name, policy):
+    model, x = make_model(CASES[name]), torch.randn(3, 4)
+    expected = [output.detach().clone() for output in model(x.clone())]
+    step = ackpt.compile(model, x, policy=policy, differentiate="all")
+    own = x.clone()
+    found = step(own)
+    assert all(map(torch.equal, found, expected))
+    assert (found[0].data_ptr() == own.data_ptr()) is (name not in ("a copy", "a part, which backward does not read"))
+
+    def once():
+        model.zero_grad()
+        last = step(x)[-1]
+        last.backward(torch.ones_like(last))
+
+    del found
+    measured = ackpt.measure(once, "cpu", resident=(model, x), repeats=0)
+    assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+
+
+def views(function):
+    return model_of(
+        lambda self, x, y: (self.function(x, y), self.layer(y).sum()), layer=nn.Linear(6, 6), function=function
+    )
+
+
+CHANGED = {
+    "a view of the other": lambda x, y: (x.add_(100), y[0])[1],
+    "a view of the one": lambda x, y: (y.add_(100), y[0])[1],
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("parts", [lambda x: (x, x[1:]), lambda x: (x[:3], x[1:]), lambda x: (x[1:], x)])
+def test_a_view_of_inputs_that_share_memory_is_refused_if_one_is_changed(name, parts):
+    with pytest.raises(ackpt.TraceError, match="output 0 of the model is a view of an input that shares memory"):
+        ackpt.compile(views(CHANGED[name]), *parts(torch.arange(24.0).view(4, 6)), policy="full")
+
+
+KEPT = {
+    "the input itself": lambda x, y: (x.add_(100), y)[1],
+    "a copy": lambda x, y: (x.add_(100), y[0].clone())[1],
+    "nothing changed": lambda x, y: y[0],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_outputs_of_inputs_that_share_memory(name):
+    model, results = views(KEPT[name]), []
+    x = torch.arange(24.0).view(4, 6)
+    step = ackpt.compile(model, x, x[1:], policy="full")
+    for call in (model, step):
+        x = torch.arange(24.0).view(4, 6)
+        results.append([x, *call(x, x[1:])])
     assert all(map(torch.equal, *results))
+
+
+class Two(nn.Module):
+    """Two heads on one trunk; a third output is a view of the first, and one parameter is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        h = self.trunk(x).sin()
+        left = self.left(h).cos()
+        return left, self.right(x).tanh(), h.detach().sum(), left * 2
+
+
+STEPS = {
+    "ackpt.compile": lambda model, x: ackpt.compile(model, x, differentiate="all"),
+    "dynamo": lambda model, x: torch.compile(model, backend="ackpt", options={"differentiate": "all"}),
+}
+DIFFERENTIABLE = (0, 1, 3)
+REACHED = [c for size in (1, 2, 3) for c in itertools.combinations(DIFFERENTIABLE, size)]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_parameters_that_backward_does_not_reach_have_no_gradient(name):
+    model, x = Two(), torch.randn(2, 4)
+    torch._dynamo.reset()
+    step = STEPS[name](model, x)
+    for reached in REACHED:
+        assert_as_eager(model, step, x, loss=lambda outputs: sum(outputs[place].sum() for place in reached))  # noqa: B023
+
+
+def test_an_optimizer_skips_parameters_without_a_gradient():
+    model, x = Two(), torch.randn(2, 4)
+    before = model.right.weight.detach().clone()
+    step = ackpt.compile(model, x, differentiate="all")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    step(x)[0].sum().backward()
+    optimizer.step()
+    assert torch.equal(model.right.weight, before)
+
+
+def test_the_peak_stays_as_planned():
+    model, x = Two(), torch.randn(2, 4)
+    step = ackpt.compile(model, x, policy="none", differentiate="all", outputs="keep")
+
+    def once(places):
+        model.zero_grad()
+        outputs = step(x)
+        reached = [outputs[place] for place in places]
+        torch.autograd.backward(reached, [torch.ones_like(output) for output in reached])
+
+    def peak(places):
+        return ackpt.measure(lambda: once(places), "cpu", resident=(model, x), repeats=0).dynamic_peak_bytes
+
+    assert peak(DIFFERENTIABLE) == step.plan.dynamic_peak_bytes
+
+
+def test_a_gradient_that_is_always_zero_is_zero():
+    class Signed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.size, self.sign = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return (torch.copysign(self.size, self.sign) * x).sum()
+
+    model, x = Signed(), torch.randn(4)
+    ackpt.compile(model, x)(x).backward()
+    assert model.sign.grad is not None and not model.sign.grad.any()

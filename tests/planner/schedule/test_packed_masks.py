@@ -1,11 +1,10 @@
 """Packed dropout masks: a bit per element between forward and backward, and the same bits as in eager afterwards."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
+from conftest import model_of, raises
 from dynamic_steps import Words, check, ids
 from torch import nn
 from torch.nn import functional as F
@@ -118,14 +117,11 @@ def test_impossible_steps_are_refused(graph):
     saving, packing = everything(graph), all_packed(graph)
     mask = packing.packed[0]
     other = next(storage for storage in saving.saved if storage not in graph.analysis.masks)
-    with pytest.raises(ScheduleError, match="cannot be packed"):
-        packed(graph, saving, [other])
-    with pytest.raises(ScheduleError, match="cannot be packed"):
-        packed(graph, packing, [mask])
+    raises(ScheduleError, "cannot be packed", lambda: packed(graph, saving, [other]))
+    raises(ScheduleError, "cannot be packed", lambda: packed(graph, packing, [mask]))
 
     def refused(match, **changes):
-        with pytest.raises(ScheduleError, match=match):
-            simulate(graph, profile(graph), dataclasses.replace(packing, **changes))
+        raises(ScheduleError, match, lambda: simulate(graph, profile(graph), dataclasses.replace(packing, **changes)))
 
     pack, free, unpack = Step(PACK, mask), Step(FREE, mask), Step(UNPACK, mask)
     forward, backward = packing.forward, packing.backward
@@ -172,16 +168,10 @@ def test_a_packed_plan_survives_a_file(tmp_path, graph):
     model, x = deep(), torch.ones(ROWS, WIDTH)
     step = ackpt.compile(model, x, plan=again)
     assert step.plan.schedule == plan.schedule
-    results = []
-    for call in (model, step):
-        torch.manual_seed(1)
-        model.zero_grad()
-        call(x).sum().backward()
-        results.append([*(p.grad.clone() for p in model.parameters()), torch.get_rng_state()])
-    assert all(map(torch.equal, *results))
+    assert all(map(torch.equal, results(model, model, x), results(model, step, x)))
 
 
-def results(model, call, x, autocast: bool):
+def results(model, call, x, autocast: bool = False):
     torch.manual_seed(1)
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -237,9 +227,7 @@ def test_masks_of_all_lengths_are_packed():
 
 
 def test_outputs_of_the_step_are_not_packed():
-    class Returned(nn.Module):
-        def forward(self, x):
-            return F.dropout(torch.ones_like(x), 0.3), x.sum()
-
-    graph = ackpt.trace(Returned(), torch.ones(4, 4, requires_grad=True))
+    graph = ackpt.trace(
+        model_of(lambda self, x: (F.dropout(torch.ones_like(x), 0.3), x.sum())), torch.ones(4, 4, requires_grad=True)
+    )
     assert not graph.analysis.masks.keys() & graph.analysis.callers

@@ -1,13 +1,12 @@
 """Plans: fates, table, JSON that reads back, the graph they belong to, and the policies that make them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import fresh_step, model_of, raises
 from planned_models import Mean
 from random_fates import planned
 from torch import nn
@@ -79,17 +78,15 @@ def test_the_table_has_one_line_for_equal_layers(graph):
 
 
 def test_several_activations_of_equal_layers_are_counted_once():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
+    def twice():
         def forward(self, x):
             for _ in range(2):
                 x = torch.tanh(self.layer(x))
             return x
 
-    plan = ackpt.plan(ackpt.trace(nn.Sequential(Twice(), Twice()), torch.ones(4, 8)))
+        return model_of(forward, layer=nn.Linear(8, 8))
+
+    plan = ackpt.plan(ackpt.trace(nn.Sequential(twice(), twice()), torch.ones(4, 8)))
     assert any(" 4 x * (tanh): 128 B each, " in line for line in plan.table().splitlines())
 
 
@@ -111,44 +108,39 @@ def test_a_plan_reads_back_and_runs(graph, tmp_path):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
-def test_a_truncated_file_is_refused(graph, tmp_path, share):
-    text = ackpt.plan(graph).save(tmp_path / "plan.json").read_text()
-    (tmp_path / "plan.json").write_text(text[: int(share * len(text))])
-    with pytest.raises(PlanError, match="is not a plan: .*truncated"):
-        ackpt.Plan.load(tmp_path / "plan.json")
-
-
 def without(key):
     return lambda data: {name: value for name, value in data.items() if name != key}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: [], "not a plan of this version"),
-        (lambda data: 3, "not a plan of this version"),
-        (lambda data: {**data, "version": 99}, "not a plan of this version"),
-        (lambda data: {**data, "schema": "other"}, "not a plan of this version"),
-        (without("schedule"), "not a complete plan .*schedule"),
-        (without("peak_bytes"), "not a complete plan .*peak_bytes"),
-        (lambda data: {**data, "schedule": None}, "not a complete plan"),
-        (lambda data: {**data, "activations": [{}]}, "not a complete plan"),
-    ],
-)
+def edited(change):
+    return lambda text: json.dumps(change(json.loads(text)))
+
+
+NO_PLANS = [
+    *(
+        (lambda text, share=share: text[: int(share * len(text))], "is not a plan: .*truncated")
+        for share in (0, 0.3, 0.9, 0.999)
+    ),
+    (edited(lambda data: []), "not a plan of this version"),
+    (edited(lambda data: 3), "not a plan of this version"),
+    (edited(lambda data: {**data, "version": 99}), "not a plan of this version"),
+    (edited(lambda data: {**data, "schema": "other"}), "not a plan of this version"),
+    (edited(without("schedule")), "not a complete plan .*schedule"),
+    (edited(without("peak_bytes")), "not a complete plan .*peak_bytes"),
+    (edited(lambda data: {**data, "schedule": None}), "not a complete plan"),
+    (edited(lambda data: {**data, "activations": [{}]}), "not a complete plan"),
+    *(
+        (edited(lambda data, name=name: {**data, name: 1}), "plan.json was changed after it was saved.*plan again")
+        for name in ("peak_bytes", "limit_bytes", "flops", "cost", "policy", "digest")
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), NO_PLANS)
 def test_a_file_that_is_no_plan_is_refused(graph, tmp_path, change, message):
     path = ackpt.plan(graph).save(tmp_path / "plan.json")
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(PlanError, match=message):
-        ackpt.Plan.load(path)
-
-
-@pytest.mark.parametrize("name", ["peak_bytes", "limit_bytes", "flops", "cost", "policy", "digest"])
-def test_a_file_that_was_changed_by_hand_is_refused(graph, tmp_path, name):
-    path = ackpt.plan(graph).save(tmp_path / "plan.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), name: 1}))
-    with pytest.raises(PlanError, match="plan.json was changed after it was saved.*plan again"):
-        ackpt.Plan.load(path)
+    path.write_text(change(path.read_text()))
+    raises(PlanError, message, lambda: ackpt.Plan.load(path))
 
 
 @pytest.mark.parametrize(
@@ -161,8 +153,7 @@ def test_a_file_that_was_changed_by_hand_is_refused(graph, tmp_path, name):
     ],
 )
 def test_a_plan_that_says_other_bytes_than_its_schedule_is_refused(graph, change, message):
-    with pytest.raises(PlanError, match=message):
-        ackpt.compile(model(), X, plan=replace(ackpt.plan(graph), **change))
+    raises(PlanError, message, lambda: ackpt.compile(model(), X, plan=replace(ackpt.plan(graph), **change)))
 
 
 @pytest.mark.parametrize("steps", [(), (Step("compute", 10**6),), (Step("free", 0),), (Step("compute", "x"),)])
@@ -185,13 +176,11 @@ def test_a_plan_without_optimizer_state_is_refused_for_a_step_with_it(graph):
 
 
 def test_a_missing_file_is_named(graph, tmp_path):
-    with pytest.raises(ackpt.RecordError, match="is a folder: name a file in it"):
-        ackpt.plan(graph).save(tmp_path)
+    raises(ackpt.RecordError, "is a folder: name a file in it", lambda: ackpt.plan(graph).save(tmp_path))
     with pytest.raises(FileNotFoundError):
         ackpt.Plan.load(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match="is not a plan"):
-        ackpt.Plan.load(tmp_path / "binary")
+    raises(PlanError, "is not a plan", lambda: ackpt.Plan.load(tmp_path / "binary"))
 
 
 @pytest.mark.parametrize("change", ["dtype", "model"])
@@ -201,11 +190,9 @@ def test_a_plan_for_another_graph_is_refused(graph, change):
         own, x = own.double(), X.double()
     else:
         own[0] = nn.ReLU()
-    with pytest.raises(PlanError, match="made for another graph .*Plan again"):
-        ackpt.compile(own, x, plan=plan)
+    raises(PlanError, "made for another graph .*Plan again", lambda: ackpt.compile(own, x, plan=plan))
     step = ackpt.compile(model(), X, plan=plan)
-    with pytest.raises(PlanError, match="a part of a larger tensor.*clone"):
-        step(X[:3])
+    raises(PlanError, "a part of a larger tensor.*clone", lambda: step(X[:3]))
     step(X[:3].clone())
 
 
@@ -218,8 +205,7 @@ def test_a_plan_excludes_options_that_make_one(graph, what, value):
 def test_an_unknown_policy_is_refused_with_the_known_ones(graph):
     names = ", ".join(POLICIES)
     for call in (lambda: ackpt.plan(graph, policy="magic"), lambda: ackpt.compile(model(), X, policy="magic")):
-        with pytest.raises(ValueError, match=f"policy 'magic' is not known; the policies are {names}"):
-            call()
+        raises(ValueError, f"policy 'magic' is not known; the policies are {names}", call)
     for name, message in [
         ("ful", r"'ful' is not known \(did you mean 'full'\?\); the"),
         (["full"], r"\['full'\] is not"),
@@ -239,8 +225,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(graph):
     ],
 )
 def test_unknown_options_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        ackpt.compile(model(), X, options=options)
+    raises(error, message, lambda: ackpt.compile(model(), X, options=options))
 
 
 def test_a_keyword_that_the_model_does_not_take_is_refused_with_those_of_compile():
@@ -266,12 +251,10 @@ def test_manual_fates_are_used_or_refused_by_name(graph):
     for fates in ([names[0]], None, "saved", 3):
         with pytest.raises(TypeError, match="fates must be a dict {name of an activation: fate}, got"):
             ackpt.plan(graph, policy="manual", fates=fates)
-    with pytest.raises(TypeError, match="fates"):
-        ackpt.plan(graph, policy="manual")
+    raises(TypeError, "fates", lambda: ackpt.plan(graph, policy="manual"))
 
 
 def test_values_without_a_fate_are_saved_only_if_backward_reads_them():
-    torch.manual_seed(0)
     chain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), Mean())
     graph = ackpt.trace(chain, X)
     none = ackpt.plan(graph)
@@ -299,11 +282,7 @@ def test_random_fates_have_their_planned_bytes(seed):
     own = model()
     step = planned(own, f"manual {seed}", X)
 
-    def once():
-        own.zero_grad()
-        step(X).backward()
-
-    found = ackpt.measure(once, "cpu", resident=(own, X), repeats=0)
+    found = ackpt.measure(fresh_step(own, lambda: step(X)), "cpu", resident=(own, X), repeats=0)
     assert found.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
     assert found.flops == step.plan.flops
 

@@ -1,19 +1,22 @@
-"""The modules that run a schedule, and the proof that finds any that take other bytes than were simulated."""
+"""The modules that run a schedule, their listings, and the proof that finds any that take other bytes."""
 
-from __future__ import annotations
-
-import copy
 import sys
 import types
+import weakref
 
 import pytest
 import torch
-from torch import nn
+from conftest import assert_equal, raises
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ackpt
 from ackpt.graph import PlannedStep, RewriteError, lower, rewrite
+from ackpt.planner.request import Request
 from ackpt.planner.schedule.added_operations import run_again, run_and_save
-from ackpt.planner.schedule.listing import Line
+from ackpt.planner.schedule.listing import Line, Listing, boxed
+from ackpt.planner.schedule.proof import FakeResults, fake_results, storages_in
 from ackpt.planner.schedule.schedule import missing, scheduled
 
 
@@ -55,22 +58,6 @@ def test_replaying_gives_the_same_numbers_and_leaves_the_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_rewritten_steps_are_bit_equal_to_eager(policy):
-    eager = model()
-    planned = copy.deepcopy(eager)
-    step = ackpt.compile(planned, torch.ones(3, 4), policy=policy)
-    for seed in range(3):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
-        for call in (eager, step):
-            torch.manual_seed(seed)
-            call(x).square().sum().backward()
-    for expected, found in zip(eager.parameters(), planned.parameters()):
-        assert torch.equal(expected.grad, found.grad)
-    for expected, found in zip(eager.buffers(), planned.buffers()):
-        assert torch.equal(expected, found)
-
-
 def longer_lived(listing):
     """Hold the result of the first product to the end, by using it again in the last operation."""
     first = next(line for line in listing.lines if line.target is torch.ops.aten.addmm.default)
@@ -87,8 +74,7 @@ def test_a_module_with_other_bytes_is_reported(graph, monkeypatch):
         return rewritten
 
     monkeypatch.setattr(implementation, "_rewritten", tampered)
-    with pytest.raises(RewriteError, match="bytes live.*were simulated"):
-        rewrite(graph, lower(graph, ()))
+    raises(RewriteError, "bytes live.*were simulated", lambda: rewrite(graph, lower(graph, ())))
 
 
 class Views(nn.Module):
@@ -131,13 +117,158 @@ def test_one_node_is_recomputed_for_every_use():
     assert all(node.users for node in values)  # each run is read
 
 
-def test_views_are_those_of_the_latest_run():
-    eager, planned = views(), views()
-    step = PlannedStep(planned, lambda graph: types.SimpleNamespace(schedule=for_every_use(graph), limit_bytes=None))
-    for seed in range(2):
+def for_policy(policy):
+    return lambda graph: ackpt.plan(graph, policy=policy).schedule
+
+
+@pytest.mark.parametrize(
+    "make, schedule", [(model, for_policy("none")), (model, for_policy("full")), (views, for_every_use)]
+)
+def test_rewritten_steps_are_bit_equal_to_eager(make, schedule):
+    eager, planned = make(), make()
+    lowered = lambda graph: types.SimpleNamespace(schedule=schedule(graph), limit_bytes=None)  # noqa: E731
+    step = PlannedStep(planned, Request(planner=lowered, differentiate="all"))
+    for seed in range(3):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
         for call in (eager, step):
             torch.manual_seed(seed)
-            call(x).backward()
-    for expected, found in zip(eager.parameters(), planned.parameters()):
-        assert torch.equal(expected.grad, found.grad)
+            call(x).square().sum().backward()
+    assert_equal([p.grad for p in eager.parameters()], [p.grad for p in planned.parameters()], "gradient")
+    assert_equal([*eager.buffers()], [*planned.buffers()], "buffer")
+
+
+def mixed(x, index):
+    """Operations with lists, missing arguments, keywords, dtypes, constants and results that nothing reads."""
+    table = torch.tensor([1.0, float("inf")])
+    x.sort()
+    picked = torch.ops.aten.index.Tensor(x, [None, index]).clamp(min=-1e-30).to(torch.float64)
+    where = torch.where(picked > 0, picked, float("-inf")) + torch.full((2,), float("nan"), dtype=torch.float64).isnan()
+    return where[1:, ::2], x.std(dim=[0], correction=0, keepdim=True), table
+
+
+def captured() -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    args = [torch.randn(3, 4), torch.tensor([0, 2])]
+    return make_fx(mixed, tracing_mode="fake")(*args), args
+
+
+def test_a_listing_is_turned_back_into_its_graph():
+    module, args = captured()
+    again = fx.GraphModule(module, Listing.from_graph(module.graph).graph())
+    one, other = (
+        [(node.op, node.name, str(node.target), str(node.args), str(node.kwargs)) for node in each.graph.nodes]
+        for each in (module, again)
+    )
+    assert one == other
+    assert all(map(torch.equal, again(*args), module(*args)))
+
+
+def test_the_code_of_a_listing_gives_the_results_of_the_module():
+    module, args = captured()
+    given = list(args)
+    results = boxed(module, Listing.from_graph(module.graph))(given)
+    assert given == []
+    assert all(map(torch.equal, results, module(*args)))
+
+
+def test_the_code_frees_every_value_after_its_last_use():
+    seen: list[weakref.ref] = []
+    alive: list[list[bool]] = []
+
+    def make(*others):
+        alive.append([each() is not None for each in seen])
+        made = torch.ones(2)
+        seen.append(weakref.ref(made))
+        return made
+
+    first = Line("call_function", make)
+    second = Line("call_function", make, (first,))
+    unread = Line("call_function", make)
+    third = Line("call_function", make, (second,))
+    fourth = Line("call_function", make, ([third],), {})
+    listing = Listing([first, second, unread, third, fourth, Line("output", "output", ((fourth,),))])
+    (result,) = boxed(nn.Module(), listing)([])
+    assert alive == [[], [True], [False, True], [False, True, False], [False, False, False, True]]
+    assert [each() is result for each in seen] == [False, False, False, False, True]
+
+
+aten = torch.ops.aten
+
+
+class Counted:
+    """An operation that counts how often it runs."""
+
+    def __init__(self, operation):
+        self.operation, self.count = operation, 0
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        return self.operation(*args, **kwargs)
+
+
+@pytest.fixture
+def results():
+    with FakeTensorMode():
+        yield FakeResults()
+
+
+def test_equal_arguments_run_once_and_give_new_storages(results):
+    add = Counted(aten.add.Tensor)
+    x, y = (results.given(name, torch.empty(4, 4)) for name in "xy")
+    first, second = results.run(add, (x, x), {}), results.run(add, (y, y), {})
+    assert add.count == 1
+    assert first.layout is second.layout and first.layout.bytes == 64
+    assert len({x.storage, y.storage, first.storage, second.storage}) == 4
+    results.run(add, (x, y), {})  # two storages
+    assert add.count == 2
+
+
+@pytest.mark.parametrize("one, other", [((1,), (1.0,)), ((True,), (1,)), (([2, 2],), ([4, 1],))])
+def test_other_arguments_are_computed_again(results, one, other):
+    fill = Counted(lambda x, value: torch.full((2,), value) if not isinstance(value, list) else x.view(value))
+    x = results.given("x", torch.empty(4))
+    assert results.run(fill, (x, *one), {}).layout is not results.run(fill, (x, *other), {}).layout
+    assert fill.count == 2
+
+
+def test_tensors_with_other_strides_offsets_or_storages_are_computed_again(results):
+    relu = Counted(aten.relu.default)
+    whole = torch.empty(4, 4)
+    tensors = whole, whole.t(), whole[1:], torch.empty(3, 4), torch.empty(12)[:4].view(2, 2), torch.empty(2, 2)
+    for name, tensor in enumerate(tensors):
+        results.run(relu, (results.given(name, tensor),), {})
+    assert relu.count == len(tensors)
+
+
+def test_an_alias_has_the_storage_of_its_argument_also_where_two_have_equal_layouts(results):
+    second = Counted(lambda x, y: (y.view(-1), x + y))
+    x, y, z = (results.given(name, torch.empty(4, 4)) for name in "xyz")
+    alias, new = results.run(second, (x, y), {})
+    assert alias.storage == y.storage and new.storage not in (x.storage, y.storage)
+    alias, new = results.run(second, (z, x), {})
+    assert alias.storage == x.storage and second.count == 1
+    alias, _ = results.run(second, (y, y), {})
+    assert alias.storage == y.storage
+    assert storages_in([x, (y, None), alias]) == {x.storage: 64, y.storage: 64}
+
+
+def test_a_conjugate_and_a_constant_are_told_apart(results):
+    real = Counted(aten.view_as_real.default)
+    x = torch.empty(3, dtype=torch.complex64)
+    results.run(real, (results.given("x", x),), {})
+    raises(RuntimeError, "conjugated", lambda: results.run(real, (results.given("conj", x.conj()),), {}))
+    with unset_fake_temporarily():
+        one, other = torch.tensor([1]), torch.tensor([2])
+    same = Counted(lambda x: x)
+    results.run(same, (results.given("one", one),), {})
+    results.run(same, (results.given("other", other),), {})
+    assert same.count == 2
+
+
+def test_a_second_proof_of_a_graph_runs_only_operations_with_other_arguments():
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(6)]
+    graph = ackpt.trace(torch.nn.Sequential(*blocks), torch.ones(4, 8))
+    rewrite(graph, lower(graph, graph.analysis.savable))
+    known = len(fake_results(graph)._results)
+    assert known < len(graph.nodes) / 2  # of six equal layers
+    rewrite(graph, lower(graph, ()))
+    assert len(fake_results(graph)._results) == known

@@ -1,16 +1,16 @@
 """Schedules: what is saved follows from the order; recomputation comes late, once, and only where it is needed."""
 
-from __future__ import annotations
-
-import dataclasses
+import random
 
 import pytest
 import torch
+from conftest import raises
 from torch import nn
 
 import ackpt
 from ackpt.graph import ScheduleError, lower, profile, scheduled, simulate
-from ackpt.planner.schedule.schedule import COMPUTE, FREE, Step
+from ackpt.planner.capture.joint_graph import BACKWARD
+from ackpt.planner.schedule.schedule import COMPUTE, FREE, frees, live_before_backward, recompute_late, unpacked_at_once
 
 
 @pytest.fixture(scope="module")
@@ -62,35 +62,7 @@ def test_every_free_follows_the_last_use(graph):
 def test_writing_operations_are_not_recomputed():
     graph = ackpt.trace(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()), torch.ones(3, 4))
     copy = next(node.id for node in graph.nodes if node.target == "aten.copy_.default")
-    with pytest.raises(ScheduleError, match="cannot be recomputed: it changes its argument"):
-        scheduled(graph, None, [copy])
-
-
-def test_the_simulator_refuses_what_cannot_run(graph):
-    schedule = lower(graph, graph.analysis.savable)
-    first = next(step for step in schedule.forward if step.kind == COMPUTE and graph.analysis.allocated.get(step.id))
-    at = schedule.forward.index(first)
-    without = schedule.forward[:at] + schedule.forward[at + 1 :]
-    with pytest.raises(ScheduleError, match="which is not live"):
-        simulate(graph, profile(graph), changed(schedule, forward=without))
-    twice = schedule.forward[: at + 1] + (first,) + schedule.forward[at + 1 :]
-    with pytest.raises(ScheduleError, match="computed while its result is still live"):
-        simulate(graph, profile(graph), changed(schedule, forward=twice))
-    storage = graph.nodes[first.id].storages[0]
-    with pytest.raises(ScheduleError, match="is freed, but it is not live"):
-        simulate(graph, profile(graph), changed(schedule, forward=(Step(FREE, storage), *schedule.forward)))
-
-
-def changed(schedule, **values):
-    return dataclasses.replace(schedule, **values)
-
-
-def test_schedules_and_profiles_of_another_graph_are_refused(graph):
-    other = ackpt.trace(nn.Linear(4, 4), torch.ones(2, 4))
-    with pytest.raises(ScheduleError, match="this schedule was made for another graph"):
-        simulate(graph, profile(graph), lower(other, ()))
-    with pytest.raises(ScheduleError, match="this profile was made for another graph"):
-        simulate(graph, profile(other), lower(graph, ()))
+    raises(ScheduleError, "cannot be recomputed: it changes its argument", lambda: scheduled(graph, None, [copy]))
 
 
 def test_the_bytes_of_a_step_counted_by_hand(graph):
@@ -99,3 +71,75 @@ def test_the_bytes_of_a_step_counted_by_hand(graph):
     assert everything.saved_bytes == 3 * value  # the results of the three Tanh
     assert everything.resident_bytes == 3 * (weight + bias) + value
     assert everything.timeline.live[-1] == 2 * value + 3 * (weight + bias)  # output, its gradient, and all gradients
+
+
+class Net(torch.nn.Module):
+    """Views, several results of one operation, batch norm, and random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(8, 24), torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 8)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        for _ in range(3):
+            a, b, c = self.norm(self.first(x)).tanh().chunk(3, 1)
+            x = self.last(self.dropout(torch.cat([a * b, b.exp(), c.max(0).values + a], 1))) + x
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def drawn_graph():
+    return ackpt.trace(Net(), torch.randn(16, 8))
+
+
+def one_by_one(drawn_graph, order):
+    """(position, storage) of every free in backward, and the storages that are needed before."""
+    analysis = drawn_graph.analysis
+    found, later = [], set()
+    for position in range(len(order) - 1, -1, -1):
+        for storage in analysis.accessed[BACKWARD][order[position]]:
+            if storage not in later:
+                later.add(storage)
+                found.append((position, storage))
+        later -= analysis.allocated.get(order[position], set())
+    return found[::-1], later
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_frees_are_those_found_one_by_one(drawn_graph, seed):
+    analysis = drawn_graph.analysis
+    chooser = random.Random(seed)
+    share = chooser.random()
+    saved = {s for s in sorted(analysis.savable) if chooser.random() < share}
+    readers = analysis.needed_backward
+    order = unpacked_at_once(drawn_graph, recompute_late(analysis, readers, live_before_backward(analysis, saved)))
+    freed = frees(drawn_graph, order, BACKWARD)
+    assert (list(zip(freed.positions.tolist(), freed.storages.tolist())), set(freed.needed.tolist())) == one_by_one(
+        drawn_graph, order
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_results_are_taken_right_after_their_operation_so_nothing_is_freed_later(drawn_graph, seed):
+    analysis, chooser = drawn_graph.analysis, random.Random(seed)
+    live = live_before_backward(analysis, {s for s in sorted(analysis.savable) if chooser.random() < 0.2})
+    order = recompute_late(analysis, analysis.needed_backward, live)
+    unpacked = unpacked_at_once(drawn_graph, order)
+    assert sorted(unpacked) == sorted(order) and unpacked_at_once(drawn_graph, unpacked) == unpacked
+    for position, node in enumerate(unpacked):
+        if node in analysis.taken_from:
+            before = unpacked[position - 1]
+            assert analysis.taken_from.get(before, before) == analysis.taken_from[node]
+
+    def last_users(nodes):  # by storage
+        freed = frees(drawn_graph, nodes, BACKWARD)
+        return dict(zip(freed.storages.tolist(), (nodes[at] for at in freed.positions.tolist())))
+
+    before, after = last_users(order), last_users(unpacked)
+    place = {node: position for position, node in enumerate(order)}
+    assert all(place[after[s]] <= place[before[s]] for s in before)
+
+
+def test_an_empty_order_frees_nothing(drawn_graph):
+    assert [len(part) for part in frees(drawn_graph, [], BACKWARD)] == [0, 0, 0]

@@ -1,11 +1,10 @@
 """The simulator against timelines counted by hand, in tensors of four floats, and everything that it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
+from conftest import model_of, raises
 from torch import nn
 
 import ackpt
@@ -17,20 +16,13 @@ B = 16  # bytes of a tensor
 STATE = torch.get_rng_state().numel()
 
 
-class Model(nn.Module):
+def model(function):
     """A function of ``x * w``, both of four floats."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x * self.w)
+    return model_of(lambda self, x: self.function(x * self.w), w=nn.Parameter(torch.randn(4)), function=function)
 
 
 def traced(function):
-    return ackpt.trace(Model(function), torch.randn(4))
+    return ackpt.trace(model(function), torch.randn(4))
 
 
 def exp_and_sin():
@@ -207,5 +199,4 @@ def test_a_schedule_that_cannot_run_is_refused(name):
     change, message = CANNOT_RUN[name]
     graph = exp_and_sin()
     schedule = everything(graph)
-    with pytest.raises(ScheduleError, match=message):
-        simulate(graph, costs(graph), changed(schedule, **change(graph, schedule)))
+    raises(ScheduleError, message, lambda: simulate(graph, costs(graph), changed(schedule, **change(graph, schedule))))

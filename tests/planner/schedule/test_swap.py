@@ -1,8 +1,5 @@
 """Offload in schedules: where copies start and end, what they take and how long they make computing wait."""
 
-from __future__ import annotations
-
-import copy
 import dataclasses
 import json
 import sys
@@ -10,6 +7,7 @@ import types
 
 import pytest
 import torch
+from conftest import assert_as_eager, raises
 from torch import nn
 
 import ackpt
@@ -182,27 +180,19 @@ def away_and_again(graph):
 
 def test_an_offloaded_step_is_bit_equal_and_has_the_simulated_peak():
     model, x = deep()
-    plain = copy.deepcopy(model)
     step = planned(model, away_and_again)
     step.prepare(x)
     graph = ackpt.trace(model, x)
     found = simulate(graph, profile(graph, workspace="measured"), step.plan.schedule)
     assert len(step.plan.schedule.offloaded) == 3 and found.recompute_flops > 0
 
-    def run(call, inputs=x):
-        output = call(inputs)
-        output.backward(torch.ones_like(output))
-
     for seed in range(2):
-        inputs = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        for call in (plain, step):
-            run(call, inputs)
-    for expected, gradient in zip(plain.parameters(), model.parameters()):
-        assert torch.equal(expected.grad, gradient.grad)
+        assert_as_eager(model, step, torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
 
     def fresh():
         model.zero_grad()
-        run(step)
+        output = step(x)
+        output.backward(torch.ones_like(output))
 
     measured = ackpt.measure(fresh, "cpu", resident=(model, x), warmup=1, repeats=0)
     assert measured.dynamic_peak_bytes == found.peak_with_host_bytes > found.peak_bytes
@@ -290,8 +280,7 @@ def test_schedules_that_cannot_run_are_refused(graph, tanhs):
     for storages in ([output], [weight]):
         with pytest.raises(ScheduleError, match="are not saved, or the caller holds them"):
             offloaded(graph, everything(graph), storages, profile(graph))
-    with pytest.raises(ScheduleError, match="offloads already"):
-        offloaded(graph, away, [tanhs[1]], profile(graph))
+    raises(ScheduleError, "offloads already", lambda: offloaded(graph, away, [tanhs[1]], profile(graph)))
 
 
 def names_of(graph, storages):
@@ -322,8 +311,7 @@ def test_plan_files_from_before_offload_are_read(graph, tmp_path):
     assert Plan.load(path) == plan
     data["schedule"]["forward"][0] = ["offload"]
     path.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match="is not a complete plan"):
-        Plan.load(path)
+    raises(PlanError, "is not a complete plan", lambda: Plan.load(path))
 
 
 def test_without_a_link_nothing_is_offloaded(graph, tanhs):
@@ -340,30 +328,23 @@ def test_a_plan_that_offloads_does_not_run_on_the_cpu():
     graph = ackpt.trace(model, x)
     name = names_of(graph, offloadable(graph, everything(graph)))[0]
     plan = ackpt.plan(graph, policy="manual", profile=profile(graph, "h200"), fates={name: "offloaded"})
-    with pytest.raises(PlanError, match="this plan offloads, but the model is on the CPU"):
-        ackpt.compile(model, x, plan=plan)
+    raises(PlanError, "this plan offloads, but the model is on the CPU", lambda: ackpt.compile(model, x, plan=plan))
     elsewhere = types.SimpleNamespace(on_cpu=False, replays_random=True)
     assert check_runs(elsewhere, plan) is plan
     elsewhere.replays_random = False
-    with pytest.raises(PlanError, match="which Inductor does not run"):
-        check_runs(elsewhere, plan)
+    raises(PlanError, "which Inductor does not run", lambda: check_runs(elsewhere, plan))
 
 
 def test_a_schedule_that_offloads_serves_other_sizes():
     model, x = deep(layers=3, batch=8)
-    plain = copy.deepcopy(model)
     request = Request(
         planner=lambda graph: types.SimpleNamespace(schedule=away_and_again(graph), limit_bytes=None), dynamic=True
     )
     step = PlannedStep(model, request)
     for rows in (8, 5, 13):
-        for call in (plain, step):
-            output = call(x.repeat(2, 1)[:rows].clone())
-            output.backward(torch.ones_like(output))
+        assert_as_eager(model, step, x.repeat(2, 1)[:rows].clone())
         assert step.plan.schedule.offloaded
     assert [event.kind for event in step.history if event.kind != "refused"] == ["dynamic capture", "plan", "plan"]
-    for expected, gradient in zip(plain.parameters(), model.parameters()):
-        assert torch.equal(expected.grad, gradient.grad)
 
 
 def test_away_from_the_cpu_offload_is_a_fate_without_options():

@@ -1,7 +1,5 @@
 """The operations of copies on a GPU, over simulated streams: every access is ordered, and each order is needed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from simulated_cuda import EventBeforeTheCopy, Machine, SimulatedTransport, Span

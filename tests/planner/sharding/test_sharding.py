@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import model_of, raises
 from torch import nn
 
 import ackpt
@@ -162,21 +163,19 @@ def test_the_optimizer_of_many_blocks_is_known_from_three(whole):
     assert sharded_optimizer(torch.optim.AdamW, whole.groups, sharding, on_cpu=False) == expected
 
 
-class Twice(nn.Module):
+def twice():
     """Its blocks run twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
 
     def forward(self, x):
         for block in [*self.blocks, *self.blocks]:
             x = block(x).relu()
         return x.sum()
 
+    return model_of(forward, blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+
 
 def test_a_block_that_runs_twice_is_refused():
-    model = Twice()
+    model = twice()
     graph = ackpt.trace(model, torch.ones(2, 4))
     profile = ackpt.profile(graph)
     with pytest.raises(ShardingError, match="block blocks.0 runs more than once in the forward"):
@@ -195,16 +194,13 @@ def test_recomputing_outside_of_a_blocks_backward_is_refused(whole):
 
 
 def test_models_that_cannot_be_sharded_are_refused():
-    with pytest.raises(ValueError, match="Linear has no blocks to shard one by one"):
-        blocks_of(nn.Linear(2, 2))
+    raises(ValueError, "Linear has no blocks to shard one by one", lambda: blocks_of(nn.Linear(2, 2)))
     tied = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
     tied[1][0].weight = tied[0][0].weight
-    with pytest.raises(ValueError, match="parameter 1.0.weight is shared by 1 and 0, which are sharded apart"):
-        groups_of(tied)
+    raises(ValueError, "parameter 1.0.weight is shared by 1 and 0, which are sharded apart", lambda: groups_of(tied))
     single = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
     single[0].register_parameter("scale", nn.Parameter(torch.ones(())))
-    with pytest.raises(ValueError, match="parameter 0.scale is a single number, which FSDP cannot shard"):
-        groups_of(single)
+    raises(ValueError, "parameter 0.scale is a single number, which FSDP cannot shard", lambda: groups_of(single))
     for ranks in (0, 1, -2, True):
         with pytest.raises(ValueError, match="shard over at least 2 ranks"):
             Sharding(ranks)

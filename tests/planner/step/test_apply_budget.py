@@ -1,7 +1,5 @@
 """A budget in place: the model stays the object that it is, and its training calls run as planned."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -9,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from conftest import fresh_step, raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,11 +65,9 @@ def test_training_runs_as_planned(model):
     step = ackpt.apply_budget(model, BATCH, budget=0.7)
     assert all(map(torch.equal, gradients(model), expected))
 
-    def once():
-        model.zero_grad()
-        model(**BATCH)["loss"].backward()
-
-    measured = ackpt.measure(once, resident=(model, *BATCH.values()), repeats=0)
+    measured = ackpt.measure(
+        fresh_step(model, lambda: model(**BATCH)["loss"]), resident=(model, *BATCH.values()), repeats=0
+    )
     assert measured.peak_bytes == step.plan.peak_bytes < before
     assert step.plan.recompute_flops > 0
 
@@ -185,8 +182,7 @@ def test_a_budget_can_be_removed(model):
     events = len(step.history)
     model(torch.randn(7, 16), torch.zeros(7, dtype=torch.long))["loss"].backward()
     assert len(step.history) == events and all(map(torch.equal, gradients(model), expected))
-    with pytest.raises(ValueError, match="this Net has no budget"):
-        ackpt.remove_budget(model)
+    raises(ValueError, "this Net has no budget", lambda: ackpt.remove_budget(model))
 
 
 def test_a_second_budget_replaces_the_first(model):
@@ -299,8 +295,7 @@ class TestInCompiledFunctions:
     def test_a_full_graph_is_refused(self, model, fresh_dynamo):
         ackpt.apply_budget(model, BATCH, budget=0.7)
         function = torch.compile(lambda: model(**BATCH)["loss"], backend="aot_eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="a planned step"):
-            function()
+        raises(torch._dynamo.exc.Unsupported, "a planned step", function)
 
 
 def test_the_mark_of_accelerate_changes_no_capture(model):
@@ -380,8 +375,7 @@ def test_a_later_budget_of_a_part_is_named():
     ids=["unpacked", "misspelt", "none"],
 )
 def test_a_batch_that_is_not_one_argument_is_explained(model, inputs, said):
-    with pytest.raises(TypeError, match=said):
-        ackpt.apply_budget(model, budget=0.5, **inputs)
+    raises(TypeError, said, lambda: ackpt.apply_budget(model, budget=0.5, **inputs))
 
 
 def test_a_dict_in_a_list_says_how_each_function_takes_it(model):
@@ -396,8 +390,7 @@ def test_a_saved_plan_runs_in_place(model, tmp_path):
     expected = gradients(model)
     step = ackpt.apply_budget(model, BATCH, plan=ackpt.Plan.load(path))
     assert all(map(torch.equal, gradients(model), expected)) and step.plan == ackpt.Plan.load(path)
-    with pytest.raises(ValueError, match="either a budget or a plan"):
-        ackpt.apply_budget(model, BATCH, 0.7, plan=step.plan)
+    raises(ValueError, "either a budget or a plan", lambda: ackpt.apply_budget(model, BATCH, 0.7, plan=step.plan))
 
 
 def test_a_budget_that_is_left_out_is_named():

@@ -1,7 +1,5 @@
 """Calls of planned steps: arguments, outputs, repeated and interleaved calls, new shapes and modes."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import copy
@@ -11,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from call_cases import CASES, Two, chain
-from conftest import assert_equal, assert_same_step
+from conftest import assert_as_eager, assert_equal, assert_same_step, model_of, raises
 from random_fates import planned
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -223,8 +221,7 @@ def test_every_difference_of_a_call_is_captured_once_and_keeps_the_budget():
 def test_a_budget_that_a_new_shape_cannot_keep_is_refused_at_the_call():
     model = layers()
     step = ackpt.compile(model, x(rows=4), budget="16KiB", policy="full")
-    with pytest.raises(ackpt.BudgetError, match="cannot keep the budget '16KiB'"):
-        step(x(rows=4000))
+    raises(ackpt.BudgetError, "cannot keep the budget '16KiB'", lambda: step(x(rows=4000)))
     step(x(rows=4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -237,14 +234,12 @@ def test_a_recomputation_whose_argument_has_changed_is_refused():
     loss = step(x()).sum()
     with torch.no_grad():
         model[0].bias.add_(1)  # eager's backward does not need it, the recomputation does
-    with pytest.raises(RuntimeError, match="parameter '0.bias' of shape .* was changed between"):
-        loss.backward()
+    raises(RuntimeError, "parameter '0.bias' of shape .* was changed between", loss.backward)
 
 
 @pytest.mark.filterwarnings("ignore:.*has a hook")
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
 def test_hooks_that_come_and_go_are_followed(kind):
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     step = ackpt.compile(model, x(), policy="full")
     plain = step(x())
@@ -261,7 +256,6 @@ def test_hooks_that_come_and_go_are_followed(kind):
 
 @pytest.mark.filterwarnings("ignore:.*has a hook")
 def test_backward_hooks_that_come_later_are_followed():
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     step = ackpt.compile(model, x(), policy="full")
     step(x()).sum().backward()
@@ -338,30 +332,21 @@ SETTINGS = {
 }
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project, self.act = nn.Linear(8, 24), nn.Tanh()
-
+def attention():
     def forward(self, x):
         query, key, value = self.act(self.project(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
+    return model_of(forward, project=nn.Linear(8, 24), act=nn.Tanh())
+
 
 @pytest.mark.parametrize("cause", SETTINGS)
 def test_settings_of_torch_belong_to_a_capture(cause):
-    torch.manual_seed(0)
-    model, inputs = Attention(), torch.randn(2, 16, 8)
+    model, inputs = attention(), torch.randn(2, 16, 8)
     step = ackpt.compile(model, inputs, policy="full")
     for setting in (contextlib.nullcontext, SETTINGS[cause], contextlib.nullcontext):
-        found = []
         with setting():
-            for call in (model, step):
-                model.zero_grad()
-                outputs = call(inputs)
-                outputs.sin().sum().backward()
-                found.append([outputs, model.project.weight.grad])
-        assert_equal(*found, cause)
+            assert_as_eager(model, step, inputs, loss=lambda outputs: outputs.sin().sum())
     assert [event.cause for event in step.history] == ["first call", cause]
 
 
@@ -400,24 +385,20 @@ def test_a_held_tensor_that_requires_grad_later_is_refused():
     model = Scaled()
     step = ackpt.compile(model, x(), policy="full")
     model.scale.requires_grad_()
-    with pytest.raises(ackpt.TraceError, match="that requires grad is used .* but is not a parameter"):
-        step(x())
+    raises(ackpt.TraceError, "that requires grad is used .* but is not a parameter", lambda: step(x()))
     model.scale.requires_grad_(False)
     assert_equal([model(x())], [step(x())], "outputs")
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-
-    def forward(self, x):
-        return (x @ self.weight).abs() + x.abs()
+def complex():
+    return model_of(
+        lambda self, x: (x @ self.weight).abs() + x.abs(), weight=nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    )
 
 
 @pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
 def test_lazy_conjugates_and_negatives_are_captured_for_themselves(view):
-    model, inputs = Complex(), torch.randn(3, 4, dtype=torch.complex64)
+    model, inputs = complex(), torch.randn(3, 4, dtype=torch.complex64)
     step = ackpt.compile(model, inputs, policy="full")
     for each in (inputs, view(inputs), inputs):
         assert_equal([model(each)], [step(each)], "outputs")
@@ -459,8 +440,7 @@ def test_a_method_that_runs_on_after_its_call_is_refused(name):
 def test_a_generator_that_a_method_returns_is_left_as_it_is():
     model = Methods(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     model.numbers = (number for number in range(3))
-    with pytest.raises(TypeError, match="stored is a generator"):
-        ackpt.compile(model, x(), policy="full").stored()
+    raises(TypeError, "stored is a generator", lambda: ackpt.compile(model, x(), policy="full").stored())
     assert [*model.numbers] == [0, 1, 2]
 
 
@@ -484,13 +464,11 @@ def test_backward_inside_autocast_is_refused():
     step = ackpt.compile(layers(), x(), policy="full")
     with torch.autocast("cpu", torch.bfloat16):
         loss = step(x()).float().sum()
-        with pytest.raises(ackpt.CheckpointError, match="backward runs inside torch.autocast"):
-            loss.backward(retain_graph=True)
+        raises(ackpt.CheckpointError, "backward runs inside torch.autocast", lambda: loss.backward(retain_graph=True))
     loss.backward()
 
 
 def test_new_sizes_in_several_threads_at_once():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     step = ackpt.compile(model, torch.randn(12, 4), policy="full")
     with concurrent.futures.ThreadPoolExecutor(3) as threads:

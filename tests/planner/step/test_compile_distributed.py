@@ -1,12 +1,11 @@
 """Planned steps under DistributedDataParallel and fully_shard: two gloo processes, bit-equal to the same without."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 
 import pytest
 import torch
+from conftest import model_of, raises
 from processes import in_two_processes
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -68,15 +67,12 @@ def without_reducing(sharded):
     sharded.set_requires_gradient_sync(True)
 
 
-class Wide(nn.Module):
+def wide():
     """Two buckets of gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 2))
-
-    def forward(self, x):
-        return self.layers(x)
+    return model_of(
+        lambda self, x: self.layers(x),
+        layers=nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 2)),
+    )
 
 
 def by_torch_compile(model, x, plans, **options):
@@ -90,7 +86,7 @@ def by_torch_compile(model, x, plans, **options):
 def buckets():
     """Where Dynamo would cut the model into one graph per bucket, it is planned as a whole or refused."""
     torch.manual_seed(0)
-    model, x, plans = Wide(), torch.randn(3, 512), []
+    model, x, plans = wide(), torch.randn(3, 512), []
     with pytest.raises(BackendCompilerFailed, match="cuts the model where a bucket of gradients ends"):
         by_torch_compile(copy.deepcopy(model), x, plans, compiler="inductor")
     assert plans == []
@@ -121,8 +117,7 @@ def loss_and_more():
         parallel(x)["loss"].backward()
         found.append([parameter.grad for parameter in one.blocks.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found))
-    with pytest.raises(RuntimeError, match="an output other than the loss"):
-        parallel(x)["hidden"].sum().backward()
+    raises(RuntimeError, "an output other than the loss", lambda: parallel(x)["hidden"].sum().backward())
     return "equal"
 
 

@@ -1,13 +1,11 @@
 """What planned steps refuse, and that they are modules like the model: state, copies, modes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
 import pytest
 import torch
-from conftest import raises_cleanly
+from conftest import model_of, raises, raises_cleanly
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,8 +71,7 @@ def test_a_model_without_trainable_parameters_is_refused():
 
 @pytest.mark.parametrize("model", [torch.sin, None, Net], ids=["function", "None", "class"])
 def test_functions_and_other_objects_are_refused(model):
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
-        ackpt.compile(model, X)
+    raises(TypeError, "model must be a torch.nn.Module", lambda: ackpt.compile(model, X))
 
 
 def in_place(model):
@@ -219,8 +216,7 @@ def test_values_read_by_backward_must_not_change(change, said):
     loss = planned(x).sum()
     with torch.no_grad():
         change(model, x)
-    with pytest.raises(ackpt.CheckpointError, match=f"{said}.*Run backward before the change"):
-        loss.backward()
+    raises(ackpt.CheckpointError, f"{said}.*Run backward before the change", loss.backward)
     assert all(parameter.grad is None for parameter in model.parameters())
     planned(x).sum().backward()  # the next step is as ever
 
@@ -326,19 +322,15 @@ def test_a_copy_is_planned_again_and_shares_nothing(copied):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(step.parameters(), other.parameters()))
 
 
-class Policy(nn.Module):
+def make_policy():
     """Its forward has arguments of the names of keywords of `ackpt.compile`."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x, policy, budget):
-        return (self.layer(x) * policy + budget).square().mean()
+    return model_of(
+        lambda self, x, policy, budget: (self.layer(x) * policy + budget).square().mean(), layer=nn.Linear(4, 4)
+    )
 
 
 def test_arguments_of_the_model_with_names_of_keywords():
-    model, x, policy = Policy(), torch.randn(3, 4), torch.randn(4)
+    model, x, policy = make_policy(), torch.randn(3, 4), torch.randn(4)
     for name in ("policy", "budget"):
         with raises_cleanly(TypeError, f"{name}= is a keyword of ackpt.compile, and got a tensor.*pass it by position"):
             ackpt.compile(model, x, **{name: policy})
@@ -394,18 +386,14 @@ def test_an_error_of_the_model_is_raised_unchanged(name, options):
     model = Fails(fail)
     with raises_cleanly(error, message):
         ackpt.apply_budget(model, X, **options)
-    with pytest.raises(ValueError, match="has no budget"):
-        ackpt.remove_budget(model)
+    raises(ValueError, "has no budget", lambda: ackpt.remove_budget(model))
 
 
 LIMITATIONS = {
     "numpy": (lambda model, h: h * torch.from_numpy(h.detach().numpy()), "not supported for tensor subclasses"),
     "pointer": (lambda model, h: h * (h.data_ptr() > 0), "data pointer"),
     "values": (lambda model, h: h if h.sum() > 0 else -h, "looks at the values"),
-    "class": (
-        lambda model, h: h if type(h) is torch.Tensor else _raise(TypeError(str(type(h)))),
-        "FunctionalTensor",
-    ),
+    "class": (lambda model, h: h if type(h) is torch.Tensor else _raise(TypeError(str(type(h)))), "FunctionalTensor"),
     "caught": (lambda model, h: _caught(h), "looks at the values"),
 }
 

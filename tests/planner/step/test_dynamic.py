@@ -1,7 +1,5 @@
 """One capture and one search serve all sizes: bit-equal to eager, with the simulated peak, at every size."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -12,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import model_of, raises
 from dynamic_steps import Words, check, ids, kinds
 from torch import nn
 from torch.nn import functional as F
@@ -157,8 +156,7 @@ def test_bytes_of_a_batch_count_in_its_whole_storage():
     with pytest.raises(ackpt.BudgetError) as error:
         ackpt.compile(model, data[:32].clone(), budget=1000)
     step = ackpt.compile(model, data[:32].clone(), budget=error.value.least_bytes)
-    with pytest.raises(ackpt.BudgetError, match="The budget was feasible for the earlier call"):
-        step(data[:32])
+    raises(ackpt.BudgetError, "The budget was feasible for the earlier call", lambda: step(data[:32]))
     step(data[:32].clone()).sum().backward()
 
 
@@ -202,8 +200,7 @@ def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
     for length in (40, 44):
         step.prepare(ids(8, length))
         assert step.plan.peak_bytes <= 430_000
-    with pytest.raises(ackpt.BudgetError, match="smallest feasible budget"):
-        step.prepare(ids(8, 400))
+    raises(ackpt.BudgetError, "smallest feasible budget", lambda: step.prepare(ids(8, 400)))
     check(step, model, ids(8, 22))
 
 
@@ -278,15 +275,10 @@ def cheapest_within(step, length: int, budget: int):
 )
 @pytest.mark.parametrize("as_argument", [False, True])
 def test_code_that_asks_for_the_type_of_a_size_is_captured_for_each_size(factor, as_argument):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x, size=None):
-            return (self.layer(x) * factor(x.shape[0] if size is None else size)).tanh().mean()
-
-    model = Model()
+    model = model_of(
+        lambda self, x, size=None: (self.layer(x) * factor(x.shape[0] if size is None else size)).tanh().mean(),
+        layer=nn.Linear(8, 8),
+    )
     more = [6] if as_argument else []
     step = ackpt.compile(model, torch.randn(6, 8), *more)
     for rows in (12, 7):
@@ -307,17 +299,12 @@ def test_special_lengths_are_captured_for_themselves():
     assert kinds(step)[-1] == "plan"
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.short, self.long = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return (self.long if x.shape[0] > 30 else self.short)(x).tanh()
-
-
 def test_a_guard_that_fails_leads_to_another_capture():
-    model = Branches()
+    model = model_of(
+        lambda self, x: (self.long if x.shape[0] > 30 else self.short)(x).tanh(),
+        short=nn.Linear(8, 8),
+        long=nn.Linear(8, 8),
+    )
     step = ackpt.compile(model, torch.randn(10, 8), budget=1.0)
     for rows in (12, 20, 40, 50, 13, 60):
         x = torch.randn(rows, 8)
@@ -375,11 +362,7 @@ def test_dimensions_marked_by_the_user_are_dynamic():
     [
         ({"idx": {1: (4, 80)}}, ValueError, "dynamic names 'idx', but the tensors of this call are ids"),
         ({"ids": {2: None}}, ValueError, "names dimension 2; the tensor has 2 dimensions"),
-        (
-            {"ids": {1: (30, 80)}},
-            ValueError,
-            "but the size of dimension 1 of 'ids' in this call is 20: declare",
-        ),
+        ({"ids": {1: (30, 80)}}, ValueError, "but the size of dimension 1 of 'ids' in this call is 20: declare"),
         ({"ids": {1: (1, 80)}}, ValueError, "must be 2 <= smallest <= largest"),
         ({"ids": {1: 80}}, TypeError, r"must be \(smallest, largest\) or None, got 80"),
         ({"ids": 1}, TypeError, "must be a dict such as"),
@@ -387,24 +370,20 @@ def test_dimensions_marked_by_the_user_are_dynamic():
     ],
 )
 def test_bad_declarations_of_dimensions_are_refused(dynamic, error, message):
-    with pytest.raises(error, match=message):
-        ackpt.compile(Words(), ids(6, 20), budget=0.7, dynamic=dynamic)
+    raises(error, message, lambda: ackpt.compile(Words(), ids(6, 20), budget=0.7, dynamic=dynamic))
 
 
-class Fixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("scale", torch.ones(10, 8))
-
+def fixed():
     def forward(self, x):
         return (self.layer(x) * self.scale).tanh()  # for ten rows alone
+
+    return model_of(forward, layer=nn.Linear(8, 8), scale=nn.Buffer(torch.ones(10, 8)))
 
 
 def test_a_size_that_the_model_fixes_is_an_error_if_it_is_declared():
     with pytest.raises(ackpt.TraceError, match=r"one size only of dimension 0 of argument 0 at .*test_dynamic.py:\d+"):
-        ackpt.compile(Fixed(), torch.randn(10, 8), dynamic={"x": {0: None}})
-    step = ackpt.compile(Fixed(), torch.randn(10, 8), dynamic=True)
+        ackpt.compile(fixed(), torch.randn(10, 8), dynamic={"x": {0: None}})
+    step = ackpt.compile(fixed(), torch.randn(10, 8), dynamic=True)
     assert "one size only" in step.history[0].cause
 
 
@@ -440,19 +419,13 @@ def test_captures_are_logged_once_with_their_cause(caplog):
 SCALE = 2.0
 
 
-class Scaled(nn.Module):
+def scaled():
     """Reads a value outside of the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return (self.layer(x) * SCALE).tanh()
+    return model_of(lambda self, x: (self.layer(x) * SCALE).tanh(), layer=nn.Linear(8, 8))
 
 
 def test_a_value_that_changes_is_the_cause_of_a_capture_at_a_new_size(monkeypatch):
-    step = ackpt.compile(Scaled(), torch.ones(4, 8), dynamic={"x": {0: None}})
+    step = ackpt.compile(scaled(), torch.ones(4, 8), dynamic={"x": {0: None}})
     step.prepare(torch.ones(6, 8))
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
     step.prepare(torch.ones(5, 8))
@@ -477,21 +450,20 @@ def test_an_attribute_that_changes_at_every_step_is_warned_of():
     )
 
 
-class Annealed(nn.Module):
+def annealed():
     """A dropout whose probability is in a buffer, as the warning proposes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-        self.register_buffer("p", torch.tensor(0.5))
 
     def forward(self, x):
         x = self.layers(x)
         return (x * (torch.rand_like(x) >= self.p) / (1 - self.p)).square().mean()
 
+    return model_of(
+        forward, layers=nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), p=nn.Buffer(torch.tensor(0.5))
+    )
+
 
 def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
-    model, x = Annealed(), torch.randn(64, 16)
+    model, x = annealed(), torch.randn(64, 16)
     step = ackpt.compile(model, x, budget="1MB")
     for share in (0.4, 0.3, 0.0):
         model.p.fill_(share)

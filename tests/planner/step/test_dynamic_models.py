@@ -1,12 +1,11 @@
 """Models and loops whose sizes change: few captures, bit-equal to eager, with the simulated peak at every size."""
 
-from __future__ import annotations
-
 import math
 import re
 
 import pytest
 import torch
+from conftest import model_of
 from dynamic_steps import check, ids, kinds
 from torch import nn
 from torch.nn import functional as F
@@ -33,29 +32,25 @@ class UNet(nn.Module):
         return self.up(torch.cat([again, wide], 1)).square().mean()
 
 
-class Recurrent(nn.Module):
+def recurrent():
     """One capture for all batch sizes; each length is another graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.layer, self.head = nn.Embedding(50, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 50)
 
     def forward(self, tokens):
         hidden, _ = self.layer(self.embed(tokens))
         return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
 
+    return model_of(forward, embed=nn.Embedding(50, 32), layer=nn.GRU(32, 32, batch_first=True), head=nn.Linear(32, 50))
 
-class Pooled(nn.Module):
+
+def pooled():
     """Convolutions over time, with pooling between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Conv1d(8, 8, 3, padding=1), nn.Conv1d(8, 4, 1)
 
     def forward(self, x):
         hidden = F.max_pool1d(self.first(F.max_pool1d(x, 3, stride=1)).relu(), 2, padding=1)
         values, _ = F.max_pool1d(hidden, 2, dilation=2, return_indices=True)
         return self.last(values).square().mean()
+
+    return model_of(forward, first=nn.Conv1d(8, 8, 3, padding=1), last=nn.Conv1d(8, 4, 1))
 
 
 class Experts(nn.Module):
@@ -74,38 +69,30 @@ class Experts(nn.Module):
         return (torch.cat(parts) * weight[order, None]).square().mean()
 
 
-class Pieces(nn.Module):
+def make_pieces():
     """Attention within each of several sequences, whose lengths are a list of integers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.MultiheadAttention(16, 2, 0.1)
 
     def forward(self, x, lengths):
         pieces = [self.layer(piece, piece, piece, need_weights=False)[0] for piece in x.split(lengths)]
         return torch.cat(pieces).square().mean()
 
+    return model_of(forward, layer=nn.MultiheadAttention(16, 2, 0.1))
 
-class Scaled(nn.Module):
+
+def scaled():
     """A loss divided by a number that the caller gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
-
-    def forward(self, x, count):
-        return self.layers(x).square().sum() / count
+    return model_of(
+        lambda self, x, count: self.layers(x).square().sum() / count,
+        layers=nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)),
+    )
 
 
-class Table(nn.Module):
+def make_table():
     """Reads a tensor that always has the same size."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-
-    def forward(self, x, table):
-        return (self.layers(x) @ table).square().mean()
+    return model_of(
+        lambda self, x, table: (self.layers(x) @ table).square().mean(),
+        layers=nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+    )
 
 
 def images(*sizes):
@@ -146,9 +133,9 @@ TABLE = torch.randn(16, 9)
 MODELS = {
     "images": (UNet, images((2, 3, 16, 16), (2, 3, 24, 20), (2, 3, 17, 19), (2, 3, 9, 31)), 2),
     "images, bilinear": (lambda: UNet("bilinear"), images((2, 3, 16, 16), (2, 3, 24, 20), (2, 3, 17, 19)), 2),
-    "pooling over time": (Pooled, images((2, 8, 20), (2, 8, 31), (3, 8, 17), (2, 8, 40)), 3),
-    "batches of a recurrent layer": (Recurrent, [(ids(size, 5),) for size in (4, 6, 3, 8)], 2),
-    "lengths of a recurrent layer": (Recurrent, [(ids(4, size),) for size in (5, 4, 3)], 3),
+    "pooling over time": (pooled, images((2, 8, 20), (2, 8, 31), (3, 8, 17), (2, 8, 40)), 3),
+    "batches of a recurrent layer": (recurrent, [(ids(size, 5),) for size in (4, 6, 3, 8)], 2),
+    "lengths of a recurrent layer": (recurrent, [(ids(4, size),) for size in (5, 4, 3)], 3),
     "experts": (Experts, images((4, 20, 16), (4, 31, 16), (3, 12, 16)), 3),
     "packed sequences": (
         lambda: LanguageModel(TransformerConfig(dim=16, ff_dim=64, layers=1, head_dim=8, vocab_size=50)),
@@ -157,12 +144,12 @@ MODELS = {
     ),
     "packed sequences of transformers": (PackedLlama, in_one_row((9, 11), (20, 4), (5, 5, 5), (13, 20)), 2),
     "lengths in a list": (
-        Pieces,
+        make_pieces,
         [(torch.randn(sum(n), 16), list(n)) for n in ((20, 30), (24, 25), (9, 9), (40, 17), (1, 9), (5, 5, 5))],
         4,
     ),
-    "a number": (Scaled, list(zip(rows(64, 64, 40, 40, 40, 40), (5, 7, 9, 64, 1, -3))), 5),
-    "a table": (Table, [(x, TABLE) for x in rows(64, 40, 50)], 2),
+    "a number": (scaled, list(zip(rows(64, 64, 40, 40, 40, 40), (5, 7, 9, 64, 1, -3))), 5),
+    "a table": (make_table, [(x, TABLE) for x in rows(64, 40, 50)], 2),
 }
 
 
@@ -188,16 +175,14 @@ def test_interpolated_sizes_are_served(mode, resized):
     dims = {"linear": 1, "trilinear": 3}.get(mode, 2)
     convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
 
-    class Resized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = convolution(2, 3, 3, padding=1)
-
+    def make_resized():
         def forward(self, x):
             to = {"size": [n + 3 for n in x.shape[2:]]} if resized == "size" else {"scale_factor": 1.7}
             return F.interpolate(self.layer(x), mode=mode, antialias=bool(antialias), **to).square().mean()
 
-    model = Resized()
+        return model_of(forward, layer=convolution(2, 3, 3, padding=1))
+
+    model = make_resized()
     step = ackpt.compile(model, torch.randn(2, 2, *[8, 6, 4][:dims]), dynamic={"x": dict.fromkeys(range(2, 2 + dims))})
     for sizes in ([5, 9, 7], [12, 12, 12]):
         check(step, model, torch.randn(2, 2, *sizes[:dims]))
@@ -206,15 +191,9 @@ def test_interpolated_sizes_are_served(mode, resized):
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy])
 def test_losses_whose_scalar_is_in_memory_for_all_elements(loss):
-    class Compared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
-
-        def forward(self, x, targets):
-            return loss(self.layers(x), targets)
-
-    model = Compared()
+    model = model_of(
+        lambda self, x, targets: loss(self.layers(x), targets), layers=nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    )
     step = ackpt.compile(model, torch.randn(20, 8), torch.rand(20, 8))
     for size in (30, 12):
         batch = torch.randn(size, 8), torch.rand(size, 8)
@@ -232,19 +211,17 @@ def test_losses_whose_scalar_is_in_memory_for_all_elements(loss):
     assert kinds(step) == ["capture", "dynamic capture", "plan"]
 
 
-class Repeated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
+def repeated():
     def forward(self, x, times):
         for _ in range(times):
             x = self.layer(x).tanh()
         return x.square().mean()
 
+    return model_of(forward, layer=nn.Linear(8, 8))
+
 
 def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
-    model, x = Repeated(), torch.randn(4, 8)
+    model, x = repeated(), torch.randn(4, 8)
     step = ackpt.compile(model, x, 2)
     with pytest.warns(UserWarning, match=r"works for one size only of argument 1 at .*test_dynamic_models.py:\d+"):
         for times in (3, 4, 5, 6, 7, 8):
@@ -260,32 +237,25 @@ def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
     ],
 )
 def test_a_recurrent_layer_explains_its_capture_for_each_length(kind, reason):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = getattr(nn, kind)(32, 32, batch_first=True)
+    def layer():
+        return model_of(
+            lambda self, x: self.layer(x)[0].square().mean(), layer=getattr(nn, kind)(32, 32, batch_first=True)
+        )
 
-        def forward(self, x):
-            return self.layer(x)[0].square().mean()
-
-    step = ackpt.compile(Layer(), torch.randn(2, 5, 32))
+    step = ackpt.compile(layer(), torch.randn(2, 5, 32))
     step.prepare(torch.randn(2, 4, 32))
     assert step.history[1].kind == "refused" and re.search(reason, step.history[1].cause)
 
 
 def test_changing_sizes_with_dynamic_false_are_warned_of():
-    step = ackpt.compile(Scaled(), torch.randn(4, 16), 3, dynamic=False)
+    step = ackpt.compile(scaled(), torch.randn(4, 16), 3, dynamic=False)
     with pytest.warns(UserWarning, match="Leave dynamic at None, so that one capture serves several sizes"):
         for rows in (5, 6, 7, 8):
             step.prepare(torch.randn(rows, 16), 3)
 
 
-class Sized(nn.Module):
+def sized():
     """Computes with its length as libraries do, with floats, in one capture."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
         n = x.shape[1]
@@ -298,9 +268,11 @@ class Sized(nn.Module):
         grid = (x * torch.arange(0, 1, 1 / n)[:n, None]) / x.var(1, keepdim=True)
         return self.last(torch.cat([*kept, windows, resized, grid], 1).tanh()).square().sum() / (n * 0.7)
 
+    return model_of(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8))
+
 
 def test_arithmetic_with_floats_on_a_length_is_served_by_one_capture():
-    model, step = Sized(), None
+    model, step = sized(), None
     for length in (11, 13, 17, 20, 23):
         x = torch.randn(2, length, 8)
         step = step or ackpt.compile(model, x, policy="full")
@@ -309,38 +281,32 @@ def test_arithmetic_with_floats_on_a_length_is_served_by_one_capture():
 
 
 def test_large_numbers_are_computed_and_compared_exactly():
-    class Counted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
+    def counted(self, x, count):
+        x = self.layer(x) * (2 if count == 2.0**53 else 3)
+        return (x * 5 if count > 2.0**53 else x).square().mean() / (count / 3) * (count // 2.0)
 
-        def forward(self, x, count):
-            x = self.layer(x) * (2 if count == 2.0**53 else 3)
-            return (x * 5 if count > 2.0**53 else x).square().mean() / (count / 3) * (count // 2.0)
-
-    model, x = Counted(), torch.randn(2, 8)
+    model, x = model_of(counted, layer=nn.Linear(8, 8)), torch.randn(2, 8)
     step = ackpt.compile(model, x, 2**53 - 1, policy="full")
     for count in (2**53, 2**53 + 1, 2**53 + 2, 2**61 + 1, 17):
         assert torch.equal(step(x, count), model(x, count))
     assert kinds(step) == ["capture", "dynamic capture", "dynamic capture", "plan", "plan", "dynamic capture"]
 
 
-class Masked(nn.Module):
+def masked():
     """Slices a mask that is as large as the longest sequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
-        self.register_buffer("mask", torch.ones(64, 64).tril())
 
     def forward(self, tokens, labels):
         length = tokens.shape[1]
         x = self.mask[:length, :length] @ self.embed(tokens)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
+    return model_of(
+        forward, embed=nn.Embedding(50, 8), head=nn.Linear(8, 50), mask=nn.Buffer(torch.ones(64, 64).tril())
+    )
+
 
 def test_the_largest_length_is_captured_for_itself_and_other_lengths_together():
-    model, step = Masked(), None
+    model, step = masked(), None
     for length in (50, 64, 30, 20):
         tokens = ids(2, length)
         step = step or ackpt.compile(model, tokens, tokens, policy="full")
@@ -348,18 +314,16 @@ def test_the_largest_length_is_captured_for_itself_and_other_lengths_together():
     assert kinds(step) == ["capture", "refused", "dynamic capture", "dynamic capture", "plan"]
 
 
-class Cut(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
+def cut():
     def forward(self, x, y):
         half = int(x.shape[1] * 0.5)
         return (self.layer(x)[:, :half] * y[:, :half]).square().mean()
 
+    return model_of(forward, layer=nn.Linear(8, 8))
+
 
 def test_dimensions_that_need_a_capture_for_each_size_are_given_up():
-    model, step = Cut(), None
+    model, step = cut(), None
     with pytest.warns(UserWarning, match=r"converts a number that it computes from a size at .*test_dynamic_models"):
         for length in range(8, 28, 2):
             x = torch.randn(2, length, 8)

@@ -1,7 +1,5 @@
 """The code that runs a schedule dispatches the captured operations, without views that change nothing."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest
@@ -149,7 +147,6 @@ def test_an_operation_on_a_number_keeps_its_overload():
 
 
 def test_a_planned_step_calls_directly_and_equals_eager():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2), nn.Softmax(-1))
     x = torch.randn(4, 3, 6)
     step = ackpt.compile(model, x, policy="none", differentiate="all")

@@ -1,21 +1,18 @@
 """A planned step returns one gradient per parameter; eager adds those of single uses, in another order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 
 import ackpt
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(32, 16) / 4)
-
-    def forward(self, x):
-        return torch.tanh(torch.tanh(x @ self.table.T) @ self.table) @ self.table.T
+def tied():
+    return model_of(
+        lambda self, x: torch.tanh(torch.tanh(x @ self.table.T) @ self.table) @ self.table.T,
+        table=nn.Parameter(torch.randn(32, 16) / 4),
+    )
 
 
 def _difference(model, backward, context):
@@ -55,8 +52,7 @@ def _autocast():
 
 @pytest.mark.parametrize("backward", [_with_penalty, _twice])
 def test_sums_outside_of_the_step_differ_by_one_rounding_of_float32(backward):
-    torch.manual_seed(0)
-    difference, note = _difference(Tied(), backward, _no_autocast)
+    difference, note = _difference(tied(), backward, _no_autocast)
     assert 0 < difference < 5e-7
     assert note == (
         "gradients of table are sums over several uses in the step: if one backward reaches them by another call or "
@@ -66,27 +62,20 @@ def test_sums_outside_of_the_step_differ_by_one_rounding_of_float32(backward):
 
 @pytest.mark.parametrize("backward", [_with_penalty, _twice])
 def test_weights_with_one_use_are_equal(backward):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
     assert _difference(model, backward, _no_autocast) == (0, None)
 
 
 def test_the_note_counts_the_weights_of_a_loop():
-    class Loop(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = nn.GRUCell(8, 8)
+    def loop():
+        return model_of(lambda self, x: self.cell(x, self.cell(x, x)).sum(), cell=nn.GRUCell(8, 8))
 
-        def forward(self, x):
-            return self.cell(x, self.cell(x, x)).sum()
-
-    step = ackpt.compile(Loop(), torch.randn(4, 8))
+    step = ackpt.compile(loop(), torch.randn(4, 8))
     said = "gradients of cell.weight_ih, cell.weight_hh, cell.bias_ih and 1 more are sums over several uses in the step"
     assert step.plan.note.startswith(said)
 
 
 def test_two_runs_under_one_autocast_differ_by_one_rounding_of_its_precision():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     difference, note = _difference(model, _twice, _autocast)
     assert 0 < difference < 2**-7

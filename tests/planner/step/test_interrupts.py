@@ -1,7 +1,5 @@
 """Ctrl-C during capture, search or compilation leaves the model, torch and the step as they were."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

@@ -2,19 +2,18 @@
 
 import pytest
 import torch
+from conftest import model_of, raises
 from torch import nn
 
 import ackpt
 
 
-class Net(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        blocks = [(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)]
-        self.layers = nn.Sequential(*(layer for block in blocks for layer in block))
-
-    def forward(self, x, targets):
-        return nn.functional.mse_loss(self.layers(x), targets)
+def net(width=32):
+    blocks = [(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)]
+    return model_of(
+        lambda self, x, targets: nn.functional.mse_loss(self.layers(x), targets),
+        layers=nn.Sequential(*(layer for block in blocks for layer in block)),
+    )
 
 
 BATCH = tuple(torch.randn(2, 256, 32, generator=torch.Generator().manual_seed(0)).unbind())
@@ -23,7 +22,7 @@ BATCH = tuple(torch.randn(2, 256, 32, generator=torch.Generator().manual_seed(0)
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return Net()
+    return net()
 
 
 def accumulated(model, times=3):
@@ -49,7 +48,7 @@ def test_accumulated_gradients_count(model):
             model(*BATCH).backward()
 
     assert peak(thrice, model) == step.plan.peak_bytes
-    without = ackpt.compile(Net(), *BATCH, budget=0.7).plan
+    without = ackpt.compile(net(), *BATCH, budget=0.7).plan
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     assert step.plan.resident_bytes == without.resident_bytes + gradients
     assert step.plan.dynamic_peak_bytes == without.dynamic_peak_bytes
@@ -57,8 +56,7 @@ def test_accumulated_gradients_count(model):
 
 def test_gradients_that_the_plan_does_not_count_are_an_error_if_they_exceed_the_budget(model):
     ackpt.apply_budget(model, BATCH, budget=0.7)
-    with pytest.raises(ackpt.BudgetError, match="of gradients exist.*give accumulation=True"):
-        accumulated(model)
+    raises(ackpt.BudgetError, "of gradients exist.*give accumulation=True", lambda: accumulated(model))
     ackpt.apply_budget(model, BATCH, budget="1GiB")
     accumulated(model)  # within the budget
 
@@ -86,7 +84,7 @@ def test_an_optimizer_by_name_has_the_same_bytes(model, name, accumulation):
 
 @pytest.mark.parametrize("optimizer", ["adamw", torch.optim.AdamW])
 def test_the_peak_may_be_in_the_optimizers_step(optimizer):
-    model, batch = Net(), tuple(each[:2].clone() for each in BATCH)
+    model, batch = net(), tuple(each[:2].clone() for each in BATCH)
     optimizer = optimizer if isinstance(optimizer, str) else optimizer(model.parameters())
     alone, accumulating = (
         ackpt.plan(ackpt.trace(model, *batch, optimizer=optimizer, accumulation=each)) for each in (False, True)
@@ -103,8 +101,7 @@ def test_an_unknown_optimizer_is_refused(model):
         ackpt.apply_budget(model, BATCH, optimizer="adamv")
     with pytest.raises(TypeError, match=r"got the class AdamW: create it, as in AdamW\(model.parameters\(\)\)"):
         ackpt.apply_budget(model, BATCH, optimizer=torch.optim.AdamW, budget="50%")
-    with pytest.raises(TypeError, match="or a name such as 'adamw', got float"):
-        ackpt.apply_budget(model, BATCH, optimizer=1.0)
+    raises(TypeError, "or a name such as 'adamw', got float", lambda: ackpt.apply_budget(model, BATCH, optimizer=1.0))
 
 
 def test_a_scaler_adds_the_bytes_of_the_scaled_loss(model):

@@ -1,7 +1,5 @@
 """`ManySizes` computes what the simulator and a profile compute at each of many sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,13 +1,11 @@
 """Planning and steps leave the user's objects as the model's own step does, and backward keeps the budget or raises."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import assert_equal, model_of, raises
 from torch import nn
 from torch.func import functional_call
 
@@ -28,10 +26,7 @@ UPSTREAM = {
     "saves its result": lambda data, outer: torch.tanh(data + outer),
     "a leaf": lambda data, outer: outer.expand(len(data), 8).detach().requires_grad_(),
 }
-MODELS = {
-    "plain": (body, "1GiB"),
-    "writes into its input": (lambda: body(nn.ReLU(inplace=True)), "1GiB"),
-}
+MODELS = {"plain": (body, "1GiB"), "writes into its input": (lambda: body(nn.ReLU(inplace=True)), "1GiB")}
 
 
 @pytest.mark.parametrize("dynamic", [None, False])
@@ -128,16 +123,14 @@ def test_hooks_of_parameters_run_once_a_step(register, prepare):
     assert_equal(expected, found, "parameter")
 
 
-class Unused(nn.Module):
+def unused():
     """Reads a parameter without a gradient, and returns another one beside its result."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.statistic = nn.Linear(16, 4), nn.Parameter(torch.ones(4))
-        self.returned = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return (self.linear(x) * self.statistic.detach()).sum(), self.returned
+    return model_of(
+        lambda self, x: ((self.linear(x) * self.statistic.detach()).sum(), self.returned),
+        linear=nn.Linear(16, 4),
+        statistic=nn.Parameter(torch.ones(4)),
+        returned=nn.Parameter(torch.ones(4)),
+    )
 
 
 def of_all_outputs(model, x):
@@ -147,7 +140,7 @@ def of_all_outputs(model, x):
 def test_hooks_of_unused_parameters_do_not_run():
     def calls_of_hooks(prepare):
         torch.manual_seed(0)
-        model, calls = Unused(), {}
+        model, calls = unused(), {}
         accumulators = {name: p.expand_as(p).grad_fn.next_functions[0][0] for name, p in model.named_parameters()}
         for name, accumulator in accumulators.items():
             accumulator.register_prehook(lambda gradients, name=name: calls.update({name: calls.get(name, 0) + 1}))
@@ -232,19 +225,14 @@ class Effect(torch.autograd.Function):
         return gradient * ctx.weight, None
 
 
-class Affecting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.layer = nn.Parameter(torch.ones(16)), nn.Linear(16, 1)
-
-    def forward(self, x):
-        return self.layer(Effect.apply(x, self.weight)).square().mean()
-
-
 @pytest.mark.parametrize("kind", [count_in_a_dict, count_in_the_class, count_at_the_parameter])
 def test_a_backward_with_effects_outside_of_the_graph_is_refused(monkeypatch, kind):
     monkeypatch.setattr(Effect, "kind", kind)
-    model = Affecting()
+    model = model_of(
+        lambda self, x: self.layer(Effect.apply(x, self.weight)).square().mean(),
+        weight=nn.Parameter(torch.ones(16)),
+        layer=nn.Linear(16, 1),
+    )
     with pytest.raises(ackpt.TraceError, match="calls'.* which a captured step would not repeat"):
         ackpt.compile(model, rows(4), policy="full")
     assert COUNTED["calls"] == Effect.calls == 0 and not hasattr(model.weight, "calls")
@@ -375,8 +363,7 @@ def test_a_step_that_would_exceed_the_budget_raises(use, error, message, recompu
     budget = 0.7 if recomputes else ackpt.compile(model, x, budget="10MB").plan.peak_bytes
     step = ackpt.compile(model, x, budget=budget)
     assert bool(step.plan.recompute_flops) == recomputes
-    with pytest.raises(error, match=message):
-        use(step, model, x)
+    raises(error, message, lambda: use(step, model, x))
     model.zero_grad()
     step(x).sum().backward()
 
@@ -397,19 +384,17 @@ def test_room_in_the_budget_allows_retained_and_accumulated_gradients(use, recom
     assert_equal(*expected, "gradient")
 
 
-class Outputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 32)
-
+def make_outputs():
     def forward(self, x):
         hidden = torch.tanh(self.first(x))
         logits = self.last(hidden)
         return {"loss": logits.mean(), "hidden": hidden, "logits": logits, "name": "outputs"}
 
+    return model_of(forward, first=nn.Linear(8, 16), last=nn.Linear(16, 32))
+
 
 def test_only_the_loss_has_a_gradient():
-    model, x = Outputs(), torch.randn(64, 8)
+    model, x = make_outputs(), torch.randn(64, 8)
     step = ackpt.compile(model, x, budget="10MB")
     outputs = step(x)
     assert outputs["name"] == "outputs" and torch.equal(outputs["logits"], model(x)["logits"])
@@ -421,7 +406,7 @@ def test_only_the_loss_has_a_gradient():
 
 
 def test_several_outputs_are_checked_when_backward_reaches_the_first_of_them():
-    model, x = Outputs(), torch.randn(64, 8)
+    model, x = make_outputs(), torch.randn(64, 8)
     exact = ackpt.compile(model, x, budget="10MB", differentiate="all", outputs="keep").plan.peak_bytes
     step = ackpt.compile(model, x, budget=exact, differentiate="all", outputs="keep")
 
@@ -433,5 +418,4 @@ def test_several_outputs_are_checked_when_backward_reaches_the_first_of_them():
     expected = backward(model)
     model.zero_grad()
     assert_equal(expected, backward(step), "gradient")  # the head has its gradients before backward reaches "hidden"
-    with pytest.raises(ackpt.BudgetError, match="of gradients exist"):
-        backward(step)
+    raises(ackpt.BudgetError, "of gradients exist", lambda: backward(step))

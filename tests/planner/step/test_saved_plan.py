@@ -1,11 +1,10 @@
 """A saved plan serves all sizes: bit-equal to eager, with its simulated peak, within the bytes of its budget."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import model_of, raises
 from dynamic_steps import Words, check, ids, kinds
 from test_dynamic import WIDTH, Blocks, Images
 from torch import nn
@@ -108,25 +107,20 @@ def test_another_model_and_other_arguments_are_refused(tmp_path):
     plan = saved(tmp_path, ackpt.compile(Words(), ids(8, 32), budget=0.6))
     with pytest.raises(ackpt.PlanError, match="made for fixed sizes.*or the model or its arguments differ"):
         ackpt.compile(Words(layers=3), ids(8, 20), plan=plan)
-    with pytest.raises(ackpt.PlanError, match="another graph"):
-        ackpt.compile(Images(), torch.randn(2, 3, 16, 16), plan=plan)
+    raises(ackpt.PlanError, "another graph", lambda: ackpt.compile(Images(), torch.randn(2, 3, 16, 16), plan=plan))
     step = ackpt.compile(Words(), ids(8, 20), plan=plan)
-    with pytest.raises(ackpt.PlanError, match="another graph.*matched the previous call"):
-        step(ids(8, 1))
-    with pytest.raises(ackpt.PlanError, match="another graph"):
-        ackpt.compile(Words(), ids(8, 20), plan=plan, dynamic=False)
+    raises(ackpt.PlanError, "another graph.*matched the previous call", lambda: step(ids(8, 1)))
+    raises(ackpt.PlanError, "another graph", lambda: ackpt.compile(Words(), ids(8, 20), plan=plan, dynamic=False))
 
 
-class LongAndShort(nn.Module):
+def long_and_short():
     """Another path for long inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         x = self.body(x).tanh()
         return self.head(x).tanh().sum() if x.shape[0] > 16 else x.sum()
+
+    return model_of(forward, body=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, WIDTH))
 
 
 class OneSize(nn.Linear):
@@ -137,13 +131,12 @@ class OneSize(nn.Linear):
 
 
 def test_sizes_that_take_another_path_are_refused(tmp_path):
-    plan = saved(tmp_path, ackpt.compile(LongAndShort(), torch.ones(20, WIDTH)))
-    step = ackpt.compile(LongAndShort(), torch.ones(24, WIDTH), plan=plan)
+    plan = saved(tmp_path, ackpt.compile(long_and_short(), torch.ones(20, WIDTH)))
+    step = ackpt.compile(long_and_short(), torch.ones(24, WIDTH), plan=plan)
     assert step.plan.dynamic_peak_bytes > plan.dynamic_peak_bytes
     with pytest.raises(ackpt.PlanError, match=r"shapes \[20, 32\], for which the model takes another path"):
-        ackpt.compile(LongAndShort(), torch.ones(12, WIDTH), plan=plan)
-    with pytest.raises(ackpt.PlanError, match="another path|another graph"):
-        step(torch.ones(12, WIDTH))
+        ackpt.compile(long_and_short(), torch.ones(12, WIDTH), plan=plan)
+    raises(ackpt.PlanError, "another path|another graph", lambda: step(torch.ones(12, WIDTH)))
     plan = saved(tmp_path, ackpt.compile(OneSize(8, 8), torch.ones(20, 8)))
     with pytest.raises(ackpt.PlanError):
         ackpt.compile(OneSize(8, 8), torch.ones(12, 8), plan=plan)
@@ -164,8 +157,7 @@ def test_operations_that_differ_in_a_dynamic_capture_need_a_dynamic_plan(tmp_pat
     model, given = Pair(8, 8), (torch.ones(4, 6, 8), torch.ones(4, 8))
     plan = saved(tmp_path, ackpt.compile(model, *given))
     said = r"dynamic=\{'x': \{0: \(3, 4\), 1: \(6, 7\)\}, 'y': \{0: \(3, 4\)\}\}"
-    with pytest.raises(ackpt.PlanError, match=said):
-        ackpt.compile(model, torch.ones(3, 7, 8), torch.ones(3, 8), plan=plan)
+    raises(ackpt.PlanError, said, lambda: ackpt.compile(model, torch.ones(3, 7, 8), torch.ones(3, 8), plan=plan))
     dynamic = {"x": {0: (3, 4), 1: (6, 7)}, "y": {0: (3, 4)}}
     plan = saved(tmp_path, ackpt.compile(model, *given, dynamic=dynamic))
     assert ackpt.compile(model, torch.ones(3, 7, 8), torch.ones(3, 8), plan=plan).plan.policy == "auto"

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import fresh_step, raises
 from torch import nn
 
 import ackpt
@@ -87,11 +88,7 @@ def test_the_planned_step_has_this_peak_and_equal_gradients():
     step = ackpt.apply_budget(model, x, slowdown="10%")
     assert 0 < step.plan.cost <= 0.1
 
-    def train():
-        model.zero_grad()
-        model(x).backward()
-
-    measured = ackpt.measure(train, resident=[model, x], warmup=1, repeats=0)
+    measured = ackpt.measure(fresh_step(model, lambda: model(x)), resident=[model, x], warmup=1, repeats=0)
     assert measured.peak_bytes == step.plan.peak_bytes < step.plan.baseline_peak_bytes
     for mine, expected in zip(model.parameters(), baseline.parameters()):
         assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)
@@ -138,5 +135,4 @@ def test_the_backend_of_torch_compile_takes_a_slowdown():
     ],
 )
 def test_an_invalid_slowdown_is_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        ackpt.apply_budget(_model(), torch.ones(8, 8, 32), **options)
+    raises(error, message, lambda: ackpt.apply_budget(_model(), torch.ones(8, 8, 32), **options))

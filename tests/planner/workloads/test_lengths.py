@@ -1,13 +1,12 @@
 """`ackpt.fits`: its peaks are those that training measures, batch by batch, and its largest batches are the largest."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from conftest import raises
 from dynamic_steps import Words, gpt2
 
 import ackpt
@@ -183,8 +182,7 @@ def test_the_optimizer_counts():
     ],
 )
 def test_bad_arguments_are_refused(lengths, options, message):
-    with pytest.raises(ValueError, match=message):
-        ackpt.fits(gpt2(), lengths, **options)
+    raises(ValueError, message, lambda: ackpt.fits(gpt2(), lengths, **options))
 
 
 def test_lengths_may_be_any_iterable():
@@ -245,8 +243,7 @@ def test_a_model_with_unknown_arguments_is_refused():
 def test_bad_files_are_refused(tmp_path, text, message):
     path = tmp_path / "lengths"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        lengths_in(path)
+    raises(ValueError, message, lambda: lengths_in(path))
 
 
 def test_files_of_lengths_are_read(tmp_path):
