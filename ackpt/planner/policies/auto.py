@@ -29,7 +29,7 @@ from ackpt.planner.policies.chains.blocks import BlockChain, Walk, coarse_chain,
 from ackpt.planner.policies.chains.chain_table import BACKWARD, ChainTable
 from ackpt.planner.policies.chains.substitutes import substituted
 from ackpt.planner.policies.full import segmentations
-from ackpt.planner.policies.search.frontier import cheapest, costs, evenly_spaced, pareto
+from ackpt.planner.policies.search.frontier import cheapest, costs, evenly_spaced, pareto, thinned
 from ackpt.planner.policies.search.refinement import evictions, refined, without_runs
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded, packed
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule, everything, lower, scheduled
@@ -46,8 +46,8 @@ _SMALL = 800  # nodes; above, all candidates of `rotor` and `mu_two` would take 
 _MEDIUM = 5000  # nodes; above, a second search, with packed masks, would double a search of many seconds
 # Of the masks that are packed; without those between none and all, plans cost up to 1 % of a step more.
 _PACKED_SHARES = (0, 1 / 4, 1 / 2, 3 / 4, 1)
-# Nodes of all schedules that are packed for one graph, which bounds the time: small graphs get more of them.
-_PACKED_NODES = 120_000
+# Nodes of all schedules that are packed for one graph, which bounds the time: of 1,000 nodes, 100 of each frontier.
+_PACKED_NODES = 600_000
 _LEAST_PACKED = 4  # schedules of each frontier, whatever their size (not tuned)
 _OFFLOADED_NODES = 1_000_000  # of all schedules that offload, which bounds the time: small graphs get more tries
 _BUSY_SHARES = (3 / 4, 1)  # of the forward's seconds that the link is busy (not tuned)
@@ -155,13 +155,13 @@ def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], sea
     variants = []
     tries = max(_LEAST_PACKED, _PACKED_NODES // len(graph.nodes) // (1 + len(_PACKED_SHARES)))
     drawn = _drawn(graph)
-    for point in evenly_spaced(pareto(graph, profile, schedules), tries):
+    for point in thinned(pareto(graph, profile, schedules), tries):
         variants += _with_shares(graph, point.schedule, (1,), drawn.intersection(point.schedule.saved))
         if search is None:
             variants += _with_shares(graph, point.schedule, (1,), drawn)
     if drawn and search is not None:
         tiny, its_profile = _tiny(graph, profile, drawn)
-        for point in evenly_spaced(pareto(tiny, its_profile, search(tiny, its_profile)), tries):
+        for point in thinned(pareto(tiny, its_profile, search(tiny, its_profile)), tries):
             variants += _with_shares(graph, point.schedule, _PACKED_SHARES, drawn)
     return variants
 
@@ -210,7 +210,7 @@ def _with_shares(graph: JointGraph, schedule: Schedule, shares, drawn: set[int])
 
 
 def offloads(graph: JointGraph, profile, schedules) -> list[Schedule]:
-    """Evenly spaced schedules of the frontier, with as many activations offloaded as overlap with compute.
+    """Schedules of the frontier, thinned out, with as many activations offloaded as overlap with compute.
 
     The one with the lowest peak also comes with all of its activations offloaded, at any cost. Empty if `profile` has
     no times of copies, or if the graph's compiler does not run copies.
@@ -218,7 +218,7 @@ def offloads(graph: JointGraph, profile, schedules) -> list[Schedule]:
     if profile.swap_seconds is None or profile.seconds is None or not graph.replays_random:
         return []
     points = pareto(graph, profile, schedules)
-    some = evenly_spaced(points, _OFFLOADED_NODES, each=len(_BUSY_SHARES) * len(graph.nodes))
+    some = thinned(points, _OFFLOADED_NODES // len(graph.nodes) // len(_BUSY_SHARES))
     chosen = [(point.schedule, storages) for point in some for storages in _overlapping(graph, point.schedule, profile)]
     lowest = points[-1].schedule
     return [offloaded(graph, *one, profile) for one in [*chosen, (lowest, offloadable(graph, lowest))] if one[1]]

@@ -12,17 +12,17 @@ from ackpt.graph import simulate
 from ackpt.planner.choose import default_profile
 from ackpt.planner.policies import auto
 from ackpt.planner.policies.auto import packings
-from ackpt.planner.policies.search.frontier import added_cost, costs, frontier, packing_cost, pareto
+from ackpt.planner.policies.search.frontier import Point, added_cost, costs, frontier, packing_cost, pareto, thinned
 from ackpt.planner.schedule.schedule import everything
 from experiments.models import BertConfig, BertForMaskedLM
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 1, "heads": 2, "vocab_size": 50, "positions": 32}
 
 
-def bert(dropout: float):
+def bert(dropout: float, **sizes: int):
     torch.manual_seed(0)
     ids = torch.randint(0, 50, (4, 32))
-    return BertForMaskedLM(BertConfig(dropout=dropout, **SIZES)), (ids,), {"labels": ids}
+    return BertForMaskedLM(BertConfig(dropout=dropout, **(SIZES | sizes))), (ids,), {"labels": ids}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,33 @@ def test_packing_never_raises_the_cost_and_mostly_lowers_it(graph, profile):
         assert best <= point.cost
         gains += best < point.cost
     assert gains > len(without) / 2
+
+
+def test_a_further_schedule_never_makes_a_plan_with_packed_masks_dearer():
+    model, args, kwargs = bert(0.1, layers=4)
+    graph = ackpt.trace(model, *args, **kwargs)
+    profile = ackpt.profile(graph, "t4")
+    searched = []
+
+    def search(tiny, its_profile):
+        searched.extend(point.schedule for point in pareto(tiny, its_profile, auto.through_chain(tiny, its_profile)))
+        return searched
+
+    def with_packed(search):
+        return pareto(graph, profile, packings(graph, profile, [everything(graph)], search))
+
+    best = with_packed(search)
+    assert len(searched) > 30
+    for further in range(1, len(searched) - 1, len(searched) // 4):
+        for point in with_packed(lambda *_, left_out=further: [*searched[:left_out], *searched[left_out + 1 :]]):
+            assert min(each.cost for each in best if each.peak_bytes <= point.peak_bytes) <= point.cost
+
+
+def test_thinning_leaves_out_the_points_that_budgets_miss_least():
+    points = [Point(cost, peak, everything) for cost, peak in ((0, 100), (1, 90), (2, 89), (3, 60), (9, 50), (10, 30))]
+    assert [point.cost for point in thinned(points, 6)] == [0, 1, 2, 3, 9, 10]
+    assert [point.cost for point in thinned(points, 4)] == [0, 1, 3, 10]
+    assert [point.cost for point in thinned(points, 1)] == [0, 10]
 
 
 def test_the_frontier_counts_packing(graph, profile):

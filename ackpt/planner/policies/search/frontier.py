@@ -7,6 +7,7 @@ among the points of several frontiers.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
@@ -149,6 +150,21 @@ def undominated(items: Iterable[T], values: Callable[[T], tuple]) -> list[T]:
         if not any(all(map(operator.le, values(other), values(item))) for other in reversed(best)):
             best.append(item)
     return best
+
+
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """At most `most` points of a frontier: without the others, the mean cost over all budgets rises least.
+
+    Without a point, the budgets between its peak and that of the point before it pay the cost of the point after it.
+    """
+    left = list(points)
+    while len(left) > max(2, most):
+        rise = [
+            (after.cost - point.cost) * math.log(before.peak_bytes / point.peak_bytes)
+            for before, point, after in zip(left, left[1:], left[2:])
+        ]
+        del left[1 + rise.index(min(rise))]
+    return left
 
 
 def evenly_spaced(items: Sequence[T], tries: int, each: int = 1) -> Sequence[T]:
