@@ -7,7 +7,8 @@ import dataclasses
 from ackpt.core.errors import BudgetError
 from ackpt.core.progress import about, shown, stage
 from ackpt.metering.meter import memory_format
-from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan
+from ackpt.planner.sharding.planner import ShardedPlan
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ackpt.cli import main
-from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 from ackpt.planner.workloads.step_request import StepRequest

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ackpt.checkpointing import standing_in
-from ackpt.checkpointing.reentrant import checkpoint
 from ackpt.core.budget import dynamic_limit
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.history import Event, History
@@ -203,9 +202,8 @@ class ShardedStep:
         check_model(view)
         with CAPTURING, capture(view, args, kwargs, request.differentiate, request.outputs) as captured:
             graph = captured_graph(captured, view, NO_LOOP)
-        blocks = Blocks(
-            graph, profile(graph, request.device, workspace="measured" if graph.on_cpu else "given"), groups
-        )
+        costs = profile(graph, request.device, workspace="measured" if graph.on_cpu else "given")
+        blocks = Blocks(graph, costs, groups, has_regions=False)
         _refuse_collectives(blocks)
         table = Table(blocks, groups, sharding, self._optimizer_kind(), graph.on_cpu)
         if request.loop.accumulation:
@@ -237,8 +235,6 @@ class ShardedStep:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         choice = planned.choice(number)
-        if choice.again:
-            return checkpoint(standing_in.as_it_is(module, forward), *args, **kwargs)
         body = self._bodies[number - 1]
         update_body(body, module)
         with CAPTURING:
