@@ -56,7 +56,7 @@ def train(model, batches):
         ackpt.measure(
             lambda: step(batches[0]), resident=resident, warmup=0, repeats=0
         ).peak_bytes
-        for _ in range(8)
+        for _ in range(20)
     ]
     return [parameter.to_local() for parameter in model.parameters()], min(peaks)
 

@@ -246,14 +246,18 @@ def _viewed(value: Any, view_of: dict[int, Any]) -> Any:
         return view_of[id(value)]
     if isinstance(value, types.MethodType) and id(value.__self__) in view_of:
         return types.MethodType(value.__func__, view_of[id(value.__self__)])
-    if type(value) in (list, tuple) and any(id(each) in view_of for each in value):
+    if (
+        isinstance(value, (list, tuple))
+        and any(id(each) in view_of for each in value)
+        and not hasattr(value, "_fields")
+    ):
         return type(value)(_viewed(each, view_of) for each in value)
     if type(value) is dict and any(id(each) in view_of for each in value.values()):
         return {key: _viewed(each, view_of) for key, each in value.items()}
     return value
 
 
-def cast_by(state, args, kwargs) -> tuple[tuple, dict[str, Any]]:
+def cast_by(state, args, kwargs) -> tuple[Any, Any]:
     """The arguments of a module in the dtype to which its state casts them."""
     policy = state._mp_policy
     if not (policy.cast_forward_inputs and policy.param_dtype):
