@@ -40,7 +40,7 @@ def sharded():
 
 
 def train(model, batches):
-    """Train on batches of any size; returns local parameters and the peak of the first batch's forward and backward."""
+    """Train on batches of any size; returns local parameters and a step's peak."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch):
@@ -51,9 +51,14 @@ def train(model, batches):
         step(batch)
         optimizer.step()
     optimizer.zero_grad()
-    # Threads of gloo free some buffers late, so the smallest of several peaks counts.
-    found = [ackpt.measure(lambda: step(batches[0]), resident=[model, *batches[0]], repeats=0) for _ in range(8)]
-    return [parameter.to_local() for parameter in model.parameters()], min(each.peak_bytes for each in found)
+    resident = model, *batches[0]
+    peaks = [  # some threads of gloo free their buffers late: the smallest counts
+        ackpt.measure(
+            lambda: step(batches[0]), resident=resident, warmup=0, repeats=0
+        ).peak_bytes
+        for _ in range(20)
+    ]
+    return [parameter.to_local() for parameter in model.parameters()], min(peaks)
 
 
 dist.init_process_group("gloo")  # "nccl" on GPUs

@@ -18,7 +18,7 @@ import torch
 from torch import distributed, multiprocessing
 
 import ackpt
-from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import Sharding, groups_of
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 from ackpt.planner.workloads.step_request import TRANSFORMERS, StepRequest, training_step

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from ackpt.core.errors import BudgetError
-from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan
+from ackpt.planner.sharding.planner import ShardedPlan
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 from ackpt.planner.workloads.step_request import StepRequest

@@ -23,7 +23,8 @@ from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ackpt.metering import plots
-from ackpt.planner.sharding.planner import CAPTURED, ShardedModel
+from ackpt.planner.sharding.planner import CAPTURED
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import GroupBytes, Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 from ackpt.planner.workloads.step_request import StepRequest

@@ -7,7 +7,8 @@ import dataclasses
 from ackpt.core.errors import BudgetError
 from ackpt.core.progress import about, shown, stage
 from ackpt.metering.meter import memory_format
-from ackpt.planner.sharding.planner import ShardedModel, ShardedPlan
+from ackpt.planner.sharding.planner import ShardedPlan
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 
@@ -17,6 +18,10 @@ NOTE = (
     "each block and then the model given to fully_shard, parameters freed after the forward; simulated, not run; "
     "not included: memory of communication libraries and, in the peak, workspaces and fragmentation"
 )
+
+# Of the reserved bytes: 31.02 GiB were measured (pytorch/torchtitan, pull request 165) where 25.2 GiB are predicted for
+# transformers' Llama. FSDP2's streams have pools of their own, and the loop holds outputs: the model has neither.
+MEASURED_ERROR = 0.24
 
 
 def run(config: PlanConfig, shardings: list[Sharding]) -> tuple[ShardedModel, list[ShardedPlan | BudgetError]]:
@@ -62,9 +67,9 @@ def text(model: ShardedModel, shardings: list[Sharding], plans) -> str:
 
 
 def fits(model: ShardedModel, plan: ShardedPlan) -> bool:
-    """Whether the plan fits the device, if there is one: what the allocator reserves, and the context."""
+    """Whether the plan fits the device, if there is one, also if the allocator reserves more than is predicted."""
     memory = model.memory(plan)
-    return memory is None or memory.fits
+    return memory is None or memory.margin >= MEASURED_ERROR * memory.reserved
 
 
 def to_json(model: ShardedModel, shardings: list[Sharding], plans) -> dict:
@@ -126,10 +131,11 @@ def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
     if model.device is not None:
         memory = model.memory(plan)
         assert memory is not None
+        verdict = "fits" if fits(model, plan) else "may not fit" if memory.fits else "does not fit"
         lines.append(
-            f"  device          {'fits' if memory.fits else 'does not fit'} {model.device.name}: "
+            f"  device          {verdict} {model.device.name}: "
             f"{memory_format(memory.reserved)} reserved and {memory_format(memory.context)} context of "
-            f"{memory_format(model.device.memory_bytes)}"
+            f"{memory_format(model.device.memory_bytes)}; a measured rank reserved up to {MEASURED_ERROR:.0%} more"
         )
     return lines
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -24,8 +24,10 @@ from ackpt.planner.policies import Policy
 from ackpt.planner.policies.search.schedule_cache import Cache
 from ackpt.planner.request import DynamicArgument, Request, refuse_misplaced_keywords, refuse_values_for_the_model
 from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.sharding.sharded_step import ShardedStep
 from ackpt.planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
+
+if TYPE_CHECKING:
+    from ackpt.planner.sharding.sharded_step import ShardedStep
 
 _MISSING: Any = object()
 
@@ -171,8 +173,8 @@ def apply_budget(
     the plan; those of its submodules run only during the capture, and one that changes values is refused.
     `remove_budget` removes the budget, and a second budget replaces the first.
 
-    After ``fully_shard`` on blocks and model (FSDP2), call it on all ranks: each block is planned inside of FSDP's hooks,
-    each rank for its own batch. All ranks raise an error if one has no plan within the budget.
+    After ``fully_shard`` on blocks and model (FSDP2), call it on all ranks: each block is planned inside of FSDP's
+    hooks, each rank for its own batch. All ranks raise an error if one has no plan within the budget.
 
     Args:
         model: an ``nn.Module``.
@@ -208,7 +210,7 @@ def apply_budget(
     args, kwargs = call_arguments(batch)
     kwargs = as_trainer_calls(model, kwargs) if isinstance(model, nn.Module) else kwargs
     with without_budget(model):
-        step = ShardedStep(model, request) if is_sharded(model) else PlannedStep(model, request)
+        step = _step_of(model, request)
         step.prepare(*args, **kwargs)
     if budget is None and slowdown is None and plan is None and policy == "auto":
         warn(
@@ -218,6 +220,14 @@ def apply_budget(
     put_in_place(step)
     torch._dynamo.reset()  # what was compiled before has the model's own operations in it
     return step
+
+
+def _step_of(model: nn.Module, request: Request) -> PlannedStep | ShardedStep:
+    if not is_sharded(model):
+        return PlannedStep(model, request)
+    from ackpt.planner.sharding.sharded_step import ShardedStep  # which needs torch.distributed
+
+    return ShardedStep(model, request)
 
 
 def _not_a_batch(model, inputs: Mapping[str, Any]) -> str:

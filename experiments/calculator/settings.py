@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import ackpt
 from ackpt.planner.schedule.plan import RECOMPUTED, SAVED, Plan
-from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.workloads.planned_shapes import PlanConfig, at_peak, run_plan, with_training_loop
 
 from .choices import FIRST_BLOCKS, HALF, MIXED, NONE, PER_BLOCK, plan_config, shardings

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from ackpt.planner.capture.joint_graph import FORWARD
-from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import (
     CATEGORIES_OF_A_RANK,
     COMMUNICATION,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ackpt.cli import main
-from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 from ackpt.planner.workloads.step_request import StepRequest
@@ -81,10 +81,12 @@ def test_a_rank_fits_by_reserved_bytes_and_context_as_a_single_gpu_does(capsys):
     workspaces = 2 * 8_519_680  # of cuBLAS, in forward and backward
     assert memory["allocated"] - workspaces == found["peak_bytes"] and memory["reserved"] % 2**20 == 0
     assert memory["margin"] == size - memory["reserved"] - memory["context"] > 0 and found["device"]["fits"]
-    most = (size - memory["reserved"]) // 2**20
+    most = int(size - 1.24 * memory["reserved"]) // 2**20
     assert most < (size - found["peak_bytes"]) // 2**20
     for context, fits in ((most, True), (most + 1, False)):
         assert planned("--context-mib", str(context))["device"]["fits"] is fits
-    assert main(["plan", *options, "--context-mib", str(most + 1)]) == 0
     reserved = memory["reserved"] / 2**20
-    assert f"  device          does not fit t4: {reserved:.1f} MiB reserved and " in capsys.readouterr().out
+    more = (size - memory["reserved"]) // 2**20 + 1
+    for context, verdict in ((most + 1, "may not fit"), (more, "does not fit")):
+        assert main(["plan", *options, "--context-mib", str(context)]) == 0
+        assert f"  device          {verdict} t4: {reserved:.1f} MiB reserved and " in capsys.readouterr().out

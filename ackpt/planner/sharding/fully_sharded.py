@@ -31,7 +31,7 @@ from .sharding import Group, Sharding, ShardingError, Weight
 _HOOKS = (*HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
-def states_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+def states_of(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """(name, module, state) of every module that ``fully_shard`` was applied to, each state once, the root first."""
     seen = set()
     for name, module in model.named_modules():
@@ -44,12 +44,18 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before ``fully_shard``."""
     cls: Any = type(module)
     # Torch: fully_shard makes a class of FSDPModule and the module's own one, and stores the place of the latter.
-    return cls.__mro__[cls._orig_cls_mro_index] if isinstance(module, FSDPModule) else cls
+    return cls.__mro__[getattr(cls, "_orig_cls_mro_index", 2)] if isinstance(module, FSDPModule) else cls
+
+
+def param_groups(state) -> list[Any]:
+    """FSDP's groups of parameters of one state; older versions of torch have one or none."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (state._fsdp_param_group,) if group] if groups is None else groups
 
 
 def params_of(state) -> list[Any]:
     """FSDP's parameters of one state."""
-    return [each for group in state._fsdp_param_groups for each in group.fsdp_params]
+    return [each for group in param_groups(state) for each in group.fsdp_params]
 
 
 def groups_of_sharded(model: nn.Module) -> tuple[Group, ...]:
@@ -98,7 +104,7 @@ def sharding_of(model: nn.Module) -> Sharding:
     """The ranks and dtypes of a sharded model; raises a ShardingError if its groups differ in them."""
     states = [state for _, _, state in states_of(model) if params_of(state)]
     kinds = {
-        "numbers of ranks": {group.mesh_info.shard_mesh_size for s in states for group in s._fsdp_param_groups},
+        "numbers of ranks": {group.mesh_info.shard_mesh_size for s in states for group in param_groups(s)},
         "dtypes of shards": {each.sharded_param.dtype for s in states for each in params_of(s)},
         "dtypes of reduction": {s._mp_policy.reduce_dtype or s._mp_policy.param_dtype for s in states},
     }
@@ -107,7 +113,7 @@ def sharding_of(model: nn.Module) -> Sharding:
             raise ShardingError(f"the model is sharded with several {words}: {', '.join(sorted(map(str, values)))}")
     (ranks,), (dtype,), (reduction,) = kinds.values()
     device = states[0]._device.type
-    replicated = any(group._is_hsdp for s in states for group in s._fsdp_param_groups)
+    replicated = any(group._is_hsdp for s in states for group in param_groups(s))
     is_cpu = device == "cpu"
     return Sharding(ranks, dtype, reduction or dtype, 1 if is_cpu else BLOCK, is_cpu, replicated)
 
@@ -129,7 +135,7 @@ def sharded_gradient_bytes(model: nn.Module) -> int:
 
 def has_unreduced(model: nn.Module) -> bool:
     """Whether a rank has gradients that are not reduced, or will have after the next backward."""
-    groups = [group for _, _, state in states_of(model) for group in state._fsdp_param_groups]
+    groups = [group for _, _, state in states_of(model) for group in param_groups(state)]
     params = [each for group in groups for each in group.fsdp_params]
     gradients = [getattr(getattr(each, "_unsharded_param", None), "grad", None) for each in params]
     exist = any(each is not None for each in (*gradients, *(each.unsharded_accumulated_grad for each in params)))
@@ -161,9 +167,9 @@ def _weight(name: str, state, param) -> Weight:
 
 def _is_kept(state, is_root: bool = False) -> bool:
     """Whether the parameters of a state stay gathered after the forward, as those of the root do by default."""
-    if is_root and state._auto_reshard_after_forward:
+    if is_root and getattr(state, "_auto_reshard_after_forward", True):
         return True
-    return not all(group._reshard_after_forward for group in state._fsdp_param_groups)
+    return not all(group._reshard_after_forward for group in param_groups(state))
 
 
 # What FSDP2 does otherwise with another value: (attribute of a group, the value that is planned for, what sets it).
@@ -178,7 +184,7 @@ _DEFAULTS = (
 
 def _require_planned(name: str, module: nn.Module, state) -> None:
     """Refuse settings of FSDP2 whose memory or order is not simulated."""
-    for group in state._fsdp_param_groups:
+    for group in param_groups(state):
         params = group.fsdp_params
         reasons = {
             "holds DTensor parameters of tensor parallelism": any(each.is_dtensor for each in params),
@@ -192,7 +198,7 @@ def _require_planned(name: str, module: nn.Module, state) -> None:
         reasons |= {f"has {words}": getattr(group, each, value) != value for each, value, words in _DEFAULTS}
         for reason in (reason for reason, applies in reasons.items() if applies):
             raise ShardingError(f"{module_label(name)} {reason}")
-    if len(state._fsdp_param_groups) > 1:
+    if len(param_groups(state)) > 1:
         raise ShardingError(f"{module_label(name)} has several groups of parameters (shard_placement_fn)")
     if state._states_to_backward_prefetch:
         raise ShardingError(f"{module_label(name)} has a list of modules to prefetch in backward: leave it out")
@@ -246,14 +252,18 @@ def _viewed(value: Any, view_of: dict[int, Any]) -> Any:
         return view_of[id(value)]
     if isinstance(value, types.MethodType) and id(value.__self__) in view_of:
         return types.MethodType(value.__func__, view_of[id(value.__self__)])
-    if type(value) in (list, tuple) and any(id(each) in view_of for each in value):
+    if (
+        isinstance(value, (list, tuple))
+        and any(id(each) in view_of for each in value)
+        and not hasattr(value, "_fields")
+    ):
         return type(value)(_viewed(each, view_of) for each in value)
     if type(value) is dict and any(id(each) in view_of for each in value.values()):
         return {key: _viewed(each, view_of) for key, each in value.items()}
     return value
 
 
-def cast_by(state, args, kwargs) -> tuple[tuple, dict[str, Any]]:
+def cast_by(state, args, kwargs) -> tuple[Any, Any]:
     """The arguments of a module in the dtype to which its state casts them."""
     policy = state._mp_policy
     if not (policy.cast_forward_inputs and policy.param_dtype):

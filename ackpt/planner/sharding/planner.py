@@ -17,12 +17,10 @@ from functools import cached_property
 
 from ackpt.core.budget import dynamic_limit, readable
 from ackpt.core.errors import BudgetError, did_you_mean
-from ackpt.metering.gpus import BLOCK, MIB, gpu
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-from ackpt.planner.costs.devices import device
-from ackpt.planner.costs.profiles import Profile, profile
+from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies.chains.block_options import BlockStep
 from ackpt.planner.policies.chains.blocks import cut_at, inner_cuts
 from ackpt.planner.policies.search.frontier import costs
@@ -37,10 +35,6 @@ from ackpt.planner.schedule.schedule import (
     recomputed,
     scheduled,
 )
-from ackpt.planner.workloads.device_memory import DeviceMemory, rank_memory
-from ackpt.planner.workloads.optimizers import optimizer_kind
-from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
-from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, training_step
 
 from .sharding import (
     ROOT,
@@ -49,7 +43,6 @@ from .sharding import (
     Sharding,
     ShardingError,
     Window,
-    groups_of,
     owners,
     sharded_optimizer,
     step_windows,
@@ -75,9 +68,13 @@ class Choice:
 
 
 class Blocks:
-    """The choices for the blocks of `graph`, whose parameters are in `groups`, the root's first."""
+    """The choices for the blocks of `graph`, whose parameters are in `groups`, the root's first.
 
-    def __init__(self, graph: JointGraph, profile: Profile, groups: tuple[Group, ...]):
+    ``has_regions``: whether a block of which nothing is saved is a region of eager code; otherwise it is planned.
+    """
+
+    def __init__(self, graph: JointGraph, profile: Profile, groups: tuple[Group, ...], has_regions: bool = True):
+        self.has_regions = has_regions
         self.graph, self.profile, self.groups = graph, profile, groups
         self.analysis, self.owners = graph.analysis, owners(graph, groups)
         self.cost = costs(graph, profile)
@@ -97,7 +94,7 @@ class Blocks:
     def eager_choices(self) -> tuple[Choice, Choice]:
         """Saving all, and per-block checkpointing."""
         nothing = tuple(frozenset() for _ in self.groups)
-        return Choice(PLAIN, self._saved_plainly), Choice(PER_BLOCK, nothing, again=True)
+        return Choice(PLAIN, self._saved_plainly), Choice(PER_BLOCK, nothing, again=self.has_regions)
 
     def schedule(self, row) -> Schedule:
         """The schedule with the choice ``row[block]`` for every block; ``row[0]``, the root's, recomputes nothing."""
@@ -271,9 +268,6 @@ def check_policy(policy) -> None:
         )
 
 
-DEPTH = ("num_hidden_layers", "layers")  # names for the number of blocks in configurations
-
-
 @dataclass(frozen=True)
 class Communication:
     """Bytes that one rank receives in all-gathers and sends in reduce-scatters of one step, and the number of each."""
@@ -342,52 +336,6 @@ class ShardedPlan:
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the peak, the resident ones first."""
         return {**self.resident, **self.timeline.at(self.timeline.peak_index)}
-
-
-class ShardedModel:
-    """A step, captured once, and its plans for any number of ranks.
-
-    ``stands_for``: the number of blocks of the complete model; ``groups``: its parameters.
-    """
-
-    def __init__(self, config: PlanConfig, whole: bool = False):
-        self.config = config
-        self.device = None if config.device is None else device(config.device)
-        self.step = training_step(config.step)
-        self.groups = groups_of(self.step.model)
-        self.stands_for = len(self.groups) - 1
-        self._tables: dict[Sharding, Table] = {}
-        short = None if whole else _shortened(config, self.groups)
-        self.blocks = self._blocks(short or self.step)
-        if short is not None:
-            try:
-                deep(self.blocks.windows(self.blocks.plain, Sharding(2)), self.stands_for)
-            except ShardingError:
-                self.blocks = self._blocks(self.step)
-
-    def plan(self, sharding: Sharding, budget=None, policy: str | None = None) -> ShardedPlan:
-        """The plan for one of the ranks; raises a BudgetError, and a ValueError for other policies."""
-        policy = policy or ("none" if budget is None else "auto")
-        check_policy(policy)
-        if self.device is not None:
-            sharding = replace(sharding, block_bytes=BLOCK)
-        if sharding not in self._tables:
-            kind = optimizer_kind(self.config.optimizer)
-            self._tables[sharding] = Table(self.blocks, self.groups, sharding, kind, self.device is None)
-        table = self._tables[sharding]
-        return table.plan(table.chosen(budget, policy), policy)
-
-    def memory(self, plan: ShardedPlan) -> DeviceMemory | None:
-        """The memory of a rank on the device, with cuBLAS's workspaces and fragmentation; None without a device."""
-        if self.device is None:
-            return None
-        shards = [size for group in self.groups for size in GroupBytes(group, plan.sharding).blocks]
-        context = None if self.config.context_mib is None else self.config.context_mib * MIB
-        return rank_memory(plan.timeline, plan.resident, shards, self.device, gpu(self.device.name), context)
-
-    def _blocks(self, step: TrainingStep) -> Blocks:
-        graph = captured(step, replace(self.config, optimizer="none"), self.device)
-        return Blocks(graph, profile(graph, self.device), groups_of(step.model))
 
 
 class Table:
@@ -496,23 +444,6 @@ class Table:
             reduces=sum(size.reduce > 0 for size in sizes),
             reduced_bytes=sum(size.reduced_to_others for size in sizes),
         )
-
-
-def _shortened(config: PlanConfig, groups: tuple[Group, ...]) -> TrainingStep | None:
-    """The step of the same model with `CAPTURED` blocks; None if they differ or no field has their number."""
-    if len(groups) - 1 <= CAPTURED or len({group.shapes() for group in groups[1:]}) > 1:
-        return None
-    for name in DEPTH:
-        request: StepRequest = replace(config.step, fields={**config.step.fields, name: CAPTURED})
-        try:
-            step = training_step(request)
-        except ValueError:
-            continue
-        short = groups_of(step.model)
-        alike = [short[ROOT].shapes(), *(group.shapes() for group in short[1:])]
-        if alike == [groups[ROOT].shapes(), *[groups[1].shapes()] * CAPTURED]:
-            return step
-    return None
 
 
 def _refusal(budget, policy: str, limit: int, peak: int, resident_bytes: int) -> str:

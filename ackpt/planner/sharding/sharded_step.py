@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ackpt.checkpointing import standing_in
-from ackpt.checkpointing.reentrant import checkpoint
 from ackpt.core.budget import dynamic_limit
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.history import Event, History
@@ -33,7 +32,7 @@ from ackpt.planner.capture.call_facts import Call, WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import layout
 from ackpt.planner.capture.inspection.attributes import attributes, every_module
 from ackpt.planner.capture.inspection.calls import described
-from ackpt.planner.capture.inspection.model_checks import check_call, check_model, is_tensor, warn_of_evaluation
+from ackpt.planner.capture.inspection.model_checks import check_model, is_tensor, warn_of_evaluation
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import NO_LOOP, check_optimizer, optimizer_of
 from ackpt.planner.capture.tracing import captured_graph
@@ -48,6 +47,7 @@ from .fully_sharded import (
     body_of,
     groups_of_sharded,
     has_unreduced,
+    param_groups,
     settings_of,
     sharded_gradient_bytes,
     sharding_of,
@@ -59,6 +59,7 @@ from .fully_sharded import (
 from .planner import PLAIN, Blocks, Choice, ShardedPlan, Table, check_policy
 from .sharding import ShardingError
 
+_MOST_PLANS = 64
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")  # namespaces of torch's operations
 
 
@@ -106,7 +107,7 @@ class ShardedStep:
         self._plans: dict[Any, list[_Planned]] = {}
         self._dtypes: list[Any] = []
         self._active: _Planned | None = None
-        ranks = sorted({rank for _, _, s in states_of(model) for g in s._fsdp_param_groups for rank in _ranks(g)})
+        ranks = sorted({rank for _, _, s in states_of(model) for g in param_groups(s) for rank in _ranks(g)})
         # Of its own, so that no collective of the training loop comes between; gloo needs no GPU to be idle.
         self._ranks = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
@@ -127,7 +128,6 @@ class ShardedStep:
 
     def prepare(self, *args: Any, **kwargs: Any) -> ShardedPlan:
         """Capture and plan for these arguments without running anything; the plan. Call it on all ranks."""
-        check_call(self._ackpt_model, args, kwargs)
         warn_of_evaluation(self._ackpt_model)
         self._dtypes = [getattr(leaf, "dtype", None) for leaf in tree_flatten((args, kwargs))[0]]
         self._serving(args, kwargs, runs=False)
@@ -179,6 +179,8 @@ class ShardedStep:
     def _plan_of(self, args, kwargs) -> _Planned:
         leaves, spec = tree_flatten((args, kwargs))
         key = (spec, tuple(_fact(leaf) for leaf in leaves), self._settings())
+        if len(self._plans) > _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
         planned = self._plans.setdefault(key, [])
         for each in planned:
             if each.captured.serves(leaves):
@@ -203,9 +205,8 @@ class ShardedStep:
         check_model(view)
         with CAPTURING, capture(view, args, kwargs, request.differentiate, request.outputs) as captured:
             graph = captured_graph(captured, view, NO_LOOP)
-        blocks = Blocks(
-            graph, profile(graph, request.device, workspace="measured" if graph.on_cpu else "given"), groups
-        )
+        costs = profile(graph, request.device, workspace="measured" if graph.on_cpu else "given")
+        blocks = Blocks(graph, costs, groups, has_regions=False)
         _refuse_collectives(blocks)
         table = Table(blocks, groups, sharding, self._optimizer_kind(), graph.on_cpu)
         if request.loop.accumulation:
@@ -237,8 +238,6 @@ class ShardedStep:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         choice = planned.choice(number)
-        if choice.again:
-            return checkpoint(standing_in.as_it_is(module, forward), *args, **kwargs)
         body = self._bodies[number - 1]
         update_body(body, module)
         with CAPTURING:

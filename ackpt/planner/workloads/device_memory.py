@@ -83,13 +83,12 @@ def rank_memory(
         for number, block in enumerate(_pieces(size, shards) if name == "parameters" else [size] * bool(size)):
             if name != "optimizer":
                 allocator.allocate((name, number), block)
-    for step in range(2):
-        if step:
-            for number, block in enumerate(_pieces(resident["optimizer"], shards)):
-                allocator.allocate(("state", number), block)
-            allocator.reset_peaks()
-        _events(allocator, timeline, [] if step else [on.cublas_workspace_bytes])
-        _free_all(allocator, "block")
+    _events(allocator, timeline, [on.cublas_workspace_bytes])
+    for number, block in enumerate(_pieces(resident["optimizer"], shards)):  # while the gradients exist
+        allocator.allocate(("state", number), block)
+    _free_all(allocator, "block")
+    allocator.reset_peaks()
+    _events(allocator, timeline, [])
     return _memory(allocator, where, on, context_bytes)
 
 

@@ -14,7 +14,7 @@ from ackpt.planner.capture.optimizer_state import eight_bit_bytes, optimizer_byt
 from ackpt.planner.explain import suggestions
 from ackpt.planner.explain.page import page
 from ackpt.planner.explain.saved import SavedLine, by_equal_blocks, cost_text
-from ackpt.planner.sharding.planner import ShardedModel
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest

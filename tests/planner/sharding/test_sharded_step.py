@@ -192,7 +192,7 @@ def optimizer(rank):
 
 
 def whole_blocks(rank):
-    """Blocks that pass two tensors on are regions as a whole."""
+    """Blocks that pass two tensors on are recomputed as a whole."""
     plan = is_kept(lambda: sharded(Pairs), rank, 0.9)
     assert {run.choice for run in plan.runs} == {"plain", "per-block"}
 

@@ -10,7 +10,8 @@ from ackpt.core.budget import from_text
 from ackpt.core.errors import BudgetError
 from ackpt.planner.capture.optimizer_state import optimizer_bytes
 from ackpt.planner.schedule.schedule import scheduled
-from ackpt.planner.sharding.planner import CAPTURED, Choice, ShardedModel, deep
+from ackpt.planner.sharding.planner import CAPTURED, Choice, deep
+from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import (
     Group,
     GroupBytes,
