@@ -53,8 +53,9 @@ class Dead(torch.Tensor):
         if func.is_view or func is torch.ops.aten.detach.default:  # autograd saves tensors as views
             return _without_kernel(func, args, kwargs or {})
         raise DeadRead(
-            f"{func} reads a tensor that this region's recomputation left out, because its first forward did not read "
-            "it. Repeat the step: the region's function is recomputed as a whole from now on."
+            f"{func} reads a tensor that a region's recomputation left out, because its first forward did not read it. "
+            "Code that stores tensors of a region must store those of the forward: ask ackpt.is_recomputing(). If "
+            "backward raised this, repeat the step: the region's function is recomputed as a whole from now on."
         )
 
 
@@ -142,17 +143,22 @@ class Liveness:
         return dead
 
     def _memory(self, tensor) -> weakref.ref | None:
-        if type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided:
+        if has_storage(tensor):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # inside torch.func transforms
                 return weakref.ref(tensor.untyped_storage())
         self.is_doubtful = True
         return None
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one with a storage, or a fake one."""
+    return type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided
+
+
 def _holders(tensor: torch.Tensor) -> int:
     """How many tensors share a tensor's memory; 0 if that is unknown."""
     use = getattr(torch._C, "_storage_Use_Count", None)
-    if use is None or type(tensor) not in _WITH_STORAGE or tensor.layout is not torch.strided:
+    if use is None or not has_storage(tensor):
         return 0
     return use(tensor.untyped_storage()._cdata) - 1  # without the storage's own Python object
 
