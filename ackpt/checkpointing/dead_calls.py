@@ -66,6 +66,10 @@ class DeadCalls(dict[Any, dict[int, int]]):
     is_proven = False
     unread: Sequence[int] = ()
 
+    def instead_of(self, inputs) -> dict[int, Dead]:
+        """Tensors without memory in the place of `unread` inputs, by index, which then need not be saved."""
+        return {i: _dead_like(inputs[i]) for i in self.unread if self.is_proven and _has_storage(inputs[i])}
+
 
 class Liveness:
     """Watches the calls of a first forward; `dead` gives those that its recomputation can leave out.
@@ -143,22 +147,21 @@ class Liveness:
         return dead
 
     def _memory(self, tensor) -> weakref.ref | None:
-        if has_storage(tensor):
+        if _has_storage(tensor):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # inside torch.func transforms
                 return weakref.ref(tensor.untyped_storage())
         self.is_doubtful = True
         return None
 
 
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one with a storage, or a fake one."""
+def _has_storage(tensor: torch.Tensor) -> bool:
     return type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided
 
 
 def _holders(tensor: torch.Tensor) -> int:
     """How many tensors share a tensor's memory; 0 if that is unknown."""
     use = getattr(torch._C, "_storage_Use_Count", None)
-    if use is None or not has_storage(tensor):
+    if use is None or not _has_storage(tensor):
         return 0
     return use(tensor.untyped_storage()._cdata) - 1  # without the storage's own Python object
 
@@ -280,8 +283,7 @@ def _dead(shape, strides, offset, dtype, device) -> Dead:
     return tensor
 
 
-def dead_like(tensor: torch.Tensor) -> Dead:
-    """A tensor with the shape, strides, dtype and device of `tensor`, and without memory."""
+def _dead_like(tensor: torch.Tensor) -> Dead:
     return _dead(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
