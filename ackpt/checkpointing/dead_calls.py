@@ -53,8 +53,9 @@ class Dead(torch.Tensor):
         if func.is_view or func is torch.ops.aten.detach.default:  # autograd saves tensors as views
             return _without_kernel(func, args, kwargs or {})
         raise DeadRead(
-            f"{func} reads a tensor that this region's recomputation left out, because its first forward did not read "
-            "it. Repeat the step: the region's function is recomputed as a whole from now on."
+            f"{func} reads a tensor that a region's recomputation left out, because its first forward did not read it. "
+            "Code that stores tensors of a region must store those of the forward: ask ackpt.is_recomputing(). If "
+            "backward raised this, repeat the step: the region's function is recomputed as a whole from now on."
         )
 
 
@@ -64,6 +65,10 @@ class DeadCalls(dict[Any, dict[int, int]]):
 
     is_proven = False
     unread: Sequence[int] = ()
+
+    def instead_of(self, inputs) -> dict[int, Dead]:
+        """Tensors without memory in the place of `unread` inputs, by index, which then need not be saved."""
+        return {i: _dead_like(inputs[i]) for i in self.unread if self.is_proven and _has_storage(inputs[i])}
 
 
 class Liveness:
@@ -142,17 +147,21 @@ class Liveness:
         return dead
 
     def _memory(self, tensor) -> weakref.ref | None:
-        if type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided:
+        if _has_storage(tensor):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # inside torch.func transforms
                 return weakref.ref(tensor.untyped_storage())
         self.is_doubtful = True
         return None
 
 
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided
+
+
 def _holders(tensor: torch.Tensor) -> int:
     """How many tensors share a tensor's memory; 0 if that is unknown."""
     use = getattr(torch._C, "_storage_Use_Count", None)
-    if use is None or type(tensor) not in _WITH_STORAGE or tensor.layout is not torch.strided:
+    if use is None or not _has_storage(tensor):
         return 0
     return use(tensor.untyped_storage()._cdata) - 1  # without the storage's own Python object
 
@@ -274,8 +283,7 @@ def _dead(shape, strides, offset, dtype, device) -> Dead:
     return tensor
 
 
-def dead_like(tensor: torch.Tensor) -> Dead:
-    """A tensor with the shape, strides, dtype and device of `tensor`, and without memory."""
+def _dead_like(tensor: torch.Tensor) -> Dead:
     return _dead(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 

@@ -174,8 +174,8 @@ def _run(function, args, kwargs, preserve_rng_state, offload, compiler=None) -> 
     # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
     anchor = None if any(region.needs_grad) or leaves else torch.zeros((), requires_grad=True)
     inputs_with_grad = compress(inputs, region.needs_grad)
-    if offload is not None:
-        region.leave_out_unread(inputs)
+    if offload is not None and region.dead and region.checksums is None:  # which a recomputation as a whole may read
+        region.unread = region.dead.instead_of(inputs)
     with offload.for_region().hooks if offload is not None else _NOTHING:
         # A tensor is an input once for each of its uses: the engine then sums their gradients as in the baseline.
         sources = [*inputs_with_grad, *leaves]

@@ -25,7 +25,7 @@ from ackpt.core.errors import CheckpointError
 from . import guards, rng
 from .autocast import AUTOCAST_OFF, Autocast
 from .closures import DetachClosedOver, frozen
-from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping, dead_like
+from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping
 from .evidence import RECORDED_RUNS, SMALL_BYTES, checksum, evidence_of, is_opaque, names_of, number_ends, subject_of
 from .reachable import ReachableState, graph_of, is_data, tensors_in
 from .recorder import Path, Recorder, check_same_path
@@ -475,11 +475,6 @@ class Region:
             if self.state is not None:
                 self.state.forget()
         return starts, received, computed, graph
-
-    def leave_out_unread(self, inputs) -> None:
-        """Put tensors without memory in the place of inputs that only dead calls read; they are not saved."""
-        if self.dead and self.dead.is_proven and self.checksums is None:  # which may have to run again as a whole
-            self.unread = {index: dead_like(inputs[index]) for index in self.dead.unread}
 
     def runs_again_after(self, error: Exception) -> bool:
         """Whether to recompute again as a whole, because `error` may arise from dead calls; so do later regions."""
