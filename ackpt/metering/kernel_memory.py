@@ -261,7 +261,7 @@ class Workspaces:
                 return Allocations(small.workspace, 0, ())
         size = sum({value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}.values())
         if size <= LARGEST:
-            return (_is_safe(func, call) and self._run(func, call)) or self._without(func)
+            return (is_safe(func, call) and self._run(func, call)) or self._without(func)
         dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
         contiguous = all(value.is_contiguous() or func in _MATRICES and is_dense(value) for value in values)
         return _NOTHING if func in WITHOUT and contiguous and dtypes.issubset(FLOATS) else self._without(func)
@@ -279,7 +279,7 @@ class Workspaces:
         return self._measured[key]
 
 
-def _is_safe(func, call) -> bool:
+def is_safe(func, call) -> bool:
     """Whether a kernel reads and writes nothing but its tensors, whichever integers they contain."""
     dtypes = {leaf.dtype for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)}
     has_integers = any(not (d.is_floating_point or d.is_complex or d is torch.bool) for d in dtypes)
