@@ -87,8 +87,8 @@ _ONLY_RESULTS = (
     *(aten.set_.source_Storage, aten.resize_.default),
 )
 _BY_VALUES = (aten.nanmedian.default, aten.nanmedian.dim, aten._ctc_loss.default, aten._ctc_loss.Tensor)
-# Made-up integers end the process if a kernel takes them for offsets. Kernels with these tags and names check them, read
-# 0 and 1 as indices, or, as that of oneDNN's LSTM, get the workspace of a forward (`run_alone`).
+# Made-up integers end the process if a kernel takes them for offsets. Kernels with these tags and names check them,
+# read 0 and 1 as indices, or, as that of oneDNN's LSTM, get the workspace of a forward (`run_alone`).
 _SAFE = {torch.Tag.core, torch.Tag.pointwise}
 _SAFE_WITH_INTEGERS = frozenset(
     "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_forward_only _foreach_add_ "
@@ -97,9 +97,9 @@ _SAFE_WITH_INTEGERS = frozenset(
     "bincount bucketize copy_ cummax cummin cumprod cumsum diff dot embedding_renorm_ equal fill_ flip "
     "fractional_max_pool2d_backward fractional_max_pool3d_backward histc index_add index_add_ index_copy index_copy_ "
     "index_fill index_fill_ index_put_ index_reduce index_select_backward kthvalue lift_fresh_copy linalg_ldl_solve "
-    "linalg_lu_solve masked_scatter "
+    "linalg_lu_solve masked_scatter mkldnn_rnn_layer_backward "
     "masked_select max max_pool2d_with_indices_backward max_pool3d_with_indices_backward max_unpool2d max_unpool3d "
-    "mean median min mkldnn_rnn_layer_backward mode msort multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward "
+    "mean median min mode msort multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward "
     "multilabel_margin_loss_forward nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot "
     "pack_bits put put_ repeat_interleave roll scatter_ scatter_add_ scatter_reduce_ searchsorted stack sum take tril "
     "triu unpack_bits value_selecting_reduction_backward zero_ zeros_like".split()

@@ -75,7 +75,9 @@ CALLS = {
     "call": lambda module, x: module(x),
     "forward": lambda module, x: module.forward(x),
     "kept": lambda module, x: copy.copy(module.forward)(x),
-    "class": lambda module, x: (module.forward if "forward" in vars(module) else type(module).forward.__get__(module))(x),
+    "class": lambda module, x: (module.forward if "forward" in vars(module) else type(module).forward.__get__(module))(
+        x
+    ),
 }
 X = torch.ones(2)
 
@@ -148,7 +150,11 @@ class CallsByClosure(CallsOther):
 @pytest.mark.parametrize("kind", [OwnCall, CallsByName, CallsByClosure, Doubles])
 def test_a_call_without_forward_is_refused(kind):
     standing_in.require_call_of_forward(kind(), "the model")
-    for refuse in (ackpt.compile, ackpt.trace, lambda model, x: ackpt.apply_activation_checkpointing(model, CallsOther)):
+    for refuse in (
+        ackpt.compile,
+        ackpt.trace,
+        lambda model, x: ackpt.apply_activation_checkpointing(model, CallsOther),
+    ):
         with pytest.raises(TypeError, match=r"the model \(CallsOther\) has a __call__ that does not call forward"):
             refuse(CallsOther(), X)
 

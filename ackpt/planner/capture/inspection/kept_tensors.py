@@ -316,6 +316,9 @@ class Held(TorchFunctionMode):
         thread = threading.get_ident()
 
         def with_traced(own, is_deep):
+            if isinstance(own, types.ClassMethodDescriptorType):  # ``Function.apply`` from torch 2.14 on
+                bind = own.__get__
+                own = classmethod(lambda cls, *args, **kwargs: bind(None, cls)(*args, **kwargs))
             function = getattr(own, "__func__", own)
 
             def replaced(value):
