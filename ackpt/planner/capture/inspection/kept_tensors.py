@@ -319,7 +319,7 @@ class Held(TorchFunctionMode):
             if isinstance(own, types.ClassMethodDescriptorType):  # ``Function.apply`` from torch 2.14 on
                 bind = own.__get__
                 own = classmethod(lambda cls, *args, **kwargs: bind(None, cls)(*args, **kwargs))
-            function = getattr(own, "__func__", own)
+            function: Any = getattr(own, "__func__", own)
 
             def replaced(value):
                 return self._replaced(value) if is_deep or isinstance(value, torch.Tensor) else value
