@@ -1,9 +1,10 @@
 """Run something else wherever the ``forward`` of a module is called: a region, a planned step, a block of one.
 
 ``forward`` of the module's class becomes a data descriptor, which Python asks before the instance's own attributes. So
-``model(x)``, ``model.forward(x)``, a class's own ``__call__`` and libraries that replace the instance's ``forward`` all
-reach what stands in. Without a `StandIn`, other instances, the class itself and ``super().forward`` get the class's own
-function. When the last `StandIn` of a class is gone, so is the descriptor.
+``model(x)``, ``model.forward(x)``, ``Model.forward(model, x)``, a class's own ``__call__`` and libraries that replace
+``forward`` on the instance or the class all reach what stands in. Other instances and ``super().forward`` get the
+class's own function. When the last `StandIn` of a class is gone, so is the descriptor. Its class alone refers to it, so
+that its end shows that the program has assigned another ``forward``.
 """
 
 from __future__ import annotations

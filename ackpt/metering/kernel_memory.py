@@ -87,8 +87,8 @@ _ONLY_RESULTS = (
     *(aten.set_.source_Storage, aten.resize_.default),
 )
 _BY_VALUES = (aten.nanmedian.default, aten.nanmedian.dim, aten._ctc_loss.default, aten._ctc_loss.Tensor)
-# Made-up integers end the process if a kernel takes them for offsets. Kernels with these tags and names check them, read
-# 0 and 1 as indices, or, as that of oneDNN's LSTM, get the workspace of a forward (`run_alone`).
+# Made-up integers end the process if a kernel takes them for offsets. Kernels with these tags and names check them,
+# read 0 and 1 as indices, or, as that of oneDNN's LSTM, get the workspace of a forward (`run_alone`).
 _SAFE = {torch.Tag.core, torch.Tag.pointwise}
 _SAFE_WITH_INTEGERS = frozenset(
     "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_forward_only _foreach_add_ "
@@ -97,9 +97,9 @@ _SAFE_WITH_INTEGERS = frozenset(
     "bincount bucketize copy_ cummax cummin cumprod cumsum diff dot embedding_renorm_ equal fill_ flip "
     "fractional_max_pool2d_backward fractional_max_pool3d_backward histc index_add index_add_ index_copy index_copy_ "
     "index_fill index_fill_ index_put_ index_reduce index_select_backward kthvalue lift_fresh_copy linalg_ldl_solve "
-    "linalg_lu_solve masked_scatter dequantize_4bit dequantize_blockwise gemm_4bit "
+    "linalg_lu_solve masked_scatter dequantize_4bit dequantize_blockwise gemm_4bit mkldnn_rnn_layer_backward "
     "masked_select max max_pool2d_with_indices_backward max_pool3d_with_indices_backward max_unpool2d max_unpool3d "
-    "mean median min mkldnn_rnn_layer_backward mode msort multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward "
+    "mean median min mode msort multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward "
     "multilabel_margin_loss_forward nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot "
     "pack_bits put put_ repeat_interleave roll scatter_ scatter_add_ scatter_reduce_ searchsorted stack sum take tril "
     "triu unpack_bits value_selecting_reduction_backward zero_ zeros_like".split()
@@ -261,7 +261,7 @@ class Workspaces:
                 return Allocations(small.workspace, 0, ())
         size = sum({value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}.values())
         if size <= LARGEST:
-            return (_is_safe(func, call) and self._run(func, call)) or self._without(func)
+            return (is_safe(func, call) and self._run(func, call)) or self._without(func)
         dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
         contiguous = all(value.is_contiguous() or func in _MATRICES and is_dense(value) for value in values)
         return _NOTHING if func in WITHOUT and contiguous and dtypes.issubset(FLOATS) else self._without(func)
@@ -279,7 +279,7 @@ class Workspaces:
         return self._measured[key]
 
 
-def _is_safe(func, call) -> bool:
+def is_safe(func, call) -> bool:
     """Whether a kernel reads and writes nothing but its tensors, whichever integers they contain."""
     dtypes = {leaf.dtype for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)}
     has_integers = any(not (d.is_floating_point or d.is_complex or d is torch.bool) for d in dtypes)

@@ -167,9 +167,9 @@ def apply_budget(
     """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
 
     A call is one of the model or of its ``forward``, also from its methods, a ``__call__`` of its class, and libraries
-    that replace ``forward`` on the instance. The model keeps its class, its attributes and methods, and its state_dict.
-    Evaluation and ``generate`` run without the plan, and so do copies of the model, models loaded from its pickle, and
-    calls of the class's function, as in ``Model.forward(model, x)``. Hooks of the model run in every step, outside of
+    that replace ``forward`` on the instance or the class. The model keeps its class, its attributes and methods, and
+    its state_dict. Evaluation and ``generate`` run without the plan, and so do copies of the model and models loaded
+    from its pickle. Hooks of the model run in every step, outside of
     the plan; those of its submodules run only during the capture, and one that changes values is refused.
     `remove_budget` removes the budget, and a second budget replaces the first.
 

@@ -338,7 +338,9 @@ def _note(graph: JointGraph) -> str | None:
             "from eager's by roundings of sums, and outputs with a row for every token, as logits, are not computed"
         )
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
-        notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")
+        notes.append(
+            f"the temporary memory of {', '.join(users)} is not counted: planning does not run it on made-up data"
+        )
     if sums := summed(graph.module):
         names, dtypes = [*sums], sorted({str(dtype).removeprefix("torch.") for dtype in sums.values()})
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

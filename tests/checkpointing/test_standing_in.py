@@ -12,6 +12,7 @@ import torch
 from conftest import model_of
 from torch import nn
 
+import ackpt
 from ackpt.checkpointing import standing_in
 from ackpt.checkpointing.reachable import IN_PLACE, TRAVELING
 from ackpt.checkpointing.standing_in import StandIn
@@ -68,6 +69,9 @@ CALLS = {
     "call": lambda module, x: module(x),
     "forward": lambda module, x: module.forward(x),
     "kept": lambda module, x: copy.copy(module.forward)(x),
+    "class": lambda module, x: (module.forward if "forward" in vars(module) else type(module).forward.__get__(module))(
+        x
+    ),
 }
 X = torch.ones(2)
 
@@ -102,6 +106,51 @@ def test_a_forward_that_is_replaced_later_is_reached_once(wrap):
     del module.forward
     standing_in.remove_from(module)
     assert module(X).tolist() == own(X).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["Doubles", "Inherits", "CallsParent"])
+def test_a_forward_that_is_assigned_to_the_class_is_reached(name):
+    kind = type(name, (MAKE[name],), {})  # a class of this test's own
+    module, other, own = kind(), kind(), kind.forward
+    standing_in.put_in_place(module, adds_one)
+    kept = kind.forward
+    kind.forward = lambda self, x: 10 * kept(self, x)
+    assert (module(X).tolist(), kind.forward(module, X).tolist(), other(X).tolist()) == ([21, 21], [21, 21], [20, 20])
+    kind.forward = kept
+    assert module(X).tolist() == [3, 3]
+    del kind.forward
+    assert module(X).tolist() == [3, 3]
+    standing_in.remove_from(module)
+    assert module(X).tolist() == [2, 2] and kind.forward is own
+
+
+class CallsOther(Doubles):
+    def __call__(self, x):
+        return self.compute(x)
+
+    def compute(self, x):
+        return 2 * x
+
+
+class CallsByName(CallsOther):
+    def compute(self, x):
+        return getattr(self, "forward")(x)  # noqa: B009
+
+
+class CallsByClosure(CallsOther):
+    compute = (lambda double: lambda self, x: double(x))(lambda x: 2 * x)
+
+
+@pytest.mark.parametrize("kind", [OwnCall, CallsByName, CallsByClosure, Doubles])
+def test_a_call_without_forward_is_refused(kind):
+    standing_in.require_call_of_forward(kind(), "the model")
+    for refuse in (
+        ackpt.compile,
+        ackpt.trace,
+        lambda model, x: ackpt.apply_activation_checkpointing(model, CallsOther),
+    ):
+        with pytest.raises(TypeError, match=r"the model \(CallsOther\) has a __call__ that does not call forward"):
+            refuse(CallsOther(), X)
 
 
 @pytest.mark.parametrize("name", MAKE)

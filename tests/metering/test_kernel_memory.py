@@ -216,6 +216,21 @@ def test_operations_that_depend_on_values_are_named(name):
     assert of_operation(UNKNOWN[name], True).unknown_workspace == (name,)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}])
+def test_an_lstm_is_predicted_with_what_its_forward_keeps(options):
+    def step(x, model):
+        model.zero_grad()
+        model(x)[0].square().mean().backward()
+
+    peaks = []
+    for make, count in ((contextlib.nullcontext, ackpt.measure), (FakeTensorMode, predict)):
+        with make():
+            model, x = nn.LSTM(16, 8, **options), torch.randn(20, 4, 16)
+        counted = count(lambda: step(x, model), resident=(model, x))  # noqa: B023
+        peaks.append(counted.peak_bytes)
+    assert counted.unknown_workspace == () and peaks[0] == peaks[1]
+
+
 @torch.library.custom_op("kernel_memory_test::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("a prediction must not run the user's code")

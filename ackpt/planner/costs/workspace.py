@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ackpt.core.progress import stage
-from ackpt.metering.kernel_memory import FLOATS, SCALAR_BYTES, WITHOUT
+from ackpt.metering.kernel_memory import FLOATS, SCALAR_BYTES, WITHOUT, is_safe
 from ackpt.metering.run_alone import (
     Allocations,
     cannot_run,
@@ -62,12 +62,15 @@ def runs_alone(node: torch.fx.Node) -> bool:
 
 
 def has_users_kernel(node: torch.fx.Node) -> bool:
-    """Whether a node's operation runs Python code from outside torch and ackpt, which may have side effects."""
+    """Whether a node's operation does not run on made-up data: Python code from outside torch and ackpt, which may have
+    side effects, or a kernel that may take made-up integers for offsets."""
     operation: Any = node.target
-    if not isinstance(operation, torch._ops.OpOverload) or operation.namespace in _OWN:
+    if not isinstance(operation, torch._ops.OpOverload):
         return False
+    if not is_safe(operation, [each.meta.get("val") for each in node.all_input_nodes]):
+        return True
     name = str(operation).removesuffix(".default").replace(".", "/", 1)
-    return any(f"{name}/{key}" in torch.library._impls for key in _KERNELS)
+    return operation.namespace not in _OWN and any(f"{name}/{key}" in torch.library._impls for key in _KERNELS)
 
 
 def results_agree(graph: JointGraph) -> bool:

@@ -209,7 +209,9 @@ class Uncovered:
             return run()
         parameters = [*self.model.parameters()]
         outputs, size = with_peak(run, parameters[0].device)
-        self._check(pending[-1], [each for each in parameters if id(each) in pending[-1].leaves], "between", False, size)
+        self._check(
+            pending[-1], [each for each in parameters if id(each) in pending[-1].leaves], "between", False, size
+        )
         return outputs
 
     def _check(self, forward: Forward, leaves: Sequence[torch.Tensor], phase: str, retains: bool, size=0) -> None:
@@ -244,9 +246,10 @@ class Uncovered:
         said = " and ".join(f"{memory_format(size)} {words}" for size, words, _ in causes)
         fixes = " ".join(fix for *_, fix in causes)
         budget = "" if self.budget is None else f" {self.budget!r}"
+        begins = "backward has not begun and" if size else f"{phase} begins while"
         message = (
-            f"{'backward has not begun and' if size else f'{phase} begins while'} {said}, which would exceed the budget{budget}: the peak would be "
-            f"{memory_format(peak)} ({peak} bytes), and {memory_format(whole)} ({whole} bytes) are allowed. {fixes}"
+            f"{begins} {said}, which would exceed the budget{budget}: the peak would be {memory_format(peak)} "
+            f"({peak} bytes), and {memory_format(whole)} ({whole} bytes) are allowed. {fixes}"
         )
         if more - earlier - size <= allowed and not self._is_in_bytes:  # a fraction refers to a step of one forward
             warn(message)

@@ -181,7 +181,9 @@ def test_a_loss_in_memory_for_all_elements_may_be_kept(keep, counts):
             kept.append(keep(loss))
 
     _, said = recorded(train)
-    assert bool(said) == counts and all(torch.as_tensor(each).item() == torch.as_tensor(kept[0]).item() for each in kept)
+    assert bool(said) == counts and all(
+        torch.as_tensor(each).item() == torch.as_tensor(kept[0]).item() for each in kept
+    )
 
 
 def test_forwards_of_models_that_share_parameters_count():

@@ -276,7 +276,7 @@ def _same(was, now) -> bool:
 
 
 def derived(module: nn.Module) -> set[str]:
-    """Names of attributes that hooks of torch compute before every forward: by spectral_norm, weight_norm and pruning."""
+    """Attributes that hooks of torch compute before every forward: by spectral_norm, weight_norm and pruning."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils")]
     return {getattr(hook, name) for hook in hooks for name in ("name", "_tensor_name") if hasattr(hook, name)}
 

@@ -316,7 +316,10 @@ class Held(TorchFunctionMode):
         thread = threading.get_ident()
 
         def with_traced(own, is_deep):
-            function = getattr(own, "__func__", own)
+            if isinstance(own, types.ClassMethodDescriptorType):  # ``Function.apply`` from torch 2.14 on
+                bind = own.__get__
+                own = classmethod(lambda cls, *args, **kwargs: bind(None, cls)(*args, **kwargs))
+            function: Any = getattr(own, "__func__", own)
 
             def replaced(value):
                 return self._replaced(value) if is_deep or isinstance(value, torch.Tensor) else value
