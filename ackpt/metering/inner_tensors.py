@@ -40,14 +40,14 @@ def state_values(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
-def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
     """The tensors in the state of a quantized weight, or of which a wrapper is made, by path; mostly none."""
     if is_wrapper(tensor):
         return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
     return {path: value for path, value in state_values(tensor) if isinstance(value, torch.Tensor)}
 
 
-def tensor_at(tensor: torch.Tensor, path: str) -> torch.Tensor:
+def tensor_at(tensor: Any, path: str) -> torch.Tensor:
     """The tensor at a path of `inner_tensors`."""
     return functools.reduce(getattr, path.split("/"), tensor)
 
