@@ -118,7 +118,7 @@ def test_shapes_alone_are_planned_and_predicted_as_the_model_is():
 @pytest.mark.parametrize(
     ("change", "autocast", "message"),
     [
-        (lambda model: model.blocks[0][0].base.weight.__setattr__("requires_grad", True), None, "freeze it, or use"),
+        (lambda model: model.blocks[0][0].base.weight.__setattr__("requires_grad", True), None, "Freeze it. To plan"),
         (lambda model: None, torch.bfloat16, "bnb_4bit_compute_dtype=torch.bfloat16"),
     ],
     ids=["trained", "another dtype than autocast's"],

@@ -278,9 +278,9 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
     fix = "Give a plain tensor: tensor.as_subclass(torch.Tensor), or tensor.as_tensor() of a MONAI MetaTensor."
     if kind.__name__ == "DTensor":
         fix = "Plan before sharding, as in fully_shard(ackpt.compile(model, ...)), or use tensor.to_local()."
-    elif isinstance(tensor, nn.Parameter) or is_wrapper(tensor):  # only its own class can give what it is made of
-        frozen = "freeze it, or " if state_name(tensor) is not None else ""
-        fix = f"To plan the model in regions, {frozen}use ackpt.apply_budget(model, batch, regions=True, ...)."
+    elif isinstance(tensor, nn.Parameter) or not has_torch_function:  # the class may need what it is made of
+        fix = "Freeze it." if state_name(tensor) is not None else "" if is_wrapper(tensor) else fix
+        fix = f"{fix} To plan the model in regions, use ackpt.apply_budget(model, batch, regions=True, ...).".lstrip()
     raise TraceError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor, whose type and attributes a "
         f"captured step would lose. {fix}"
