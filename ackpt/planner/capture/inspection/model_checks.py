@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from ackpt.checkpointing.reachable import HOOKS
 from ackpt.checkpointing.standing_in import in_place_of
 from ackpt.core.errors import TraceError, add_note, check_misspelt, did_you_mean, warn
-from ackpt.metering.inner_tensors import is_wrapper, state_name, state_values
+from ackpt.metering.resident import is_wrapper, state_name, state_values
 
 from .calls import named_leaves
 from .source_lines import not_repeated
