@@ -145,8 +145,8 @@ _DEFAULTS = {each.name: each.default for each in _KEYWORDS}
 def apply_budget(
     model: nn.Module,
     batch: Any = _MISSING,
+    *others: Any,
     budget: float | str | None = None,
-    *,
     slowdown: float | str | None = None,
     policy: Policy = "auto",
     plan: Plan | None = None,
@@ -182,6 +182,8 @@ def apply_budget(
             or one tensor. They are planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If
             the program has imported the Trainer of transformers, the call that the Trainer makes for this batch is
             planned.
+        others: the positional inputs after the first, as in ``apply_budget(model, x, y, budget=...)``; a single number
+            or string is the budget.
         budget: the upper bound on the peak; None for no bound, which gives a warning with policy ``"auto"`` if there
             is no slowdown either. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
@@ -204,10 +206,12 @@ def apply_budget(
         >>> step.plan.recompute_flops, type(model).__name__
         (0, 'Sequential')
     """
+    if len(others) == 1 and budget is None and isinstance(others[0], (int, float, str)):
+        budget, others = others[0], ()
     request = Request.from_keywords(**{name: value for name, value in locals().items() if name in _DEFAULTS})
     if batch is _MISSING or inputs:
         raise TypeError(f"apply_budget() {_not_a_batch(model, inputs)}")
-    args, kwargs = call_arguments(batch)
+    args, kwargs = call_arguments((batch, *others) if others else batch)
     kwargs = as_trainer_calls(model, kwargs) if isinstance(model, nn.Module) else kwargs
     with without_budget(model):
         step = _step_of(model, request)

@@ -124,7 +124,7 @@ def test_agrees_with_the_allocators_own_counter(mlp):
 
 def test_gradients_that_remain_count_as_gradients(mlp):
     model, x = mlp
-    measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=0)
+    measured = measure(lambda: model(x).sum().backward(), resident=[[model, [x]]], repeats=0)
     gradients = 4 * (WEIGHT + BIAS)
     assert measured.timeline.live[0] == measured.timeline.live[-1] == gradients  # accumulated in place
     assert set(measured.timeline.categories["gradients"]) == {gradients}

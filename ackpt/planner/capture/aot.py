@@ -30,7 +30,7 @@ from ackpt.core.autograd_state import version
 from ackpt.core.errors import TraceError, warn
 from ackpt.core.progress import stage
 from ackpt.metering.cpu_meter import no_collection
-from ackpt.metering.inner_tensors import inner_tensors, tensor_at
+from ackpt.metering.resident import inner_tensors, tensor_at
 from ackpt.metering.without_data.packed_sequences import found_packed
 
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic

@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from ackpt.checkpointing.reachable import HOOKS
 from ackpt.checkpointing.standing_in import in_place_of
 from ackpt.core.errors import warn
-from ackpt.metering.inner_tensors import inner_tensors
+from ackpt.metering.resident import inner_tensors
 
 from .aot import given_places
 from .dynamic_sizes import Layout, is_sized, layout

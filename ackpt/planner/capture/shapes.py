@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ackpt.core.errors import TraceError
-from ackpt.metering.inner_tensors import quantize_on_meta, with_state
+from ackpt.metering.resident import quantize_on_meta, with_state
 
 T = TypeVar("T")
 
@@ -67,9 +67,11 @@ class Shapes:
     Tied tensors stay tied. ``copies``: by the ids of the tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self.copies: dict[int, torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []  # whose ids must not be given to others
+        for tensor in tensors:
+            self(tensor)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.copies:

@@ -168,8 +168,8 @@ class PlannedStep(nn.Module):
             _require_no_gradients(outputs)
         return outputs
 
-    def extra_repr(self) -> str:
-        return repr(self.plan) if self.history else "no plan yet"
+    def __repr__(self) -> str:
+        return f"PlannedStep({self.plan!r})" if self.history else "PlannedStep(no plan yet)"
 
     # Methods that the model may override.
 

@@ -254,9 +254,7 @@ def fits(
     data = model
     if where is not None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
         with torch.device("meta"):
-            shape_of = Shapes()
-            for tensor in tensors:
-                shape_of(tensor)
+            shape_of = Shapes(tensors)
         data = copy.deepcopy(model, shape_of.copies)
     steps = _Steps(
         data,

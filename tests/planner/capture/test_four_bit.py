@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Model(nn.Module):
         return self.blocks(self.first(x)).square().mean()
 
 
-def quantized(**options):
+def quantized(**options) -> Any:
     return Model(**options).to("cpu")
 
 
@@ -117,7 +118,7 @@ def test_shapes_alone_are_planned_and_predicted_as_the_model_is():
 @pytest.mark.parametrize(
     ("change", "autocast", "message"),
     [
-        (lambda model: model.blocks[0][0].base.weight.__setattr__("requires_grad", True), None, "freeze it, or use"),
+        (lambda model: model.blocks[0][0].base.weight.__setattr__("requires_grad", True), None, "Freeze it. To plan"),
         (lambda model: None, torch.bfloat16, "bnb_4bit_compute_dtype=torch.bfloat16"),
     ],
     ids=["trained", "another dtype than autocast's"],
@@ -130,7 +131,7 @@ def test_what_no_step_computes_is_refused(change, autocast, message):
 
 
 def test_regions_restore_the_weight_that_the_first_forward_moves():
-    def build():
+    def build() -> Any:
         torch.manual_seed(0)
         layers = (bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False) for _ in range(2))
         return nn.Sequential(nn.Linear(64, 64), *(nn.Sequential(each, nn.Tanh()) for each in layers)).to("cpu")

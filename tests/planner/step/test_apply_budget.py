@@ -42,6 +42,7 @@ class OwnCall(Net):
 
 
 BATCH = {"x": torch.randn(32, 16, generator=torch.Generator().manual_seed(0)), "labels": torch.arange(32) % 5}
+PAIR = BATCH["x"], BATCH["labels"]
 
 
 @pytest.fixture
@@ -202,11 +203,13 @@ def test_an_error_leaves_the_model_unchanged(model):
     assert IN_PLACE not in vars(model)
 
 
-@pytest.mark.parametrize(
-    "batch", [BATCH, (BATCH["x"], BATCH["labels"]), [BATCH["x"], BATCH["labels"]]], ids=["dict", "tuple", "list"]
-)
-def test_batches_of_every_form_are_accepted(model, batch):
-    step = ackpt.apply_budget(model, batch, budget=0.7)
+@pytest.mark.parametrize("given", [(BATCH,), (PAIR,), ([*PAIR],), PAIR], ids=["dict", "tuple", "list", "positional"])
+@pytest.mark.parametrize("named", [True, False])
+def test_batches_of_every_form_are_accepted(model, given, named):
+    if named or given is PAIR:
+        step = ackpt.apply_budget(model, *given, budget=0.7)
+    else:
+        step = ackpt.apply_budget(model, *given, 0.7)
     gradients(model, BATCH)
     assert step.plan.recompute_flops > 0
 
@@ -316,7 +319,7 @@ def test_a_capture_names_all_that_changed(model):
 
 def test_the_step_prints_its_plan(model):
     step = ackpt.compile(model, **BATCH, budget=0.7)
-    assert repr(step.plan) in repr(step)
+    assert repr(step) == f"PlannedStep({step.plan!r})"
     assert "no plan yet" in repr(copy.deepcopy(step))
 
 

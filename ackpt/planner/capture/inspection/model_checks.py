@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from ackpt.checkpointing.reachable import HOOKS
 from ackpt.checkpointing.standing_in import in_place_of, require_call_of_forward
 from ackpt.core.errors import TraceError, add_note, check_misspelt, did_you_mean, warn
-from ackpt.metering.inner_tensors import is_wrapper, state_name, state_values
+from ackpt.metering.resident import is_wrapper, state_name, state_values
 
 from .attributes import derived
 from .calls import named_leaves
@@ -302,9 +302,9 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
     fix = "Give a plain tensor: tensor.as_subclass(torch.Tensor), or tensor.as_tensor() of a MONAI MetaTensor."
     if kind.__name__ == "DTensor":
         fix = f"{_PARALLEL} For an argument use tensor.to_local()."
-    elif isinstance(tensor, nn.Parameter) or is_wrapper(tensor):  # only its own class can give what it is made of
-        frozen = "freeze it, or " if state_name(tensor) is not None else ""
-        fix = f"To plan the model in regions, {frozen}use ackpt.apply_budget(model, batch, regions=True, ...)."
+    elif isinstance(tensor, nn.Parameter) or not has_torch_function:  # the class may need what it is made of
+        fix = "Freeze it." if state_name(tensor) is not None else "" if is_wrapper(tensor) else fix
+        fix = f"{fix} To plan the model in regions, use ackpt.apply_budget(model, batch, regions=True, ...).".lstrip()
     raise TraceError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor, whose type and attributes a "
         f"captured step would lose. {fix}"
