@@ -281,9 +281,7 @@ class Best:
     lower_bound: float
 
 
-def ilp(
-    graph: JointGraph, profile: Profile, limit_bytes: int | None, *, time_limit: float | None = 60.0
-) -> Schedule:
+def ilp(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, time_limit: float | None = 60.0) -> Schedule:
     """The cheapest schedule within `limit_bytes`, as far as `time_limit` allows to prove it.
 
     Args:
