@@ -163,7 +163,6 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 # region per layer saves all $n$ inputs. The optimum is in between: cut the chain into $k$ regions of $n / k$ layers
 # ({cite:t}`chen2016` call them segments). This is the step with $n = 64$ and $k = 8$:
 
-
 # %%
 def chain(lengths, a):
     for length in lengths:

@@ -419,9 +419,7 @@ class Twice(nn.Module):
 def sent_and_seen(call, below=nn.Identity):
     sent, module = [], Twice(call, below)
     parallel = DistributedDataParallel(module)
-    parallel.register_comm_hook(
-        None, lambda _, bucket: sent.append(bucket.buffer().clone()) or allreduce_hook(None, bucket)
-    )
+    parallel.register_comm_hook(None, lambda _, bucket: sent.append(bucket.buffer().clone()) or allreduce_hook(None, bucket))
     parallel(torch.ones(2, 4, requires_grad=True)).backward()
     return [round(sum(t.sum().item() for t in each), 4) for each in (sent, [p.grad for p in module.parameters()])]
 
@@ -578,12 +576,7 @@ def some_effect(choice):
     return (one.dynamic_peak_bytes, one.flops) != (peak["non-reentrant"], flops["non-reentrant"])
 
 
-tools = {
-    "baseline": EXPENSIVE,
-    "list [linear]": [aten.linear.default],
-    "MUST_CPU_OFFLOAD": offload_products,
-    "ackpt": None,
-}
+tools = {"baseline": EXPENSIVE, "list [linear]": [aten.linear.default], "MUST_CPU_OFFLOAD": offload_products, "ackpt": None}
 failures = {"list [linear]": "no effect", "MUST_CPU_OFFLOAD": "no effect", "ackpt": "error"}
 assert exhibit("a choice that has no effect", some_effect, tools, failure="no effect") == failures
 

@@ -145,7 +145,6 @@ figure
 # The rest, the *floor*, does not depend on $T$: $12 P$ bytes for the $P$ parameters with their Adam states, step
 # counts, and the gradients that already exist, of the loss, the last norm and the down-projection.
 
-
 # %%
 def of_block(config):
     """A and P_block."""
@@ -170,7 +169,6 @@ gradients = 4 * (1 + d + d * f)  # 1: the gradient of the loss
 #
 # Each block frees a boundary, $4 \, T d$ bytes, and allocates gradients, $4 \, P_\text{block}$ bytes. So the peak is at
 # the beginning of backward if boundaries are larger, and otherwise at its end.
-
 
 # %%
 def baseline_peak(T):
@@ -232,11 +230,7 @@ figure
 rows = []
 for T in lengths:
     base, recomputed = (runs[method, T] for method in methods)
-    row = {
-        "T": f"{T:,}",
-        "baseline": round(base.peak_bytes / 2**20, 1),
-        "checkpoint": round(recomputed.peak_bytes / 2**20, 1),
-    }
+    row = {"T": f"{T:,}", "baseline": round(base.peak_bytes / 2**20, 1), "checkpoint": round(recomputed.peak_bytes / 2**20, 1)}
     row |= {"saved": round(100 - 100 * recomputed.peak_bytes / base.peak_bytes)}
     rows.append(row | {"flops": round(recomputed.flops / base.flops, 3)})
 columns = {"T": "tokens", "baseline": "baseline, MiB", "checkpoint": "checkpoint, MiB"}
@@ -391,9 +385,7 @@ rows += [{"cause": cause, "once": f"{size / 2**20:+,.1f}"} for cause, size in on
 columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
 rows = [{name: row.get(name, "") for name in columns} for row in rows]
 caption = "Why the published baseline of the synthetic experiment has a higher peak than ours, from shapes."
-path = write_text_atomic(
-    "results/tables/04_synthetic_causes.md", markdown_table(rows, columns, caption, "tab-synthetic-causes")
-)
+path = write_text_atomic("results/tables/04_synthetic_causes.md", markdown_table(rows, columns, caption, "tab-synthetic-causes"))
 
 # %% [markdown]
 # :::{admonition} Why the published peaks are higher
@@ -426,9 +418,7 @@ for method, (a, b) in zip(methods, ((3, 3.5), (4, 4.5))):
     step, resident = build(method, 512, 512)
     pair, one = ackpt.measure(partial(step, x), resident=(*resident, x), repeats=0), runs[method, 1024]
     by_hand = (a * matrices + b * attention / 2) / (a * matrices + b * attention)
-    print(
-        f"{method:10} {pair.peak_bytes - one.peak_bytes} bytes more, FLOPs x {pair.flops / one.flops:.4f}, {by_hand:.4f}"
-    )
+    print(f"{method:10} {pair.peak_bytes - one.peak_bytes} bytes more, FLOPs x {pair.flops / one.flops:.4f}, {by_hand:.4f}")
 
 # %% [markdown]
 # Memory depends on the number of tokens, not on where the sequences end. The 4 bytes are one more offset. Attention is
@@ -487,7 +477,6 @@ print(f"and predicts {batches[0].targets[:4].tolist()}...")
 # The model has causal attention, an embedding before the blocks, and after them a head of $V \times d$ weights for a
 # vocabulary of $V$ entries. The head computes the *logits*, one score per token and entry. We compare the baseline,
 # checkpointed blocks, a loss in chunks, and both together.
-
 
 # %%
 def loss_of(model, batch, method):
@@ -606,7 +595,6 @@ print(f"measured {baseline.dynamic_peak_bytes:>32,}")
 #
 # From $\bar z$ follow the gradient of the token's hidden state and the token's share of the weight's gradient:
 
-
 # %%
 def chunked_loss(hidden, weight, targets, chunks):
     """The mean loss and the gradients of states and weight; the logits of one chunk at a time."""
@@ -635,7 +623,6 @@ for ours, grad in zip(by_chunks, (hidden.grad, head.weight.grad)):
 # $$ \text{chunked head} = 4 \, V d + 4 \, T d + 4 \, T_\text{chunk} (V + d) \text{ bytes} $$
 #
 # The code also counts a mask and the loss.
-
 
 # %%
 def chunked_bytes(T, V, chunks):
@@ -683,11 +670,7 @@ for row in rows:
     row |= {"chunks": -(-size // row["tokens"]), "logits": f"{4 * row['tokens'] * entries / 2**20:,.1f}"}
     row |= {"tokens": f"{row['tokens']:,}", "share": row.get("share", ""), "time": row.get("time", "")}
 columns = {"head": "head", "tokens": "tokens in a chunk", "chunks": "chunks", "logits": "fp32 logits of a chunk, MiB"}
-columns |= {
-    "products": "matrix products, ratio",
-    "share": "3 live copies of them, in % of dynamic peak",
-    "time": "added time",
-}
+columns |= {"products": "matrix products, ratio", "share": "3 live copies of them, in % of dynamic peak", "time": "added time"}
 caption = "The head in chunks, for 4,096 tokens: fixed chunks of two libraries, and plans within two budgets."
 path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows, columns, caption, "tab-head-chunks"))
 
@@ -786,9 +769,7 @@ path = plots.save(figure, "results/figures/04_at_the_peak.png")  # the figure at
 blocks_forward = 2 * T * L_lm * (4 * d_lm**2 + 2 * d_lm * f_lm) + 4 * T**2 * L_lm * d_lm
 print(f"the head is {6 * T * V * d_lm / base.flops:.0%} of the baseline")
 print(f"chunking adds {lm_runs['chunked-loss'].flops - base.flops} FLOPs")
-print(
-    f"checkpointing adds {lm_runs['checkpoint'].flops - base.flops:,}; one forward of the blocks is {blocks_forward:,}"
-)
+print(f"checkpointing adds {lm_runs['checkpoint'].flops - base.flops:,}; one forward of the blocks is {blocks_forward:,}")
 
 # %% [markdown]
 # The times as ratios to the baseline's:

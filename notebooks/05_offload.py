@@ -98,7 +98,6 @@ all(map(torch.equal, expected, train(save_on_cpu())))
 # reads the tensor. `save_on_cpu` does not copy tensors on a CPU, so we write a pair that does. (On a GPU, `host` would
 # be `torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)`.) Here, the input of a layer has $S$ bytes:
 
-
 # %%
 def pack(tensor):
     host = host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
@@ -159,7 +158,6 @@ order
 # %% [markdown]
 # An asynchronous pair submits the copy and continues. Unpack waits for the event of the copy:
 
-
 # %%
 @torch.no_grad()
 def copy(target, source):
@@ -196,7 +194,6 @@ all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_asyn
 # In `pack_async`, the submitted work refers to `tensor` until the copy has run. Without this reference, the allocator
 # could give the memory to the next tensor before it is copied. Here this *race* always corrupts the copy, because the
 # copy is delayed until the next tensor has been written:
-
 
 # %%
 def race(wait_for_copy):
@@ -560,7 +557,6 @@ path = write_text_atomic("results/tables/05_pays.md", markdown_table(width_rows,
 # attention alone, and copies that sleep to simulate a slow link. With its bandwidth, a copy at 1,024 tokens takes just
 # the time measured as available; the fitted curves may cross elsewhere:
 
-
 # %%
 def attend(a):
     return F.scaled_dot_product_attention(a, a, a)
@@ -707,7 +703,6 @@ path = write_text_atomic("results/tables/05_times.md", markdown_table(rows, colu
 # ```
 #
 # Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer.
-
 
 # %% tags=["hide-input"] alt="Bars of the peaks of four methods: published, predicted, and predicted for our model. Published and predicted bars have equal heights: near 11,000 MiB for the baseline, 2,759 with classic checkpointing, and about 2,260 with sync and with async offload."
 def numbers(key):

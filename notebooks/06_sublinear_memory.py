@@ -62,7 +62,6 @@ schematics.publish(chain_steps(), "06_chain")
 # A block of the chain is $x_i = x_{i-1} + W_i \tanh(x_{i-1})$, for $i$ from 1 to $n$. What does it save for its
 # backward?
 
-
 # %%
 class Block(nn.Module):
     def __init__(self, width=4):
@@ -144,7 +143,6 @@ def in_segments(blocks, lengths, x):
 # A segment is itself a chain and can be cut again. In the extreme case, save only the tensor in the middle, treat the
 # right half in the same way, then the left half:
 
-
 # %%
 def halves(blocks, x):
     if len(blocks) == 1:
@@ -197,9 +195,7 @@ for method in METHODS:
     run, live, recomputed = run_chain(64, method)
     start = run.timeline.boundary  # the index at which backward begins
     forward, backward = (max(part) // S for part in (run.timeline.live[:start], run.timeline.live[start:]))
-    print(
-        f"{method:19}  peak {live:2} S (forward {forward:2}, backward {backward:2}), {recomputed:3} blocks recomputed"
-    )
+    print(f"{method:19}  peak {live:2} S (forward {forward:2}, backward {backward:2}), {recomputed:3} blocks recomputed")
 
 # %% [markdown]
 # Every method reaches its peak in the last addition of the forward. Three *other* tensors are live there: the last
@@ -254,9 +250,7 @@ path = write_text_atomic("results/tables/06_chains.md", table)
 deep, deep_live, _ = run_chain(1024, "decreasing segments", warmup=0)
 assert deep_live == predicted(1024, "decreasing segments")[0]
 of_baseline = deep_live / predicted(1024, "baseline")[0]
-print(
-    f"1,024 blocks in {deep_live} activations, {deep.dynamic_peak_bytes / MIB:.2f} MiB: {of_baseline:.1%} of the baseline"
-)
+print(f"1,024 blocks in {deep_live} activations, {deep.dynamic_peak_bytes / MIB:.2f} MiB: {of_baseline:.1%} of the baseline")
 
 # %% tags=["hide-input"] alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points are on the predicted lines, which extend to 1,024 blocks. The baseline rises straight to a thousand; equal and decreasing segments rise half as steeply, to 66 and 48; recursive halving rises least, to 13."
 peaks = {method: {row["n"]: row["live"] for row in rows if row["method"] == method} for method in METHODS}
@@ -535,7 +529,6 @@ where
 # With GELU in place of tanh, a block saves two tensors, GELU's input and its output. Into how many equal segments
 # should you cut 32 such blocks? Predict with $A / d$, then measure with `in_segments`.
 # :::
-
 
 # %% tags=["solution"]
 class Gelu(Block):

@@ -51,7 +51,6 @@ MIB = 2**20
 # `tracing_mode="fake"`, tensors have shapes but no data, so nothing is computed. The result is a *joint graph* of
 # forward and backward, here for a network of two layers:
 
-
 # %%
 class Tiny(nn.Module):
     def __init__(self):
@@ -109,7 +108,6 @@ for node in joint.nodes:
 # Parameters and inputs belong to the caller and do not count. The outputs of the graph are live until its end. This is
 # enough for a simulator:
 
-
 # %%
 def storages(node):
     """The bytes of the storages of a node, by storage."""
@@ -142,7 +140,6 @@ for name, born, freed, live in rows:
 # %% [markdown]
 # The peak is the largest $m_{i-1} + b_i = m_i + b_i^-$. We compare it with the peak of the real step, measured at the
 # allocator:
-
 
 # %%
 def measured(forward, model, *args, **kwargs):
@@ -237,7 +234,6 @@ figure
 # every node once. `lower` takes the storages to save and recomputes every other storage once, when it is first read. We
 # use a chain of tanh operations, because the backward of a tanh reads only its output, and recompute the second of four:
 
-
 # %%
 class Chain(nn.Module):
     def __init__(self, n, elements):
@@ -309,7 +305,6 @@ early = scheduled(graph, None, recomputed + backward)
 
 # %% [markdown]
 # The on-demand order inserts before each backward operation all nodes that it needs and that are not live:
-
 
 # %% tags=["hide-input"]
 def missing(i, available):
@@ -478,7 +473,6 @@ environment("cpu", "notebooks/07_graph_profiler.py")
 # How many bytes does `Tiny` save for backward with GELU in place of ReLU? GELU's derivative is computed from its input.
 # :::
 
-
 # %% tags=["solution"]
 class TinyGelu(Tiny):
     def forward(self, x, labels):
@@ -499,7 +493,6 @@ print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
 # FLOPs by node.
 # :::
 
-
 # %% tags=["solution"]
 def save_products(graph):
     flops = ackpt.profile(graph).flops[: graph.boundary]
@@ -508,9 +501,7 @@ def save_products(graph):
 
 
 frugal = measured(PlannedStep(lm, save_products), lm, *call, **targets)
-print(
-    f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs"
-)
+print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs")
 
 # %% [markdown]
 # This *selective* checkpointing lowers the peak by more than a third without recomputing a FLOP. It still costs time,

@@ -73,7 +73,6 @@ measure_here("batch-size", device=device, tier=tier, dataset=dataset, minutes=mi
 # In plain PyTorch, a part of a model can save its activations, recompute them, or copy them to the host. The fate
 # changes memory and time, but not the gradients:
 
-
 # %%
 class Net(nn.Sequential):
     def forward(self, x):
@@ -187,9 +186,7 @@ while candidates := [i for i in retained if i not in swaps]:
     recompute = max(candidates, key=lambda i: i.recompute_ratio)
     waits, seconds = link_time.overhead(swap), recompute.total_recomp_time
     names = graph.nodes[swap.rank].name, graph.nodes[recompute.rank].name
-    print(
-        f"swap {names[0]:7} for {1e6 * waits:4.1f} µs or recompute {names[1]:7} for {1e6 * seconds:4.1f} µs? ", end=""
-    )
+    print(f"swap {names[0]:7} for {1e6 * waits:4.1f} µs or recompute {names[1]:7} for {1e6 * seconds:4.1f} µs? ", end="")
     if seconds < waits:
         drop(recompute, dropped, retained)
     else:
@@ -271,7 +268,6 @@ assert plans["ilp"].cost <= plans["mu-two"].cost
 # and halve its dynamic peak. The plans follow from shapes and data sheets, and are **simulated** on three streams:
 # compute, copies out, copies in.
 
-
 # %% tags=["hide-input"]
 def wide_graph(width):
     sizes = {"dim": width, "ff_dim": 4 * width, "head_dim": 64, "vocab_size": 1024}
@@ -338,7 +334,6 @@ path = write_text_atomic("results/tables/08_link.md", table)
 # We predict $B$ for a Transformer with sequences of 32 tokens, then run it on this CPU. The budget is the peak of the
 # baseline with 16 sequences.
 
-
 # %%
 def inputs(batch):
     ids = torch.randint(256, (32 * batch,))
@@ -362,7 +357,6 @@ def train(batch, *, regions=False, budget=None):
 
     resident = model, optimizer, args[0], args[1], args[3]
     return ackpt.measure(step, resident=resident, repeats=0).peak_bytes, getattr(forward, "plan", None)
-
 
 # %%
 budget, _ = train(16)
@@ -411,11 +405,7 @@ caption = (
 )
 path = write_text_atomic("results/tables/08_published.md", markdown_table(rows, columns, caption, "tab-published"))
 columns = {"batch": "batch", "without peak": "baseline, MiB", "per-block peak": "per-block, MiB"}
-columns |= {
-    "per-block time": "per-block: added time, %",
-    "mu-two peak": "mu-TWO, MiB",
-    "mu-two time": "mu-TWO: added time, %",
-}
+columns |= {"per-block time": "per-block: added time, %", "mu-two peak": "mu-TWO, MiB", "mu-two time": "mu-TWO: added time, %"}
 columns |= {"auto peak": "plan, MiB", "auto time": "plan: added time, %", **batch_report.ON_GPU}
 caption = (
     "Our ResNet-152 with per-block checkpointing, and with plans of mu-TWO and of `ackpt` within the same peak. Predicted "
@@ -466,9 +456,7 @@ figure
 # %%
 memory = without[64]["peak"] * MIB
 points = curves["lm"].items()
-fitting = {
-    method: int(np.interp(memory, [at[method]["peak_bytes"] for _, at in points], [*curves["lm"]])) for method in NAMES
-}
+fitting = {method: int(np.interp(memory, [at[method]["peak_bytes"] for _, at in points], [*curves["lm"]])) for method in NAMES}
 print(", ".join(f"{NAMES[method]} {batch} ({batch / fitting['without']:.2f}x)" for method, batch in fitting.items()))
 
 # %% [markdown]
@@ -480,9 +468,7 @@ with FakeTensorMode():
     images = torch.empty(16, 3, 224, 224)
     resnet_graph = ackpt.trace(resnet50, images, labels=torch.empty(16).long())
 resnet_profile = replace(ackpt.profile(resnet_graph, "h100-80g"), swap_seconds=None)
-before, after = (
-    ackpt.plan(resnet_graph, profile=resnet_profile, **how) for how in ({"policy": "none"}, {"budget": 0.5})
-)
+before, after = (ackpt.plan(resnet_graph, profile=resnet_profile, **how) for how in ({"policy": "none"}, {"budget": 0.5}))
 both = {"baseline": before.timeline.thinned(800), "plan": after.timeline.thinned(800)}
 figure = orders_plot(both, "", before.resident_bytes)
 path = plots.save(figure, "results/figures/08_resnet_profile.png")
@@ -510,7 +496,6 @@ environment("cpu", "notebooks/08_mu_two.py")
 # Let $x_1 = \tanh(\ldots)$ be read by $x_2 = \sin x_1$ and $x_3 = \exp x_1$, and let both $x_2$ and $x_3$ be dropped. If
 # $x_1$ were dropped, too, how often would backward compute it?
 # :::
-
 
 # %% tags=["solution"]
 class Fork(nn.Linear):
@@ -575,7 +560,6 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 #
 # Three of these errors in numbers: C for the language model; D for repeated applications of
 # $x \leftarrow \sin x \cdot \exp x$, each of which doubles the number of paths; G for the small network.
-
 
 # %% tags=["hide-input"]
 class Tower(nn.Linear):

@@ -119,7 +119,9 @@ print("gap of the plan:", ", ".join(f"{gap:.1%} at {budget}" for budget, gap in 
 # counted, so PyTorch's memory budget runs here with a backend that executes its graphs operation by operation.
 
 # %% tags=["hide-input"]
-config = FrontierConfig(sizes=SIZES, policies=tuple(POLICIES), budgets=(0.6, 0.4, 0.3), settings=(1.0, 0.6, 0.4, 0.0))
+config = FrontierConfig(
+    sizes=SIZES, policies=tuple(POLICIES), budgets=(0.6, 0.4, 0.3), settings=(1.0, 0.6, 0.4, 0.0)
+)
 record = run_frontier(config, SOURCE)
 path = record.save("results/cpu/09_frontier-transformer.json")
 points, baseline = frontier_report.measured(record), record.metrics["baseline"]
@@ -489,11 +491,7 @@ rows = bert_report.published_rows(large, gpu_records("bert"))
 named = {"auto@0.5": "plan, budget 0.5", "auto@0.3": "plan, budget 0.3"}
 rows = [row | {"method": named.get(row["method"], row["method"])} for row in rows]
 columns = {"method": "method", "published": "published, MiB", "published_memory": "published, change of memory, %"}
-columns |= {
-    "minutes": "published, minutes",
-    "published_time": "published, added time, %",
-    "average": "ours, average, MiB",
-}
+columns |= {"minutes": "published, minutes", "published_time": "published, added time, %", "average": "ours, average, MiB"}
 columns |= {"peak": "ours, MiB", "vs_baseline": "ours, change of peak, %", "flops": "ours, recomputed FLOPs, %"}
 columns |= {"measured": "on a GPU, MiB", "measured_time": "on a GPU, time, %"}
 caption = (

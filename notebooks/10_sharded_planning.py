@@ -109,18 +109,14 @@ figure
 # does not divide). Their sum is a floor that no number of GPUs lowers:
 
 # %% alt="Two stacked bars, for Llama 3 8B and 70B. The parts are the root, one block, the buffer of the next block's gather, and the buffer of a reduction, which is twice as high as a block. The root is more than half of the bar for 8B, and more than a third for 70B."
-groups = {
-    size: [GroupBytes(group, sharded_llama.mixed(64)) for group in model.groups[:2]] for size, model in large.items()
-}
+groups = {size: [GroupBytes(group, sharded_llama.mixed(64)) for group in model.groups[:2]] for size, model in large.items()}
 floor = {
     "root, gathered": [root.unsharded for root, _ in groups.values()],
     "one block, gathered": [block.unsharded for _, block in groups.values()],
     "gather of the next block": [block.gather for _, block in groups.values()],
     "reduction of the previous block": [block.reduce for _, block in groups.values()],
 }
-colors = {
-    name: plots.COLORS[color] for name, color in zip(floor, ("optimizer", "parameters", "buffers", "temporaries"))
-}
+colors = {name: plots.COLORS[color] for name, color in zip(floor, ("optimizer", "parameters", "buffers", "temporaries"))}
 figure = stacked_plot([*groups], floor, "", ylabel="temporary memory of a rank", colors=colors)
 path = plots.save(figure, "results/figures/10_floor.png")
 figure

@@ -89,9 +89,7 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 found = all_predicted()
 total = report.summary(found)[0]
 steps = report.summary(row for row in found if row["source"] not in report.OPERATORS)[0]
-print(
-    f"{total['n']} figures, {total['exact']} exact, median error {total['median']:.2%}, largest {total['largest']:+.1%}"
-)
+print(f"{total['n']} figures, {total['exact']} exact, median error {total['median']:.2%}, largest {total['largest']:+.1%}")
 print(f"{steps['n']} of them are of whole training steps, {steps['exact']} exact")
 assert total["n"] >= 100 and len({row["source"] for row in found}) >= 8
 
@@ -250,7 +248,6 @@ for kind, name in experiments.items():
 # it encodes no positions: each token sees the *set* of all tokens of its sequence. So its losses cannot be compared with
 # those of other language models. A small version:
 
-
 # %%
 def attend(qkv, offsets):
     q, k, v = qkv.transpose(0, 2).unbind(1)
@@ -405,12 +402,7 @@ path = plots.save(figure, "results/figures/11_calculator.png")
 # %% tags=["solution"]
 for row in found:
     sizes = row["sizes"]
-    if (
-        row["step"] == "gated-mlp"
-        and row["gpu"] == "rtx4090"
-        and sizes["length"] == 1024
-        and sizes["activation"] == "silu"
-    ):
+    if row["step"] == "gated-mlp" and row["gpu"] == "rtx4090" and sizes["length"] == 1024 and sizes["activation"] == "silu":
         mode, parts = sizes.get("mode", "full"), "in 4 parts" if "parts" in sizes else "whole"
         print(f"{parts:10} {mode:8} published {row['bytes']:,}, predicted {row['predicted']:,}")
 

@@ -86,9 +86,7 @@ print(f"planned {plan.dynamic_peak_bytes:,} bytes, measured {run.dynamic_peak_by
 # %% tags=["hide-input"]
 graph = ackpt.trace(pyramid, pyramid_x)
 profile = ackpt.profile(graph, workspace="measured")
-rows = sublinear.within(
-    graph, profile, [budget / 100 for budget in range(100, 40, -6)], ("rotor", "revolve", "chen-sqrt")
-)
+rows = sublinear.within(graph, profile, [budget / 100 for budget in range(100, 40, -6)], ("rotor", "revolve", "chen-sqrt"))
 lines, by_budget = {}, {}
 for row in rows:
     if row["cost"] is not None:
@@ -115,7 +113,6 @@ path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/
 #
 # and where at most $M$ bytes are live during each computation. As an example, take six layers whose results are all
 # read in backward. Every result has one byte; a forward costs 1, a backward 2, so the baseline 18:
-
 
 # %%
 def line(n):
