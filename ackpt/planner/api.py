@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from ackpt.planner.policies.search.schedule_cache import Cache
 from ackpt.planner.request import DynamicArgument, Request, refuse_misplaced_keywords, refuse_values_for_the_model
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
-
-if TYPE_CHECKING:
-    from ackpt.planner.sharding.sharded_step import ShardedStep
 
 _MISSING: Any = object()
 
@@ -163,7 +160,7 @@ def apply_budget(
     on_exceed: Literal["raise", "warn"] = "raise",
     chunk_head: bool | Literal["auto"] = False,
     **inputs: Any,
-) -> PlannedStep | ShardedStep:
+) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
 
     A call is one of the model or of its ``forward``, also from its methods, a ``__call__`` of its class, and libraries
@@ -193,7 +190,8 @@ def apply_budget(
         inputs: refused; the inputs of the model are one batch.
 
     Returns:
-        The `PlannedStep`, or a `ShardedStep`, with its ``plan``, ``history`` and ``prepare``. Keep calling `model`.
+        The `PlannedStep`, after ``fully_shard`` a `ShardedStep`, with its ``plan``, ``history`` and ``prepare``. Keep
+        calling `model`.
 
     Raises:
         BudgetError, TraceError, RecordError, PlanError, TypeError: as in `ackpt.compile`; the model is then unchanged.
@@ -226,7 +224,7 @@ def apply_budget(
     return step
 
 
-def _step_of(model: nn.Module, request: Request) -> PlannedStep | ShardedStep:
+def _step_of(model: nn.Module, request: Request) -> Any:
     if not is_sharded(model):
         return PlannedStep(model, request)
     from ackpt.planner.sharding.sharded_step import ShardedStep  # which needs torch.distributed
