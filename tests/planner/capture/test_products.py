@@ -19,6 +19,8 @@ INPUTS = {
     "expanded": lambda x: x[:, :1].expand(2, 6, 16),
     "one of three": lambda x: torch.cat([x, x, x], -1).unflatten(-1, (3, 16)).unbind(2)[1],
     "batch of one": lambda x: x[:1, 1:],
+    "length of one": lambda x: x[:, 1:2],
+    "size of one, shifted": lambda x: x[:, 1:].unsqueeze(1),
 }
 PRODUCTS = {
     "linear": lambda m, x: F.linear(x, m.weight, m.bias),

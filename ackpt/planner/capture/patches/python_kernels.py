@@ -156,16 +156,19 @@ _COMPOSITE = {**dict.fromkeys(_WHOLE), **_RESIZING, **_POOLING}
 # Products of a batch of matrices and a matrix run ``mm`` or ``bmm`` as in eager; the C++ takes no symbolic sizes.
 #
 # Torch: ``should_fold`` in ``torch/_decomp/decompositions.py`` asks for a contiguous batch, and that of
-# ``LinearAlgebra.cpp`` in ``aten/src/ATen/native`` for one that a view can fold; ``linear`` in ``Linear.cpp`` adds a
-# bias in place, but not for tensor subclasses. Test: ``tests/planner/capture/test_products.py``.
+# ``LinearAlgebra.cpp`` in ``aten/src/ATen/native`` for one that a view can fold, from torch 2.14 on whatever the strides
+# of dimensions of size 1; ``linear`` in ``Linear.cpp`` adds a bias in place, but not for tensor subclasses.
+# Test: ``tests/planner/capture/test_products.py``.
 def _folds(a, b, is_out: bool) -> bool:
     batch, other = (a, b) if a.dim() >= b.dim() else (b.mT, a)
     if batch.dim() < 3 or other.dim() > 2:
         return False
     if other.requires_grad and not is_out:
         return True
-    sizes, strides = batch.shape[1:-1], batch.stride()[:-1]
-    is_view = batch.numel() == 0 or all(outer == inner * n for outer, inner, n in zip(strides, strides[1:], sizes))
+    folded = [*zip(batch.shape[:-1], batch.stride())]
+    if torch.__version__ >= "2.14":
+        folded = [(size, stride) for size, stride in folded if size != 1]
+    is_view = batch.numel() == 0 or all(outer == inner * n for (_, outer), (n, inner) in zip(folded, folded[1:]))
     return a.dim() != 2 and is_view
 
 
