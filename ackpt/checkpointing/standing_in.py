@@ -122,8 +122,11 @@ def remove_from(module: nn.Module) -> None:
 
 def call_own(self: nn.Module, /, *args, **kwargs) -> Any:
     """The result of the module's own ``forward``, inside of which nothing that was put in place runs."""
-    with _as_it_is(self, in_place=False):
-        return self.forward(*args, **kwargs)
+    return _call_as_it_is(_look_up_and_call, False, self, self, *args, **kwargs)
+
+
+def _look_up_and_call(module, /, *args, **kwargs):
+    return module.forward(*args, **kwargs)
 
 
 def as_it_is(module: nn.Module, forward: Callable[..., Any]) -> types.MethodType:
@@ -132,16 +135,10 @@ def as_it_is(module: nn.Module, forward: Callable[..., Any]) -> types.MethodType
 
 
 def _call_as_it_is(forward, in_place, module, /, *args, **kwargs):
-    with _as_it_is(module, in_place):
-        return forward(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _as_it_is(module, in_place):
     before = _local.own, _local.in_place
     _local.own, _local.in_place = before[0] | {id(module)}, in_place
     try:
-        yield
+        return forward(*args, **kwargs)
     finally:
         _local.own, _local.in_place = before
 
@@ -199,13 +196,17 @@ class _Forward:
 
     def _is_attribute_of(self, kind) -> bool:
         """Whether this is ``kind.forward``, and not that of a base class, which ``super()`` asks for."""
-        return next(each for each in kind.__mro__ if "forward" in each.__dict__).__dict__["forward"] is self
+        for each in kind.__mro__:  # no generators here: with fullgraph=True, Dynamo refuses their frames
+            if "forward" in each.__dict__:
+                return each.__dict__["forward"] is self
+        return False
 
 
 def _forward_of(kind: type, own: Any = None) -> Any:
     """``kind.forward`` as in its class's namespace, as if nothing stood in; `own`: that of `kind` itself, if any."""
-    values = (own_attribute(each, "forward") for each in kind.__mro__)
-    return own or next(value for value in values if value is not None)
+    for each in kind.__mro__:
+        own = own or own_attribute(each, "forward")
+    return own
 
 
 def _bound(function, module, kind) -> Any:
@@ -278,8 +279,7 @@ def _call(module, forward, args, kwargs):
     run = _run_of(module)
     if run is None:
         return forward(*args, **kwargs)
-    with _as_it_is(module, _local.in_place):
-        return run(module, forward, args, kwargs)
+    return _call_as_it_is(run, _local.in_place, module, module, forward, args, kwargs)
 
 
 # Torch: Dynamo compiles `_Forward.__get__` as a function, whose code reads ``forward``, which calls `__get__` again. So
