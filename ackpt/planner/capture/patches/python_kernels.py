@@ -156,7 +156,7 @@ _COMPOSITE = {**dict.fromkeys(_WHOLE), **_RESIZING, **_POOLING}
 # Products of a batch of matrices and a matrix run ``mm`` or ``bmm`` as in eager; the C++ takes no symbolic sizes.
 #
 # Torch: ``should_fold`` in ``torch/_decomp/decompositions.py`` asks for a contiguous batch, and that of
-# ``LinearAlgebra.cpp`` in ``aten/src/ATen/native`` for one that a view can fold, from torch 2.14 on whatever the strides
+# ``LinearAlgebra.cpp`` in ``aten/src/ATen/native`` for one that a view can fold, since torch 2.14 with any strides
 # of dimensions of size 1; ``linear`` in ``Linear.cpp`` adds a bias in place, but not for tensor subclasses.
 # Test: ``tests/planner/capture/test_products.py``.
 def _folds(a, b, is_out: bool) -> bool:
