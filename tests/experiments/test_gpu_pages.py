@@ -13,6 +13,8 @@ from stand_in_gpu import Allocator
 
 from experiments import bert, lm, offload, synthetic
 from experiments.graph_profile import overlaid_plot
+from experiments.predicted_curves import POLICIES, BatchCurves
+from experiments.published import Predictions, time_ratios
 from experiments.reports import frontier_times, training
 from experiments.reports.figures import losses_plot
 from experiments.reports.gpu_records import gpu_cells, gpu_records, unrecorded
@@ -89,11 +91,12 @@ def test_the_status_page_has_every_run_and_no_kind_is_left_out(gpu):
 READS_A_GPU = ("gpu_records(", "fit_rows(")
 CHAPTERS = ("04", "05", "08", "09", "12")
 KINDS = {synthetic.SyntheticConfig: "synthetic", lm.LMConfig: "lm"}
+SMALL = synthetic.SyntheticConfig((32,), dim=32, ff_dim=64, layers=2, head_dim=16)
 GIVEN = {"curves": {}, "D": lm.GPU.dim}  # instead of minutes of training, and of chapters that read no records
 
 
 def stored(experiment):
-    """The committed predictions of an experiment, which take minutes."""
+    """The committed predictions of an experiment; new ones take minutes."""
     return load_records(status.ROOT / "results" / "cpu", f"{experiment}-predicted")
 
 
@@ -142,6 +145,10 @@ def chapters_in_a_copy(gpu):
         patch.setattr(bert, "predicted", lambda *_: stored("bert"))
         patch.setattr(offload, "predict_offload", lambda *_: stored("offload"))
         patch.setattr(predicted, "predict_experiment", lambda config, *_: [stored(KINDS[type(config)])])
+        patch.setattr(predicted, "predicted_timelines", lambda *_: predicted_timelines(SMALL, 32))
+        patch.setattr(Predictions, "entry", lambda self, row, *_: {row["metric"]: row["bytes"]})
+        patch.setattr(BatchCurves, "entry", lambda *_: dict.fromkeys(POLICIES, {"peak_bytes": MIB, "seconds": 1.0}))
+        patch.setattr(time_ratios.Times, "of", lambda *_: 1.0)
         for number in CHAPTERS:
             (source,) = (status.ROOT / "notebooks").glob(f"{number}_*.py")
             namespace: dict = {"__name__": source.stem, **GIVEN}
@@ -220,9 +227,8 @@ def test_frontier_losses_and_timelines_are_drawn(gpu):
     assert list(losses) == ["2,048 tokens", "4,096 tokens", "8,192 tokens"]
     assert all(list(methods) == ["baseline", "checkpoint"] for methods in losses.values())
     losses_plot(losses, "")
-    small = synthetic.SyntheticConfig((32,), dim=32, ff_dim=64, layers=2, head_dim=16)
     at_16k = {r.config["method"]: r.metrics for r in gpu_records("synthetic", gpu, seq_len=16384)}
-    figure = overlaid_plot(predicted_timelines(small, 32), at_16k)
+    figure = overlaid_plot(predicted_timelines(SMALL, 32), at_16k)
     assert [axes.get_title() for axes in figure.axes] == ["baseline", "checkpoint"]
     (line,) = figure.axes[0].lines
     assert list(line.get_ydata()) == [1.0, 3.0, 2.0]
