@@ -736,7 +736,8 @@ for record in Timelines().records("reference-offload", shown):
     print(f"{record.config['method']:20} highest in the forward: {forward_peak / 2**20:,.1f} MiB")
 
 # %% [markdown]
-# One source claims that async offload needs less memory in the forward. Its highest value equals that of sync offload.
+# One source claims that async offload needs less memory in the forward than sync offload. We predict the same value for
+# both.
 #
 # ```{include} ../../results/tables/05_times.md
 # ```
