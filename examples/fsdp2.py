@@ -1,4 +1,4 @@
-"""Train with FSDP2 within a budget on every rank.
+"""Train with FSDP2, within a budget on every rank.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def sharded() -> nn.Module:
-    """A new model, sharded so that at most two blocks are gathered at a time."""
+    """Return a new model, sharded so that at most two blocks are gathered at a time."""
     torch.manual_seed(0)
     model = Net()
     for block in model.blocks:
@@ -41,7 +41,7 @@ def sharded() -> nn.Module:
 
 
 def train(model, batches):
-    """Train on batches of any size; returns local parameters and a step's peak."""
+    """Train on batches of any size; return local parameters and a step's peak."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch):
@@ -53,7 +53,7 @@ def train(model, batches):
         optimizer.step()
     optimizer.zero_grad()
     resident = model, *batches[0]
-    peaks = [  # some threads of gloo free their buffers late: the smallest counts
+    peaks = [  # gloo's threads may free buffers late, so take the smallest peak
         ackpt.measure(
             lambda: step(batches[0]), resident=resident, warmup=0, repeats=0
         ).peak_bytes

@@ -1,4 +1,4 @@
-"""Two parts of a module, each a region with its own learning rate: 100 steps of SGD.
+"""Train two regions of a module with their own learning rates: 100 steps of SGD.
 
 python examples/two_parts.py
 """
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 def train(model, x, y, steps):
-    """The loss of every step."""
+    """Train, and return the loss of every step."""
     torch.manual_seed(1)  # the dropout masks
     groups = [
         {"params": model.encoder.parameters()},
@@ -48,7 +48,7 @@ def train(model, x, y, steps):
 
 
 def measure_peak(model, x):
-    """The dynamic peak of one forward and backward, in bytes."""
+    """Return the dynamic peak of one forward and backward, in bytes."""
 
     def step():
         model(x).sum().backward()

@@ -124,7 +124,7 @@ for run in (four_sines, checkpointed):
 
 # %% [markdown]
 # The price is recomputation: a baseline step costs three forwards ({doc}`01_where_memory_goes`), a checkpointed one
-# four. PyTorch's reentrant checkpoint is such a one:
+# four. We count the FLOPs of PyTorch's reentrant checkpoint:
 
 # %%
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -137,7 +137,7 @@ round(flops / baseline_flops, 3)
 # :::{admonition} Takeaway
 # :class: tip
 # A checkpoint saves the region's input in place of its activations, for at most one more forward: a third more FLOPs in
-# that part of the step. A later section shows what need not be recomputed.
+# that part of the step. A later section shows which operations need no recomputation.
 # :::
 
 # %% tags=["hide-input"]
@@ -395,7 +395,8 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ## Nested regions
 #
 # A region may contain regions. Cut the chain into $k$ regions of $k'$ inner regions with $\ell$ layers each. At the
-# peak, the boundaries of both levels, the activations of one *inner* region but its output, and one gradient are live:
+# peak, the boundaries of both levels, the activations of one *inner* region except its output, and one gradient are
+# live:
 #
 # $$ (k - 1) + (k' - 1) + (\ell - 1) + 1 = k + k' + \ell - 2, \qquad n = k \, k' \, \ell . $$
 #
@@ -432,15 +433,15 @@ print(f"{len(calls)} = 3 n forwards")
 # With one level, the 64 layers needed $15 \, S$ and $2 n$ forwards.
 
 # %% [markdown]
-# ## What a region need not recompute
+# ## Operations that need no recomputation
 #
 # Backward reads the tensors that autograd saves, not everything that the forward computes. PyTorch's non-reentrant
-# checkpoint ({doc}`03_what_pytorch_offers`) stops its recomputation when the last saved tensor is there. `ackpt` goes
-# further: an operation is *dead* if nothing that it makes is saved, leaves the region, or is read by an operation that
-# is not dead. The first forward shows which are; the recomputation leaves them out. This block computes its MLP and its
-# attention side by side, as GPT-J does:
+# checkpoint ({doc}`03_what_pytorch_offers`) stops its recomputation at the last saved tensor. `ackpt` also leaves out
+# earlier operations. An operation is *dead* if none of its outputs is saved, leaves the region, or is read by an
+# operation that is not dead. The first forward finds the dead operations, and the recomputation leaves them out. This
+# block computes its MLP and its attention in parallel, as GPT-J does:
 
-# %% tags=["hide-input"] alt="Three rows of nine boxes, the operations of a block: norm, up, gelu, down, qkv, add, attn, out, add. In the row of the forward, a dot marks the results that backward reads: those of norm, up, gelu, qkv and attn. Torch's non-reentrant checkpoint recomputes the first seven operations and leaves out the last two. ackpt.checkpoint recomputes the five with a dot."
+# %% tags=["hide-input"] alt="Three rows of nine boxes, the operations of a block: norm, up, gelu, down, qkv, add, attn, out, add. In the row of the forward, a dot marks the outputs that backward reads: those of norm, up, gelu, qkv and attn. Torch's non-reentrant checkpoint recomputes the first seven operations and leaves out the last two. ackpt.checkpoint recomputes the five with a dot."
 from experiments.widgets.region_calls import region_calls
 
 calls_of_block = region_calls()
@@ -449,10 +450,10 @@ path = plots.save(figure, "results/figures/02_left_out.png")
 figure
 
 # %% [markdown]
-# *The projection `down` and the first `add` come before the last saved tensor, so stopping early does not save them.
-# Nothing reads their results in backward.* `ackpt` still builds their autograd nodes, on tensors without memory. Reading
-# such a tensor raises an error. Where tensors are small, running an operation is faster than leaving it out: on a CPU,
-# a region with inputs of at most 256 KiB recomputes everything.
+# *The projection `down` and the first `add` run before the last saved tensor, so torch's checkpoint recomputes them,
+# although backward does not read their outputs.* `ackpt` still builds their autograd nodes, on tensors without memory.
+# Reading such a tensor raises an error. For small tensors, running an operation is faster than leaving it out: on a
+# CPU, a region with inputs of at most 256 KiB recomputes everything.
 
 # %% [markdown]
 # ## What a region costs
@@ -510,10 +511,10 @@ path = Record("reentrant_checkpoint", sizes, metrics, where).save("results/cpu/0
 
 # %% tags=["solution"]
 # In the backward of region i < k, these are live: the boundaries of the regions 2 to i, the activations of the region
-# but its output, and two gradients: i - 1 + length_i - 1 + 2. The last region needs one gradient, because that of sum()
-# is a broadcast 1: k - 1 + length_k - 1 + 1. So a peak of p S allows p - i layers in region i and p - k + 1 in the last
-# one. The lengths decrease by one, so they sum to about p^2 / 2. This must reach n, so p is about sqrt(2 n), not
-# 2 sqrt(n).
+# except its output, and two gradients: i - 1 + length_i - 1 + 2. The last region needs one gradient, because that of
+# sum() is a broadcast 1: k - 1 + length_k - 1 + 1. So a peak of p S allows p - i layers in region i and p - k + 1 in
+# the last one. The lengths decrease by one, so they sum to about p^2 / 2. This must reach n, so p is about sqrt(2 n),
+# not 2 sqrt(n).
 def predicted_peak(lengths):
     *first, last = lengths
     return S * max([i + length + 1 for i, length in enumerate(first)] + [len(first) + last]) + 8
@@ -558,7 +559,7 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 # - A reentrant checkpoint is ten lines: save the input, run without a graph, and recompute with a graph in backward.
 #   One of its inputs must require grad.
 # - A chain of $n$ layers needs about $2 \sqrt n$ activations with one level of regions, $3 \sqrt[3] n$ with two.
-# - Backward does not read everything that a region computes; what it does not read need not be recomputed.
+# - Backward does not read everything that a region computes. `ackpt` recomputes only what backward needs.
 # - The ten lines fail wherever the second run differs from the first. Most of these errors are silent, even in
 #   PyTorch's own checkpoint.
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases

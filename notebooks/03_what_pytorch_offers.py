@@ -336,9 +336,9 @@ assert flops["`ackpt` regions"] == flops["non-reentrant"] < flops["reentrant"]
 # ```{include} ../../results/tables/03_tools.md
 # ```
 #
-# - *Non-reentrant* and `ackpt` regions recompute less than *reentrant*. The first stops when the last saved tensor is
-#   there; the second also leaves out what nothing reads before it ({doc}`02_reentrant_checkpoint`), which this model's
-#   blocks do not have.
+# - *Non-reentrant* and `ackpt` regions recompute less than *reentrant*. *Non-reentrant* stops at the last saved tensor.
+#   `ackpt` regions also leave out unneeded operations before it ({doc}`02_reentrant_checkpoint`); this model's blocks
+#   have none.
 # - *Selective* recomputes no matrix product, but most of the baseline's peak remains. It is hardly faster than
 #   *non-reentrant* (times below), because it handles every operation in Python.
 # - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies. *Non-reentrant* peaks in the first

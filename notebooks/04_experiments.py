@@ -45,8 +45,8 @@ warnings.filterwarnings("ignore", message="IProgress not found")  # a progress b
 SOURCE = "notebooks/04_experiments.py"
 
 # %% [markdown]
-# With a GPU, for example on Colab, the next two cells also run the published experiment there, as long as `minutes`
-# allow ({doc}`12_your_gpu`). Without a GPU they do nothing.
+# With a GPU, for example on Colab, the next two cells also run the published experiment on it, within the limit of
+# `minutes` ({doc}`12_your_gpu`). Without a GPU they do nothing.
 
 # %% tags=["parameters"]
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
@@ -460,8 +460,8 @@ for method in methods:
 # %% [markdown]
 # ## The language model
 #
-# The published experiment reads wikitext-103, as do `python -m experiments lm --dataset wikitext` and this page with
-# `dataset = "wikitext"` on a GPU, through the package `datasets`. Otherwise this page needs no network: its corpus,
+# The published experiment reads wikitext-103. So do `python -m experiments lm --dataset wikitext` and, on a GPU, this
+# page with `dataset = "wikitext"`; both use the package `datasets`. Otherwise this page needs no network: its corpus,
 # `embedded`, consists of the names of Unicode's characters. A byte-pair encoding is trained on it.
 # The model reads $T$ tokens and predicts the next one at each position.
 
@@ -543,7 +543,7 @@ for records in lm.run_lm(small, timed_rounds=0):
     differences = {a - b for a, b in zip(*curves[name].values())}
     print(f"{name}: {len(curves[name]['baseline'])} steps, differences {differences}")
 
-# %% tags=["hide-input"] alt="Loss over the training steps at three lengths, in three pairs of axes. In each, the loss falls, and the dashed curve with checkpointing lies on the baseline's. Below, the difference is a straight line at zero, on a GPU at least nearly."
+# %% tags=["hide-input"] alt="Loss over the training steps at three lengths, in three pairs of axes. In each, the loss falls, and the dashed curve with checkpointing coincides with the baseline's. Below, the difference is a straight line at zero, or close to zero on a GPU."
 figure = losses_plot(report.measured_losses(gpu_records("lm")) or curves, "")
 path = plots.save(figure, "results/figures/04_losses.png")
 figure
@@ -827,7 +827,7 @@ print(f"largest error: {max(abs(row['error']) for row in configured):.3%}")
 # ```{include} ../../results/tables/04_lm_published.md
 # ```
 #
-# %% tags=["hide-input"] alt="Live memory of a published step of the language model at 8,192 tokens, side by side. Both end their forward with a steep spike of logits, and the baseline reaches it on a ramp of activations, checkpoint on a low one of boundaries. The spike is the peak of both, about 16 and 10 GiB. After it the baseline falls in a ramp, and checkpoint in twelve teeth."
+# %% tags=["hide-input"] alt="Live memory of a published step of the language model at 8,192 tokens, side by side. In both, the forward ends with a steep spike of logits, the peak, at about 16 GiB for the baseline and 10 GiB with checkpointing. Before it, memory rises in a ramp of activations for the baseline and in a low ramp of boundaries with checkpointing. After it, the baseline falls in a ramp, and checkpointing in twelve teeth."
 lm_profiles = {}
 for method in methods:
     with FakeTensorMode():

@@ -54,8 +54,8 @@ from experiments.suite.chapters import measure_here
 SOURCE = "notebooks/05_offload.py"
 
 # %% [markdown]
-# With a GPU, for example on Colab, the next two cells also run the published experiment there, as long as `minutes`
-# allow ({doc}`12_your_gpu`). Without a GPU they do nothing.
+# With a GPU, for example on Colab, the next two cells also run the published experiment on it, within the limit of
+# `minutes` ({doc}`12_your_gpu`). Without a GPU they do nothing.
 
 # %% tags=["parameters"]
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
@@ -736,7 +736,8 @@ for record in Timelines().records("reference-offload", shown):
     print(f"{record.config['method']:20} highest in the forward: {forward_peak / 2**20:,.1f} MiB")
 
 # %% [markdown]
-# One source claims a lower footprint of async offload in the forward: it is that of sync offload.
+# One source claims that async offload needs less memory in the forward than sync offload. We predict the same value for
+# both.
 #
 # ```{include} ../../results/tables/05_times.md
 # ```
@@ -750,7 +751,7 @@ path = plots.save(figure, "results/figures/05_time_bars.png")
 figure
 
 # %% [markdown]
-# *The same times, predicted from the published baseline.*
+# *Published times of a step, and those predicted from the published baseline.*
 #
 # Why is recomputation so cheap here? We divide the baseline's FLOPs by its published time:
 

@@ -204,7 +204,8 @@ print(f"predicted peak {predicted:,} B, measured {lm_step.dynamic_peak_bytes:,} 
 assert predicted == lm_step.dynamic_peak_bytes
 
 # %% [markdown]
-# Per node, with the live bytes while it runs and the bytes freed per second of recomputation, at the rates of a T4:
+# For each node, we write its time at the rates of a T4, the live bytes while it runs, and the bytes freed per second of
+# recomputation:
 
 # %% tags=["hide-input"] alt="Two panels over the nodes of the step. Above, the time of each node: a few bars of matrix products and attention stand out, the highest near the middle. Below, the live memory while the node runs: it rises in forward, peaks where backward begins, at a dashed line, and falls."
 table = graph_profile.node_rows(lm_graph, ackpt.profile(lm_graph, "t4", workspace="measured"))
@@ -372,7 +373,7 @@ often = max(names, key=lambda i: len(names[i]))
 print(f"node {often}, {graph.nodes[often].name} in the capture, runs as {names[often]}")
 
 # %% [markdown]
-# For the two-layer network, with the output of ReLU recomputed:
+# We rewrite the step of the two-layer network so that it recomputes the output of ReLU:
 
 # %% tags=["hide-input"] alt="The graph of the two-layer network after the rewrite. The row of backward has two more boxes, addmm again and relu again, between mm and threshold backward, which read relu again. No thick arrow leads from relu in forward to backward, and relu is not marked as saved."
 (relu,) = (s.id for s in tiny_graph.storages if tiny_graph.nodes[s.producer].target == "aten.relu.default")
@@ -382,7 +383,8 @@ path = plots.save(figure, "results/figures/07_rewritten.png")
 figure
 
 # %% [markdown]
-# *The rewritten step. `mm` feeds `threshold_backward`, the backward of ReLU, behind both recomputed operations.*
+# *The rewritten step. `threshold_backward`, the backward of ReLU, reads the output of `mm` and the recomputed output of
+# ReLU.*
 #
 # A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
 # The hash ignores the values of weights, but not the number of rows. Applying a plan to another graph raises an error.

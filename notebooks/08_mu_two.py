@@ -58,8 +58,8 @@ generator = torch.manual_seed(0)
 MIB = 2**20
 
 # %% [markdown]
-# With a GPU, for example on Colab, the next two cells also run the published experiment there, as long as `minutes`
-# allow ({doc}`12_your_gpu`). Without a GPU they do nothing.
+# With a GPU, for example on Colab, the next two cells also run the published experiment on it, within the limit of
+# `minutes` ({doc}`12_your_gpu`). Without a GPU they do nothing.
 
 # %% tags=["parameters"]
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
@@ -451,7 +451,8 @@ figure
 #
 # From a batch of 8 on, all peaks are nearly linear except the published ones *with*. mu-TWO's greedy choices then add
 # 26 % to the Transformer's step, per-block checkpointing and the plan at most 14 %. Recomputation cannot free the logits
-# of 30,000 words, so the peak falls by at most 36 %. Does its batch triple? In the largest published memory fit:
+# of 30,000 words, so the peak falls by at most 36 %. How much larger does its batch become?
+# These batches fit into the largest published memory:
 
 # %%
 memory = without[64]["peak"] * MIB
@@ -460,9 +461,10 @@ fitting = {method: int(np.interp(memory, [at[method]["peak_bytes"] for _, at in 
 print(", ".join(f"{NAMES[method]} {batch} ({batch / fitting['without']:.2f}x)" for method, batch in fitting.items()))
 
 # %% [markdown]
-# So its batch grows by about half. A plan changes the profile of a ResNet-50 as follows:
+# So the batch of the Transformer grows by about half. The next figure shows what a plan changes in the step of a
+# ResNet-50:
 
-# %% tags=["hide-input"] alt="Live memory of a step of a ResNet-50 side by side. Baseline: a ramp to the peak where backward begins, and down again. Plan: a ramp half as high, and many small teeth on the way down, none higher than the budget."
+# %% tags=["hide-input"] alt="Live memory of a step of a ResNet-50, without and with a plan, side by side. Baseline: a ramp up to the peak where backward begins, and a ramp down. Plan: a ramp half as high, and many small teeth on the way down, none higher than the budget."
 with FakeTensorMode():
     resnet50 = experiment_models.ResNet(experiment_models.ResNetConfig("bottleneck", (3, 4, 6, 3)))
     images = torch.empty(16, 3, 224, 224)
@@ -475,7 +477,8 @@ path = plots.save(figure, "results/figures/08_resnet_profile.png")
 figure
 
 # %% [markdown]
-# *ResNet-50, 16 images, without and with half of the dynamic peak as the budget, simulated.*
+# *Simulated live memory of a step of ResNet-50 with 16 images: the baseline, and a plan with half of its dynamic peak
+# as the budget.*
 #
 # :::{admonition} Takeaway
 # :class: tip

@@ -48,8 +48,8 @@ MIB = 2**20
 SOURCE = "notebooks/09_frontier.py"
 
 # %% [markdown]
-# With a GPU, for example on Colab, the next two cells also run the published experiment there, as long as `minutes`
-# allow ({doc}`12_your_gpu`). Without a GPU they do nothing.
+# With a GPU, for example on Colab, the next two cells also run the published experiment on it, within the limit of
+# `minutes` ({doc}`12_your_gpu`). Without a GPU they do nothing.
 
 # %% tags=["parameters"]
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10

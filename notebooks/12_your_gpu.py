@@ -40,7 +40,7 @@ assert failed(record) == []
 #
 # Chapters 4, 5, 8 and 9 compare predictions with published measurements. On a GPU, they also run the published
 # experiments, the longest sequences first, and show our measurements in the columns *on a GPU*. On Colab, open a chapter
-# with its badge. For all chapters, on your own GPU:
+# with its badge. To run all chapters on your own GPU:
 #
 # ```bash
 # nox -s reproduce -- --device cuda --minutes 60
@@ -48,7 +48,8 @@ assert failed(record) == []
 #
 # Each of these chapters has a cell with the parameters `device` (`"auto"`, `"cpu"` or `"cuda"`), `tier` (`"auto"`,
 # `"t4"` for fp16, `"full"`, or `"cpu"` for nothing), `dataset` (`"embedded"` or `"wikitext"`) and `minutes`. A GPU below
-# compute capability 8.0, such as a T4, has no attention in bf16, so it runs fp16 with a scaled loss. Does your GPU suffice?
+# compute capability 8.0, such as a T4, has no attention kernel for bf16, so it runs fp16 with a scaled loss. The table
+# shows what fits your GPU:
 
 # %% tags=["hide-input"]
 rows = fit_rows(load_records("results/cpu"))
@@ -62,16 +63,17 @@ path = write_text_atomic("results/tables/12_fits.md", markdown_table(rows, FIT_C
 # ```{include} ../../results/tables/12_fits.md
 # ```
 #
-# A machine that has only numpy, torch and transformers needs no installation: in a clone of the repository,
+# On a machine that has numpy, torch and transformers, you can run the same experiments without an installation, in a
+# clone of the repository:
 #
 # ```bash
 # python -m experiments gpu-suite --out results/gpu --minutes 8
 # ```
 #
-# runs the same experiments, the most important first. It writes a record with machine, versions, date and commit after
-# each run, and stops at the time limit; the next call continues. To run a single experiment, use `python -m experiments` with
-# `synthetic`, `lm`, `offload`, `batch-size`, `bert` or `frontier` and `--out results/gpu`; `--help` lists their options.
-# A trace of one experiment, with kernels and memory, opens in TensorBoard:
+# The most important experiments run first. The command writes a record with machine, versions, date and commit after
+# each run, and stops at the time limit; the next call continues. To run a single experiment, use
+# `python -m experiments` with `synthetic`, `lm`, `offload`, `batch-size`, `bert` or `frontier` and `--out results/gpu`;
+# `--help` lists their options. To see a trace of one experiment, with kernels and memory, in TensorBoard:
 #
 # ```bash
 # pip install -e ".[profile]"

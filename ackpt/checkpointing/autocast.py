@@ -10,7 +10,7 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 class Autocast:
-    """The autocast state of all devices in this thread, to be restored in a recomputation; ``off``: that without any.
+    """The autocast state of all devices in this thread, to be restored in a recomputation; ``off``: autocast disabled.
 
     `restored` sets the switches directly, because ``torch.autocast("cuda")`` disables itself without a GPU, for example
     when `predict` runs a step from shapes alone.

@@ -1,10 +1,10 @@
-"""Which calls of a region compute nothing that its backward reads, and how a recomputation leaves out their kernels.
+"""Find the calls of a region that compute nothing that its backward reads, and leave out their kernels.
 
 `Liveness` watches a first forward. A call is *dead* if nothing that it makes or writes is saved by autograd, outlives
 the region, or is read by another call that is not dead. torch's non-reentrant checkpoint stops after the last saved
 tensor; dead calls before it are left out, too. `Skipping` runs a recomputation without their kernels: autograd still
 makes their nodes, whose results are `Dead` tensors, without memory. Reading one raises `DeadRead`, so no error of the
-analysis is silent: the region then runs again without skipping, and so do all later ones of its function.
+analysis is silent: the region is then recomputed as a whole, and so are all later regions of its function.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Dead(torch.Tensor):
             return _without_kernel(func, args, kwargs or {})
         raise DeadRead(
             f"{func} reads a tensor that a region's recomputation left out, because its first forward did not read it. "
-            "Code that stores tensors of a region must store those of the forward: ask ackpt.is_recomputing(). If "
+            "Code that stores tensors of a region must do so in the forward only: check ackpt.is_recomputing(). If "
             "backward raised this, repeat the step: the region's function is recomputed as a whole from now on."
         )
 

@@ -1,6 +1,6 @@
-"""What is known of the regions of one function, and the evidence by which small regions are compared.
+"""Facts about the regions of one function, and the evidence by which small regions are compared.
 
-``Evidence`` is what the graph of a run shows of its path; ``Subject`` keeps what comparisons have taught about a
+``Evidence`` is what the graph of a run shows of its path; ``Subject`` stores what comparisons have shown about a
 function: whether evidence suffices, and which of its calls are dead.
 """
 
@@ -99,12 +99,12 @@ def is_same(before: Evidence, now: Evidence) -> bool:
 
 
 def node_names(kinds: list[type]) -> list[str]:
-    """The names of classes of nodes, but for differences that modes make."""
+    """The names of classes of nodes, without differences that dispatch modes cause."""
     return [SAME_GRADIENT.get(kind.__name__, kind.__name__) for kind in kinds]
 
 
 def difference_between(before: Evidence, now: Evidence) -> str:
-    """In what two runs differ, for an error."""
+    """The difference between two runs, for an error."""
     names = [node_names(each.kinds) for each in (before, now)]
     if Counter(names[0]) != Counter(names[1]):
         return other_nodes(*names)
@@ -119,7 +119,7 @@ def _ranks(order: list[int]) -> list[int]:
 
 
 class Subject:
-    """What is known of the regions of one function or module.
+    """Facts about the regions of one function or module.
 
     ``passed``: how many recomputations have passed a comparison of all calls, with equal `Evidence`. ``kinds``: the
     classes of their nodes. ``counts``: of the tensors that names reach. ``changes_unseen``: whether buffers change
@@ -184,6 +184,6 @@ def subject_of(function) -> Subject | None:
 
 
 def other_nodes(before, now) -> str:
-    """Which names only one of two graphs has, for an error."""
+    """The names that only one of two graphs has, for an error."""
     missing, extra = Counter(before) - Counter(now), Counter(now) - Counter(before)
     return f"only the forward has {', '.join(missing) or 'none'}, only the recompute {', '.join(extra) or 'none'}"

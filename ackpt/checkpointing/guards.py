@@ -219,7 +219,7 @@ def memory(tensor):
 class MutableState:
     """The buffers, attributes and globals that a region may change, with their values from before its forward.
 
-    `copies`: the bytes of a buffer that is copied in advance at most. A recorder copies what it sees a call write.
+    `copies`: the largest size in bytes of a buffer to copy in advance. A recorder copies what it sees a call write.
     """
 
     def __init__(self, reachable, is_recorded: bool = True, copies: float = math.inf):

@@ -40,13 +40,12 @@ class ReachableState:
     ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. Names that may be assigned another object
     later: ``namespaces``, the dicts of attributes, parameters, buffers and children of modules, and of attributes of
     parameters and data objects (see `is_data`); ``bindings``, ``(namespace, name, value)`` of tensors in containers, of
-    rebound cells and of globals;
-    ``suspects``: those of all of them whose value may have an autograd history. ``containers``: lists,
-    dicts, sets and deques in attributes; ``hooks``: the dicts of the modules' hooks. ``sharded``: whether FSDP manages
-    a module of the region; its hooks expect gradients to arrive inside the region. ``opaque``: whether a module's calls
-    cannot be recorded, because it is scripted or takes another path while they are recorded. ``unread``: ids of buffers
-    that a norm of torch updates in training and does not read. ``walked``: False for the empty state, for which no
-    object was walked.
+    rebound cells and of globals; ``suspects``: those of them whose value may have an autograd history. ``containers``:
+    lists, dicts, sets and deques in attributes; ``hooks``: the dicts of the modules' hooks. ``sharded``: whether FSDP
+    manages a module of the region; its hooks expect gradients to arrive inside the region. ``opaque``: whether the
+    calls of a module cannot be recorded, because it is scripted or takes another path while they are recorded.
+    ``unread``: ids of buffers that a norm of torch updates in training and does not read. ``walked``: False for the
+    empty state, for which no object was walked.
     """
 
     def __init__(self, function=None, template=()):

@@ -98,7 +98,7 @@ _EFFECTS = {
 
 @functools.lru_cache(maxsize=4096)
 def _effect_of(function) -> str | None:
-    """Which of its arguments a function may write."""
+    """The arguments that a function may write."""
     if function in _EFFECTS:
         return _EFFECTS[function]
     if re.fullmatch(r"\w*[^\W_]_(\..*)?", getattr(function, "__name__", "")):  # add_, _foreach_add_, init.normal_

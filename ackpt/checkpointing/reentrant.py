@@ -45,7 +45,7 @@ def checkpoint(
     offload: Offload | Literal["sync", "async"] | None = None,
     **kwargs: object,
 ) -> _Result:
-    """Call ``function(*args, **kwargs)`` and save only its input tensors; backward recomputes what it reads.
+    """Call ``function(*args, **kwargs)`` and save only its input tensors; backward recomputes the activations.
 
     Args:
         function: any callable. Its arguments and outputs may contain tensors in dicts, lists, tuples and dataclasses.
@@ -111,7 +111,7 @@ def checkpoint(
 
 
 def uncompiled(function):
-    """`function`, whose own frame Dynamo never compiles."""
+    """`function`, after telling Dynamo never to compile its own frame."""
     # ``skip_code`` in ``torch/_dynamo/eval_frame.py``, without its import.
     skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(function.__code__, skip)
@@ -271,8 +271,8 @@ class _Recompute(torch.autograd.Function):
 
 
 class _Root(torch.autograd.Function):
-    """The node at which a region's own backward begins. It gives the outputs their gradients, so that neither is kept
-    until the end; the region's peak is then that of torch's checkpoint."""
+    """The node at which a region's own backward begins. It gives the outputs their gradients, so that neither
+    stays allocated until the end; the region's peak is then that of torch's checkpoint."""
 
     @staticmethod
     def forward(ctx, gradients, *outputs):

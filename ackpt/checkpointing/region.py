@@ -51,7 +51,7 @@ class Region:
     first run is observed; ``subject``: what is known of other regions of the function. ``node_outputs``: the indices of
     the outputs that the autograd node returns; ``left``: the tensors that it returns after them, which the function has
     stored elsewhere, and ``left_facts``: for each its place among the calls, its signature, and its graph's nodes.
-    ``dead``: the calls that the recomputation leaves out, and ``unread``: what is in the place of unsaved inputs.
+    ``dead``: the calls that the recomputation leaves out, and ``unread``: tensors in place of unsaved inputs.
     ``compiler``: Dynamo's callback that compiles the function, or None.
     """
 
@@ -304,7 +304,7 @@ class Region:
         return result
 
     def _saved_tensor_hooks(self):
-        """Hooks instead of outer ones, such as those of offload, for a graph that is dropped at once."""
+        """Hooks that replace outer ones, such as those of offload, for a graph that is dropped at once."""
         if self.recorder is not None and self.recorder.dead_calls is not None:
             return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, lambda tensor: tensor)
         if _top_hooks(False) is None:
@@ -543,7 +543,7 @@ class Region:
         if self.checksums is None or len(outputs) != self.output_count:
             return False
         if any(type(output) is Dead for output in outputs):
-            raise DeadRead("random numbers were drawn elsewhere, and outputs that tell by whom were left out")
+            raise DeadRead("random numbers were drawn elsewhere, and the outputs that would show where were left out")
         present = [checksum(outputs[index]) for index in self.node_outputs]
         return None not in present and all(int(before) == int(now) for before, now in zip(self.checksums, present))
 

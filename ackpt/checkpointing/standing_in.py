@@ -1,10 +1,10 @@
-"""Run something else wherever the ``forward`` of a module is called: a region, a planned step, a block of one.
+"""Run something else wherever the ``forward`` of a module is called: a region, a planned step, or a planned block.
 
 ``forward`` of the module's class becomes a data descriptor, which Python asks before the instance's own attributes. So
 ``model(x)``, ``model.forward(x)``, ``Model.forward(model, x)``, a class's own ``__call__`` and libraries that replace
-``forward`` on the instance or the class all reach what stands in. Other instances and ``super().forward`` get the
-class's own function. When the last `StandIn` of a class is gone, so is the descriptor. Its class alone refers to it, so
-that its end shows that the program has assigned another ``forward``.
+``forward`` on the instance or the class all reach the replacement. Other instances and ``super().forward`` get the
+class's own function. The descriptor is removed with the last `StandIn` of a class. Only the class refers to it, so it
+is freed when the program assigns another ``forward``, which shows that it did.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class StandIn:
 
 
 def own_attribute(kind: type, name: str, default: Any = None) -> Any:
-    """``vars(kind)[name]`` as if nothing stood in."""
+    """``vars(kind)[name]`` without a `StandIn`."""
     value = vars(kind).get(name, default)
     value = value.own if isinstance(value, _Forward) else value
     return default if value is None and name == "forward" else value
 
 
 def require_call_of_forward(module: nn.Module, label: str) -> None:
-    """Refuse a module whose class has a ``__call__`` that does not call ``forward``, as nothing then stands in.
+    """Refuse a module whose class has a ``__call__`` that does not call ``forward``: it would bypass the `StandIn`.
 
     Raises:
         TypeError: if its code, and the methods that it names, refer to no way to ``forward``.
@@ -74,8 +74,8 @@ def require_call_of_forward(module: nn.Module, label: str) -> None:
                 return
             names = names | used
     raise TypeError(
-        f"{label} ({kind.__name__}) has a __call__ that does not call forward, so calls of it would run neither a "
-        "region nor a plan: let it compute in forward and call self.forward, or give the modules that it calls"
+        f"{label} ({kind.__name__}) has a __call__ that does not call forward, so its calls would run neither a "
+        "region nor a plan: compute in forward and call self.forward from __call__, or pass the modules that it calls"
     )
 
 
@@ -103,13 +103,13 @@ def locally(runs: Mapping[int, Run]) -> Iterator[None]:
 
 
 def put_in_place(module: nn.Module, run: Run) -> None:
-    """From now on, `run` stands in for the forward of `module`, and not of its copies."""
+    """Let `run` stand in for the forward of `module` from now on, but not for that of its copies."""
     remove_from(module)
     vars(module)[IN_PLACE] = StandIn(type(module), run, module)
 
 
 def in_place_of(module: nn.Module) -> Any:
-    """What `put_in_place` gave `module`, or None."""
+    """The function that `put_in_place` gave to `module`, or None."""
     stand_in = vars(module).get(IN_PLACE)
     return stand_in.run if stand_in is not None and stand_in.of() is module else None
 
@@ -241,7 +241,7 @@ def _put_before(kind: Any) -> None:
 
 
 def _replaced(reference: Callable[[], type | None]) -> None:
-    """Stand in for the ``forward`` that the program has assigned to a class, as nothing refers to the earlier one."""
+    """Stand in for the ``forward`` that the program has assigned to a class; nothing refers to the earlier one."""
     with _LOCK:
         if (kind := reference()) is not None and _USERS.get(kind):
             _put_before(kind)

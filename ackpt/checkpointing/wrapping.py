@@ -145,7 +145,7 @@ def _compile_inside(module) -> None:
 
 @functools.cache
 def _compile_inside_regions() -> None:
-    """From now on, ``Module.compile`` of a checkpointed module compiles what is inside of the region."""
+    """Let ``Module.compile`` of a checkpointed module compile the code inside the region from now on."""
     original = nn.Module.compile
 
     @functools.wraps(original)

@@ -20,7 +20,7 @@ NOTE = (
 )
 
 # Of the reserved bytes: 31.02 GiB were measured (pytorch/torchtitan, pull request 165) where 25.2 GiB are predicted for
-# transformers' Llama. FSDP2's streams have pools of their own, and the loop holds outputs: the model has neither.
+# transformers' Llama. FSDP2's streams have pools of their own, and the loop holds outputs: neither is predicted.
 MEASURED_ERROR = 0.24
 
 
@@ -67,7 +67,7 @@ def text(model: ShardedModel, shardings: list[Sharding], plans) -> str:
 
 
 def fits(model: ShardedModel, plan: ShardedPlan) -> bool:
-    """Whether the plan fits the device, if there is one, also if the allocator reserves more than is predicted."""
+    """Whether the plan fits the device, if one is given, with the largest measured error in the reserved bytes."""
     memory = model.memory(plan)
     return memory is None or memory.margin >= MEASURED_ERROR * memory.reserved
 
@@ -135,7 +135,8 @@ def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
         lines.append(
             f"  device          {verdict} {model.device.name}: "
             f"{memory_format(memory.reserved)} reserved and {memory_format(memory.context)} context of "
-            f"{memory_format(model.device.memory_bytes)}; a measured rank reserved up to {MEASURED_ERROR:.0%} more"
+            f"{memory_format(model.device.memory_bytes)}; a measured rank reserved up to {MEASURED_ERROR:.0%} "
+            "more than predicted"
         )
     return lines
 

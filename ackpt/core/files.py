@@ -1,4 +1,4 @@
-"""All files are written here: in one step, or through a link or device. JSON is read with a clear error."""
+"""Write all files of the package: in one step, or through a link or device. Read JSON with a clear error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RecordError(ValueError):
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
     """Write a text file in one step, UTF-8 with ``\\n``: readers see the old file or the new one, never a part.
 
-    Folders on the way are made. An existing file keeps its mode. Links, devices and pipes are written through, never
+    Missing folders are created. An existing file keeps its mode. Links, devices and pipes are written through, never
     replaced. Raises RecordError where the file cannot be written.
 
     Example:

@@ -1,6 +1,6 @@
 """The resident memory of a step: storages of modules, optimizers and input tensors, each counted once.
 
-Among them are the tensors that a quantized weight or a wrapper holds besides its own data.
+They include the tensors that a quantized weight or a wrapper holds in addition to its own data.
 """
 
 from __future__ import annotations

@@ -91,10 +91,10 @@ def compile(
             ``"auto"`` and there is a budget. True always plans in parts, False never. The plan is then a
             `RegionsPlan`: the first training step checkpoints all blocks, and from the second one on, as many blocks as
             fit are saved. A fraction is relative to the baseline that is predicted from the first step.
-        on_exceed: what happens if a step needs more memory than its budget allows, because of earlier forwards,
-            outputs or gradients, or with regions because of its values: ``"raise"`` a `BudgetError`, with regions in
-            backward at its end, or ``"warn"``. A fraction refers to the baseline of one forward, so earlier forwards
-            that exceed it are always a warning.
+        on_exceed: whether to ``"raise"`` a `BudgetError` or to ``"warn"`` if a step needs more memory than its budget
+            allows, because of earlier forwards, outputs or gradients, or with regions because of its values. With
+            regions, the error in backward is raised at its end. A fraction refers to the baseline of one forward, so
+            earlier forwards that exceed it are always a warning.
         chunk_head: whether the head of a language model, from its last matrix product to the loss, runs in chunks of
             tokens, forward and backward of a chunk together: the logits then never exist as a whole, and nothing runs
             twice. With True, in the fewest chunks, at least 2, with which the policy keeps the budget; with ``"auto"``,
@@ -163,22 +163,22 @@ def apply_budget(
 ) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
 
-    A call is one of the model or of its ``forward``, also from its methods, a ``__call__`` of its class, and libraries
+    This includes calls of ``forward``, from methods of the model, from a ``__call__`` of its class, and from libraries
     that replace ``forward`` on the instance or the class. The model keeps its class, its attributes and methods, and
     its state_dict. Evaluation and ``generate`` run without the plan, and so do copies of the model and models loaded
-    from its pickle. Hooks of the model run in every step, outside of
-    the plan; those of its submodules run only during the capture, and one that changes values is refused.
-    `remove_budget` removes the budget, and a second budget replaces the first.
+    from its pickle. Hooks of the model run in every step, outside the plan; those of its submodules run only during the
+    capture, and a hook that changes values is refused. `remove_budget` removes the budget, and a second budget replaces
+    the first.
 
-    After ``fully_shard`` on blocks and model (FSDP2), call it on all ranks: each block is planned inside of FSDP's
-    hooks, each rank for its own batch. All ranks raise an error if one has no plan within the budget.
+    After ``fully_shard`` on blocks and model (FSDP2), call it on all ranks: each block is planned inside FSDP's hooks,
+    each rank for its own batch. All ranks raise an error if one of them has no plan within the budget.
 
     Args:
         model: an ``nn.Module``.
         batch: example inputs of the model's forward: a dict of keyword arguments, a tuple or list of positional ones,
-            or one tensor. They are planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If
-            the program has imported the Trainer of transformers, the call that the Trainer makes for this batch is
-            planned.
+            or one tensor. The step is planned for them at once. Later batches may have other sizes, as in
+            `ackpt.compile`. If the program has imported the Trainer of transformers, the call that the Trainer makes
+            for this batch is planned.
         others: the positional inputs after the first, as in ``apply_budget(model, x, y, budget=...)``; a single number
             or string is the budget.
         budget: the upper bound on the peak; None for no bound, which gives a warning with policy ``"auto"`` if there

@@ -339,7 +339,7 @@ def _note(graph: JointGraph) -> str | None:
         )
     if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
         notes.append(
-            f"the temporary memory of {', '.join(users)} is not counted: planning does not run it on made-up data"
+            f"the temporary memory of {', '.join(users)} is not counted: planning does not run these on made-up data"
         )
     if sums := summed(graph.module):
         names, dtypes = [*sums], sorted({str(dtype).removeprefix("torch.") for dtype in sums.values()})

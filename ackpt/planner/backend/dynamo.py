@@ -70,7 +70,7 @@ def backend(
             ``device_profile``, ``outputs``, ``optimizer``, ``accumulation`` and ``cache``, as in `ackpt.compile`;
             ``on_plan``, a function that is called with every plan before it runs; ``compiler``: ``"eager"``, the
             default, runs the planned operations one by one, as `ackpt.compile` does. ``"inductor"`` compiles them, and
-            has none of the options from ``outputs`` to ``cache``.
+            takes none of the options from ``outputs`` to ``cache``.
         mode: of ``torch.compile``, which is Inductor's own: refused.
 
     Raises:

@@ -52,7 +52,7 @@ def allocated(device: torch.device) -> tuple[int, int]:
 
 
 def with_peak(run: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
-    """The result of `run`, and the most bytes that it allocated; 0 inside of a profiler, and below a GPU's peak."""
+    """The result of `run`, and the peak of the bytes that it allocated; 0 inside a profiler and below a GPU's peak."""
     if device.type != "cuda" and not _profiler_enabled():
         result, _, peak = run_counted(run)
         return result, peak

@@ -101,7 +101,7 @@ class UndoableState(MutableState):
 
 
 class _Body(threading.local):
-    """What the body of a region does in this thread.
+    """How the body of a region runs in this thread.
 
     ``first``: a context for the first forward; None for recomputations. ``live``: what counts recomputations; ``run``:
     the recorded call, whose recomputation gives its cost.

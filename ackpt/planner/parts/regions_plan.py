@@ -164,7 +164,7 @@ class Segment(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Of blocks as regions: the bytes that they add to the live bytes, and their peak beyond those at their start."""
+    """The bytes that blocks as regions add to the live bytes, and their peak beyond the live bytes at their start."""
 
     growth_bytes: int = 0
     peak_bytes: int = 0
@@ -210,7 +210,7 @@ class Record:
         return held
 
     def needs(self) -> dict[str, Need]:
-        """What each block needs as a region."""
+        """The bytes that each block needs as a region."""
         runs = [*self._runs()]
         growth = {run.path: run.left_bytes for run in runs}
         for run, following in zip(runs, runs[1:]):

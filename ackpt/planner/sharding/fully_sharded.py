@@ -48,7 +48,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def param_groups(state) -> list[Any]:
-    """FSDP's groups of parameters of one state; older versions of torch have one or none."""
+    """FSDP's groups of parameters of one state; in older versions of torch, one or none."""
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in (state._fsdp_param_group,) if group] if groups is None else groups
 
@@ -89,7 +89,9 @@ def groups_of_sharded(model: nn.Module) -> tuple[Group, ...]:
     paths = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     managed = {name for _, _, state in states for each in params_of(state) for name in _names_of(each, paths)}
     if ignored := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in managed]:
-        raise ShardingError(f"parameter {ignored[0]} is not sharded (ignored_params): its gradient is not reduced")
+        raise ShardingError(
+            f"parameter {ignored[0]} is not sharded (ignored_params), so its gradient is not reduced: shard it"
+        )
 
     def group(name: str, of: list[Any], kept: bool) -> Group:
         weights = tuple(_weight(_names_of(each, paths)[0], state, each) for state in of for each in params_of(state))
@@ -172,7 +174,7 @@ def _is_kept(state, is_root: bool = False) -> bool:
     return not all(group._reshard_after_forward for group in param_groups(state))
 
 
-# What FSDP2 does otherwise with another value: (attribute of a group, the value that is planned for, what sets it).
+# Settings of FSDP2 that must have their default: (attribute of a group, the value that is planned for, what sets it).
 _DEFAULTS = (
     ("reshard_after_backward", True, "set_reshard_after_backward(False)"),
     ("unshard_in_backward", True, "set_unshard_in_backward(False)"),
@@ -205,7 +207,7 @@ def _require_planned(name: str, module: nn.Module, state) -> None:
     for path, each in module.named_modules():
         if each._compiled_call_impl is not None or hasattr(each, "_orig_mod"):
             label = module_label(".".join(filter(None, (name, path))))
-            raise ShardingError(f"{label} is compiled: its forward cannot be planned, so compile nothing")
+            raise ShardingError(f"{label} is compiled, so its forward cannot be planned: do not compile it")
 
 
 def unsharded_view(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:

@@ -1,8 +1,8 @@
 """`ShardedStep`: a budget for a model after ``fully_shard``, kept on every rank.
 
 The model is captured once, as if it were not sharded, and planned block by block, see `planner`. A planned block runs
-inside of FSDP's hooks, in place of the block's forward, with the parameters that these have gathered. It recomputes
-nothing of other blocks and no collective, so the ranks may choose differently; all ranks raise an error, or none does.
+inside FSDP's hooks, in place of the block's forward, with the parameters that these hooks have gathered. It recomputes
+nothing of other blocks and no collective, so ranks may choose different plans; all ranks raise an error, or none does.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class _Planned:
 class ShardedStep:
     """The plans of a model that ``fully_shard`` has sharded; `ackpt.apply_budget` returns it. Keep calling the model.
 
-    Every call with gradients begins with one all-reduce of a number between the hosts, so that all ranks raise an error
-    if one of them has no plan within the budget. New sizes are captured and planned like the first ones.
+    Every call with gradients begins with an all-reduce of one number between the hosts, so that all ranks raise an
+    error if one of them has no plan within the budget. New sizes are captured and planned like the first ones.
     """
 
     def __init__(self, model: nn.Module, request: Request):
@@ -310,11 +310,11 @@ def _require_options(request: Request) -> None:
         "options=": bool(request.options),
     }
     if names := [name for name, is_given in given.items() if is_given]:
-        raise ShardingError(f"{names[0]} is not for a model that fully_shard has sharded: leave it out")
+        raise ShardingError(f"{names[0]} is not supported for a model that fully_shard has sharded: leave it out")
 
 
 def _refuse_collectives(blocks: Blocks) -> None:
-    """Refuse blocks that call collectives, which one rank would run again and the others not."""
+    """Refuse blocks that call collectives, which some ranks would recompute and others not."""
     for node in blocks.graph.nodes[: blocks.graph.boundary]:
         if blocks.owners[node.id] and node.target.split(".")[0] in _COLLECTIVES:
             raise ShardingError(

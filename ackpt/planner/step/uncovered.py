@@ -54,10 +54,10 @@ _WITHOUT_GRADIENTS = "Run it before the forward that has gradients, or after the
 
 
 class Room(NamedTuple):
-    """What a plan leaves for other memory, in bytes.
+    """The bytes that a plan leaves for other memory.
 
-    ``forward``, ``backward``: by which its limit exceeds the peak of each; ``between``: the bytes live between the two.
-    ``live``: the latter. ``whole``: the limit with the resident bytes.
+    ``forward``, ``backward``, ``between``: its limit minus the peak of the forward, the peak of the backward, and the
+    bytes that are live between the two; ``live``: these live bytes. ``whole``: the limit plus the resident bytes.
     """
 
     forward: int
@@ -68,7 +68,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> Room | None:
-        """That of `plan`; None if it has no limit."""
+        """The room of `plan`; None if it has no limit."""
         if (limit := plan.limit_bytes) is None:
             return None
         live, boundary = plan.timeline.live, plan.timeline.boundary or 0
@@ -151,8 +151,8 @@ class Uncovered:
     """The memory that the budget of a step of `model` does not cover, and the errors and warnings about it.
 
     Args:
-        model: of the step.
-        request: what it is planned for.
+        model: the model of the step.
+        request: the options of the step.
     """
 
     def __init__(self, model: nn.Module, request: Request):
@@ -170,8 +170,8 @@ class Uncovered:
     def begin(self, inputs, arguments, room: Callable[[], Room | None]) -> Callable[[Any, Mapping], Check] | None:
         """Check what is allocated before a planned forward with these `inputs`, among them `arguments`.
 
-        What it returns is to be called with the autograd node and the outputs, and returns the check before backward.
-        None without a budget.
+        Returns a function; call it with the autograd node and the outputs, and it returns the check before backward.
+        Returns None without a budget.
 
         Raises:
             BudgetError: if the forward would exceed the budget.

@@ -144,8 +144,8 @@ class Variants:
 
     Args:
         model: of the step.
-        request: what it is planned for.
-        uncovered: what their plans do not count.
+        request: the options of the step.
+        uncovered: the memory that their plans do not count.
         opaque: why the model is planned in parts from the first call on, in words.
     """
 

@@ -96,8 +96,8 @@ class Branches(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(id(tensor) in self._own for tensor in tensors):
             raise not_repeated(
-                f"code in C++ gets a parameter or an argument{line()} without torch's functions for Python, which a "
-                "captured step would not follow. Call operations of torch"
+                f"code in C++ gets a parameter or an argument{line()} without a call of torch's Python functions, "
+                "which a captured step would not follow. Call torch's operations instead"
             )
         values = {id(tensor): value for tensor in tensors if (value := self._value(tensor)) is not None}
         if func is _READ and values and args[0].dtype is torch.bool:

@@ -33,7 +33,7 @@ _PARALLEL = (
     "Use ackpt.apply_activation_checkpointing(model), with the same modules on every rank, which changes no tensor."
 )
 
-_OUTSIDE = ". Hooks of the model run outside of the plan: give what its forward gets, after forward pre-hooks."
+_OUTSIDE = ". Hooks of the model run outside the plan: pass the arguments that forward gets after forward pre-hooks."
 _LEFT_OUT = (
     "As a part of a larger model, it can stay outside the plan: ackpt.compile and ackpt.apply_budget plan the rest "
     "with policy 'auto', 'none' or 'full', unless regions=False."
@@ -57,7 +57,7 @@ if torch.distributed.is_available():
     )
     _WRAPPERS[FSDPModule] = (
         f"{_GATHERS} Call ackpt.apply_budget(model, batch, budget=...), which plans every rank of a model after "
-        "fully_shard, or plan what is not sharded yet."
+        "fully_shard, or plan the model before you shard it."
     )
 
 
@@ -182,7 +182,7 @@ def check_model(model, except_opaque: bool = False) -> None:
             reason = "its parameters have no shape yet. Call the model once on a batch to initialize them."
         elif reason is None and any(type(p).__name__ == "DTensor" for p in module._parameters.values()):
             reason = (
-                f"it has parameters of tensor parallelism, whose ranks must choose alike, or wait for ever. {_PARALLEL}"
+                f"it has parameters of tensor parallelism, whose ranks must choose alike, or they deadlock. {_PARALLEL}"
             )
         if reason is not None:
             if name and _is_compiled(module):
@@ -252,12 +252,12 @@ def has_data(model: nn.Module, leaves) -> bool:
 def require_traceable(model: nn.Module, args, kwargs) -> None:
     """Refuse what no capture follows: NumPy arrays, nested tensors, tensor subclasses, a device that is not there.
 
-    So are weights of the model itself that hooks of torch compute: its hooks run outside of the plan.
+    Also refuse weights of the model itself that hooks of torch compute, because its hooks run outside the plan.
     """
     if computed := sorted(derived(model) - model._parameters.keys()):
         raise not_repeated(
             f"{computed[0]!r} of the model itself is computed by a forward pre-hook, as by torch.nn.utils.weight_norm, "
-            "which a captured step would not run. Use torch.nn.utils.parametrizations, give nn.Sequential(model)"
+            "which a captured step would not run. Use torch.nn.utils.parametrizations, pass nn.Sequential(model)"
         )
     require_no_arrays(args, kwargs)
     require_no_attributes(args, kwargs)

@@ -144,8 +144,8 @@ class Walk:
         if self._runs and (line := _compares_types(code)):
             place = code_location(code.co_filename, line)
             self.refused.append(
-                f"the model's code compares a type with torch.Tensor at {place}, which a captured step would "
-                "not do, because the tensors of a capture are of a subclass. Use isinstance"
+                f"the model's code compares a type with torch.Tensor at {place}, and a captured step would "
+                "get another answer, because the tensors of a capture are of a subclass. Use isinstance"
             )
         read, written = global_names(code)
         for name in sorted({*read, *written}):
