@@ -24,7 +24,6 @@ import ackpt
 from ackpt.core.files import write_text_atomic
 from ackpt.core.machine import machine
 from ackpt.planner.costs.devices import DEVICES, rates_of
-from ackpt.planner.workloads.planned_shapes import kernels_of_a_gpu
 
 from .command_line import writable
 
@@ -124,6 +123,8 @@ def _step(method: str, device: str, sizes: tuple[int, ...]) -> tuple[list[Any], 
 
 def _measured(method: str, device: str) -> tuple[dict[str, Any], list[Tensor]]:
     """The predicted and measured peaks of one step, and its gradients, on the CPU: host memory counts in no peak."""
+    from ackpt.planner.workloads.planned_shapes import kernels_of_a_gpu  # imports the planner
+
     on_gpu = device == "cuda"
     resident, step, plan = _step(method, device, SIZES[device])
     measured = ackpt.measure(step, device, resident=resident, warmup=0, repeats=0)

@@ -165,7 +165,8 @@ def state_values(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
 def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
     """The tensors in the state of a quantized weight, or of which a wrapper is made, by path; mostly none."""
     if is_wrapper(tensor):
-        return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+        parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+        return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}  # a DTensor has a mesh
     return {path: value for path, value in state_values(tensor) if isinstance(value, torch.Tensor)}
 
 
