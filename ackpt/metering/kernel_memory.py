@@ -91,18 +91,19 @@ _BY_VALUES = (aten.nanmedian.default, aten.nanmedian.dim, aten._ctc_loss.default
 # read 0 and 1 as indices, or, as that of oneDNN's LSTM, get the workspace of a forward (`run_alone`).
 _SAFE = {torch.Tag.core, torch.Tag.pointwise}
 _SAFE_WITH_INTEGERS = frozenset(
-    "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_forward_only _foreach_add_ "
-    "_embedding_bag_per_sample_weights_backward _linalg_check_errors _local_scalar_dense _unsafe_index "
-    "_unsafe_index_put _unsafe_view adaptive_max_pool2d_backward adaptive_max_pool3d_backward all aminmax any argsort "
-    "bincount bucketize copy_ cummax cummin cumprod cumsum diff dot embedding_renorm_ equal fill_ flip "
-    "fractional_max_pool2d_backward fractional_max_pool3d_backward histc index_add index_add_ index_copy index_copy_ "
-    "index_fill index_fill_ index_put_ index_reduce index_select_backward kthvalue lift_fresh_copy linalg_ldl_solve "
-    "linalg_lu_solve masked_scatter dequantize_4bit dequantize_blockwise gemm_4bit mkldnn_rnn_layer_backward "
-    "masked_select max max_pool2d_with_indices_backward max_pool3d_with_indices_backward max_unpool2d max_unpool3d "
-    "mean median min mode msort multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward "
-    "multilabel_margin_loss_forward nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot "
-    "pack_bits put put_ repeat_interleave roll scatter_ scatter_add_ scatter_reduce_ searchsorted stack sum take tril "
-    "triu unpack_bits value_selecting_reduction_backward zero_ zeros_like".split()
+    "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_forward_only "
+    "_embedding_bag_per_sample_weights_backward _foreach_add_ _grouped_mm _linalg_check_errors _local_scalar_dense "
+    "_unsafe_index _unsafe_index_put _unsafe_view adaptive_max_pool2d_backward adaptive_max_pool3d_backward all "
+    "aminmax any argsort bincount bucketize copy_ cummax cummin cumprod cumsum dequantize_4bit dequantize_blockwise "
+    "diff dot embedding_renorm_ empty_like equal fill_ flip floor_divide fractional_max_pool2d_backward "
+    "fractional_max_pool3d_backward gemm_4bit histc index_add index_add_ index_copy index_copy_ index_fill "
+    "index_fill_ index_put_ index_reduce index_select_backward kthvalue lift_fresh_copy linalg_ldl_solve "
+    "linalg_lu_solve masked_scatter masked_select max max_pool2d_with_indices_backward "
+    "max_pool3d_with_indices_backward max_unpool2d max_unpool3d mean median min mkldnn_rnn_layer_backward mode msort "
+    "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward multilabel_margin_loss_forward "
+    "new_ones nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot pack_bits put put_ "
+    "repeat_interleave roll scatter_ scatter_add_ scatter_reduce_ searchsorted stack sum take tril triu unpack_bits "
+    "value_selecting_reduction_backward zero_ zeros_like".split()
 )
 # Derivatives that torch computes by other operations under a dispatch mode: `prod_backward` and `cumprod_backward` in
 # torch's FunctionsManual.cpp.
