@@ -152,9 +152,10 @@ def test_a_job_that_takes_too_long_is_cut_off_and_its_next_estimate_is_longer(tm
     assert read_state(tmp_path, slow, COMMIT)["state"] == DONE
 
 
+TESTS = os.path.dirname(os.path.dirname(__file__))
 KILLED = """
 import os, signal, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from experiments import provenance
 from test_gpu_suite import a_record, job
 from experiments.suite.gpu_suite import run_suite
@@ -170,7 +171,7 @@ run_suite([job("whole"), job("killed", dies)], {folder!r})
 
 def test_after_a_kill_all_files_are_complete_and_only_the_killed_job_reruns(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "_commit", lambda: COMMIT)  # other tests that run now may change the checkout
-    code = KILLED.format(tests=os.path.dirname(__file__), folder=str(tmp_path), commit=COMMIT)
+    code = KILLED.format(tests=[os.path.dirname(__file__), TESTS], folder=str(tmp_path), commit=COMMIT)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, env=os.environ)
     assert done.returncode == -signal.SIGKILL
     assert len(load_records(tmp_path)) == 3  # of these one of the job that was killed
