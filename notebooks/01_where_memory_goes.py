@@ -27,7 +27,7 @@
 # memory is *dynamic*. The *peak* is the largest number of bytes allocated at one time, and the *dynamic peak* the
 # largest number of dynamic bytes.
 
-# %%
+# %% tags=["hide-input"]
 import torch
 import torch.nn.functional as F
 
@@ -165,12 +165,11 @@ for (name, size), per_token in zip(counted.items(), elements):
     print(f"{name:10}  predicted {4 * T * per_token:,}  measured {size:,}")
 
 # %% [markdown]
-# $A$ includes the block's input. It is resident here, so `ackpt.measure` counts the block's output instead, also $T d$
-# elements.
+# Two errors cancel: $A$ counts the block's input, the meter its output. Both have $T d$ elements.
 #
 # `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line:
 
-# %%
+# %% tags=["hide-output"]
 ackpt.print_saved(block, x, sequences, 256)
 
 # %% tags=["hide-input"]

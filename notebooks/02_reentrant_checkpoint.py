@@ -15,7 +15,7 @@
 # This chapter writes activation checkpointing in twenty lines of plain PyTorch, and predicts a chain's peak to the
 # byte.
 
-# %%
+# %% tags=["hide-input"]
 import torch
 import torch.nn.functional as F
 from torch import nn

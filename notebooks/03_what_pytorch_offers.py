@@ -392,7 +392,8 @@ def exhibit(name, experiment, tools=calls, failure="wrong"):
         except (RuntimeError, ValueError, ackpt.CheckpointError, ackpt.OffloadError) as error:
             result, verdicts[tool] = type(error).__name__, "error"
             result += textwrap.shorten(f": {error}".partition(". ")[0], 90, placeholder=" ...")
-        print(f"{tool:17} {verdicts[tool]:9} {result}")
+        line = f"{tool:17} {verdicts[tool]:9} {result}"
+        print(textwrap.fill(line, 76, subsequent_indent=28 * " ", replace_whitespace=False))
     museum.extend([name, tool, verdict] for tool, verdict in verdicts.items() if tool != "baseline")
     return {tool: verdict for tool, verdict in verdicts.items() if verdict != "right"}
 

@@ -13,7 +13,7 @@
 #
 # The model computes on the *device*. Offloaded activations are copied to the *store*: host memory, or a disk.
 
-# %%
+# %% tags=["hide-input"]
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,6 +31,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import textwrap
 import threading
 import time
 
@@ -617,7 +618,7 @@ for T in lengths:
     pays = ackpt.offload_pays(bytes_per_token, forward, backward_seconds=backward, bandwidth=link, tokens=T)
     fits.append(pays)
     print(f"{T:4} tokens: predicted overlap {pays.overlapped_share:4.0%}, measured {shares[T][0]:4.0%}")
-print(pays)
+print(textwrap.fill(str(pays), 76))
 
 # %% tags=["measured-time", "nbval-ignore-output"] alt="Milliseconds per region against tokens: the copy is a straight line; forward and half of backward are curves that start below it and cross it between 512 and 1536 tokens. Measured points scatter around the lines."
 points = {"copy": [shares[T][1] for T in lengths], "forward": list(forward.values())}
@@ -646,7 +647,7 @@ line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="
 rate, bandwidth, d = 4e14, 25e9, 1024
 print(f"d >= {math.ceil(rate / (12 * bandwidth))} for any T; T_overlap = {math.ceil(rate / (2 * bandwidth) - 6 * d)}")
 seconds = {T: (24 * d**2 * T + 4 * d * T**2) / rate for T in (1024, 2048, 4096)}
-print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
+print(textwrap.fill(str(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth)), 76))
 
 # %% [markdown]
 # ## Which activations to offload

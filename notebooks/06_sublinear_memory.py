@@ -11,7 +11,7 @@
 # Revolve reverses a chain of 16 steps with three snapshots: thick lines run or reverse steps, thin lines are snapshots.
 # ```
 
-# %%
+# %% tags=["hide-input"]
 from functools import partial
 from math import isqrt
 

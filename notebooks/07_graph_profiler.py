@@ -18,9 +18,10 @@
 #
 # So far, we chose by hand what to recompute. From here on, a planner chooses, and it must know every operation.
 
-# %%
+# %% tags=["hide-input"]
 import collections
 import copy
+import textwrap
 from types import SimpleNamespace
 
 import torch
@@ -552,7 +553,7 @@ node.target = torch.ops.aten.relu_.default
 try:
     rewrite(tampered, schedule)
 except ackpt.graph.RewriteError as error:
-    print(str(error).split(". This")[0])
+    print(textwrap.fill(str(error).split(". This")[0], 76))
 
 # %% [markdown]
 # This check covers bytes. Tests compare values, for random programs and saved sets.

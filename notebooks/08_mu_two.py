@@ -21,7 +21,7 @@
 # offload it to host memory during forward, and copy it back for backward. The paper trains several models on one GPU;
 # this chapter applies its algorithms to a single model.
 
-# %%
+# %% tags=["hide-input"]
 from dataclasses import replace
 
 import numpy as np
@@ -198,8 +198,9 @@ while candidates := [i for i in retained if i not in swaps]:
 # Swapping wins where the copies add little time, for `tanh_1` none. Compute would wait longer for the large `tanh` and
 # `tanh_2`, so these are recomputed.
 #
-# The paper stops as soon as its estimate of the peak fits. `ackpt.plan(graph, budget, policy="mu-two")` continues to
-# the end, simulates the schedule after every choice, and takes the cheapest of these that fits.
+# The paper stops as soon as its estimate of the peak fits: every further choice would only add time.
+# `ackpt.plan(graph, budget, policy="mu-two")` continues to the end, because an estimate may be wrong. It simulates the
+# schedule after every choice, and takes the cheapest of these that fits.
 #
 # ## Each choice changes the other ratios
 #
@@ -305,8 +306,8 @@ path = write_text_atomic("results/tables/08_link.md", table)
 #
 # {ref}`The figure at the top <fig-swapped>` shows the plans for width 1,024 and a T4. The T4 is slow, so all copies
 # overlap with the products of this width, and halving the peak is free. The H200 computes narrow layers faster than the
-# link copies their outputs: at width 256, mu-TWO even costs more with the link than without. Only plans along one greedy
-# sequence are candidates, and the plan without swaps is not among them.
+# link copies their outputs: at width 256, mu-TWO even costs more with the link than without. mu-TWO follows one greedy
+# path; the plan without swaps is not on it.
 #
 # From which width on do all copies overlap? With $T$ tokens, a layer of width $d$ computes $2 T d^2$ FLOPs in forward, at
 # a rate of $\rho$ FLOPs per second. Its output has $4 T d$ bytes in fp32, and the link moves $\lambda$ bytes per second in

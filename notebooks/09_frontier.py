@@ -18,7 +18,7 @@
 # *cost* of a plan is its added time as a fraction of the baseline's step. Unless rates of a device are named, time is
 # modeled as FLOPs plus ten FLOPs for each moved byte. Peaks and budgets are fractions of the baseline's dynamic peak.
 
-# %%
+# %% tags=["hide-input"]
 import textwrap
 import warnings
 from dataclasses import replace
@@ -106,7 +106,7 @@ for row in rows:
     others = [row[policy] for policy in ("mu-two", "rotor", "full") if row[policy] is not None]
     assert row["bound"] <= row["auto"] <= min(others)
 assert max(gap for budget, gap in gaps.items() if budget >= 0.4) < 0.02
-print("gap of the plan:", ", ".join(f"{gap:.1%} at {budget}" for budget, gap in gaps.items()))
+print("gap of the plan:\n" + ", ".join(f"{gap:.1%} at {budget}" for budget, gap in gaps.items()))
 
 # %% [markdown]
 # Down to 40 percent of the peak, no other plan's step is more than two percent shorter. At the smallest budget, the gap
@@ -268,7 +268,7 @@ path = plots.save(figure, "results/figures/09_explorer.png")
 # A plan also lists its most expensive decisions: what each costs, and how far above the budget the peak would be if the
 # tensor were saved.
 
-# %%
+# %% tags=["hide-output"]
 print(ackpt.plan(graph, 0.4, profile=profile).table())
 
 # %% [markdown]

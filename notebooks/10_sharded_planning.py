@@ -15,7 +15,7 @@
 # After this appendix you can say how much memory one GPU of many needs for a step of a large Llama, and which plan fits.
 # Each *rank*, a process with its GPU, has its own batch: activations are not sharded here.
 
-# %%
+# %% tags=["hide-input"]
 import warnings
 
 import torch
@@ -234,7 +234,8 @@ path = write_text_atomic("results/tables/10_llama.md", table)
 # %%
 plan = large["70B"].plan(sharded_llama.mixed(64), BUDGET)
 for run in plan.runs:
-    print(f"{run.count} blocks save {run.kept_bytes / GIB:.2f} GiB each: {', '.join(dict.fromkeys(run.names))}")
+    print(f"{run.count} blocks save {run.kept_bytes / GIB:.2f} GiB each:")
+    print(*(f"  {name}" for name in dict.fromkeys(run.names)), sep="\n")
 
 # %%
 at_64 = {"baseline": "none", "per-block": "full"}

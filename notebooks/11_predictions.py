@@ -22,7 +22,7 @@
 # An error is predicted / published − 1. A prediction is *exact* if it differs by no more than the rounding of the
 # published figure.
 
-# %%
+# %% tags=["hide-input"]
 import json
 import os
 import warnings

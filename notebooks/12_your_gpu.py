@@ -7,7 +7,7 @@
 # below are those of a CPU. To use Colab's free GPU, open the notebook with the Colab badge, select a GPU runtime, and
 # choose *Run all*. In a terminal, `ackpt selftest` does the same.
 
-# %%
+# %% tags=["hide-input"]
 import torch
 
 from ackpt.cli.selftest import failed, run_selftest, text_of

@@ -20,7 +20,7 @@
 # the baseline's. A plan's cost is the sum over what it recomputes. Peaks and budgets $M$ are fractions of the baseline's
 # dynamic peak.
 
-# %%
+# %% tags=["hide-input"]
 import warnings
 
 import torch
