@@ -2,9 +2,10 @@
 
 ``forward`` of the module's class becomes a data descriptor, which Python asks before the instance's own attributes. So
 ``model(x)``, ``model.forward(x)``, ``Model.forward(model, x)``, a class's own ``__call__`` and libraries that replace
-``forward`` on the instance or the class all reach the replacement, and so does ``super().forward`` where the module's
-class inherits it. Other instances, and ``super().forward`` in a class that overrides it, get the class's own function. The descriptor is removed with the last `StandIn` of a class. Only the class refers to it, so it
-is freed when the program assigns another ``forward``, which shows that it did.
+``forward`` on the instance or the class all reach the replacement, as does ``super().forward`` if the class inherits
+it. Other instances, and ``super()`` in a class that overrides it, get the class's own function. The descriptor is
+removed with the last `StandIn` of a class. Only the class refers to it, so it is freed when the program assigns another
+``forward``, which shows that it did.
 """
 
 from __future__ import annotations
