@@ -322,6 +322,10 @@ class MutableState:
         """Whether there is nothing to restore."""
         return not (self._changed or self._overwritten or self._rewritten or any(self._changes()))
 
+    def restored_bytes(self) -> int:
+        """The bytes of the copies of present values that `restored` makes."""
+        return sum(_bytes(old) for _, old in self._changed) + sum(_bytes(tensor) for tensor, _ in self._rewritten)
+
     @contextlib.contextmanager
     def restored(self):
         """Restore the values from before the forward for recomputation and backward, and the present ones afterwards.

@@ -2,9 +2,10 @@
 
 ``forward`` of the module's class becomes a data descriptor, which Python asks before the instance's own attributes. So
 ``model(x)``, ``model.forward(x)``, ``Model.forward(model, x)``, a class's own ``__call__`` and libraries that replace
-``forward`` on the instance or the class all reach the replacement. Other instances and ``super().forward`` get the
-class's own function. The descriptor is removed with the last `StandIn` of a class. Only the class refers to it, so it
-is freed when the program assigns another ``forward``, which shows that it did.
+``forward`` on the instance or the class all reach the replacement, as does ``super().forward`` if the class inherits
+it. Other instances, and ``super()`` in a class that overrides it, get the class's own function. The descriptor is
+removed with the last `StandIn` of a class. Only the class refers to it, so it is freed when the program assigns another
+``forward``, which shows that it did.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class StandIn:
 def own_attribute(kind: type, name: str, default: Any = None) -> Any:
     """``vars(kind)[name]`` without a `StandIn`."""
     value = vars(kind).get(name, default)
-    value = value.own if isinstance(value, _Forward) else value
+    if isinstance(value, _Forward):
+        value.take_defaults()
+        value = value.own
     return default if value is None and name == "forward" else value
 
 
@@ -159,7 +162,7 @@ class _Forward:
 
     def __init__(self, kind: type, own: Any):
         self.kind, self.own = kind, own
-        self._functions: Any = (None,)  # the class's own, and what `_method` and `_of_class` make of it
+        self._functions: Any = None, None, None  # the class's own, and what `_method` and `_of_class` make of it
         weakref.finalize(self, _replaced, weakref.ref(kind)).atexit = False
 
     def __get__(self, module, kind):
@@ -173,11 +176,22 @@ class _Forward:
         return forward if _run_of(module) is None else self._stood_in(module, forward, function, stood_in)
 
     def _made(self):
+        self.take_defaults()
         function = _forward_of(self.kind, self.own)
         if self._functions[0] is not function:
             of_class = _of_class(function) if isinstance(function, types.FunctionType) else function
             self._functions = function, _method(function), of_class
         return self._functions
+
+    def take_defaults(self) -> None:
+        """Give the class's own function the default arguments that the program has set on ``kind.forward``."""
+        function, _, of_class = self._functions
+        if torch.compiler.is_dynamo_compiling():  # Dynamo has no ``__kwdefaults__`` of functions
+            return
+        if of_class is not function and (of_class.__defaults__ or of_class.__kwdefaults__):
+            function.__defaults__ = of_class.__defaults__ or function.__defaults__
+            function.__kwdefaults__ = of_class.__kwdefaults__ or function.__kwdefaults__
+            of_class.__defaults__ = of_class.__kwdefaults__ = None
 
     def _stood_in(self, module: nn.Module, forward: Callable[..., Any], function, stood_in) -> Callable[..., Any]:
         """`forward` with its name and signature, for which something stands in, as long as it does."""
@@ -195,10 +209,13 @@ class _Forward:
             raise AttributeError("forward")
 
     def _is_attribute_of(self, kind) -> bool:
-        """Whether this is ``kind.forward``, and not that of a base class, which ``super()`` asks for."""
+        """Whether this is ``kind.forward``, or that which it inherits, and not one that a subclass overrides."""
         for each in kind.__mro__:  # no generators here: with fullgraph=True, Dynamo refuses their frames
-            if "forward" in each.__dict__:
-                return each.__dict__["forward"] is self
+            forward = each.__dict__.get("forward")
+            if forward is self:
+                return True
+            if forward is not None and (type(forward) is not _Forward or forward.own is not None):
+                return False
         return False
 
 
@@ -216,22 +233,28 @@ def _bound(function, module, kind) -> Any:
 _USERS: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()  # the number of each class's `StandIn`s
 
 
-def _entered(kind: type) -> type:
+def _entered(kind: type) -> list[type]:
+    """Stand in for the ``forward`` of `kind` and of the class that it inherits it from, if any; returns both."""
     with _LOCK:
-        _USERS[kind] = _USERS.get(kind, 0) + 1
-        _put_before(kind)
-    return kind
+        defining = next(each for each in kind.__mro__ if own_attribute(each, "forward") is not None)
+        kinds = [kind] if defining in (kind, nn.Module) else [kind, defining]
+        for each in kinds:
+            _USERS[each] = _USERS.get(each, 0) + 1
+            _put_before(each)
+    return kinds
 
 
-def _left(kind: Any) -> None:
+def _left(kinds: list[Any]) -> None:
     with _LOCK:
-        _USERS[kind] -= 1
-        forward = vars(kind).get("forward")
-        if _USERS[kind] == 0 and isinstance(forward, _Forward):
-            if forward.own is None:
-                del kind.forward
-            else:
-                kind.forward = forward.own
+        for kind in kinds:
+            _USERS[kind] -= 1
+            forward = vars(kind).get("forward")
+            if _USERS[kind] == 0 and isinstance(forward, _Forward):
+                forward.take_defaults()
+                if forward.own is None:
+                    del kind.forward
+                else:
+                    kind.forward = forward.own
 
 
 def _put_before(kind: Any) -> None:
@@ -287,6 +310,6 @@ def _call(module, forward, args, kwargs):
 # test_modules_of_a_shared_class_compile_as_one_graph in tests/checkpointing/test_standing_in.py.
 _dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
 _SKIPPED = (_Forward.__get__, _Forward._made, _Forward._stood_in, _bound, _forward_of, _method, _function, _of_class)
-for _each in (*_SKIPPED, own_attribute, _call_as_it_is):
+for _each in (*_SKIPPED, _Forward.take_defaults, own_attribute, _call_as_it_is):
     _skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(_each.__code__, _skip)

@@ -124,6 +124,26 @@ def test_a_forward_that_is_assigned_to_the_class_is_reached(name):
     assert module(X).tolist() == [2, 2] and kind.forward is own
 
 
+def test_super_and_a_base_class_reach_the_stand_in_of_a_class_that_inherits():
+    class Task(Inherits):
+        def training_step(self, x):
+            return super().forward(x)
+
+    module, overrides = Task(), CallsParent()
+    for each in (module, overrides):
+        standing_in.put_in_place(each, adds_one)
+    assert module.training_step(X).tolist() == Doubles.forward(module, X).tolist() == [3, 3]
+    assert overrides(X).tolist() == [3, 3] and Doubles.forward(overrides, X).tolist() == [2, 2]
+    assert Task().training_step(X).tolist() == [2, 2]
+    own = vars(Doubles)["forward"].own
+    Doubles.forward.__defaults__ = (4.0,)  # pyright: ignore[reportFunctionMemberAccess]
+    assert (module(X).tolist(), Doubles()(X).tolist(), own.__defaults__) == ([5, 5], [4, 4], (4.0,))
+    Doubles.forward.__defaults__ = (2.0,)  # pyright: ignore[reportFunctionMemberAccess]
+    for each in (module, overrides):
+        standing_in.remove_from(each)
+    assert vars(Doubles)["forward"] is own and own.__defaults__ == (2.0,)
+
+
 class CallsOther(Doubles):
     def __call__(self, x):
         return self.compute(x)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ackpt
-from ackpt.metering.flops import UncountedFlops, count_flops
+from ackpt.metering.flops import UncountedFlops, count_flops, formula
 
 N, D = 32, 64
 
@@ -41,6 +41,8 @@ def test_flash_attention_of_the_cpu_counts():
     assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v)) == 2 * products
     # Backward forms the scores again, then the gradients of scores, v, q and k.
     assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward()) == 7 * products
+    backward = formula("aten._scaled_dot_product_flash_attention_for_cpu_backward")
+    assert backward is not None and backward(None, q, k, v) == 0  # as after an operation that gives no gradient
 
 
 def test_grouped_query_attention_counts():

@@ -514,8 +514,9 @@ class _Forward:
         before, in_thread.live = in_thread.live, self.live if self.is_in_mode else None
         self.live.watches = self.is_counted
         try:
-            # The recomputation keeps the present states, and reads those at its end.
-            with self.live.more(2 * sum(state.nbytes for _, state in region.streams if is_tensor(state))):
+            # The recomputation keeps the present states and buffers, and reads the states at its end.
+            present = 2 * sum(state.nbytes for _, state in region.streams if is_tensor(state))
+            with self.live.more(present + (region.state.restored_bytes() if region.state is not None else 0)):
                 return getattr(type(node), APPLY)(node, *gradients)
         except CheckpointError as error:
             raise self._left_out(block, error) from error
