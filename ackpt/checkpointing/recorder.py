@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import CheckpointError
 
-from .evidence import SAME_GRADIENT, Evidence, difference_between, is_same, other_nodes
+from .evidence import Evidence, difference_between, is_same, other_nodes
 from .guards import changed_between, is_equal, memory, name_of
 from .reachable import _TORCH
 from .tree import ATOMS
@@ -45,6 +45,13 @@ _SILENT_WRITERS = (
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
 _CALL = nn.Module._call_impl.__code__
+# Nodes of casts and views. After a view is written in place, torch makes its node anew: one of ``as_strided``, or of the
+# view's own functions if it is a subclass (``is_python_dispatch`` in ``tools/autograd/gen_inplace_or_view_type.py``),
+# as the results of dead calls are. `reshape` depends on the mode, see ``SAME_GRADIENT``.
+_UNCOMPARED = re.compile(
+    "(ToCopy|Alias|AsStrided|Diagonal|Expand|Permute|(Reshape|View)(Alias|As\\w+)?|Select|Slice|Split\\w*|Squeeze|T|"
+    "Transpose|Unbind|Unfold|Unsqueeze)Backward\\d+"
+)
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
 _NOTEBOOK_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]|^<ipython-input-")
@@ -359,7 +366,7 @@ class Path:
     """How a run computed a region's outputs from its inputs.
 
     ``evidence``: the `Evidence` of a small region. Of a recorded run, ``nodes``: the names of the graph's nodes, but
-    for casts, as autocast casts a leaf once and any other tensor once per use; ``calls``: those that an output depends
+    for casts, as autocast casts a leaf once and any other tensor once per use, and views; ``calls``: those that an output depends
     on; ``sources``: for each call, where its arguments come from: an input's position, (index of a call, index of its
     result), a tensor from outside, those that it was made from without gradients, or None if unknown.
     """
@@ -379,7 +386,7 @@ class Path:
                 return (numbers[of[0]], of[1]) if of[0] in numbers else None
             return [*of.values()] if type(of) is dict else of
 
-        self.nodes = [SAME_GRADIENT.get(name, name) for name in names.values() if name != "ToCopyBackward0"]
+        self.nodes = [name for name in names.values() if not _UNCOMPARED.fullmatch(name)]
         self.calls = [call for _, call, _ in calls]
         self.sources = [list(map(source, sources)) for _, _, sources in calls]
 
