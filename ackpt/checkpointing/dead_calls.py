@@ -71,6 +71,13 @@ class DeadCalls(dict[Any, dict[int, int]]):
         return {i: _dead_like(inputs[i]) for i in self.unread if self.is_proven and _has_storage(inputs[i])}
 
 
+class Saved:
+    """A tensor that autograd saves in a graph that is dropped at once."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor: torch.Tensor | None = tensor
+
+
 class Liveness:
     """Watches the calls of a first forward; `dead` gives those that its recomputation can leave out.
 
@@ -79,6 +86,7 @@ class Liveness:
 
     def __init__(self) -> None:
         self.is_doubtful = False
+        self.saved: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._calls: list[_Watched] = []
         self._counts: Counter[Any] = Counter()
         self._live: set[weakref.ref | None] = set()
@@ -112,7 +120,8 @@ class Liveness:
                 call.saves += 1
                 if memory not in call.reads:
                     call.needed = call.saves
-            return tensor.detach()
+            self.saved.add(saved := Saved(tensor.detach()))
+            return saved
 
     def dead(self, inputs: Iterable[torch.Tensor], outputs: Sequence[torch.Tensor], left, nodes) -> DeadCalls:
         """The dead calls of the run. Call this when its graph is gone.
@@ -145,6 +154,11 @@ class Liveness:
         if dead and not nodes:
             dead.unread = [i for i, each in enumerate(inputs) if self._memory(each) not in live | {None}]
         return dead
+
+    def release(self) -> None:
+        """Free what the graph has saved: hooks of FlopCounterMode refer to nodes of it until the garbage collection."""
+        for saved in self.saved:
+            saved.tensor = None
 
     def _memory(self, tensor) -> weakref.ref | None:
         if _has_storage(tensor):

@@ -138,6 +138,8 @@ class Subject:
         recorder = region.recorder
         needs_grad = *region.needs_grad, *(leaf.requires_grad for leaf in leaves)
         key = recorder.kind, needs_grad, tuple(place for place, _, _ in region.left_facts)
+        if isinstance(recorder.dead_calls, Liveness):
+            recorder.dead_calls.release()
         dead = self.dead.get(key)
         if dead is None and isinstance(recorder.dead_calls, Liveness):
             outputs = *region.output_values[: len(region.node_outputs)], *filter(torch.is_tensor, region.other_outputs)

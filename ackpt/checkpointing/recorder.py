@@ -142,7 +142,7 @@ class Recorder(TorchFunctionMode):
     generators that it uses, with their states from before, by id. ``copies``: tensors among ``reads`` and views of them
     that calls may have written, with copies from before; ``overwritten``: the storages that calls changed in place;
     ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
-    ``kind``: a hash of all calls: their functions, and which calls or inputs their arguments come from.
+    ``kind``: a hash of the calls: their functions, and which calls or inputs their arguments come from.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
@@ -167,7 +167,7 @@ class Recorder(TorchFunctionMode):
         self._wanted = wanted
         self.dead_calls: Any = None  # a `Liveness` or `Skipping`, which then makes the calls
         self.kind = 0
-        self._makers: dict[int, int] = {}  # `kind` when a tensor was made, by its id
+        self._makers: dict[int, tuple[weakref.ref, int]] = {}  # a tensor and `kind` when it was made, by its id
         self._began = torch.autograd._get_sequence_nr()
         self._expected = expected
         self._outer: Recorder | None = phase.recorder
@@ -184,7 +184,7 @@ class Recorder(TorchFunctionMode):
     def record_region(self, inner: Path, outputs) -> None:
         """Record a nested region, which is one node of this region's graph, with its path and its outputs."""
         call = Call(_region, ((inner,), ()), outputs[0].shape, outputs[0].dtype)
-        self._makers.update((id(output), self.kind + at) for at, output in enumerate(outputs))
+        self._note_makers(outputs, self.kind)
         self._add(outputs[0].grad_fn._sequence_nr(), call, [], outputs)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -193,7 +193,6 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
         values = [*_flat(args), *_flat(kwargs.values())] if kwargs else [*_flat(args)]
-        self.kind = hash((self.kind, func, *[self._makers.get(id(value)) for value in values]))
         effect = _effect_of(func)
         describes = effect is None and getattr(func, "__name__", "") in _DESCRIBING
         sources: list = []
@@ -207,6 +206,8 @@ class Recorder(TorchFunctionMode):
             result = dead_calls.run(func, args, kwargs)
         if describes and not isinstance(result, torch.Tensor):
             return result
+        makers = [self._makers.get(id(value), _NO_MAKER) for value in values]
+        self.kind = hash((self.kind, func, *[made() is value and kind for (made, kind), value in zip(makers, values)]))
         if self._refused:
             for value in values:
                 if id(value) in self._refused:
@@ -218,8 +219,11 @@ class Recorder(TorchFunctionMode):
     def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
-        self._makers.update(zip(ids, range(len(ids))))
+        self._note_makers(tensors, 1)
         self.inputs = {key: position if ids.count(key) == 1 else None for position, key in enumerate(ids)}
+
+    def _note_makers(self, tensors, kind: int) -> None:
+        self._makers |= {id(t): (weakref.ref(t), kind + at) for at, t in enumerate(tensors) if t is not None}
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
@@ -270,8 +274,8 @@ class Recorder(TorchFunctionMode):
         if not isinstance(result, torch.Tensor):
             results = [each for each in _flat((result,)) if isinstance(each, torch.Tensor)]
             tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
-        for at, each in enumerate(results or [tensor]):
-            self._makers[id(each)] = self.kind + at
+        self._note_makers(results or [tensor], self.kind)
+        for each in results or [tensor]:
             if each is not None and each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
                 self._made[id(each)] = weakref.ref(each), _reads_in(sources)
         if tensor is None or not tensor.requires_grad or (node := tensor.grad_fn) is None:
@@ -359,6 +363,7 @@ def _reads_in(sources) -> dict[int, _Read]:
     return reads
 
 
+_NO_MAKER: Any = (lambda: _NO_MAKER, 0)
 _region = object()  # in place of a function, in the `Call` of a nested region
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -151,12 +152,13 @@ class Region:
             leaves = [leaf for leaf in existing if leaf is not None]
         if self.path is not None and self.path.evidence is not None:
             number_ends(self.path.evidence, starts_by_id, leaves)
-        if self.recorder is not None:
-            if self.can_skip and (self.node_outputs or self.left):
+        with torch._C.DisableTorchFunction():  # else, these would be calls of an outer region, and read its results
+            has_node = bool(self.node_outputs or self.left)
+            if self.can_skip and has_node:
                 self.dead = subject.dead_calls(self, inputs, leaves)  # pyright: ignore
-            self.recorder.forget()
-        if self.node_outputs or self.left:
-            with torch._C.DisableTorchFunction():
+            if self.recorder is not None:
+                self.recorder.forget()
+            if has_node:
                 self._record_state(inputs, leaves, reachable)
         uses += [counts.get(id(leaf), 1) for leaf in leaves]
         if self.autocast is not None:  # it casts a leaf once for all its uses, and a computed tensor for each
@@ -306,7 +308,7 @@ class Region:
     def _saved_tensor_hooks(self):
         """Hooks that replace outer ones, such as those of offload, for a graph that is dropped at once."""
         if self.recorder is not None and self.recorder.dead_calls is not None:
-            return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, lambda tensor: tensor)
+            return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, attrgetter("tensor"))
         if _top_hooks(False) is None:
             return _NOTHING
         return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
