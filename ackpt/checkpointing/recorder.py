@@ -371,9 +371,9 @@ class Path:
     """How a run computed a region's outputs from its inputs.
 
     ``evidence``: the `Evidence` of a small region. Of a recorded run, ``nodes``: the names of the graph's nodes, but
-    for casts, as autocast casts a leaf once and any other tensor once per use, and views; ``calls``: those that an output depends
-    on; ``sources``: for each call, where its arguments come from: an input's position, (index of a call, index of its
-    result), a tensor from outside, those that it was made from without gradients, or None if unknown.
+    for views, and casts, as autocast casts a leaf once and any other tensor once per use; ``calls``: those that an
+    output depends on; ``sources``: for each call, where its arguments come from: an input's position, (index of a call,
+    index of its result), a tensor from outside, those that it was made from without gradients, or None if unknown.
     """
 
     def __init__(self, recorder: Recorder | None, names: dict[int, str], evidence: Evidence | None):
