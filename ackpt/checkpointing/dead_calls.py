@@ -74,8 +74,8 @@ class DeadCalls(dict[Any, dict[int, int]]):
 class Saved:
     """A tensor that autograd saves in a graph that is dropped at once."""
 
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor: torch.Tensor | None = tensor
+    def __init__(self, tensor):
+        self.tensor = tensor
 
 
 class Liveness:

@@ -45,9 +45,8 @@ _SILENT_WRITERS = (
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
 _CALL = nn.Module._call_impl.__code__
-# Nodes of casts and views. After a view is written in place, torch makes its node anew: one of ``as_strided``, or of the
-# view's own functions if it is a subclass (``is_python_dispatch`` in ``tools/autograd/gen_inplace_or_view_type.py``),
-# as the results of dead calls are. `reshape` depends on the mode, see ``SAME_GRADIENT``.
+# Nodes of casts and views. After a view is written in place, its next node is one of ``as_strided``, but for a subclass,
+# such as the result of a dead call, one of the view (``torch/csrc/autograd/variable.cpp``, ``grad_fn``).
 _UNCOMPARED = re.compile(
     "(ToCopy|Alias|AsStrided|Diagonal|Expand|Permute|(Reshape|View)(Alias|As\\w+)?|Select|Slice|Split\\w*|Squeeze|T|"
     "Transpose|Unbind|Unfold|Unsqueeze)Backward\\d+"
