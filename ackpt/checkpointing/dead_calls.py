@@ -29,8 +29,8 @@ _COMPOSED = frozenset(
     "dropout alpha_dropout feature_dropout linear bilinear matmul __matmul__ __rmatmul__ einsum tensordot conv1d "
     "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward".split()
 )
-# Methods that return no tensor and read no element.
-_DESCRIBING = frozenset(
+#: Methods that read no element, if they return no tensor.
+DESCRIBING = frozenset(
     "__get__ __set__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_complex "
     "is_floating_point register_hook retain_grad __hash__".split()
 )
@@ -107,7 +107,7 @@ class Liveness:
             call.makes = set(map(self._memory, _tensors((result,))))
             call.makes.update(self._memory(t) for t, before in zip(tensors, versions) if version(t) != before)
         call.end = torch.autograd._get_sequence_nr()
-        if call.makes or func.__name__ not in _DESCRIBING:
+        if call.makes or func.__name__ not in DESCRIBING:
             self._calls.append(call)
         return result
 
@@ -154,11 +154,6 @@ class Liveness:
         if dead and not nodes:
             dead.unread = [i for i, each in enumerate(inputs) if self._memory(each) not in live | {None}]
         return dead
-
-    def release(self) -> None:
-        """Free what the graph has saved: hooks of FlopCounterMode refer to nodes of it until the garbage collection."""
-        for saved in self.saved:
-            saved.tensor = None
 
     def _memory(self, tensor) -> weakref.ref | None:
         if _has_storage(tensor):

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import CheckpointError
 
+from .dead_calls import DESCRIBING
 from .evidence import Evidence, difference_between, is_same, other_nodes
 from .guards import changed_between, is_equal, memory, name_of
 from .reachable import _TORCH
@@ -45,12 +46,10 @@ _SILENT_WRITERS = (
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
 _CALL = nn.Module._call_impl.__code__
-# Nodes of casts and views. After a view is written in place, its next node is one of ``as_strided``, but for a subclass,
+# Nodes of casts and views. After a view is written in place, its next node is one of ``as_strided``, or for a subclass,
 # such as the result of a dead call, one of the view (``torch/csrc/autograd/variable.cpp``, ``grad_fn``).
-_UNCOMPARED = re.compile(
-    "(ToCopy|Alias|AsStrided|Diagonal|Expand|Permute|(Reshape|View)(Alias|As\\w+)?|Select|Slice|Split\\w*|Squeeze|T|"
-    "Transpose|Unbind|Unfold|Unsqueeze)Backward\\d+"
-)
+_VIEWS = "ToCopy AsStrided Alias Diagonal Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T"
+_UNCOMPARED = {f"{name}Backward{n}" for n in range(5) for name in f"{_VIEWS} Transpose Unbind Unsqueeze View".split()}
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
 _NOTEBOOK_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]|^<ipython-input-")
@@ -87,11 +86,6 @@ def _spellings(names: str) -> set:
 _DATA: Any = torch.Tensor.data
 _MAY_WRITE = {*_spellings(_SILENT_WRITERS), *(getattr(torch.Tensor, name) for name in _WRITABLE_ALIASES)}
 _MAY_WRITE |= {_DATA.__get__, _DATA.__set__}
-# Methods and attributes (`__get__`) that do not depend on a tensor's elements, if they return no tensor.
-_DESCRIBING = frozenset(
-    "__get__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_floating_point "
-    "is_complex".split()
-)
 _FIRST, _ANY, _SILENT, _MAX_NORM = "first argument", "any argument", "any argument, silently", "max_norm"
 _EFFECTS = {
     **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.detach_)),
@@ -193,7 +187,7 @@ class Recorder(TorchFunctionMode):
         started = torch.autograd._get_sequence_nr()
         values = [*_flat(args), *_flat(kwargs.values())] if kwargs else [*_flat(args)]
         effect = _effect_of(func)
-        describes = effect is None and getattr(func, "__name__", "") in _DESCRIBING
+        describes = effect is None and getattr(func, "__name__", "") in DESCRIBING
         sources: list = []
         if not describes:
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
@@ -390,7 +384,7 @@ class Path:
                 return (numbers[of[0]], of[1]) if of[0] in numbers else None
             return [*of.values()] if type(of) is dict else of
 
-        self.nodes = [name for name in names.values() if not _UNCOMPARED.fullmatch(name)]
+        self.nodes = [name for name in names.values() if name not in _UNCOMPARED]
         self.calls = [call for _, call, _ in calls]
         self.sources = [list(map(source, sources)) for _, _, sources in calls]
 
