@@ -199,7 +199,7 @@ class Recorder(TorchFunctionMode):
             result = dead_calls.run(func, args, kwargs)
         if describes and not isinstance(result, torch.Tensor):
             return result
-        makers = [self._makers.get(id(value), _NO_MAKER) for value in values]
+        makers: list[Any] = [self._makers.get(id(value), _NO_MAKER) for value in values]
         self.kind = hash((self.kind, func, *[made() is value and kind for (made, kind), value in zip(makers, values)]))
         if self._refused:
             for value in values:
