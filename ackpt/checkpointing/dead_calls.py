@@ -111,7 +111,7 @@ class Liveness:
             self._calls.append(call)
         return result
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> Saved:
         """Note a tensor that autograd saves."""
         with torch._C.DisableTorchFunction():
             memory = self._memory(tensor)
