@@ -339,8 +339,8 @@ assert flops["`ackpt` regions"] == flops["non-reentrant"] < flops["reentrant"]
 # - *Non-reentrant* and `ackpt` regions recompute less than *reentrant*. *Non-reentrant* stops at the last saved tensor.
 #   `ackpt` regions also leave out unneeded operations before it ({doc}`02_reentrant_checkpoint`); this model's blocks
 #   have none.
-# - *Selective* recomputes no matrix product, but most of the baseline's peak remains. It is hardly faster than
-#   *non-reentrant* (times below), because it handles every operation in Python.
+# - *Selective* recomputes no matrix product, but most of the baseline's peak remains. It is not measurably faster than
+#   *non-reentrant* (the ranges below overlap), because it handles every operation in Python.
 # - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies. *Non-reentrant* peaks in the first
 #   block's backward; `save_on_cpu` does not help there, because no other block's input is live.
 # - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it recomputes more than at 0.5 and
@@ -606,7 +606,7 @@ failures = {"baseline": "error", "save_on_cpu": "wrong", "ackpt": "error"}
 assert exhibit("a batch that is filled early", early_fill, tools) == failures
 
 # %% [markdown]
-# Every element of the gradient should be 2. On a GPU, `save_on_cpu` does copy.
+# Every element of the gradient should be 2. This is wrong on a CPU only: on a GPU, `save_on_cpu` does copy.
 #
 # ### Checkpointing that evaluation mode turns off
 #

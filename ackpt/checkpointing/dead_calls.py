@@ -29,8 +29,8 @@ _COMPOSED = frozenset(
     "dropout alpha_dropout feature_dropout linear bilinear matmul __matmul__ __rmatmul__ einsum tensordot conv1d "
     "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward".split()
 )
-# Methods that return no tensor and read no element.
-_DESCRIBING = frozenset(
+#: Methods that read no element, if they return no tensor.
+DESCRIBING = frozenset(
     "__get__ __set__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_complex "
     "is_floating_point register_hook retain_grad __hash__".split()
 )
@@ -71,6 +71,13 @@ class DeadCalls(dict[Any, dict[int, int]]):
         return {i: _dead_like(inputs[i]) for i in self.unread if self.is_proven and _has_storage(inputs[i])}
 
 
+class Saved:
+    """A tensor that autograd saves in a graph that is dropped at once."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 class Liveness:
     """Watches the calls of a first forward; `dead` gives those that its recomputation can leave out.
 
@@ -79,6 +86,7 @@ class Liveness:
 
     def __init__(self) -> None:
         self.is_doubtful = False
+        self.saved: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._calls: list[_Watched] = []
         self._counts: Counter[Any] = Counter()
         self._live: set[weakref.ref | None] = set()
@@ -99,11 +107,11 @@ class Liveness:
             call.makes = set(map(self._memory, _tensors((result,))))
             call.makes.update(self._memory(t) for t, before in zip(tensors, versions) if version(t) != before)
         call.end = torch.autograd._get_sequence_nr()
-        if call.makes or func.__name__ not in _DESCRIBING:
+        if call.makes or func.__name__ not in DESCRIBING:
             self._calls.append(call)
         return result
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> Saved:
         """Note a tensor that autograd saves."""
         with torch._C.DisableTorchFunction():
             memory = self._memory(tensor)
@@ -112,7 +120,8 @@ class Liveness:
                 call.saves += 1
                 if memory not in call.reads:
                     call.needed = call.saves
-            return tensor.detach()
+            self.saved.add(saved := Saved(tensor.detach()))
+            return saved
 
     def dead(self, inputs: Iterable[torch.Tensor], outputs: Sequence[torch.Tensor], left, nodes) -> DeadCalls:
         """The dead calls of the run. Call this when its graph is gone.

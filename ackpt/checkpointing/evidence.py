@@ -23,11 +23,6 @@ from .guards import PLAIN_TENSORS
 from .reachable import Graph
 from .rng import MEMORY
 
-# `reshape` makes the second under a dispatch mode, such as FlopCounterMode, and the first without one: its C++ in
-# ``aten/src/ATen/native/TensorShape.cpp`` asks ``isTensorSubclassLike``.
-SAME_GRADIENT = {"ReshapeAliasBackward0": "ViewBackward0"}
-
-
 #: A small region is recorded until this number of its recomputations have been compared call by call.
 RECORDED_RUNS = 3
 #: The bytes of the inputs and constants of a small region at most, and of the pieces in which outputs are hashed. For
@@ -100,7 +95,8 @@ def is_same(before: Evidence, now: Evidence) -> bool:
 
 def node_names(kinds: list[type]) -> list[str]:
     """The names of classes of nodes, without differences that dispatch modes cause."""
-    return [SAME_GRADIENT.get(kind.__name__, kind.__name__) for kind in kinds]
+    # `reshape` makes a view under a mode: ``isTensorSubclassLike`` in ``aten/src/ATen/native/TensorShape.cpp``.
+    return [kind.__name__.replace("ReshapeAlias", "View") for kind in kinds]
 
 
 def difference_between(before: Evidence, now: Evidence) -> str:
@@ -138,6 +134,8 @@ class Subject:
         recorder = region.recorder
         needs_grad = *region.needs_grad, *(leaf.requires_grad for leaf in leaves)
         key = recorder.kind, needs_grad, tuple(place for place, _, _ in region.left_facts)
+        for saved in recorder.dead_calls.saved if isinstance(recorder.dead_calls, Liveness) else ():
+            saved.tensor = None  # hooks of FlopCounterMode refer to the graph's nodes until the garbage collection
         dead = self.dead.get(key)
         if dead is None and isinstance(recorder.dead_calls, Liveness):
             outputs = *region.output_values[: len(region.node_outputs)], *filter(torch.is_tensor, region.other_outputs)

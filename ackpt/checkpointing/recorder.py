@@ -29,7 +29,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import CheckpointError
 
-from .evidence import SAME_GRADIENT, Evidence, difference_between, is_same, other_nodes
+from .dead_calls import DESCRIBING
+from .evidence import Evidence, difference_between, is_same, other_nodes
 from .guards import changed_between, is_equal, memory, name_of
 from .reachable import _TORCH
 from .tree import ATOMS
@@ -45,6 +46,10 @@ _SILENT_WRITERS = (
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
 _CALL = nn.Module._call_impl.__code__
+# Nodes of casts and views. After a view is written in place, its next node is one of ``as_strided``, or for a subclass,
+# such as the result of a dead call, one of the view (``torch/csrc/autograd/variable.cpp``, ``grad_fn``).
+_VIEWS = "ToCopy AsStrided Alias Diagonal Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T"
+_UNCOMPARED = {f"{name}Backward{n}" for n in range(5) for name in f"{_VIEWS} Transpose Unbind Unsqueeze View".split()}
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
 _NOTEBOOK_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]|^<ipython-input-")
@@ -81,11 +86,6 @@ def _spellings(names: str) -> set:
 _DATA: Any = torch.Tensor.data
 _MAY_WRITE = {*_spellings(_SILENT_WRITERS), *(getattr(torch.Tensor, name) for name in _WRITABLE_ALIASES)}
 _MAY_WRITE |= {_DATA.__get__, _DATA.__set__}
-# Methods and attributes (`__get__`) that do not depend on a tensor's elements, if they return no tensor.
-_DESCRIBING = frozenset(
-    "__get__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_floating_point "
-    "is_complex".split()
-)
 _FIRST, _ANY, _SILENT, _MAX_NORM = "first argument", "any argument", "any argument, silently", "max_norm"
 _EFFECTS = {
     **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.detach_)),
@@ -135,7 +135,7 @@ class Recorder(TorchFunctionMode):
     generators that it uses, with their states from before, by id. ``copies``: tensors among ``reads`` and views of them
     that calls may have written, with copies from before; ``overwritten``: the storages that calls changed in place;
     ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
-    ``kind``: a hash of all calls: their functions, and which calls or inputs their arguments come from.
+    ``kind``: a hash of the calls: their functions, and which calls or inputs their arguments come from.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
@@ -160,7 +160,7 @@ class Recorder(TorchFunctionMode):
         self._wanted = wanted
         self.dead_calls: Any = None  # a `Liveness` or `Skipping`, which then makes the calls
         self.kind = 0
-        self._makers: dict[int, int] = {}  # `kind` when a tensor was made, by its id
+        self._makers: dict[int, tuple[weakref.ref, int]] = {}  # a tensor and `kind` when it was made, by its id
         self._began = torch.autograd._get_sequence_nr()
         self._expected = expected
         self._outer: Recorder | None = phase.recorder
@@ -177,7 +177,7 @@ class Recorder(TorchFunctionMode):
     def record_region(self, inner: Path, outputs) -> None:
         """Record a nested region, which is one node of this region's graph, with its path and its outputs."""
         call = Call(_region, ((inner,), ()), outputs[0].shape, outputs[0].dtype)
-        self._makers.update((id(output), self.kind + at) for at, output in enumerate(outputs))
+        self._note_makers(outputs, self.kind)
         self._add(outputs[0].grad_fn._sequence_nr(), call, [], outputs)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -186,9 +186,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
         values = [*_flat(args), *_flat(kwargs.values())] if kwargs else [*_flat(args)]
-        self.kind = hash((self.kind, func, *[self._makers.get(id(value)) for value in values]))
         effect = _effect_of(func)
-        describes = effect is None and getattr(func, "__name__", "") in _DESCRIBING
+        describes = effect is None and getattr(func, "__name__", "") in DESCRIBING
         sources: list = []
         if not describes:
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
@@ -200,6 +199,8 @@ class Recorder(TorchFunctionMode):
             result = dead_calls.run(func, args, kwargs)
         if describes and not isinstance(result, torch.Tensor):
             return result
+        makers: list[Any] = [self._makers.get(id(value), _NO_MAKER) for value in values]
+        self.kind = hash((self.kind, func, *[made() is value and kind for (made, kind), value in zip(makers, values)]))
         if self._refused:
             for value in values:
                 if id(value) in self._refused:
@@ -211,8 +212,11 @@ class Recorder(TorchFunctionMode):
     def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
-        self._makers.update(zip(ids, range(len(ids))))
+        self._note_makers(tensors, 1)
         self.inputs = {key: position if ids.count(key) == 1 else None for position, key in enumerate(ids)}
+
+    def _note_makers(self, tensors, kind: int) -> None:
+        self._makers |= {id(t): (weakref.ref(t), kind + at) for at, t in enumerate(tensors) if t is not None}
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
@@ -263,8 +267,8 @@ class Recorder(TorchFunctionMode):
         if not isinstance(result, torch.Tensor):
             results = [each for each in _flat((result,)) if isinstance(each, torch.Tensor)]
             tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
-        for at, each in enumerate(results or [tensor]):
-            self._makers[id(each)] = self.kind + at
+        self._note_makers(results or [tensor], self.kind)
+        for each in results or [tensor]:
             if each is not None and each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
                 self._made[id(each)] = weakref.ref(each), _reads_in(sources)
         if tensor is None or not tensor.requires_grad or (node := tensor.grad_fn) is None:
@@ -352,6 +356,7 @@ def _reads_in(sources) -> dict[int, _Read]:
     return reads
 
 
+_NO_MAKER: Any = (lambda: _NO_MAKER, 0)
 _region = object()  # in place of a function, in the `Call` of a nested region
 
 
@@ -359,9 +364,9 @@ class Path:
     """How a run computed a region's outputs from its inputs.
 
     ``evidence``: the `Evidence` of a small region. Of a recorded run, ``nodes``: the names of the graph's nodes, but
-    for casts, as autocast casts a leaf once and any other tensor once per use; ``calls``: those that an output depends
-    on; ``sources``: for each call, where its arguments come from: an input's position, (index of a call, index of its
-    result), a tensor from outside, those that it was made from without gradients, or None if unknown.
+    for views, and casts, as autocast casts a leaf once and any other tensor once per use; ``calls``: those that an
+    output depends on; ``sources``: for each call, where its arguments come from: an input's position, (index of a call,
+    index of its result), a tensor from outside, those that it was made from without gradients, or None if unknown.
     """
 
     def __init__(self, recorder: Recorder | None, names: dict[int, str], evidence: Evidence | None):
@@ -379,7 +384,7 @@ class Path:
                 return (numbers[of[0]], of[1]) if of[0] in numbers else None
             return [*of.values()] if type(of) is dict else of
 
-        self.nodes = [SAME_GRADIENT.get(name, name) for name in names.values() if name != "ToCopyBackward0"]
+        self.nodes = [name for name in names.values() if name not in _UNCOMPARED]
         self.calls = [call for _, call, _ in calls]
         self.sources = [list(map(source, sources)) for _, _, sources in calls]
 

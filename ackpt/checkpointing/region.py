@@ -146,17 +146,16 @@ class Region:
                         alias._backward_hooks = None
                 if self.subject is not None:
                     self.subject.passed = -math.inf
-        if weakref.ref in map(type, leaves):  # of those that the function created, some are gone
-            existing = [*map(_existing, leaves)]
-            leaves = [leaf for leaf in existing if leaf is not None]
+        leaves = [leaf for leaf in map(_existing, leaves) if leaf is not None]  # some that the function made are gone
         if self.path is not None and self.path.evidence is not None:
             number_ends(self.path.evidence, starts_by_id, leaves)
-        if self.recorder is not None:
-            if self.can_skip and (self.node_outputs or self.left):
+        with torch._C.DisableTorchFunction():  # else, these would be calls of an outer region, and read its results
+            has_node = bool(self.node_outputs or self.left)
+            if self.can_skip and has_node:
                 self.dead = subject.dead_calls(self, inputs, leaves)  # pyright: ignore
-            self.recorder.forget()
-        if self.node_outputs or self.left:
-            with torch._C.DisableTorchFunction():
+            if self.recorder is not None:
+                self.recorder.forget()
+            if has_node:
                 self._record_state(inputs, leaves, reachable)
         uses += [counts.get(id(leaf), 1) for leaf in leaves]
         if self.autocast is not None:  # it casts a leaf once for all its uses, and a computed tensor for each
@@ -306,7 +305,7 @@ class Region:
     def _saved_tensor_hooks(self):
         """Hooks that replace outer ones, such as those of offload, for a graph that is dropped at once."""
         if self.recorder is not None and self.recorder.dead_calls is not None:
-            return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, lambda tensor: tensor)
+            return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, lambda saved: saved.tensor)
         if _top_hooks(False) is None:
             return _NOTHING
         return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)

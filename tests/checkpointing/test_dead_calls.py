@@ -82,6 +82,12 @@ def double_backward_inside(block, x):
     return x + block.down(block.hidden(x)) + gradient.sum()
 
 
+def nested_twice(block, x):
+    for _ in range(2):
+        x = ackpt.checkpoint(lambda x: x + block.down(block.hidden(x)), x)
+    return x
+
+
 class SavesNothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -98,6 +104,7 @@ RULES = {  # by name: how the block computes, and its FLOPs relative to torch's 
     "post-norm": (lambda b, x: b.norm(x + b.down(F.gelu(b.up(x)))), "equal"),
     "parallel": (lambda b, x: x + b.other(b.norm(x)) + b.down(b.hidden(x)), "less"),
     "in place": (in_place, "equal"),
+    "view in place at the end": (lambda b, x: in_place(b, x.view(4, -1, WIDTH).transpose(0, 1)), "equal"),
     "out=": (out, "equal"),
     "slices": (written_in_slices, "equal"),
     "copy": (lambda b, x: torch.zeros_like(x).copy_(b.down(b.hidden(x))) + x, "equal"),
@@ -115,6 +122,7 @@ RULES = {  # by name: how the block computes, and its FLOPs relative to torch's 
     "tuple": (lambda b, x: x + torch.cat(b.down(b.hidden(x)).split(32, -1)[::-1], -1), "equal"),
     "two results": (lambda b, x: (x + b.down(b.hidden(x)), (x > 0).detach())[0], "equal"),
     "nested": (lambda b, x: ackpt.checkpoint(lambda x: x + F.dropout(b.down(b.hidden(x)), 0.2), x), "less"),
+    "nested twice": (nested_twice, "less"),
     "torch's inside": (lambda b, x: checkpoint(lambda x: x + b.down(b.hidden(x)), x, use_reentrant=False), "any"),
     "function": (lambda b, x: SavesNothing.apply(b.down(b.hidden(x))), "any"),
     "branch": (lambda b, x: (x + y) if (y := b.down(b.hidden(x))).sum() < 1e9 else x, "any"),
