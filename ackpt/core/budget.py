@@ -85,8 +85,8 @@ def from_text(text: str) -> float | int:
         size = _size(text)
     if size is None and text.split()[-1:] == ["reserved"]:
         raise ValueError(
-            f"{text!r} bounds what a GPU's allocator reserves, which `ackpt plan --device-profile` plans for: here, give "
-            f"allocated bytes, as in {text.split('reserved')[0].strip()!r}"
+            f"{text!r} bounds what a GPU's allocator reserves, which `ackpt plan --device-profile` plans for: here, "
+            f"give allocated bytes, as in {text.split('reserved')[0].strip()!r}"
         )
     if size is None:
         raise ValueError(

@@ -37,8 +37,9 @@ class JointGraph:
     that and the gradients, 0 without an optimizer. ``accumulated_bytes``: of the gradients of earlier steps, to which
     this step adds; 0 without accumulation. ``scaled_loss_bytes``: of the scaled loss, which the caller holds during
     backward; 0 without a scaler. ``outside_loss_bytes``: the most that a loss in the training loop allocates between
-    forward and backward, ``target_bytes``: of the tensors that it alone reads; 0 without ``loss=``. ``has_data``: whether it
-    was traced from real tensors, not fake or meta ones. ``replays_random``: whether whatever runs the graph can draw the same random numbers a second time.
+    forward and backward, ``target_bytes``: of the tensors that it alone reads; 0 without ``loss=``.
+    ``has_data``: whether it was traced from real tensors, not fake or meta ones. ``replays_random``: whether whatever
+    runs the graph can draw the same random numbers a second time.
     ``made_for``: the call it was captured for, in words, as `ackpt.planner.capture.inspection.calls.described` gives
     them; None if unknown. ``as_compiled``: why it was captured as ``torch.compile`` runs the model; "" if it was not.
     ``overwriting``: nodes whose result replaces the content of its storage, as eager writes in place.

@@ -38,7 +38,8 @@ class OutsideLoss:
         self.batch = tree_map(lambda leaf: _empty(leaf, "meta"), batch)  # without the user's tensors
         given, tensors = {id(leaf) for leaf in tree_leaves(inputs)}, tree_leaves(batch)
         targets = [each for each in tensors if isinstance(each, torch.Tensor) and id(each) not in given]
-        self.target_bytes = sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in targets}.values())
+        storages = {each._cdata: each.nbytes() for each in map(torch.Tensor.untyped_storage, targets)}
+        self.target_bytes = sum(storages.values())
         self.step_bytes = self.held_bytes = 0
         self._shapes: list[tuple[int, ...]] = []  # of the outputs that go with `batch`
 
