@@ -1,4 +1,4 @@
-"""`AckptCallback`: a memory budget as a callback of transformers' Trainer. Nothing else in `ackpt` imports transformers."""
+"""`AckptCallback`: a memory budget as a callback of the Trainer of transformers."""
 
 from __future__ import annotations
 

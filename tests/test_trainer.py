@@ -40,7 +40,7 @@ def test_training_has_the_weights_of_the_baseline(tmp_path, options):
     callback = AckptCallback(refused.value.least_bytes)
     weights, model = trained(tmp_path, callback, **options)
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
-    assert callback.step is not None and callback.step.plan.peak_bytes <= refused.value.least_bytes
+    assert callback.step is not None and callback.step.plan.peak_bytes <= (refused.value.least_bytes or 0)
     assert callback.step.plan.recompute_flops > 0 and in_place_of(model) is None
 
 
