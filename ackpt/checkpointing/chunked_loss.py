@@ -24,6 +24,7 @@ def chunked_cross_entropy(
     chunks: int = 8,
     reduction: Literal["mean", "sum"] = "mean",
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cross-entropy of ``hidden @ weight.T`` against `targets`, computed in chunks of rows.
 
@@ -36,6 +37,7 @@ def chunked_cross_entropy(
             elements, in fp32 (fp64 for fp64 inputs), and in 16 bits a second one in that dtype.
         reduction: ``"mean"`` over the rows that are not ignored, or ``"sum"``.
         ignore_index: the target of rows to ignore.
+        label_smoothing: the part of each target that is spread over all classes, from 0 to 1.
 
     Returns:
         The loss, a scalar in fp32 (fp64 for fp64 inputs).
@@ -54,7 +56,7 @@ def chunked_cross_entropy(
         >>> ackpt.chunked_cross_entropy(hidden, weight, torch.arange(4), chunks=2)
         tensor(2.0794, grad_fn=<_ChunkedCrossEntropyBackward>)
     """
-    _check(hidden, weight, targets, chunks, reduction)
+    _check(hidden, weight, targets, chunks, reduction, label_smoothing)
     dtype = hidden.dtype
     if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -62,12 +64,12 @@ def chunked_cross_entropy(
         raise TypeError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them or use autocast")
     if not torch.is_grad_enabled():  # so that no gradient is computed
         hidden, weight = hidden.detach(), weight.detach()
-    return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunks, reduction, ignore_index, dtype)
+    return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunks, reduction, ignore_index, label_smoothing, dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunks, reduction, ignore_index, dtype):
+    def forward(ctx, hidden, weight, targets, chunks, reduction, ignore_index, smoothing, dtype):
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         counted = targets != ignore_index
@@ -79,7 +81,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             inputs = hidden[part].to(dtype)
-            loss, grad_logits = _chunk(inputs, head, targets[part], counted[part], precise)
+            loss, grad_logits = _chunk(inputs, head, targets[part], counted[part], precise, smoothing)
             total += loss
             if needs_hidden:
                 grad_hidden[part] = grad_logits @ head
@@ -109,10 +111,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grads = iter([grad * scale if keep_graph else grad.mul_(scale) for grad in saved])
         grad_hidden = next(grads) if ctx.needs_input_grad[0] else None
         grad_weight = next(grads).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def _chunk(inputs, head, targets, counted, precise):
+def _chunk(inputs, head, targets, counted, precise, smoothing):
     """The summed loss of one chunk of rows, and its gradient with respect to the logits, in the dtype of `inputs`.
 
     The logits become the probabilities in place; torch.logsumexp would make a copy.
@@ -129,16 +131,20 @@ def _chunk(inputs, head, targets, counted, precise):
             f"targets holds classes from {int(targets[counted].min())} to {int(targets[counted].max())}, outside of "
             f"the {head.shape[0]} rows of weight; rows that do not count hold ignore_index"
         ) from error
+    if smoothing:
+        of_targets = of_targets * (1 - smoothing) + logits.mean(dim=1) * smoothing
     probabilities = logits.exp_()
     sums = probabilities.sum(dim=1, keepdim=True)
     losses = sums.squeeze(1).log() - of_targets
     probabilities /= sums
-    probabilities.scatter_add_(1, index, torch.full_like(index, -1, dtype=precise))
+    probabilities.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=precise))
+    if smoothing:
+        probabilities -= smoothing / head.shape[0]
     probabilities.mul_(counted.unsqueeze(1))
     return torch.where(counted, losses, 0).sum(), probabilities.to(inputs.dtype)
 
 
-def _check(hidden, weight, targets, chunks, reduction):
+def _check(hidden, weight, targets, chunks, reduction, label_smoothing):
     if hidden.dim() != 2 or weight.dim() != 2 or targets.dim() != 1 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"expected hidden [N, D], weight [V, D], targets [N]; got {list(hidden.shape)}, {list(weight.shape)}, "
@@ -152,3 +158,5 @@ def _check(hidden, weight, targets, chunks, reduction):
         raise ValueError(f"chunks must be a whole number of at least 1, got {chunks!r}")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing!r}")

@@ -25,7 +25,7 @@ ON_A_CPU = "as the CPU runs it; not included: workspaces of operations"
 
 
 def text(planned: Planned) -> str:
-    """The step, its peak by category, the plan, the ten largest activations, and whether the step fits the device."""
+    """Whether the step fits the device, the step, its peak by category, the plan and the ten largest activations."""
     config, plan = planned.config, planned.plan
     dtype = dtype_name(config.step.dtype)
     mixed = "" if config.autocast == "float32" else f", autocast to {config.autocast}"
@@ -43,7 +43,7 @@ def text(planned: Planned) -> str:
         *_modelled(planned),
         plan.table(),
     ]
-    return "\n".join([*lines, *_verdict(planned)])
+    return "\n".join([*_verdict(planned), *lines])
 
 
 def how_it_runs(planned: Planned, path: str) -> str:
@@ -153,27 +153,28 @@ def _verdict(planned: Planned) -> list[str]:
         return []
     device, size, memory = planned.device, memory_format(planned.device.memory_bytes), planned.memory
     takes = memory_format(memory.reserved + memory.context)
-    lines = [
-        "",
+    sizes = [
         f"on {device.name}: {memory_format(memory.allocated)} allocated, {memory_format(memory.reserved)} reserved, "
         f"{memory_format(memory.context)} context, {memory_format(memory.margin)} margin",
+        "",
     ]
     if memory.fits:
-        return [*lines, f"fits {device.name}: {takes} of {size}"]
-    lines.append(f"does not fit {device.name}: {takes} of {size}")
+        return [f"fits {device.name}: {takes} of {size}", *sizes]
+    verdict = f"does not fit {device.name}: {takes} of {size}"
     try:
         other = planned.that_fits()
     except BudgetError as error:
         assert error.least_bytes is not None
         room = device.memory_bytes - memory.context
         return [
-            *lines,
+            verdict,
             f"no plan fits: the one with the smallest peak reserves {readable(error.least_bytes)}, and the context "
             f"leaves {memory_format(room)}",
             *_in_chunks(planned),
             *_helps(planned, room),
+            *sizes,
         ]
-    return [*lines, f'add --budget "{other.config.budget}": {_that_fits(other)}']
+    return [verdict, f'add --budget "{other.config.budget}": {_that_fits(other)}', *sizes]
 
 
 def _that_fits(planned: Planned) -> str:

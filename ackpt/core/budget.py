@@ -83,6 +83,11 @@ def from_text(text: str) -> float | int:
         return float(bare[:-1]) / 100 if bare.endswith("%") else float(bare)
     except ValueError:
         size = _size(text)
+    if size is None and text.split()[-1:] == ["reserved"]:
+        raise ValueError(
+            f"{text!r} bounds what a GPU's allocator reserves, which `ackpt plan --device-profile` plans for: here, "
+            f"give allocated bytes, as in {text.split('reserved')[0].strip()!r}"
+        )
     if size is None:
         raise ValueError(
             f"{text!r} is not a budget{_other_units(text)}: write bytes with a unit, as in '6GiB' ({_KNOWN}), or a "

@@ -5,6 +5,7 @@ import warnings
 from difflib import get_close_matches
 
 _INSIDE = ("ackpt", "torch", "contextlib", "functools")  # packages between the user's line and ours
+_OUT_OF_MEMORY = " Within the budget, the step would run out of memory."
 _SIMILAR = 0.85  # difflib's ratio: one letter added, missing or changed; "captions" is not similar to "options"
 
 
@@ -62,8 +63,12 @@ class TraceError(ValueError):
         self.can_split = can_split  # whether the model may run in eager mode, so that its other modules can be planned
 
 
-class BudgetError(ValueError):
+class BudgetError(ValueError, RuntimeError):
     """No plan keeps the step within the budget; the message names the smallest budget that works.
+
+    Libraries that look for torch's text, such as ``accelerate.utils.find_executable_batch_size``, take it as out of
+    memory.
+
 
     ``least_bytes``: the smallest feasible budget of a whole step in bytes, including resident memory; None if a solver
     without a graph raised the error. ``budget``: the budget as the caller gave it; None for a solver's bytes.
@@ -80,9 +85,13 @@ class BudgetError(ValueError):
     """
 
     def __init__(self, message: str = "", least_bytes: int | None = None, budget: float | str | None = None):
-        super().__init__(message)
+        # A RuntimeError whose only argument has this text (`should_reduce_batch_size` in accelerate/utils/memory.py).
+        super().__init__(message.removesuffix(_OUT_OF_MEMORY) + _OUT_OF_MEMORY)
         self.least_bytes = least_bytes
         self.budget: float | str | None = budget
+
+    def __str__(self) -> str:
+        return str(self.args[0]).replace(_OUT_OF_MEMORY, "", 1)
 
 
 def warn(message: str) -> None:

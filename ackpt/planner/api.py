@@ -6,7 +6,7 @@ All but `remove_budget` make a `Request` from their keywords, and the `Request` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from ackpt.core.errors import did_you_mean, warn
 from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
 from ackpt.planner.capture.inspection.model_checks import forward_names, is_sharded
 from ackpt.planner.capture.joint_graph import JointGraph
+from ackpt.planner.capture.outside_loss import OutsideLoss, inputs_of
 from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile
@@ -159,6 +160,7 @@ def apply_budget(
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
     chunk_head: bool | Literal["auto"] = False,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
     **inputs: Any,
 ) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
@@ -187,6 +189,10 @@ def apply_budget(
             as ``"50%"``: a fraction of the baseline's dynamic peak.
         slowdown, policy, plan, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
         dynamic, cache, device_profile, regions, on_exceed, chunk_head: as in `ackpt.compile`.
+        loss: the loss that the training loop computes, a function of the model's outputs and the batch; its bytes, of
+            forward and backward, then count toward the budget. It runs once, on tensors without data, and may be
+            any function with the memory of yours. The model gets the part of `batch` that its forward takes. Each size
+            is captured by itself.
         inputs: refused; the inputs of the model are one batch.
 
     Returns:
@@ -206,10 +212,14 @@ def apply_budget(
     """
     if len(others) == 1 and budget is None and isinstance(others[0], (int, float, str)):
         budget, others = others[0], ()
-    request = Request.from_keywords(**{name: value for name, value in locals().items() if name in _DEFAULTS})
+    given = {name: value for name, value in locals().items() if name in _DEFAULTS}
     if batch is _MISSING or inputs:
         raise TypeError(f"apply_budget() {_not_a_batch(model, inputs)}")
-    args, kwargs = call_arguments((batch, *others) if others else batch)
+    batch = (batch, *others) if others else batch
+    taken = batch if loss is None else inputs_of(model, batch)
+    outside = None if loss is None else OutsideLoss(loss, batch, taken)
+    request = Request.from_keywords(**given, loss=outside)
+    args, kwargs = call_arguments(taken)
     kwargs = as_trainer_calls(model, kwargs) if isinstance(model, nn.Module) else kwargs
     with without_budget(model):
         step = _step_of(model, request)

@@ -298,7 +298,8 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
 def _plan_of_simulated(graph, policy, schedule: Schedule, simulated: Simulation, baseline: Baseline, profile) -> Plan:
     cost, limit = costs(graph, profile), baseline.limit_bytes
     node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
-    peak_node = "the optimizer's step"
+    is_before = simulated.timeline.peak_index <= (simulated.timeline.boundary or 0) + 1
+    peak_node = "the loss" if is_before else "the optimizer's step"
     # The lower bound is valid only for schedules without offload.
     has_bound = limit is not None and not copies(schedule)
     if node is not None:
@@ -381,6 +382,7 @@ def _refusal(graph, profile, schedule, policy, budget, limit, simulated: Simulat
     fraction = "" if share is None else f", or {share} of the baseline's dynamic peak"
     blocks = allocations(graph, schedule, profile.workspace_bytes)
     more = {"optimizer state": graph.optimizer_bytes, "accumulated gradients": graph.accumulated_bytes}
+    more["targets"] = graph.target_bytes
     resident = ["parameters", "buffers", "inputs", *(name for name, size in more.items() if size)]
     held = f"{memory_format(simulated.resident_bytes)} of {', '.join(resident[:-1])} and {resident[-1]}"
     leaves = f"it leaves {memory_format(limit)} for what the step allocates, in addition to {held}"

@@ -26,6 +26,7 @@ from ackpt.planner.capture.inspection.model_checks import (
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, loop_with
 from ackpt.planner.capture.outputs import check_differentiate, check_outputs
+from ackpt.planner.capture.outside_loss import OutsideLoss
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import rates
 from ackpt.planner.policies import Policy, check_policy, name_of, options_of
@@ -75,13 +76,14 @@ class Request:
         optimizer: torch.optim.Optimizer | str | None = None,
         accumulation: bool = False,
         scaler: torch.amp.GradScaler | None = None,
+        loss: OutsideLoss | None = None,
         device_profile: Device | str | None = None,
         cache: Any = None,
         options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> Request:
         """The request with these keywords of `ackpt.compile`; refuses invalid ones before any work."""
-        loop = loop_with(optimizer, accumulation, scaler)
+        loop = loop_with(optimizer, accumulation, scaler)._replace(loss=loss)
         request = cls(loop=loop, options={} if options is None else options, **others)
         device = rates(device_profile)
         if cache is not None and request.plan is None:
@@ -113,10 +115,16 @@ class Request:
         warn(message)
 
     @property
+    def is_captured_by_size(self) -> bool:
+        """Whether each size has a capture of its own, with no dynamic dimensions."""
+        return bool(self.chunk_head) or self.loop.loss is not None
+
+    @property
     def may_plan_in_parts(self) -> bool:
         """Whether the model is planned in parts if it cannot be captured as one graph."""
         if self.regions is None:
-            return self.budget is not None and self.slowdown is None and self.policy == "auto" and not self.chunk_head
+            is_whole = self.slowdown is not None or self.is_captured_by_size
+            return self.budget is not None and self.policy == "auto" and not is_whole
         return self.regions
 
     @property
@@ -126,13 +134,15 @@ class Request:
         if is_fixed or self.policy != "auto" or self.chunk_head:
             return ""
         budget = "a budget" if self.slowdown is None else "a budget and without slowdown="
+        budget += "" if self.loop.loss is None else " and without loss="
         return f'With {budget}, as in budget="6GiB", the model is planned in parts.'
 
     @property
     def may_exclude_opaque_submodules(self) -> bool:
         """Whether a scripted or compiled submodule stays outside of the plan."""
         is_searched = self.plan is None and self.planner is None
-        return self.regions is not False and self.slowdown is None and is_searched and self.policy in _IN_PARTS
+        is_whole = self.regions is False or self.slowdown is not None or self.loop.loss is not None
+        return not is_whole and is_searched and self.policy in _IN_PARTS
 
     def _check_plan(self) -> None:
         if not isinstance(self.plan, Plan):
@@ -174,6 +184,8 @@ class Request:
             raise TypeError(f"regions must be None, True or False, got {self.regions!r}")
         if self.on_exceed not in ("raise", "warn"):
             raise ValueError(f"on_exceed must be 'raise' or 'warn', got {self.on_exceed!r}")
+        if self.loop.loss is not None and (self.regions or self.dynamic not in (None, False)):
+            raise ValueError("loss= captures the model as one graph at every size: leave regions and dynamic out")
         if self.regions and (self.plan is not None or self.policy != "auto"):
             raise ValueError("regions=True plans the model in parts: give a budget, and neither a plan nor a policy")
 

@@ -52,7 +52,9 @@ OPTIONS = list(itertools.product(["mean", "sum"], [-100, 3, 0], [1, 2, 5, 13, 10
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_to_torch(reduction, ignore_index, chunks, dtype):
     made = inputs(dtype=dtype, ignore_index=ignore_index)
-    assert_close(made, reduction=reduction, ignore_index=ignore_index, chunks=chunks)
+    for label_smoothing in (0.0, 0.1, 1.0):
+        options = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        assert_close(made, **options, chunks=chunks)
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
@@ -226,6 +228,7 @@ ERRORS = {
     "fraction": (lambda h, w, t: (h, w, t), {"chunks": 1.5}, ValueError, "whole number .* got 1.5"),
     "truth": (lambda h, w, t: (h, w, t), {"chunks": True}, ValueError, "got True"),
     "reduction": (lambda h, w, t: (h, w, t), {"reduction": "none"}, ValueError, "one of mean, sum, got 'none'"),
+    "smoothing": (lambda h, w, t: (h, w, t), {"label_smoothing": 2}, ValueError, "from 0 to 1, got 2"),
     "too large": (lambda h, w, t: (h, w, t.where(t < 0, 11)), {}, IndexError, "from 11 to 11, outside of the 11 rows"),
     "below zero": (lambda h, w, t: (h, w, t.where(t >= 0, -1)), {}, IndexError, "classes from -1 to 9"),
     "other ignored": (lambda h, w, t: (h, w, t), {"ignore_index": -1}, IndexError, "-100 to .*hold ignore_index"),

@@ -36,8 +36,10 @@ class JointGraph:
     memory. ``optimizer_bytes``: of the optimizer's state, ``optimizer_step_bytes``: the most its step allocates beyond
     that and the gradients, 0 without an optimizer. ``accumulated_bytes``: of the gradients of earlier steps, to which
     this step adds; 0 without accumulation. ``scaled_loss_bytes``: of the scaled loss, which the caller holds during
-    backward; 0 without a scaler. ``has_data``: whether it was traced from real tensors, not fake or
-    meta ones. ``replays_random``: whether whatever runs the graph can draw the same random numbers a second time.
+    backward; 0 without a scaler. ``outside_loss_bytes``: the most that a loss in the training loop allocates between
+    forward and backward, ``target_bytes``: of the tensors that it alone reads; 0 without ``loss=``.
+    ``has_data``: whether it was traced from real tensors, not fake or meta ones. ``replays_random``: whether whatever
+    runs the graph can draw the same random numbers a second time.
     ``made_for``: the call it was captured for, in words, as `ackpt.planner.capture.inspection.calls.described` gives
     them; None if unknown. ``as_compiled``: why it was captured as ``torch.compile`` runs the model; "" if it was not.
     ``overwriting``: nodes whose result replaces the content of its storage, as eager writes in place.
@@ -64,6 +66,8 @@ class JointGraph:
     optimizer_step_bytes: int = 0
     accumulated_bytes: int = 0
     scaled_loss_bytes: int = 0
+    outside_loss_bytes: int = 0
+    target_bytes: int = 0
     has_data: bool = True
     replays_random: bool = True
     made_for: Mapping[str, str] | None = None
@@ -80,7 +84,7 @@ class JointGraph:
     def resident_bytes(self) -> int:
         """Bytes of parameters, buffers, inputs, the optimizer's state and accumulated gradients."""
         tensors = sum(self.analysis.bytes[storage] for storage in self.analysis.resident)
-        return tensors + self.optimizer_bytes + self.accumulated_bytes
+        return tensors + self.optimizer_bytes + self.accumulated_bytes + self.target_bytes
 
     @property
     def gradient_bytes(self) -> int:

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -35,7 +35,7 @@ class Loop(NamedTuple):
     ``optimizer``: of the model's parameters, or the name of one in ``torch.optim``; None to leave it out.
     ``accumulation``: whether gradients of earlier steps exist. ``clipping``: ``torch.nn.utils.clip_grad_norm_`` runs
     before the optimizer's step. ``scaling``: a ``torch.amp.GradScaler`` unscales the gradients; ``scales_loss``: and
-    the loop scales the loss that the model returns.
+    the loop scales the loss that the model returns. ``loss``: an `OutsideLoss` that the loop computes.
     """
 
     optimizer: torch.optim.Optimizer | str | None = None
@@ -43,6 +43,7 @@ class Loop(NamedTuple):
     clipping: bool = False
     scaling: bool = False
     scales_loss: bool = False
+    loss: Any = None
 
 
 NO_LOOP = Loop()

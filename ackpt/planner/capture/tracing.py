@@ -97,7 +97,8 @@ def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModul
         as_compiled=captured.reason,
         keeps_outputs=captured.keeps_outputs,
     )
-    return with_loop(graph, model, loop)
+    graph = with_loop(graph, model, loop)
+    return graph if loop.loss is None else loop.loss.counted(graph, lambda tensors: captured.outputs(tensors, {}))
 
 
 def joint_graph(module, **fields) -> JointGraph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections import Counter
@@ -240,7 +241,8 @@ class Plan:
         if self.lower_bound is not None:
             gap = f"{self.gap:.1%} = (1 + cost) / (1 + lower bound) - 1"
             return f"lower bound {self.lower_bound:.1%}, optimality gap {gap}"
-        return "no lower bound was computed"
+        has_scipy = importlib.util.find_spec("scipy") is not None
+        return "no lower bound was computed" + ("" if has_scipy else ", which needs scipy: pip install scipy")
 
     def _offload(self) -> list[str]:
         if not self.host_bytes:

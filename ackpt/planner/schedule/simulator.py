@@ -105,6 +105,8 @@ class Live:
             raise ScheduleError(f"storages {sorted(lost)} are to be saved, but the forward has freed them")
         self.members = {storage: {self.analysis.base_of[storage]} for storage in saved}
         self.values = {*self.analysis.sources, *(self.analysis.base_of[storage] for storage in saved)}
+        for size in (self.graph.outside_loss_bytes, -self.graph.outside_loss_bytes):
+            self._event(size, TEMPORARY, None)
         self._event(self.analysis.incoming_bytes, TEMPORARY, None)
         for node_id in self.analysis.tangents:
             for storage in self.graph.nodes[node_id].storages:
@@ -402,6 +404,8 @@ def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.n
         backward_workspace[replayed] += state
         ends = schedule.last_replays
     forward, total = _compute_peaks(schedule.forward_arrays, 0, size, bits, allocated, workspace)
+    if graph.outside_loss_bytes:  # as if the last operation of the forward allocated them
+        forward[-1] = max(forward[-1], total + graph.outside_loss_bytes)
     total += analysis.incoming_bytes
     total += sum(analysis.bytes[s] for node_id in analysis.tangents for s in graph.nodes[node_id].storages)
     backward, total = _compute_peaks(

@@ -306,6 +306,7 @@ def _require_options(request: Request) -> None:
         "regions=True": bool(request.regions),
         "chunk_head=": bool(request.chunk_head),
         "scaler=": request.loop.scaling,
+        "loss=": request.loop.loss is not None,
         "dynamic=": request.dynamic not in (None, False),
         "options=": bool(request.options),
     }

@@ -28,6 +28,7 @@ from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.inspection.model_checks import is_tensor
 from ackpt.planner.capture.outputs import flatten_outputs
+from ackpt.planner.capture.outside_loss import cross_entropy_bytes
 from ackpt.planner.parts.live_bytes import allocated, with_peak
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
@@ -266,10 +267,13 @@ class Uncovered:
         said = ", ".join(str(list(shape)) for shape in shapes)
         size = sum(output.numel() * output.element_size() for output in outputs)  # a symbol if the sizes are
         said += f", {memory_format(size)} ({size} bytes)" if isinstance(size, int) else ""
+        entropy = cross_entropy_bytes(outputs)
+        of_loss = "" if entropy is None else f" (a cross-entropy on them: {memory_format(entropy)}, {entropy} bytes)"
         warn(
             f"no output of {type(self.model).__name__} is a scalar loss, so the budget {self.budget!r} covers the "
-            f"model alone, not what a loss outside of it allocates for the outputs of shape {said}. Compute the "
-            "loss in forward, or leave room for it, and check the whole step with ackpt.measure."
+            f"model alone, not what a loss outside of it allocates for the outputs of shape {said}{of_loss}. "
+            "Give it as loss=fn, a function of outputs and batch, or compute it in forward, and check the whole step "
+            "with ackpt.measure."
         )
 
     def call(self, run: Callable[[], Any], plan: Callable[[], Plan]) -> Any:
@@ -282,7 +286,8 @@ class Uncovered:
                 f"with it, the planned peak is {memory_format(peak + size)}, not {memory_format(peak)}. Give "
                 "optimizer= where you give the budget, which then counts the state and the optimizer's step."
             )
-        is_outside = self.budget is not None and self._has_loss is False and not self._has_exceeded
+        is_outside = self._has_loss is False or self.request.loop.loss is not None
+        is_outside = self.budget is not None and is_outside and not self._has_exceeded
         device = next((each.device for each in self.model.parameters()), None) if is_outside else None
         counters = allocated(device) if device is not None and device.type == "cuda" else None
         outputs = run()
@@ -299,10 +304,17 @@ class Uncovered:
         if self._has_exceeded or limit is None or peak <= max(before, begin + limit + _WORKSPACES):
             return
         self._has_exceeded = True
+        excess, planned = peak - begin - limit, self.request.loop.loss
+        fix = "Give it as loss=fn, or compute it in forward."
+        if planned is not None:
+            least = planned.step_bytes + excess
+            fix = (
+                f"loss= allocates {memory_format(planned.step_bytes)} ({planned.step_bytes} bytes), and this one at "
+                f"least {memory_format(least)} ({least} bytes): give the loss that runs."
+            )
         warn(
-            f"this step exceeded the budget {self.budget!r} by {memory_format(peak - begin - limit)}, with a peak of "
-            f"{memory_format(peak)} on {device}: its loss is computed outside of {type(self.model).__name__}. Compute "
-            "it in forward, or leave room for it."
+            f"this step exceeded the budget {self.budget!r} by {memory_format(excess)}, with a peak of "
+            f"{memory_format(peak)} on {device}: its loss is computed outside of {type(self.model).__name__}. {fix}"
         )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:

@@ -360,7 +360,8 @@ class Variants:
     def _capture(self, call: Call, dimensions: Sequence[Dimension] = ()) -> Iterator[Capture]:
         model, request = self.model, self.request
         with capture(model, call.args, call.kwargs, request.differentiate, request.outputs, dimensions) as captured:
-            self.uncovered.note_outputs(captured.tangents)
+            if request.loop.loss is None:
+                self.uncovered.note_outputs(captured.tangents)
             yield captured
 
     def _add_variant(
@@ -401,7 +402,7 @@ class Variants:
     def _dimensions(self, group: _Group, call: Call) -> set[Dimension]:
         """The dimensions to capture as dynamic: those that are declared, and those in which earlier calls differ."""
         latest = [group.number_served(step) for step, _ in group.captures[:_MOST_ALONE]]
-        if len(group.captures) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE or self.request.chunk_head:
+        if len(group.captures) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE or self.request.is_captured_by_size:
             return set()
         chosen = declared(self.request.dynamic, self.model, call)
         if self.request.dynamic is not False:

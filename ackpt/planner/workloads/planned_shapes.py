@@ -132,11 +132,19 @@ class Planned:
     def that_fits(self, chunk_head: bool | str = False) -> Planned:
         """The plan of policy auto that fits the device, or a BudgetError with the least reserved bytes."""
         assert self.device is not None and self.memory is not None
-        room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
-        config = dataclasses.replace(self.config, budget=f"{room} reserved", slowdown=None, policy=None, options={})
+        room = max(1, self.device.memory_bytes - self.memory.context)
+        rounded, exact = f"{10 * room // 2**30 / 10}GiB reserved", f"{room}B reserved"
+        config = dataclasses.replace(self.config, slowdown=None, policy=None, options={})
         config = dataclasses.replace(config, chunk_head=chunk_head or self.config.chunk_head)
+        whole = self.whole or (self.graph, self.profile)
         with shown(), no_collection():
-            return _planned(config, self.step, self.whole or (self.graph, self.profile), self.device)
+            if 10 * room >= 2**30:
+                try:
+                    return _planned(dataclasses.replace(config, budget=rounded), self.step, whole, self.device)
+                except BudgetError as error:
+                    if error.least_bytes is None or error.least_bytes > room:
+                        raise
+            return _planned(dataclasses.replace(config, budget=exact), self.step, whole, self.device)
 
 
 def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:

@@ -88,7 +88,7 @@ def cached(
     return schedules
 
 
-_LOOP = ("optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "scaled_loss_bytes")
+_LOOP = ("optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "scaled_loss_bytes", "outside_loss_bytes")
 
 
 def _key(graph: JointGraph, profile: Profile, about: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,48 @@
+"""`AckptCallback`: a memory budget as a callback of the Trainer of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from .planner.request import Request
+from .planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away
+
+
+class AckptCallback(TrainerCallback):
+    """Give the model of a Trainer a memory budget while it trains: ``Trainer(..., callbacks=[AckptCallback("6GiB")])``.
+
+    The first training step is captured and planned when it runs, for the call, the precision, the optimizer, the
+    clipping and the accumulation of the Trainer. ``step`` is the `PlannedStep` of the latest training.
+
+    Args:
+        budget: as in `ackpt.apply_budget`.
+        options: other keywords of `ackpt.apply_budget`, such as ``slowdown`` or ``chunk_head``.
+
+    Raises:
+        BudgetError, TraceError: in the first training step, as `ackpt.apply_budget` does.
+    """
+
+    def __init__(self, budget: float | str | None = None, **options: Any):
+        self.keywords = {"budget": budget, **options}
+        Request.from_keywords(**self.keywords)  # refuses invalid ones before the Trainer begins
+        self.step: PlannedStep | None = None
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if model is None or in_place_of(model) is not None:
+            return
+        accumulates = args.gradient_accumulation_steps > 1
+        given = {"optimizer": getattr(optimizer, "optimizer", optimizer), "accumulation": accumulates}
+        request = Request.from_keywords(**{**given, **self.keywords})
+        scales, clips = args.fp16, (args.max_grad_norm or 0) > 0
+        loop = request.loop._replace(clipping=clips, scaling=scales, scales_loss=scales)
+        self.step = PlannedStep(model, replace(request, loop=loop))
+        put_in_place(self.step)
+        torch._dynamo.reset()  # what was compiled before has the model's own operations in it
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        if model is not None and self.step is not None and in_place_of(model) is self.step:
+            take_away(model)
