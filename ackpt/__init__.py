@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ackpt.planner.explain.explanation import explain
     from ackpt.planner.explain.print_saved import print_saved
     from ackpt.planner.schedule.plan import Plan
+    from ackpt.planner.trainer_callback import AckptCallback as AckptCallback
     from ackpt.planner.workloads.lengths import fits
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
 
 # Imported on first use: what plans graphs, which needs torch's compiler stack.
 _LATER = {
+    "AckptCallback": ("ackpt.planner.trainer_callback", "AckptCallback"),  # not in `__all__`: it needs transformers
     "Plan": ("ackpt.graph", "Plan"),
     "PlanError": ("ackpt.graph", "PlanError"),
     "RecordError": ("ackpt.core.files", "RecordError"),

@@ -29,12 +29,12 @@ def figures() -> list[Figure]:
     checkpoint, budget = reached(CHECKPOINT, imported), reached(APPLY_BUDGET, imported)
     first_floor = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     return [
-        Figure("lines of ackpt/", lines(files.values()), 40_100),
-        Figure("files of ackpt/", len(files), 171),
+        Figure("lines of ackpt/", lines(files.values()), 40_360),
+        Figure("files of ackpt/", len(files), 173),
         Figure("files and folders on the first floor of ackpt/", len(first_floor), 12),
-        Figure("lines that ackpt.checkpoint reaches", lines(files[name] for name in checkpoint), 5_330),
-        Figure("files that ackpt.apply_budget reaches", len(budget), 114),
-        Figure("lines that ackpt.apply_budget reaches", lines(files[name] for name in budget), 32_270),
+        Figure("lines that ackpt.checkpoint reaches", lines(files[name] for name in checkpoint), 5_350),
+        Figure("files that ackpt.apply_budget reaches", len(budget), 115),
+        Figure("lines that ackpt.apply_budget reaches", lines(files[name] for name in budget), 32_500),
         Figure("circles of imports", len(cycles(graph(for_type_checkers=True))), 0),
     ]
 

@@ -240,7 +240,7 @@ class MutableState:
             if tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)):
                 self._parameters.append((tensor, name))
             elif not tensor.is_inference():
-                copy = tensor.detach().clone() if _bytes(tensor) <= copies else None
+                copy = tensor.detach().clone() if tensor.nbytes <= copies else None
                 self._before.append((tensor, name, version(tensor), copy))
         tensors = [tensor for tensor, _ in self._parameters]
         self._versions, self._storages = versions(tensors), [*map(storage, tensors)] if is_recorded else []
@@ -324,7 +324,7 @@ class MutableState:
 
     def restored_bytes(self) -> int:
         """The bytes of the copies of present values that `restored` makes."""
-        return sum(_bytes(old) for _, old in self._changed) + sum(_bytes(tensor) for tensor, _ in self._rewritten)
+        return sum(old.nbytes for _, old in self._changed) + sum(tensor.nbytes for tensor, _ in self._rewritten)
 
     @contextlib.contextmanager
     def restored(self):
@@ -479,10 +479,6 @@ def is_filled_with(container, items) -> bool:
     if isinstance(container, dict):
         return all(map(is_, container.values(), items.values())) and all(map(is_, container, items))
     return all(map(is_, container, items))
-
-
-def _bytes(tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # The errors of regions; each names the cause and what to do instead.

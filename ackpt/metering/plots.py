@@ -1,8 +1,9 @@
 """The figure of a timeline, the colors of the categories, and PNG files, for light and dark pages.
 
 The ground is white: no gray has a contrast of 4.5 on a white page and on a dark one. For dark pages, the book makes a
-second picture without the ground, with grays inverted and the same colors. The legend is below the axes, and a figure is narrow enough for a phone. The
-caller passes a title that states the finding, or "" where a caption does. Sizes are given in bytes and drawn in MiB.
+second picture without the ground, with grays inverted and the same colors. The legend is below the axes, and a figure
+is narrow enough for a phone. The caller passes a title that states the finding, or "" where a caption does. Sizes are
+given in bytes and drawn in MiB.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ pytest.importorskip("accelerate")
 
 from ackpt import BudgetError  # noqa: E402
 from ackpt.planner.step.planned_step import in_place_of  # noqa: E402
-from ackpt.trainer import AckptCallback  # noqa: E402
+from ackpt.planner.trainer_callback import AckptCallback  # noqa: E402
 
 
 def trained(folder, *callbacks, **options):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from .planner.request import Request
-from .planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away
+from ackpt.planner.request import Request
+from ackpt.planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away
 
 
 class AckptCallback(TrainerCallback):
