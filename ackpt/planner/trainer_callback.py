@@ -24,6 +24,11 @@ class AckptCallback(TrainerCallback):
 
     Raises:
         BudgetError, TraceError: in the first training step, as `ackpt.apply_budget` does.
+
+    Example:
+        >>> from ackpt import AckptCallback
+        >>> AckptCallback("6GiB", chunk_head=True).keywords
+        {'budget': '6GiB', 'chunk_head': True}
     """
 
     def __init__(self, budget: float | str | None = None, **options: Any):
