@@ -24,6 +24,7 @@
 
 # %% tags=["hide-input"]
 import json
+import logging
 import os
 import warnings
 from dataclasses import replace
@@ -45,6 +46,8 @@ from experiments.results import load_reference, markdown_table, write_text_atomi
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls transformers by its old names
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
+warnings.filterwarnings("ignore", message=".torch.jit.script_method. is deprecated")  # in torch, for 4-bit weights
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # faster kernels that it does not find
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 torch.set_num_threads(2)
 
