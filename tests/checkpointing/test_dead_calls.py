@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -155,7 +156,8 @@ def trained(block, call):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_region_costs_at_most_what_torchs_costs(name):
+def test_a_region_costs_at_most_what_torchs_costs(name, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # another thread might draw: nested regions then skip less
     rule, flops = RULES[name]
     results = {}
     for how, call in HOW.items():
