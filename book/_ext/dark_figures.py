@@ -1,7 +1,7 @@
 """Figures on dark pages: each figure with the class ``dark-light`` gets a second picture for the dark theme.
 
 The ground becomes transparent, grays are inverted, and colors stay, so one palette holds for figures in both themes and
-for the interactive ones. The theme shows one of the two by the classes ``only-light`` and ``only-dark``.
+for the interactive ones. The style sheet shows one of the two; the theme's own classes would hide captions, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def visit(writer: HTML5Translator, node: nodes.image) -> None:
         dark(picture).save(folder / name, optimize=True)
     for theme, file in (("light", source), ("dark", name)):
         copy = node.deepcopy()
-        copy["classes"] = [*node["classes"], f"only-{theme}"]
+        copy["classes"] = [*node["classes"], f"in-{theme}"]
         copy["uri"] = f"{writer.builder.imgpath}/{file}"
         HTML5Translator.visit_image(writer, copy)
         HTML5Translator.depart_image(writer, copy)

@@ -39,7 +39,7 @@ class Explorer(SphinxDirective):
         data = json.dumps(json.loads(self._read(Path(path))), separators=(",", ":")).replace("</", "<\\/")
         own = self.name.removesuffix("-explorer")
         css, js = ("".join(self._read(SOURCES / f"{name}.{end}") for name in ("common", own)) for end in ("css", "js"))
-        image = nodes.image(uri=self.options["image"], alt=self.options["alt"], classes=["dark-light"])
+        image = nodes.image(uri=self.options["image"], alt=self.options["alt"])
         alt, first = (escape(self.options.get(name, "")) for name in ("alt", "start"))
         about = f'role="group" aria-label="{alt}" data-start="{first}"'
         return [
