@@ -32,11 +32,14 @@ class AckptCallback(TrainerCallback):
     """
 
     def __init__(self, budget: float | str | None = None, **options: Any):
-        self.keywords = {"budget": budget, **options}
+        self.keywords: dict[str, Any] = {"budget": budget, **options}
         Request.from_keywords(**self.keywords)  # refuses invalid ones before the Trainer begins
         self.step: PlannedStep | None = None
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Put a step in place that is planned at its first call."""
         if model is None or in_place_of(model) is not None:
             return
         accumulates = args.gradient_accumulation_steps > 1
@@ -48,6 +51,7 @@ class AckptCallback(TrainerCallback):
         put_in_place(self.step)
         torch._dynamo.reset()  # what was compiled before has the model's own operations in it
 
-    def on_train_end(self, args, state, control, model=None, **kwargs):
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Take the step away."""
         if model is not None and self.step is not None and in_place_of(model) is self.step:
             take_away(model)

@@ -157,7 +157,7 @@ def trained(block, call):
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_region_costs_at_most_what_torchs_costs(name, monkeypatch):
-    monkeypatch.setattr(threading, "active_count", lambda: 1)  # another thread might draw: nested regions then skip less
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # another thread might draw: nested regions skip less
     rule, flops = RULES[name]
     results = {}
     for how, call in HOW.items():

@@ -35,12 +35,13 @@ class OutsideLoss:
         if not callable(function):
             raise TypeError(f"loss must be a function of outputs and batch, got {type(function).__name__}")
         self.function = function
-        self.batch = tree_map(lambda leaf: _empty(leaf, "meta"), batch)  # without the user's tensors
+        self.batch: Any = tree_map(lambda leaf: _empty(leaf, "meta"), batch)  # without the user's tensors
         given, tensors = {id(leaf) for leaf in tree_leaves(inputs)}, tree_leaves(batch)
         targets = [each for each in tensors if isinstance(each, torch.Tensor) and id(each) not in given]
         storages = {each._cdata: each.nbytes() for each in map(torch.Tensor.untyped_storage, targets)}
-        self.target_bytes = sum(storages.values())
-        self.step_bytes = self.held_bytes = 0
+        self.target_bytes: int = sum(storages.values())
+        self.step_bytes: int = 0
+        self.held_bytes: int = 0
         self._shapes: list[tuple[int, ...]] = []  # of the outputs that go with `batch`
 
     def counted(self, graph: JointGraph, outputs: Callable[[Sequence[Any]], Any]) -> JointGraph:
