@@ -25,7 +25,7 @@ from ackpt.metering.resident import rounded
 
 from .joint_graph import JointGraph
 
-_CUDA_BLOCK = 512
+CUDA_BLOCK = 512  # bytes: a GPU allocates multiples of them
 _LEAST_8BIT, _BLOCK_8BIT = 4096, 256  # elements
 
 
@@ -79,7 +79,7 @@ def optimizer_bytes(
     allocate counts as part of the step. A step that needs values, as that of LBFGS, is a TraceError.
     """
     stand_in, trained, prediction = _after_a_step(optimizer, on_cpu, clipping, scaling)
-    block = 1 if on_cpu else _CUDA_BLOCK
+    block = 1 if on_cpu else CUDA_BLOCK
     gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
     state = _state_bytes(optimizer, stand_in, prediction, on_cpu)
     stand_in.state.clear()  # a cycle of references keeps the copy, and its step counts have data
@@ -88,12 +88,12 @@ def optimizer_bytes(
 
 def _state_bytes(optimizer: torch.optim.Optimizer, stand_in, prediction, on_cpu: bool) -> int:
     """Bytes of the optimizer's state, from what `_after_a_step` returns."""
-    block = 1 if on_cpu else _CUDA_BLOCK
+    block = 1 if on_cpu else CUDA_BLOCK
     # Some optimizers create their state before the first step, also for parameters that are not trained.
     untrained = [values for parameter, values in optimizer.state.items() if not parameter.requires_grad]
     counted = [value for value in tree_leaves(untrained) if _counts(value, on_cpu)]
     untrained_bytes = sum(rounded(tensor.untyped_storage().nbytes(), block) for tensor in counted)
-    state = prediction.categories.get("optimizer", 0) - (0 if on_cpu else _CUDA_BLOCK * _host_counts(stand_in))
+    state = prediction.categories.get("optimizer", 0) - (0 if on_cpu else CUDA_BLOCK * _host_counts(stand_in))
     return state + untrained_bytes
 
 
@@ -105,7 +105,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool
             stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
             stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
             trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
-            device, block = ("cpu", 1) if on_cpu else ("cuda", _CUDA_BLOCK)
+            device, block = ("cpu", 1) if on_cpu else ("cuda", CUDA_BLOCK)
             step = _with_gradients_prepared(stand_in, trained, clipping, scaling)
             prediction = predict(step, resident=(stand_in, *trained), device=device, round_to=block)
     except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
@@ -155,7 +155,7 @@ def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> in
     """
     stand_in, _, prediction = _after_a_step(optimizer, on_cpu)
     size = _state_bytes(optimizer, stand_in, prediction, on_cpu)
-    block = 1 if on_cpu else _CUDA_BLOCK
+    block = 1 if on_cpu else CUDA_BLOCK
     for parameter, state in stand_in.state.items():
         for value in state.values() if isinstance(state, dict) else ():
             elements = parameter.numel()
@@ -201,7 +201,7 @@ def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: 
     """Bytes of the loop around a step of `model`, whose gradients have `gradient_bytes`."""
     optimizer = optimizer_of(model, loop.optimizer)
     state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu, loop.clipping, loop.scaling)
-    scalar = loop.scales_loss * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)
+    scalar = loop.scales_loss * (torch.float32.itemsize if on_cpu else CUDA_BLOCK)
     state += 2 * scalar  # the scale and the growth tracker
     if not loop.accumulation:
         return LoopBytes(state, step, 0, scalar)

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ackpt.core.errors import TraceError
 from ackpt.metering.prediction import predict
+from ackpt.metering.resident import rounded
 
 from .inspection.calls import call_arguments
 from .inspection.model_checks import forward_names
 from .joint_graph import JointGraph
-
-_CUDA_BLOCK = 512
+from .optimizer_state import CUDA_BLOCK
 
 
 class OutsideLoss:
@@ -117,21 +117,16 @@ def _bytes_of(function, outputs, values, batch, on_cpu: bool) -> tuple[int, int]
             loss.backward()
 
         resident = [each for each in tree_leaves((tensors, batch)) if isinstance(each, torch.Tensor)]
+        device, block = ("cpu", 1) if on_cpu else ("cuda", CUDA_BLOCK)
         try:
-            found = predict(
-                step,
-                resident=resident,
-                warmup=0,
-                device="cpu" if on_cpu else "cuda",
-                round_to=1 if on_cpu else _CUDA_BLOCK,
-            )
+            found = predict(step, resident=resident, warmup=0, device=device, round_to=block)
         except Exception as error:  # of the user's function
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TraceError(
                 f"loss= cannot run without data: {reason}. It gets the outputs and the batch, and must return a scalar "
                 "without reading values; leave it out to plan the model alone."
             ) from error
-    return found.dynamic_peak_bytes, held[0] if on_cpu else -(-held[0] // _CUDA_BLOCK) * _CUDA_BLOCK
+    return found.dynamic_peak_bytes, rounded(held[0], block)
 
 
 def _empty(leaf, device: str):

@@ -36,7 +36,7 @@ from ackpt.planner.capture.call_facts import Call, Sizes
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor
 from ackpt.planner.capture.inspection.source_lines import running_modules
-from ackpt.planner.capture.optimizer_state import loop_bytes
+from ackpt.planner.capture.optimizer_state import CUDA_BLOCK, loop_bytes
 from ackpt.planner.request import Request
 
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes, with_peak
@@ -57,7 +57,6 @@ from .regions_plan import (
 )
 
 _MOST_SIZES = 10_000  # of steps whose backward need not be counted again
-_CUDA_BLOCK = 512
 _REGION = "_RecomputeBackward"  # the autograd node of a region
 _FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
 _DROP = (
@@ -182,7 +181,7 @@ class PlannedRegions:
         gradient_bytes = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
         loop = loop_bytes(self.model, self.loop, gradient_bytes, self.on_cpu)
         resident = Resident((self.model, *filter(is_tensor, call.leaves)))
-        resident_bytes = sum(resident.bytes(lambda _: True, 1 if self.on_cpu else _CUDA_BLOCK).values())
+        resident_bytes = sum(resident.bytes(lambda _: True, 1 if self.on_cpu else CUDA_BLOCK).values())
         resident_bytes += loop.state + loop.accumulated + loop.scaled_loss
         is_known = self.budget is not None and not self.is_share
         limit = dynamic_limit(self.budget, 0, resident_bytes) if is_known else None
