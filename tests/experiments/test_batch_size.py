@@ -17,9 +17,9 @@ from experiments import batch_size as experiment
 from experiments.batch_size import SIZES, BatchSizeConfig, configuration, predicted, run_batch_size
 from experiments.cli.command_line import main
 from experiments.reports import batch_size as report
-from experiments.results import DASH, Record, load_reference
+from experiments.results import DASH, load_reference
 from experiments.steps.gradients import GradientsDiffer, require_equal
-from experiments.steps.largest_batch import Largest, extrapolated, largest_on_cpu, search
+from experiments.steps.largest_batch import Largest, largest_on_cpu, search
 from experiments.steps.named_steps import Method, RunStep, method
 
 FIELDS = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
@@ -80,25 +80,6 @@ def test_the_next_batch_size_does_not_fit(records):
     assert peak > records[0].config["limit_bytes"]
 
 
-def test_tables_mark_measurements_and_show_published_figures(records):
-    rows = report.rows(records, load_reference("mu-two-resnet"))
-    assert [row["how"] for row in rows] == ["measured"] * 6
-    assert rows[0]["vs_baseline"] is None and rows[2]["vs_baseline"] < 0 < rows[2]["flops"]
-    assert (rows[0]["published_peak"], rows[1]["published_peak"]) == (1449.6, 1128.0)
-    text = report.text_table(records)
-    assert "published" not in text and "equal to the last bit (checked)" in text  # not the published model
-    assert "auto@0.7: at most 0.7 of the baseline's dynamic peak; auto: at most the limit" in text
-    assert report.largest_rows(records)[0]["vs_baseline"] == 1.0 and report.text_table([]) == "no records"
-    assert report.file_name(records[2]) == "batch-size-transformer-B4-auto-0.7.json"
-
-
-def test_a_measured_figure_is_never_compared_with_a_predicted_one(records):
-    baseline, planned = records[0], records[2]
-    other = Record("batch-size-predicted", planned.config, planned.metrics, planned.environment)
-    assert [row["how"] for row in report.rows([baseline, other])] == ["measured", "predicted"]
-    assert report.rows([baseline, other])[1]["vs_baseline"] is None
-
-
 def test_sizes_beyond_the_machine_are_predicted_and_marked(records, monkeypatch):
     monkeypatch.setattr("experiments.steps.step_shapes.free_bytes", lambda device: 1000)
     config = replace(TINY, batches=(4,), methods=("baseline", "auto@0.7"))
@@ -146,11 +127,6 @@ def test_the_search_finds_the_largest_from_any_guess(wanted, guess, at_most):
     assert len(asked) == len(set(asked)) and all(1 <= n <= at_most for n in asked)
 
 
-def test_a_good_guess_needs_two_measurements():
-    asked = []
-    assert search(lambda n: asked.append(n) or n <= 1000, 1000) == 1000 and asked == [1000, 1001]
-
-
 def test_few_batches_run_where_measured_peaks_exceed_the_limit(monkeypatch):
     run = []
 
@@ -168,19 +144,9 @@ def test_few_batches_run_where_measured_peaks_exceed_the_limit(monkeypatch):
     assert largest_on_cpu(Method("baseline"), 1000, shapes, (4, 8)) == Largest(0, None, None, one_peak_bytes=1120)
 
 
-def test_a_line_through_two_peaks():
-    assert extrapolated({4: 140, 8: 180}, 500) == 40
-    assert extrapolated({4: 140}, 500) == 4 and extrapolated({}, 500) == 1 and extrapolated({4: 9, 8: 9}, 500) == 4
-
-
 @pytest.mark.parametrize("name", ["magic", "auto@", "auto@2.0", "auto@six", "manual"])
 def test_unknown_methods_are_refused(name):
     raises(ValueError, "unknown method|budget|size in bytes", lambda: method(name))
-
-
-def test_methods_with_a_budget_get_the_limit():
-    assert method("auto", 7) == Method("auto", "auto", 7) and method("full", 7) == Method("full", "full", None)
-    assert method("auto@6GiB", 7).budget == "6GiB" and method("auto@0.5").budget == "0.5"
 
 
 @pytest.mark.parametrize("tier", list(SIZES))
@@ -268,11 +234,3 @@ def test_published_rows_have_all_published_figures_and_predictions(curves):
     assert fourth["larger"] == "≥ 2.0"  # 64 images need less than 32 without
     assert (first["without peak"], first["mu-two peak"], first["mu-two time"]) == ("140.0", "120.0", "+50.0")
     assert {first["gpu"], last["gpu"]} == {None}
-
-
-def test_curves_have_two_axes_for_each_model_and_a_line_for_each_method(curves):
-    figure = report.curves_plot({"a": curves, "b": curves}, {"with": {4: 120.0}}, "Lines")
-    peak, time, *_ = figure.axes
-    assert len(figure.axes) == 4 and len(peak.lines) == 3 and len(time.lines) == 2
-    assert list(peak.lines[1].get_ydata()) == [100 + 5 * batch for batch in curves]
-    assert [text.get_text() for text in peak.get_legend().get_texts()] == ["without", "mu-two", "published, with"]

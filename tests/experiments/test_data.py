@@ -1,11 +1,9 @@
 """Data: corpora and where they come from, what is said when they cannot be had, tokens, packed batches."""
 
-import http.server
 import os
 import random
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import datasets
@@ -79,11 +77,6 @@ def test_corpus_and_tokens_are_the_same_in_another_process():
     assert output.split() == [data.corpus_fingerprint(data.embedded_corpus()), str(len(stream)), ids]
 
 
-def test_the_fingerprint_is_sha256():
-    assert data.corpus_fingerprint("abc").startswith("ba7816bf8f01cfea")
-    assert data.corpus_fingerprint("ö") != data.corpus_fingerprint("o")
-
-
 # ---------------------------------------------------------------- wikitext, local
 
 
@@ -142,13 +135,6 @@ def test_a_cache_is_used_when_it_is_complete(tmp_path, no_hub, name):
     assert data.wikitext_corpus() == TEXT
 
 
-def test_reading_a_local_copy_leaves_nothing_on_disk(tmp_path, no_hub):
-    write(tmp_path / "copy" / "train.parquet")
-    before = sorted(tmp_path.rglob("*"))
-    assert data.wikitext_corpus(path=tmp_path / "copy") == TEXT
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_a_truncated_file_is_named(tmp_path, no_hub, suffix):
     whole = write(tmp_path / f"train{suffix}", ROWS * 1000)
@@ -184,30 +170,6 @@ def test_offline_the_error_names_both_alternatives_without_retries(tmp_path, env
     assert not list(tmp_path.rglob("*"))
 
 
-@pytest.mark.parametrize("status", [200, 404, 503])
-def test_any_response_of_the_hub_counts_as_a_connection(monkeypatch, status):
-    methods = []
-
-    class Hub(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            methods.append(self.command)
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        monkeypatch.setenv("NO_PROXY", "*")
-        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        data._require_hub(datasets.config)
-        thread.join()
-    assert methods == ["HEAD"]
-
-
 def test_the_hub_is_streamed_up_to_the_limit(monkeypatch, no_hub):
     calls, read = [], []
 
@@ -226,23 +188,6 @@ def test_the_hub_is_streamed_up_to_the_limit(monkeypatch, no_hub):
         "split": "test",
         "streaming": True,
     }
-
-
-@pytest.mark.parametrize("error", [ConnectionError("gone\nnow"), datasets.exceptions.DatasetsError("gone")])
-def test_a_connection_lost_while_streaming_is_named(monkeypatch, no_hub, error):
-    retries = []
-
-    def rows(**kwargs):
-        retries.append(datasets.config.STREAMING_READ_MAX_RETRIES)
-        yield {"text": "a"}
-        raise error
-
-    before = datasets.config.STREAMING_READ_MAX_RETRIES
-    monkeypatch.setattr(data, "_require_hub", lambda config: None)
-    monkeypatch.setattr(datasets, "load_dataset", rows)
-    raises(DataError, rf"from the Hugging Face hub \(gone\): give a {BOTH_WAYS}", data.wikitext_corpus)
-    assert retries == [2] and before > 2
-    assert datasets.config.STREAMING_READ_MAX_RETRIES == before
 
 
 @pytest.mark.parametrize(
@@ -270,16 +215,6 @@ def test_ids_lie_below_the_vocabulary_size(vocab_size):
     assert stream.dtype == torch.int64 and stream.ndim == 1
     assert 0 <= int(stream.min()) and int(stream.max()) < vocab_size
     assert vocab_size > 256 or len(stream) == len(data.embedded_corpus()[:100_000].encode())
-
-
-def test_the_stream_decodes_to_the_corpus():
-    stream = data.token_stream("embedded", vocab_size=512, limit_chars=30_000)
-    text = data.embedded_corpus()[:30_000]
-    assert data.train_tokenizer(text, 512).decode(stream.tolist()) == text
-
-
-def test_a_short_corpus_gives_fewer_ids_than_asked_for():
-    assert data.train_tokenizer("aaaa", 5000).get_vocab_size() < 300
 
 
 def test_a_stream_of_a_local_copy(tmp_path, no_hub):
@@ -318,17 +253,6 @@ def test_batches_depend_on_their_seed_alone():
     assert torch.equal(first, tokens(7)) and not torch.equal(first, tokens(8))
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_every_window_can_be_drawn():
-    batches = data.packed_batches(torch.arange(5), seq_len=3, batch_size=50, steps=1)
-    assert set(next(batches).tokens.view(50, 3)[:, 0].tolist()) == {0, 1}
-
-
-def test_a_batch_moves_between_devices():
-    moved = next(data.packed_batches(torch.arange(9), seq_len=2, batch_size=2, steps=1)).to("meta")
-    assert {x.device.type for x in (moved.tokens, moved.targets, moved.cu_seqlens)} == {"meta"}
-    assert moved.max_seqlen == 2
 
 
 # ---------------------------------------------------------------- bad input

@@ -1,8 +1,6 @@
 """The explorer's data: every number is that of a plan, as made again for the same budget."""
 
 import copy
-import dataclasses
-import json
 
 import pytest
 from conftest import raises
@@ -63,15 +61,6 @@ def test_the_smallest_feasible_budget_is_where_refusals_begin(step):
     assert least == min(point["peak_bytes"] for point in data["front"])
 
 
-def test_an_activation_of_other_plans_has_no_fate(step):
-    graph, profile, _, _ = step
-    plan = ackpt.plan(graph, 0.8, profile=profile)
-    names = [activation.name for activation in plan.activations]
-    other = dataclasses.replace(plan, activations=plan.activations[1:])
-    shown = explorer._shown(other, names, ["activations"], 1)
-    assert shown["fates"] == "-" + "".join(fate[0] for fate in [*plan.fates.values()][1:])
-
-
 def test_only_correct_peers_are_shown(step):
     graph, profile, record, data = step
     (row,) = record.metrics["peers"]
@@ -87,10 +76,3 @@ def test_a_record_of_another_step_is_refused(step):
     changed = copy.deepcopy(record)
     changed.metrics["baseline"]["predicted_peak_bytes"] += 4
     raises(ValueError, "another step", lambda: explorer.explorer(graph, profile, changed))
-
-
-def test_saved_records_are_read_back(step, tmp_path):
-    data = step[-1]
-    path = explorer.save(data, tmp_path / "new" / "data.json")
-    assert json.loads(path.read_text()) == data
-    assert path.stat().st_size < 500_000

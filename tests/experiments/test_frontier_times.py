@@ -4,11 +4,9 @@ import copy
 import sys
 
 import pytest
-from conftest import raises
 from steps import run_boxed
 from torch._dynamo.backends.common import aot_autograd
 
-from ackpt.metering.plots import png
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
 from experiments.reports import frontier_times as times
@@ -76,35 +74,6 @@ def test_the_table_of_models(made_up):
     assert (row["blocks"], row["auto"], row["half"], row["gap"]) == ("20.0", "infeasible", "infeasible", "–")
     made_up.config["budgets"] = [0.8]
     assert times.times_rows([made_up])[0]["half"] == "not run"
-
-
-def test_times_are_drawn_with_the_names_of_methods_and_an_arrow_to_the_plan(unet, made_up):
-    (axes,) = times.time_plot(unet).axes
-    names = {"plan (FLOPs)", "plan", "PyTorch: per-block", "baseline"}
-    assert names <= {text.get_text() for text in axes.texts}
-    figure = times.time_plot(made_up)
-    texts = [text.get_text() for text in figure.axes[0].texts]
-    assert texts[-1] == "20 % \N{RIGHTWARDS ARROW} 5 %\nwithin this peak"
-    assert png(figure) == png(times.time_plot(copy.deepcopy(made_up)))
-    made_up.metrics["peers"][0]["auto_seconds_ratio"]["median"] = 1.3
-    assert not any("within this peak" in text.get_text() for text in times.time_plot(made_up).axes[0].texts)
-    del made_up.metrics["eager"]["seconds_ratio"]
-    raises(ValueError, "no times.*--times", lambda: times.time_plot(made_up))
-
-
-def test_the_memory_budget_is_drawn_only_with_inductor(made_up):
-    made_up.metrics["peers"].append({**made_up.metrics["peers"][0], "peer": "memory-budget", "setting": 0.5})
-    name = "PyTorch's memory budget"
-    for compiler, count in (("eager", 0), ("inductor", 1)):
-        made_up.config["compiler"] = compiler
-        assert [text.get_text() for text in times.time_plot(made_up).axes[0].texts].count(name) == count
-
-
-def test_a_plan_is_named_by_what_it_minimizes_if_there_are_several(unet, made_up):
-    assert times.label("auto", unet) == "plan (FLOPs)" and times.label("auto, rates", unet) == "plan"
-    made_up.config["costs"] = ["counted"]
-    assert times.label("auto", made_up) == "plan"
-    assert [times.label(name, unet) for name in ("full", "rotor")] == ["per-block", "rotor"]
 
 
 def test_the_choices_have_the_ranges_over_all_records(made_up):

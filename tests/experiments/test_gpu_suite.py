@@ -12,7 +12,7 @@ import torch
 from conftest import raises
 
 from experiments import provenance
-from experiments.reports.gpu_suite import text_outcome, text_table
+from experiments.reports.gpu_suite import text_outcome
 from experiments.results import Record, RecordError, environment, load_records
 from experiments.suite import gpu_suite
 from experiments.suite.gpu_suite import (
@@ -99,23 +99,6 @@ def test_a_failed_job_leaves_its_error_and_no_figures_and_the_others_run(tmp_pat
     assert order == ["new", "bad"]
 
 
-def test_a_failed_prediction_is_recorded_and_keeps_the_records(tmp_path):
-    found = run_suite([job(predict=lambda config: 1 / 0)], tmp_path)
-    assert found.failed == {"one": {gpu_suite.PREDICTION: "ZeroDivisionError: division by zero"}}
-    assert len(load_records(tmp_path)) == 2
-
-
-def test_predictions_are_kept_in_the_folder(tmp_path):
-    asked = []
-    each = job(predict=lambda config: asked.append(config) or {"baseline": 7})
-    for _ in range(2):
-        assert gpu_suite.predicted_peaks(each, tmp_path, COMMIT) == {"baseline": 7}
-    assert len(asked) == 1
-    gpu_suite.predicted_peaks(replace(each, config=Config(2)), tmp_path, COMMIT)
-    gpu_suite.predicted_peaks(each, None, COMMIT)
-    assert len(asked) == 3
-
-
 def test_no_job_starts_that_exceeds_the_remaining_time(tmp_path):
     said = []
     found = run_suite([job("long", run=None, minutes=5), job("short")], tmp_path, minutes=1, say=said.append)
@@ -197,29 +180,3 @@ def test_deterministic_algorithms_are_on_for_their_jobs_only(tmp_path, monkeypat
     run_suite([job("a", look), job("b", look, deterministic=True), job("c", look)], tmp_path)
     assert seen == [(False, ":4096:8"), (True, ":4096:8"), (False, ":4096:8")]
     assert not torch.are_deterministic_algorithms_enabled() and WORKSPACE not in os.environ
-
-
-def test_a_process_without_its_gpu_stops(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_suite, "_free_all", lambda: "the GPU no longer responds")
-    found = run_suite([job("one"), job("two", run=None)], tmp_path)
-    assert found.ran == ["one"] and found.left == ["two"] and "no longer responds" in "\n".join(text_outcome(found))
-
-
-def test_the_table_has_ratios_to_the_plain_run_and_says_how_peaks_were_predicted():
-    def times(median):
-        return {"median": median, "low": median / 2, "high": 2 * median}
-
-    ratio = {"seconds_ratio": {"reference": "baseline", "median": 1.25}}
-    gpu = {"reserved_peak_bytes": 2**20, "requested_peak_bytes": 2**19}
-    baseline = a_record(Config(2**20), "baseline", predicted_peak_bytes=99 * 2**20, seconds_step=times(0.1), **gpu)
-    other = a_record(Config(2**18), "auto", predicted_peak_bytes=26 * 2**20, seconds_step=times(0.2), **ratio)
-    refused = Record("fake", {"method": "auto@0.1"}, {"not_run": "too little"}, WHERE)
-    predicted = Record("fake-predicted", {"method": "full"}, {"not_measured": "no room", "peak_bytes": 99}, WHERE)
-    largest = Record("fake", {"method": "auto"}, {"largest_batch": 7, "peak_bytes": 1}, WHERE)
-    text = text_table({"steps": [baseline, other, refused, predicted], "search": [largest]})
-    lines = [line.split() for line in text.splitlines()]
-    assert lines[2] == ["steps", "baseline", "100.0", "-", "0.5", "1.0", "-1.0", "%", "100.0", "50.0..200.0", "-"]
-    assert lines[3][:5] == ["steps", "auto", "25.0", "-75.0", "%"] and lines[3][-2:] == ["+25.0", "%"]
-    assert "not run" in text and "not measured" in text and "largest batch 7" in text
-    assert "predicted peaks of 2 runs are off by 2.50 % on average, 4.00 % at most (steps auto)" in text
-    assert text_table({}) == "no records"

@@ -63,15 +63,6 @@ def test_peaks_are_predicted_within_one_percent_and_methods_save_memory(suite):
     assert times.pop("baseline") is None and None not in times.values()
 
 
-def test_a_second_run_runs_nothing(suite, capsys):
-    folder, records = suite
-    assert main(["gpu-suite", "--tier", "cpu", "--out", str(folder), "--only", "lm,bert"]) == 0
-    out = capsys.readouterr()
-    wanted = [job.name for job in jobs("cpu", ("lm", "bert"))]
-    assert f"already recorded, skipped: {', '.join(wanted)}" in out.out and out.err == ""
-    assert "synthetic-L48" not in out.out
-
-
 def test_jobs_for_a_gpu_are_of_their_own_and_the_published_ones_come_first():
     found = gpu_jobs()
     names = [job.name for job in found]
@@ -135,23 +126,3 @@ def test_a_step_that_does_not_fit_prints_one_line_and_exits_with_status_2(option
     assert main(["gpu-suite", "--tier", "cpu", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("python -m experiments gpu-suite: ") and message in error and error.count("\n") == 1
-
-
-def test_a_file_as_folder_and_a_missing_gpu_are_refused(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "file"
-    path.touch()
-    assert main(["gpu-suite", "--tier", "cpu", "--out", str(path)]) == 2
-    assert "name another folder" in capsys.readouterr().err
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["gpu-suite", "--out", str(tmp_path / "new")]) == 2
-    assert "add --predict" in capsys.readouterr().err
-
-
-def test_predict_lists_the_jobs_and_a_failure(tmp_path, capsys, monkeypatch):
-    found = [dataclasses.replace(job, predict=lambda config: {"baseline": 2**20}) for job in gpu_jobs()[:2]]
-    found[1] = dataclasses.replace(found[1], predict=lambda config: 1 / 0)
-    monkeypatch.setattr("experiments.suite.gpu_suite_jobs.jobs", lambda *_: found)
-    assert main(["gpu-suite", "--predict"]) == 1
-    out = capsys.readouterr()
-    assert "selftest: about 0.5 minutes\n  baseline                        1.0 MiB\nsynthetic-L16384" in out.out
-    assert "synthetic-L16384: ZeroDivisionError" in out.err

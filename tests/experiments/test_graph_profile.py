@@ -6,12 +6,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ackpt
-from ackpt.graph import lower
-from ackpt.metering.timeline import Timeline
 from ackpt.models import LanguageModel, TransformerConfig
-from ackpt.planner.schedule.schedule import everything
 from experiments import graph_profile
-from experiments.graph_profile import compare, operations, orders_plot, panels_plot, random_fates
+from experiments.graph_profile import compare, operations, random_fates
 from experiments.models import ResNet, ResNetConfig
 from experiments.reports import schematics
 
@@ -47,28 +44,6 @@ def test_operations_read_storages_and_not_views():
     assert found["mm_1"]["bytes"] == 24 and found["mm_1"]["reads"] == ["tanh_backward"]
     texts = [text.get_text() for text in schematics.joint_figure(steps).axes[0].texts]
     assert "mm\n48 B" in texts and "tanh\nbackward\n48 B" in texts
-
-
-def test_orders_plot_marks_every_peak():
-    steps = {
-        "late": Timeline((0, 2**20, 0), {"activations": (0, 2**20, 0)}, 1),
-        "early": Timeline((0, 2**20, 2**21, 0), {"activations": (0, 2**20, 2**21, 0)}, 1),
-    }
-    (axes,) = orders_plot(steps, "a finding", 2**20).axes
-    assert [text.get_text() for text in axes.texts] == ["peak 2.00 MiB", "peak 3.00 MiB"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["late", "early"]
-    (axes,) = orders_plot(steps, "a finding", {"late": 2**20, "early": 2**21}).axes
-    assert [text.get_text() for text in axes.texts] == ["peak 2.00 MiB", "peak 4.00 MiB"]
-
-
-def test_panels_plot_marks_saved_bytes_and_peak_of_every_step():
-    live = (0, 2**20, 2**21, 3 * 2**20, 0)
-    short = Timeline((0, 2**20, 0), {"activations": (0, 2**20, 0)}, 1)
-    long = Timeline(live, {"temporaries": (0, 0, 2**20, 2**21, 0), "activations": (0, 2**20, 2**20, 2**20, 0)}, 2)
-    panels = panels_plot({"short": short, "long": long}, "").axes
-    assert [axes.get_title() for axes in panels] == ["short\nsaved 1.0, peak 1.0", "long\nsaved 1.0, peak 3.0"]
-    marks = [[(*line.get_xdata(), *line.get_ydata()) for line in axes.lines[1:]] for axes in panels]
-    assert marks == [[(1, 1), (1, 1)], [(2, 1), (3, 3)]]
 
 
 def test_random_fates_are_a_plan_and_follow_the_seed():
@@ -110,13 +85,3 @@ def test_nodes_have_their_costs_and_their_liveness():
     row = rows[node.id]
     assert (row["last_fw_access"], row["first_bw_access"]) == (kept.last_fw_access, kept.first_bw_access)
     assert row["recompute_ratio"] == kept.bytes / float(row["seconds"]) and row["target"] == node.target
-
-
-def test_operations_of_a_schedule_name_what_backward_runs_again():
-    graph = ackpt.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.ones(4, 8))
-    before = graph_profile.scheduled_operations(graph, everything(graph))
-    after = graph_profile.scheduled_operations(graph, lower(graph, ()))
-    assert not any("again" in each["name"] for each in before)
-    again = [each for each in after if "again" in each["name"]]
-    assert [each["name"] for each in again] == ["addmm\n(again)", "tanh\n(again)"]
-    assert all(each["is_backward"] for each in again) and again[1]["reads"] == ["addmm\n(again)"]

@@ -2,7 +2,6 @@
 
 import heapq
 import re
-import sys
 from math import inf
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from ackpt import BudgetError
-from experiments.policies import ilp, ilp_program
+from experiments.policies import ilp
 
 
 def layers(n, costs=None, sizes=None):
@@ -78,12 +77,6 @@ def test_costs_of_the_table(dag, budget, cost):
     else:
         found = checked(dag, budget)
         assert (found.cost, found.optimal) == (cost, True)
-
-
-@pytest.mark.parametrize("dag, peak", [(dag, next(iter(rows))) for dag, rows in TABLE])
-def test_peaks_without_recomputation(dag, peak):
-    assert ilp.solve(dag, 10**9).peak_bytes == peak
-    assert ilp.solve(dag, peak).cost == sum(dag.costs)
 
 
 def exhaustive(dag, budget, any_order=False):
@@ -213,17 +206,6 @@ def test_a_refusal_names_the_smallest_budget(dag):
     assert least == 1 or exhaustive(dag, least - 1) == inf
 
 
-@settings(max_examples=50, deadline=None)
-@given(dags(), SHARES)
-def test_the_greedy_order_keeps_the_budget(dag, share):
-    budget = tight(dag, share)
-    order = ilp.greedy(dag, budget)
-    if order is not None:
-        cost, peak = replay(dag, ilp.solution(dag, order).schedule)
-        assert peak <= budget
-        assert exhaustive(dag, budget, any_order=True) <= cost
-
-
 def test_another_order_between_two_first_computations_may_need_less():
     # Node 4 reads 0 and 2; 2 runs again from 1, which fits only before 0 runs again.
     dag = ilp.Dag([1] * 5, [2, 4, 1, 1, 1], [(1, 2), (1, 3), (0, 4), (2, 4)])
@@ -236,36 +218,6 @@ def test_after_the_time_limit_the_best_schedule_has_a_valid_bound():
         found = checked(dag, 6, time_limit=time_limit)
         assert sum(dag.costs) <= found.lower_bound <= least <= found.cost
     assert not checked(dag, 6, time_limit=1e-6).optimal
-
-
-def test_a_search_without_time_names_the_time_limit(monkeypatch):
-    monkeypatch.setattr(ilp, "greedy", lambda dag, budget: None)
-    with pytest.raises(
-        BudgetError, match="and no proof that none exists: raise the time limit.*; 17 bytes are feasible"
-    ):
-        ilp.solve(layers(16), 6, time_limit=1e-6)
-
-
-def test_a_refusal_says_if_there_was_no_time_to_find_the_smallest_budget(monkeypatch):
-    def run(dag, budget, *rest):
-        return ilp_program.run(dag, budget, *rest) if budget else ilp_program.Result(None, -inf, False, False)
-
-    monkeypatch.setattr(ilp, "run", run)
-    with pytest.raises(
-        BudgetError, match="a budget of 17 bytes is feasible; 60 s were too short to tell whether a smaller one is"
-    ):
-        ilp.solve(layers(16), 3, time_limit=60)
-
-
-def test_bounds_of_whole_costs_are_whole():
-    dag = ilp.Dag([6, 4], [1, 1], [])
-    assert [ilp_program.rounded_up(dag, bound) for bound in (10, 10 + 1e-9, 10.1, 12)] == [10, 10, 12, 12]
-    assert ilp_program.rounded_up(ilp.Dag([6.5, 4], [1, 1], []), 10.1) == 10.1
-
-
-def test_without_scipy_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    raises(ImportError, r'needs scipy .*: pip install "ackpt\[plan\]"', lambda: ilp.solve(layers(4), 4))
 
 
 @pytest.mark.parametrize(

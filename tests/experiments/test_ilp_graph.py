@@ -180,14 +180,6 @@ def test_after_the_time_limit_the_best_plan_has_its_gap():
         assert added(graph, profile, ackpt.plan(graph, 0.9, ilp.ilp, profile=profile)) <= found.cost
 
 
-def test_bad_options_are_refused():
-    graph, profile = graph_of(squares([2, 3]), torch.ones(32, 1))
-    with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
-        ackpt.plan(graph, 0.5, ilp.ilp, profile=profile, time_limit=0)
-    with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
-        ackpt.plan(graph, 0.5, ilp.ilp, profile=profile, time_limit="a minute")
-
-
 def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     graph, profile = graph_of(squares([2, 3]), torch.ones(32, 1))
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)

@@ -14,7 +14,6 @@ from ackpt.planner.policies.mu_two import evictions
 from ackpt.planner.policies.search.frontier import costs
 from experiments.mu_two import along_paths, choices, inactive_intervals, intermediates_of, name_of, printed_overhead
 from experiments.reports import schematics
-from experiments.reports.figures import ratio_plot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,10 +102,3 @@ def test_paths_double_what_sets_add():
     assert paths["addmm"] == by_name["addmm"].recomp_time
     assert paths["mul"] == pytest.approx(own + paths["sin"] + paths["exp"])
     assert paths["mul_1"] == pytest.approx(own + 2 * (by_name["sin_1"].recomp_time + paths["mul"]))
-
-
-def test_the_figure_names_its_kinds_and_its_line():
-    figure = ratio_plot({"wide": [(0.1, 20.0), (0.2, 30.0)], "narrow": [(0.0, 2.0)]}, 8.0, "What is found")
-    (axes,), (legend,) = figure.axes, figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["wide", "narrow", "the link, both ways"]
-    assert axes.get_yscale() == "log" and "GB/s" in axes.get_ylabel()

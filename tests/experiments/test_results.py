@@ -26,11 +26,6 @@ def test_round_trip_to_the_byte(record, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["demo.json"]  # no temporary file stays
 
 
-def test_order_of_keys_does_not_matter(record, tmp_path):
-    turned = Record("demo", dict(reversed(record.config.items())), record.metrics, record.environment)
-    assert turned.save(tmp_path / "a.json").read_bytes() == record.save(tmp_path / "b.json").read_bytes()
-
-
 def test_load_records(record, tmp_path):
     other = Record("other", {}, {}, record.environment)
     record.save(tmp_path / "b.json")
@@ -116,19 +111,11 @@ class TestTable:
             '*Not shown, because not yet measured: "s".*\n'
         )
 
-    def test_a_key_that_a_row_lacks(self):
-        text = markdown_table([{"n": 1}, {}], {"n": "n"}, "c", "t")
-        assert "| *not yet measured* |" in text and "–" not in text
-
     def test_numbers_as_text_are_aligned_to_the_right(self):
         rows = [{"a": "14,064.5", "b": "+0.1 %", "c": "8B, 8"}, {"a": "–", "b": "**-3 %**", "c": "2"}]
         rows[0] |= {"d": "1.5 to 8.3", "e": "2.5%, 1.7 ms"}
         rows[1] |= {"d": "≥ 82.1", "e": "infeasible"}
         assert "|---:|---:|:---|---:|---:|" in markdown_table(rows, dict(zip("abcde", "abcde")), "c", "t")
-
-    def test_large_integers_have_separators(self):
-        rows = [{"n": 13_418_508, "year": 2026, "yes": True}]
-        assert "| 13,418,508 | 2026 | True |" in markdown_table(rows, {"n": "n", "year": "y", "yes": "z"}, "c", "t")
 
 
 class TestReferences:
@@ -140,12 +127,6 @@ class TestReferences:
             assert reference["name"] == name and reference["source"].startswith("published figures")
             text = Path(results.REFERENCES, f"{name}.json").read_text(encoding="utf-8")
             assert text == json.dumps(reference, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-
-    def test_figures(self):
-        rows = {(row["seq_len"], row["method"]): row for row in load_reference("synthetic")["rows"]}
-        assert rows[16384, "baseline"] == {"seq_len": 16384, "method": "baseline", "peak": 14064.519, "seconds": 15.1}
-        assert rows[2048, "checkpoint"]["peak"] == 3001.5044
-        assert {row["peak"] for row in load_reference("lm")["rows"]} >= {15977.2, 9919.3}
 
     def test_unknown(self):
         raises(RecordError, "no reference figures named 'x' .*known: bert, lm", lambda: load_reference("x"))
@@ -195,7 +176,3 @@ class TestEnvironment:
         assert environment()["commit"] == commit
         file.write_text("# changed")
         assert environment()["commit"] == f"{commit}-dirty"
-
-    def test_without_git(self, monkeypatch):
-        monkeypatch.setenv("PATH", "")
-        assert environment()["commit"] is None

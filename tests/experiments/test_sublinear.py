@@ -6,7 +6,6 @@ import torch
 import ackpt
 from ackpt.graph import PlannedStep
 from ackpt.planner.policies import revolve
-from experiments.reports.figures import curves_plot, schedule_plot
 from experiments.sublinear import lowest, measured, pyramid, run, within
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
@@ -54,19 +53,3 @@ def test_policies_keep_their_budgets():
     assert found.dynamic_peak_bytes == least.dynamic_peak_bytes < 0.8 * least.baseline_dynamic_peak_bytes
     with pytest.raises(ackpt.BudgetError):
         ackpt.plan(graph, least.peak_bytes - 1, "rotor", profile=profile)
-
-
-def test_curves_show_points_and_lines():
-    values = {"a": {16: 1, 64: 2}, "b": {16: 3}}
-    figure = curves_plot(values, values, "a finding", xlabel="x", ylabel="y", logs=("x", "y"))
-    (axes,), (legend,) = figure.axes, figure.legends
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16", "64"]
-    assert [text.get_text() for text in legend.get_texts()] == ["a", "b", "predicted", "measured"]
-    assert axes.get_yscale() == "log" and curves_plot(values, {}, "", xlabel="", ylabel="").axes[0].get_ylim()[0] == 0
-
-
-def test_a_schedule_is_as_long_as_its_steps():
-    (axes,) = schedule_plot(revolve.actions(4, 2), 4, "a finding").axes
-    assert axes.get_xlim() == (0, revolve.advances(4, 2) + 4)
-    flat = [line for line in axes.lines if len({*line.get_ydata()}) == 1]
-    assert sorted(line.get_ydata()[0] for line in flat) == [0, 2]
