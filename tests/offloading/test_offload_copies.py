@@ -153,15 +153,6 @@ def test_buffers_are_known_in_a_recompute_too(checkpointed, inside):
     assert_empty(engine)
 
 
-def test_a_leaf_that_requires_grad_is_not_offloaded_even_as_a_view():
-    x = torch.zeros(SIDE * SIDE).view(SIDE, SIDE).requires_grad_()
-    chosen = fresh("sync")
-    with chosen:
-        loss = (x * x).sum()
-    assert counts(chosen.engine, "copies_out") == {"copies_out": 0}
-    loss.backward()
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_leaves_that_require_grad_stay(mode):
     chosen = fresh(mode)

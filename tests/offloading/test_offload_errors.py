@@ -50,9 +50,8 @@ def test_unknown_modes_and_stores_name_the_choices(options, message):
     raises(ValueError, message, lambda: ackpt.offload_saved_tensors(**options))
 
 
-def calls(offload):
+def calls(layers, offload):
     """Calls of all functions with an `offload` argument, which they must refuse before anything runs."""
-    layers = blocks(2)
     yield lambda: ackpt.checkpoint(layers, matrix(), offload=offload)
     yield lambda: ackpt.checkpoint_sequential(layers, 2, matrix(), offload=offload)
     yield lambda: ackpt.apply_activation_checkpointing(layers, offload=offload)
@@ -60,15 +59,11 @@ def calls(offload):
 
 @pytest.mark.parametrize("offload", ["later", "SYNC", "", True, 1, ackpt.offload_saved_tensors, nn.Identity()])
 def test_an_unknown_offload_is_refused_everywhere(offload):
-    for call in calls(offload):
+    layers = blocks(2)
+    for call in calls(layers, offload):
         with raises_cleanly(ValueError, "offload=.* is unknown: choose None, 'sync', 'async', or pass"):
             call()
-
-
-def test_a_refused_offload_leaves_the_model_unchanged():
-    model = blocks(2)
-    raises(ValueError, "is unknown", lambda: ackpt.apply_activation_checkpointing(model, offload="later"))
-    assert ackpt.remove_activation_checkpointing(model) == []
+    assert ackpt.remove_activation_checkpointing(layers) == []
 
 
 def test_unusable_folders_are_refused(tmp_path):
@@ -187,32 +182,6 @@ def test_equal_folders_share_an_engine(tmp_path):
 def python(code, *args, **options):
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-def test_a_limit_of_the_system_fails_the_step_and_training_goes_on(tmp_path):
-    code = """
-        import resource, sys
-        import torch, ackpt
-
-        chosen = ackpt.offload_saved_tensors("async", "disk", min_bytes=0, keep_last=0, folder=sys.argv[1])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-        x = torch.ones(1 << 15, requires_grad=True)
-        try:
-            with chosen:
-                loss = (x * 2).sin().sum()
-        except ackpt.OffloadError as error:
-            print(error)
-        print(chosen.engine.stats()["stored"])
-        (x * 2).sum().backward()
-        print(int(x.grad.sum()))
-    """
-    process = python(code, tmp_path)
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, "")
-    message, *numbers = out.splitlines()
-    assert "cannot hold 131072 more bytes" in message and "File too large" in message
-    assert numbers == ["0", "65536"]
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("how", ["killed", "exit in mid-step", "error in mid-step"])

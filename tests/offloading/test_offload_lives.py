@@ -296,17 +296,6 @@ def test_double_backward(mode, inside):
     assert_empty(offload(mode).engine)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_pass_gradcheck(mode):
-    def function(x):
-        with offload(mode):
-            return (x * 2).sin().pow(2)
-
-    x = torch.linspace(0.1, 2, 6, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(function, [x])
-    assert torch.autograd.gradgradcheck(function, [x])
-
-
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_threads_share_an_engine(mode, count):

@@ -141,13 +141,6 @@ def test_sync_keeps_the_tail_on_the_device_and_async_one_more_copy():
     assert {how: boundaries(size) - result for how, size in found.items()} == {"classic": 5, "sync": 1, "async": 2}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_peak_of_the_forward_does_not_grow_with_depth(mode):
-    short, long = (measured(Chain, length, mode).timeline for length in (6, 9))
-    heights = [max(each.live[: each.boundary]) - each.categories["gradients"][0] for each in (short, long)]
-    assert heights[0] == heights[1]
-
-
 @pytest.mark.parametrize("store", ["host", "disk"])
 @pytest.mark.parametrize("how", ["sync", "async", "saved sync", "saved async"])
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -115,11 +115,6 @@ def test_a_bandwidth_is_measured(monkeypatch):
     assert set(sizes) == {5000} and len(sizes) == 12
 
 
-def test_bandwidth_is_measured_by_default():
-    pays = offload_pays(4096, {1024: 1.0})
-    assert pays.bandwidth > 0 and pays.copy_seconds == pytest.approx(4096 * 1024 / pays.bandwidth)
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [

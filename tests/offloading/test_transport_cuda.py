@@ -214,39 +214,12 @@ def test_copies_run_on_a_stream_per_direction_and_keep_the_current_one(s):
     assert loaded.owner is s.machine.default
 
 
-@pytest.mark.parametrize("way", ["out", "in"])
-def test_events_are_recorded_on_the_copy_stream_before_and_after_the_copy(s, way):
-    buffer, event = s.left()
-    if way == "in":
-        _, event = s.back(buffer, [event])
-    stream = s.transport.streams[way]
-    assert event.ended.clock[stream] == stream.clock[stream] == 1
-    assert event.began.clock.get(stream, 0) == 0
-
-
-def test_hold_makes_the_current_stream_wait_and_no_other(s):
-    source, other = s.filled(), s.machine.Stream(DEVICE)
-    event = s.out(source, s.take())
-    assert not after(s.machine.default, event)
-    s.transport.wait_event(event)
-    assert after(s.machine.default, event) and not after(other, event)
-
-
 def test_hold_on_another_stream_makes_that_and_the_owner_wait(s):
     source, other, third = s.filled(), s.machine.Stream(DEVICE), s.machine.Stream(DEVICE)
     event = s.out(source, s.take())
     with s.machine.stream(other):
         s.transport.wait_event(event)
     assert after(s.machine.default, event) and after(other, event) and not after(third, event)
-
-
-def test_a_copy_waits_for_its_events(s):
-    buffer, left = s.left()
-    _, loaded = s.back(buffer, [left])
-    assert loaded.began.clock[s.transport.streams["out"]] == 1
-    s.pool.give(buffer, [left, loaded])
-    again = s.out(s.filled(), s.take())
-    assert again.began.clock[s.transport.streams["in"]] == 1
 
 
 def test_the_host_waits_for_nothing_but_buffers_that_are_released(s):
