@@ -251,32 +251,6 @@ def test_parameters_that_backward_does_not_reach_have_no_gradient(name):
         assert_as_eager(model, step, x, loss=lambda outputs: sum(outputs[place].sum() for place in reached))  # noqa: B023
 
 
-def test_an_optimizer_skips_parameters_without_a_gradient():
-    model, x = Two(), torch.randn(2, 4)
-    before = model.right.weight.detach().clone()
-    step = ackpt.compile(model, x, differentiate="all")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    step(x)[0].sum().backward()
-    optimizer.step()
-    assert torch.equal(model.right.weight, before)
-
-
-def test_the_peak_stays_as_planned():
-    model, x = Two(), torch.randn(2, 4)
-    step = ackpt.compile(model, x, policy="none", differentiate="all", outputs="keep")
-
-    def once(places):
-        model.zero_grad()
-        outputs = step(x)
-        reached = [outputs[place] for place in places]
-        torch.autograd.backward(reached, [torch.ones_like(output) for output in reached])
-
-    def peak(places):
-        return ackpt.measure(lambda: once(places), "cpu", resident=(model, x), repeats=0).dynamic_peak_bytes
-
-    assert peak(DIFFERENTIABLE) == step.plan.dynamic_peak_bytes
-
-
 def test_a_gradient_that_is_always_zero_is_zero():
     class Signed(nn.Module):
         def __init__(self):
