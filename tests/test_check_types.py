@@ -27,9 +27,5 @@ def test_missing_types_of_public_names_and_members_are_named():
     ]
 
 
-def test_private_names_may_lack_types():
-    assert incomplete(SYMBOLS, ["p.g"]) == []
-
-
 def test_a_name_that_pyright_does_not_know_is_an_error():
     raises(ValueError, "pyright does not know p.gone", lambda: incomplete(SYMBOLS, ["p.g", "p.gone"]))

@@ -4,7 +4,6 @@ import ast
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -68,21 +67,6 @@ def test_a_failed_assertion_of_an_example_is_a_failure(start, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("import os\nassert os.environ.get('RANK') == '0'\n")  # one of two ranks is enough
     raises(AssertionError, "broken.py", lambda: run(f"{start} {script}", tmp_path))
-
-
-def test_the_ranks_have_the_variables_that_torchrun_sets(tmp_path):
-    script = tmp_path / "variables.py"
-    script.write_text(
-        "import os\n"
-        "names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'\n"
-        "is_addressed = bool(os.environ['MASTER_ADDR']) and int(os.environ['MASTER_PORT']) > 0\n"
-        "line = ' '.join([*(os.environ[name] for name in names), str(is_addressed)])\n"
-        "os.write(1, f'{line}\\n'.encode())\n"  # at once, so that the lines of two ranks do not mix
-    )
-    arguments = ["--standalone", "--nproc-per-node", "2", str(script)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    launched = subprocess.run(launcher, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert sorted(launched) == sorted(run(" ".join(["torchrun", *arguments]), tmp_path)) != []
 
 
 def test_every_script_is_in_a_guide_and_every_guide_has_one():

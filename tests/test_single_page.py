@@ -4,8 +4,6 @@ import single_page
 from conftest import raises
 from single_page import PageError, chromium, for_paper, problems, problems_of_formulas
 
-import ackpt
-
 PAGE = '<img alt="a" src="_images/a%20b.png"><img src="data:image/png;base64,"><details class="hide"></details>'
 
 
@@ -32,17 +30,6 @@ def test_the_printed_page_unfolds_blocks_and_keeps_links_internal():
     assert for_paper(PAGE).endswith('<details open class="hide"></details>')
     assert for_paper(for_paper(PAGE)) == for_paper(PAGE)
     assert for_paper('<a href="index.html#goals">') == '<a href="#goals">'
-
-
-def test_on_paper_there_are_a_title_page_and_the_names_of_the_parts():
-    contents = '<p class="caption"><span class="caption-text">Part I</span></p>\n<ul class="nav">\n<li class="toc">'
-    contents += '<a class="reference" href="#document-notebooks/01_one">1. One</a></li></ul>'
-    chapter = '<span id="document-notebooks/01_one"></span><section></section>'
-    heading = '<div id="jb-print-docs-body" class="onlyprint">\n    <h1>ackpt: a book</h1>'
-    printed = for_paper(heading + contents * 2 + chapter)
-    assert printed.count('<p class="part">Part I</p><span id="document-notebooks/01_one"></span>') == 1
-    assert '<p class="title">ackpt</p><p class="subtitle">a book</p><p>The ackpt authors</p>' in printed
-    assert f"<p>Version {ackpt.__version__}, 20" in printed and "<h1>" not in printed
 
 
 def test_a_browser_that_fails_is_an_error(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """The reproduction pipeline: what is published comes from its source, is the same in every run and loads nothing."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import check_address
@@ -9,8 +8,8 @@ import check_offline
 import check_same
 import nbformat
 import pytest
-from address import colab_address, repository_address
-from chapter import NotebookError, normalise, prepare, problems, refuse_accidents, to_text
+from address import colab_address
+from chapter import NotebookError, prepare, problems, refuse_accidents, to_text
 from conftest import raises
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat.v4 import new_code_cell, new_notebook, new_output
@@ -156,27 +155,6 @@ def test_prepare_adds_the_badge_and_the_colab_cell_from_one_address(checkout: Pa
     assert to_text(notebook) == to_text(prepare(checkout / "notebooks/01_first.py", ADDRESS))
 
 
-def test_prepare_wants_a_title(tmp_path: Path) -> None:
-    source = tmp_path / "01_untitled.py"
-    source.write_text("# %%\n1 + 1\n")
-    raises(NotebookError, "first cell must be a Markdown cell", lambda: prepare(source, ADDRESS))
-
-
-def test_normalise_removes_what_differs_between_runs() -> None:
-    def executed(moment: str, pieces: list[str], identity: str):
-        outputs = [new_output("stream", name="stdout", text=piece) for piece in pieces]
-        times = {"papermill": {"start_time": moment}, "execution": {"iopub.execute_input": moment}, "tags": []}
-        cell = new_code_cell("print()", id=identity, execution_count=1, outputs=outputs, metadata=times)
-        about = {"papermill": {"end_time": moment}, "language_info": {"name": "python", "version": moment}}
-        return new_notebook(cells=[cell], metadata=about)
-
-    first = normalise(executed("09:00", ["one\n", "two\n"], "aaaa"))
-    second = normalise(executed("17:30", ["one\ntwo\n"], "bbbb"))
-    assert to_text(first) == to_text(second)
-    assert first.cells[0].outputs[0].text == "one\ntwo\n"
-    assert "09:00" not in to_text(first)
-
-
 @pytest.mark.parametrize(
     ("output", "complaint"),
     [
@@ -241,15 +219,6 @@ def test_check_offline_finds_what_a_page_loads_and_leaves_links_alone(tmp_path: 
         "page.html: https://cdn.example/late.js",
         "style.css: https://fonts.example/f.css",
     ]
-
-
-def test_the_address_is_counted_wherever_it_stands(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nRepository = "{ADDRESS}/"\n')
-    (tmp_path / "page.md").write_text(f"see\n{ADDRESS}\n")
-    assert repository_address(tmp_path) == ADDRESS
-    for command in (["init", "-q"], ["add", "pyproject.toml", "page.md"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    assert check_address.places(tmp_path) == ["page.md:2", "pyproject.toml:2"]
 
 
 def test_the_address_of_this_project_is_in_one_place() -> None:

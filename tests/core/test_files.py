@@ -27,10 +27,6 @@ def test_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["x.txt"]
 
 
-def test_utf8_and_newlines(tmp_path):
-    assert write_text_atomic(tmp_path / "x.txt", "ä\nb\n").read_bytes() == "ä\nb\n".encode()
-
-
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link", "link to a link", "two names", "long name"])
 def test_what_a_path_names_is_written_and_stays_what_it_is(tmp_path, kind):
     path, file = tmp_path / "path", tmp_path / "folder" / ("x" * (250 if kind == "long name" else 1))

@@ -13,7 +13,6 @@ from torch import nn
 import ackpt
 from ackpt.core import progress
 from ackpt.planner.explain import explanation
-from ackpt.planner.step import plans
 
 
 class Terminal(io.StringIO):
@@ -159,38 +158,6 @@ def test_predict_explain_and_profile_show_progress(terminal, monkeypatch):
     ackpt.explain(model, torch.ones(4, 8))
     terminal.truncate(terminal.seek(0))
     assert shown_on(terminal) == ""
-
-
-def test_describing_a_plan_shows_progress(terminal):
-    step = ackpt.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8), dynamic=True, budget=1.0)
-    terminal.truncate(terminal.seek(0))
-    original, plans.checked_plan = plans.checked_plan, lambda *args: (terminal.wait_for("ackpt: "), original(*args))[1]
-    try:
-        assert step.plan.policy == "auto"
-    finally:
-        plans.checked_plan = original
-    assert shown_on(terminal) == ""
-
-
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no pseudo terminals")
-def test_apply_budget_shows_progress_on_a_pseudo_terminal(monkeypatch):
-    reading, writing = os.openpty()
-    with os.fdopen(writing, "w") as stream:
-        monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
-        monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.0)
-        monkeypatch.setattr(progress, "_INTERVAL_SECONDS", 0.001)
-        seen = b""
-
-        class Reads(nn.Linear):
-            def forward(self, input):
-                nonlocal seen
-                while b"ackpt: capturing the step [00:0" not in seen:
-                    seen += os.read(reading, 1000)
-                return super().forward(input)
-
-        ackpt.apply_budget(Reads(8, 8), torch.ones(4, 8), budget="100%")
-    os.close(reading)
-    assert b"\n" not in seen
 
 
 def test_stages_name_the_work_that_they_are_part_of(terminal):

@@ -12,7 +12,7 @@ from conftest import assert_equal, raises
 from torch._subclasses import FakeTensorMode
 
 import ackpt
-from experiments.models import Bert, BertBlock, BertConfig, BertForMaskedLM, bert_base, bert_large
+from experiments.models import BertBlock, BertConfig, BertForMaskedLM, bert_base, bert_large
 
 TINY = BertConfig(dim=32, ff_dim=64, layers=3, heads=4, vocab_size=50, positions=20)
 IDS = torch.arange(1, 33).view(2, 16)
@@ -88,27 +88,6 @@ def test_published_sizes_are_exact(make, parameters):
     assert model.config.dropout == 0.1 and make.__defaults__ == (0.1,)
 
 
-def test_initial_weights_have_the_published_scales():
-    model = BertForMaskedLM(dataclasses.replace(TINY, dim=256, ff_dim=512, heads=8, vocab_size=1000, positions=100))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            assert not parameter.any()
-        elif "norm" in name:
-            assert torch.equal(parameter, torch.ones_like(parameter))
-        elif parameter.numel() > 10_000:
-            assert abs(parameter.std().item() / 0.02 - 1) < 0.02 and abs(parameter.mean().item()) < 0.001
-
-
-def test_the_decoder_is_the_embedding_also_in_a_copy():
-    model = copy.deepcopy(BertForMaskedLM(TINY).eval())
-    before = model(IDS)
-    with torch.no_grad():
-        model.bert.tokens.weight[40] += 1  # 40 is in no input
-    changed = (model(IDS) != before).any(0).any(0)
-    assert changed.nonzero().tolist() == [[40]]
-    assert len(model.state_dict()) == len(list(model.parameters()))
-
-
 # ---------------------------------------------------------------- values
 
 
@@ -138,16 +117,6 @@ def test_dropout_is_applied_where_transformers_applies_it(mask):
     torch.testing.assert_close(losses[0], losses[1])
     assert not torch.equal(losses[0], model(IDS, mask, labels=LABELS))
     assert torch.equal(model.eval()(IDS, mask), model(IDS, mask))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_padding_does_not_reach_the_tokens(training):
-    model = Bert(dataclasses.replace(TINY, dropout=0.0)).train(training)
-    other = torch.where(MASK.bool(), IDS, 49)
-    hidden, changed = model(IDS, MASK), model(other, MASK)
-    assert torch.equal(hidden[MASK.bool()], changed[MASK.bool()]) and not torch.equal(hidden, changed)
-    torch.testing.assert_close(hidden[1, :10], model(IDS[1:, :10])[0])
-    assert not model(IDS, torch.zeros_like(MASK)).isnan().any()
 
 
 # ---------------------------------------------------------------- checkpointed
@@ -218,14 +187,10 @@ def test_predicted_bytes_are_the_measured_ones(checkpointed):
             ({name: 0}, f"{name} must be a positive integer, got 0")
             for name in ("dim", "ff_dim", "layers", "heads", "vocab_size", "positions", "token_types")
         ),
-        ({"layers": 1.5}, "layers must be a positive integer, got 1.5"),
         ({"heads": True}, "heads must be a positive integer, got True"),
         ({"dim": 100}, "dim must be a multiple of heads, got 100 and 12"),
         ({"eps": 0.0}, "eps must be positive and finite, got 0.0"),
-        ({"eps": float("nan")}, "eps must be positive and finite"),
         ({"dropout": 1.0}, "dropout must be at least 0 and less than 1, got 1.0"),
-        ({"dropout": -0.1}, "dropout must be at least 0"),
-        ({"dropout": float("nan")}, "dropout must be at least 0"),
     ],
 )
 def test_bad_sizes_are_named(sizes, message):
@@ -236,19 +201,13 @@ def test_bad_sizes_are_named(sizes, message):
     ("arguments", "message"),
     [
         ({"input_ids": IDS.float()}, r"input_ids must be int64 of shape \[2, 16\], got torch.float32 \[2, 16\]"),
-        ({"input_ids": IDS.int()}, "input_ids must be int64 .* got torch.int32"),
         ({"input_ids": IDS[0]}, r"int64 of shape \[batch, length\], got torch.int64 \[16\]"),
-        ({"input_ids": IDS[:, :0]}, r"got torch.int64 \[2, 0\]"),
         ({"input_ids": IDS + 20}, "from 21 to 52, allowed are 0 to 49: vocab_size is 50"),
-        ({"input_ids": IDS - 2}, "input_ids holds values from -1 to 30"),
         ({"input_ids": torch.ones(2, 21, dtype=torch.int64)}, "are 21 tokens long, but positions is 20"),
         ({"attention_mask": MASK.float()}, r"attention_mask must be integers or bools .*; got torch.float32 \[2, 16\]"),
-        ({"attention_mask": MASK[:, :15]}, r"of the shape of input_ids, \[2, 16\].*; got torch.int64 \[2, 15\]"),
         ({"attention_mask": 1 + MASK}, "from 1 to 2, allowed are 0 to 1: 1 is for a token, 0 for padding"),
         ({"token_type_ids": TYPES[:1]}, r"token_type_ids must be int64 of shape \[2, 16\], got torch.int64 \[1, 16\]"),
-        ({"token_type_ids": TYPES + 1}, "from 1 to 2, allowed are 0 to 1: token_types is 2"),
         ({"labels": LABELS[:1]}, r"labels must be int64 of shape \[2, 16\], got torch.int64 \[1, 16\]"),
-        ({"labels": LABELS.float()}, "labels must be int64"),
         ({"labels": IDS - 2}, r"from -1 to 30, allowed are 0 to 49 \(and -100, to be ignored\): vocab_size is 50"),
     ],
 )

@@ -64,19 +64,6 @@ def test_the_embedded_corpus_is_the_same_in_every_python():
     assert data.corpus_fingerprint(text) == "03ce3aea0397e841afdbafb4f732c6cb6fdca0bdb370d0a9cdbdbdcae33a3ee3"
 
 
-def test_corpus_and_tokens_are_the_same_in_another_process():
-    code = (
-        "from experiments import data; text = data.embedded_corpus(); "
-        "stream = data.token_stream('embedded', vocab_size=700); "
-        "ids = data.corpus_fingerprint(str(stream.tolist())); "
-        "print(data.corpus_fingerprint(text), len(stream), ids)"
-    )
-    output = python(code, PYTHONHASHSEED=str(1 + (os.environ.get("PYTHONHASHSEED") == "1"))).stdout
-    stream = data.token_stream("embedded", vocab_size=700)
-    ids = data.corpus_fingerprint(str(stream.tolist()))
-    assert output.split() == [data.corpus_fingerprint(data.embedded_corpus()), str(len(stream)), ids]
-
-
 # ---------------------------------------------------------------- wikitext, local
 
 
@@ -95,15 +82,6 @@ def test_a_local_copy_is_read(tmp_path, no_hub, name, given):
     write(tmp_path / name)
     assert data.wikitext_corpus(path=tmp_path / given) == TEXT
     assert data.wikitext_corpus(path=str(tmp_path / given), limit_chars=30) == TEXT[:30]
-
-
-@pytest.mark.parametrize("splits", [False, True])
-def test_a_corpus_saved_by_datasets_is_read(tmp_path, no_hub, splits):
-    saved = datasets.Dataset.from_dict({"text": ROWS})
-    if splits:
-        saved = datasets.DatasetDict({"train": saved, "test": datasets.Dataset.from_dict({"text": ["no"]})})
-    saved.save_to_disk(tmp_path / "copy")
-    assert data.wikitext_corpus(path=tmp_path / "copy") == TEXT
 
 
 def test_splits_shards_and_configurations_are_told_apart(tmp_path, no_hub):
@@ -188,15 +166,6 @@ def test_the_hub_is_streamed_up_to_the_limit(monkeypatch, no_hub):
         "split": "test",
         "streaming": True,
     }
-
-
-@pytest.mark.parametrize(
-    ("package", "call"),
-    [("datasets", lambda: data.wikitext_corpus()), ("tokenizers", lambda: data.train_tokenizer("text", 300))],
-)
-def test_a_missing_package_comes_with_its_pip_line(monkeypatch, package, call):
-    monkeypatch.setitem(sys.modules, package, None)
-    raises(DataError, rf'needs the package {package} .*: pip install "ackpt\[lm\]"', call)
 
 
 # ---------------------------------------------------------------- tokens

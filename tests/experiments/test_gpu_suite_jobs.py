@@ -12,7 +12,6 @@ import pytest
 from experiments.cli.command_line import main
 from experiments.provenance import environment
 from experiments.reports.gpu_suite import rows
-from experiments.steps.failures import Failures
 from experiments.suite.gpu_suite import read_state, records_of
 from experiments.suite.gpu_suite_jobs import EXPERIMENTS, cpu_jobs, gpu_jobs, jobs
 
@@ -83,31 +82,6 @@ def test_the_device_chooses_the_half_precision_that_its_attention_has(capability
     assert {dtypes[name] for name in named} == {dtype} and dtypes["offload-T12000"] == "float16"
     assert dtypes["batch-size-resnet152-B64"] == dtypes["lm-L2048-float32-deterministic"] == "float32"
     assert {job.config.dtype for job in jobs("t4") if job.experiment == "lm"} == {"float16", "float32"}
-
-
-def test_peaks_for_a_gpu_are_predicted_without_one():
-    by_name = {job.name: job for job in gpu_jobs()}
-    job = by_name["synthetic-L2048"]
-    peaks = job.predict(dataclasses.replace(job.config, methods=("baseline", "checkpoint")))
-    assert 2000 < peaks["checkpoint"] / 2**20 < peaks["baseline"] / 2**20 < 3603
-    job = by_name["frontier-transformer"]
-    (peak,) = job.predict(job.config).values()
-    assert peak > 4 * 150_000_000
-
-
-def test_a_job_of_one_method_that_fails_keeps_the_others(monkeypatch):
-    from experiments import batch_size
-
-    def refuse(name, *rest):
-        if name == "per-block":
-            raise RuntimeError("not here")
-
-    monkeypatch.setattr(batch_size, "require_equal", refuse)
-    (job,) = (each for each in cpu_jobs() if each.name.startswith("batch-size"))
-    failures = Failures()
-    config = dataclasses.replace(job.config, methods=("baseline", "per-block"))
-    ((record,),) = job.run(config, "", failures)
-    assert record.config["method"] == "baseline" and failures.reasons == {"per-block": "RuntimeError: not here"}
 
 
 @pytest.mark.parametrize(

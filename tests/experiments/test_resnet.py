@@ -2,14 +2,11 @@
 
 import contextlib
 import copy
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from conftest import assert_equal, raises
-from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import ackpt
@@ -41,18 +38,6 @@ def test_published_sizes_are_exact(make, parameters, entries):
         model = make()
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert len(model.state_dict()) == entries
-
-
-def test_initial_weights():
-    model = resnet18()
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d) and module.weight.numel() > 30_000:
-            fan_out = module.out_channels * module.kernel_size[0] ** 2
-            assert abs(module.weight.std().item() * math.sqrt(fan_out / 2) - 1) < 0.02
-        elif isinstance(module, nn.BatchNorm2d):
-            assert bool((module.weight == 1).all()) and not module.bias.any()
-    bound = 1 / math.sqrt(512)
-    assert 0.99 * bound < model.fc.weight.abs().max() <= bound
 
 
 # ---------------------------------------------------------------- values
@@ -99,13 +84,6 @@ def test_values_gradients_and_statistics_are_those_of_transformers(config):
     torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, expected)
     expected = {renamed(name): value for name, value in reference.state_dict().items()}
     torch.testing.assert_close(dict(model.state_dict()), expected)
-
-
-def test_ignored_labels_do_not_count():
-    model = ResNet(TINY["basic"])
-    logits = model(images())
-    expected = F.cross_entropy(logits[:3], LABELS[:3])
-    torch.testing.assert_close(model(images(), torch.cat([LABELS[:3], torch.tensor([-100])])), expected)
 
 
 # ---------------------------------------------------------------- checkpointed
@@ -172,12 +150,8 @@ def test_predicted_bytes_are_the_measured_ones(kind, checkpointed):
     [
         ({"block": "wide"}, "block must be one of basic, bottleneck, got 'wide'"),
         ({"depths": (2, 2, 2)}, r"depths must be a tuple of four positive integers, got \(2, 2, 2\)"),
-        ({"depths": [2, 2, 2, 2]}, "depths must be a tuple"),
-        ({"depths": (2, 2, 0, 2)}, "four positive integers"),
         ({"depths": (2, 2, True, 2)}, "four positive integers"),
         ({"width": 0}, "width must be a positive integer, got 0"),
-        ({"num_classes": 1.5}, "num_classes must be a positive integer, got 1.5"),
-        ({"channels": True}, "channels must be a positive integer, got True"),
     ],
 )
 def test_bad_sizes_are_named(sizes, message):
@@ -189,13 +163,9 @@ def test_bad_sizes_are_named(sizes, message):
     [
         (torch.zeros(3, 48, 48), None, r"floats \[batch, 3, height, width\], got torch.float32 \[3, 48, 48\]"),
         (torch.zeros(4, 1, 48, 48), None, r"got torch.float32 \[4, 1, 48, 48\]"),
-        (torch.zeros(4, 48, 48, 3), None, r"got torch.float32 \[4, 48, 48, 3\]"),
-        (torch.zeros(0, 3, 48, 48), None, r"got torch.float32 \[0, 3, 48, 48\]"),
         (torch.zeros(4, 3, 48, 48, dtype=torch.uint8), None, "got torch.uint8"),
         (torch.zeros(4, 3, 48, 48), LABELS[:3], r"labels must be int64 of shape \[4\], got torch.int64 \[3\]"),
-        (torch.zeros(4, 3, 48, 48), LABELS.float(), "got torch.float32"),
         (torch.zeros(4, 3, 48, 48), LABELS + 1, r"from 1 to 10, allowed are 0 to 9 \(and -100.*num_classes is 10"),
-        (torch.zeros(4, 3, 48, 48), LABELS - 1, "labels holds values from -1 to 8"),
     ],
 )
 def test_bad_arguments_are_named(x, labels, message):

@@ -149,12 +149,6 @@ class TestEnvironment:
         who = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
         subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
 
-    def test_fields(self):
-        here = environment("cpu", "python -m experiments lm")
-        assert here["device"] == "cpu" and here["command"] == "python -m experiments lm" and here["threads"] >= 1
-        assert len(here["date"]) == len("2026-01-31") and here["device_name"]
-        assert environment("cpu", "python -m experiments lm") == here
-
     def test_commit_of_the_packages_checkout_only(self, tmp_path, monkeypatch):
         package = tmp_path / "ackpt"
         package.mkdir()

@@ -1,14 +1,11 @@
 """The schematics' data: frames, states and bytes are those of the schedules and of the simulator."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from ackpt.metering import plots
 from ackpt.models import TransformerConfig
-from experiments.reports import schematics
 from experiments.widgets.autograd_graphs import OPERATIONS, autograd_graphs
 from experiments.widgets.block_stack import CONFIG, TOKENS, block_stack
 from experiments.widgets.chain_steps import DIM, LAYERS, ROWS, VARIANTS, chain_steps
@@ -166,20 +163,3 @@ def test_blocks_are_gathered_before_they_run_and_prefetched_in_backward(gathers)
     assert [end <= begin for (*_, end), (_, begin, _) in zip(reductions, reductions[1:])] == [True] * BLOCKS
     assert [what for what, *_ in gathers["runs"]].count("r") == BLOCKS
     assert gathers["runs"][-1][-1] == gathers["events"]
-
-
-@pytest.mark.parametrize("make", ["chain", "stack", "lanes", "autograd", "gathers"])
-def test_a_still_is_reproducible(make, chain, lanes, gathers):
-    made = {"chain": chain, "lanes": lanes, "gathers": gathers}
-    data = made[make] if make in made else {"stack": block_stack, "autograd": autograd_graphs}[make]()
-    draw = getattr(schematics, f"{make}_figure")
-    assert plots.png(draw(data)) == plots.png(draw(data))
-
-
-def test_the_colors_are_those_of_the_figures():
-    script = (ROOT / "book" / "_explorer" / "common.js").read_text(encoding="utf-8")
-    colors = dict(re.findall(r'(\w+): "(#[0-9a-f]{6})"', script))
-    assert colors == {name: plots.COLORS[name] for name in colors}
-    assert {"activations", "recomputed", "temporaries", "gradients"} <= colors.keys()
-    lanes = (ROOT / "book" / "_explorer" / "schematic.js").read_text(encoding="utf-8")
-    assert all(f'"{color}"' in lanes + script for color in schematics.LANES.values())

@@ -1,13 +1,10 @@
 """Predicted ratios of published times: their rows, blocks of equal times, and the file that keeps predictions."""
 
-import json
-
 import pytest
-from conftest import raises
 
 from experiments.published import time_ratios
 from experiments.published.time_ratios import METHODS, Times, compared, table
-from experiments.results import RecordError, load_reference
+from experiments.results import load_reference
 
 LAYER = {"width": 64, "heads": 4, "batch": 2, "length": 32, "ranks": 2}
 ROW = {"step": "megatron-layer", "gpu": "a100-80g", "unit": "ms", "method": "checkpointing", "against": "baseline"}
@@ -54,19 +51,6 @@ def test_a_ratio_and_its_error(tmp_path):
     large = {**found, "error": -0.2}
     tables = [table([row], "A caption.", "a-name") for row in (large, {**found, "error": 0.1})]
     assert "| **-20.0** |" in tables[0] and "**" not in tables[1]
-
-
-def test_predictions_are_kept(tmp_path):
-    file = tmp_path / "times.json"
-    times = Times(file)
-    compared(ROW, times)
-    times.save()
-    again = Times(file)
-    assert compared(ROW, again) and (times.predicted, again.predicted) == (2, 0)
-    assert len(json.loads(file.read_text())["seconds"]) == 2
-    assert times.of(ROW) == again.of(ROW, repeat=True)
-    file.write_text("{")
-    raises(RecordError, "delete it", lambda: Times(file))
 
 
 def test_no_published_ratio_is_far_off():
