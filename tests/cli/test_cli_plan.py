@@ -400,40 +400,28 @@ def test_a_model_larger_than_any_device_is_planned(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["gpt5", "--seq-len", "8"], "unknown model 'gpt5': choose from transformer, lm, resnet18"),
         (["bert-base"], "bert-base reads tokens: give --seq-len"),
         (["resnet18", "--seq-len", "8"], "resnet18 reads images"),
         ([*BERT, "--image-size", "8"], "leave it out"),
         ([*BERT, "--batch-size", "0"], "--batch-size must be at least 1"),
-        ([*BERT, "--seq-len", "-1"], "--seq-len must be at least 1"),
         ([*BERT, "--seq-len", "513"], "512 positions of this configuration: give --set positions=513"),
         ([*BERT, "--set", "layer=3"], "no such field; did you mean layers?"),
         ([*BERT, "--set", "layers"], "write FIELD=VALUE"),
         ([*BERT, "--set", "layers=two"], "layers must be a positive integer"),
-        ([*BERT, "--set", "dropout=none"], "--set"),
         ([*BERT, "--set", "heads=3"], "multiple of heads"),
-        ([*BERT, "--dtype", "int8"], "'int8' is not a dtype"),
         ([*BERT, "--dtype", "bfloat"], "'bfloat' is not a dtype (did you mean 'bfloat16'?): choose from float32"),
         ([*BERT, "--budget", "22G"], "'22G' is not a budget (did you mean '22GiB' or '22GB'?)"),
-        ([*BERT, "--autocast", "int8"], "'int8' is not a dtype"),
         (
             [*BERT, "--optimizer", "lion"],
             "the state of optimizer 'lion' is not known: choose from adamw, adamw-fused, adamw-for-loop, adamw-8bit",
         ),
         (["bert-bse", "--seq-len", "8"], "unknown model 'bert-bse' (did you mean 'bert-base'?)"),
-        ([*BERT, "--policy", "magic"], "'magic' is not a known policy: choose from none, full"),
         ([*BERT, "--policy", "Full"], "'Full' is not a known policy (did you mean 'full'?): choose from none, full"),
         ([*BERT, "--device-profile", "H200"], "'H200' (did you mean 'h200'?), only for h100-80g"),
-        ([*BERT, "--policy", "manual"], "'manual' is not a known policy"),
-        ([*BERT, "--device-profile", "h300"], "'h300'"),
         ([*BERT, "--device-profile", "t4", "--autocast", "bfloat16"], "'bfloat16' is not a known dtype of t4"),
-        ([*BERT, "--budget", "6 apples"], "is not a budget"),
         ([*BERT, "--budget", "1.5"], "at most 1, as in"),
-        ([*BERT, "--budget", "nan"], "at most 1, as in"),
         ([*BERT, "--output", "."], "is a folder"),
-        (["hf:GPT5Config", "--seq-len", "8"], "no configuration class 'GPT5Config'"),
         (["hf:GPT2Confg", "--seq-len", "8"], "no configuration class 'GPT2Confg' (did you mean 'GPT2Config'?)"),
-        (["hf:GPT2Model", "--seq-len", "8"], "no configuration class 'GPT2Model'"),
         (["hf:no-such.json", "--seq-len", "8"], "no-such.json cannot be read (No such file or directory): write hf:"),
         (["hf:GPT2Config"], "give --seq-len"),
         (["hf:GPT2Config", "--seq-len", "2048"], "longer than the 1024 positions"),
@@ -483,15 +471,6 @@ def test_an_output_that_cannot_be_written_is_reported_before_planning(tmp_path, 
     (tmp_path / "file").write_text("")
     assert main(["plan", *BERT, "--output", str(tmp_path / "file" / "plan.json")]) == 2
     assert "--output: cannot write" in capsys.readouterr().err
-
-
-def test_the_help_names_every_option(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--help"])
-    printed = capsys.readouterr().out
-    options = ["--batch-size", "--seq-len", "--image-size", "--set", "--dtype", "--autocast", "--optimizer"]
-    options += ["--device-profile", "--budget", "--policy", "--output", "--json"]
-    assert ended.value.code == 0 and all(option in printed for option in options)
 
 
 def test_the_explanation_is_printed_and_written(tmp_path, capsys):

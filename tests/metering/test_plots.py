@@ -7,7 +7,6 @@ from PIL import Image
 from ackpt.metering import plots
 from ackpt.metering.plots import MIB, png, save, timeline_plot
 from ackpt.metering.timeline import build_timeline
-from experiments.reports.figures import bar_plot, line_plot
 
 
 def actions():
@@ -17,15 +16,9 @@ def actions():
 
 
 TIMELINE = build_timeline(actions(), before={77: ("gradients", 2 * MIB)})
-PEAKS = {"baseline": [3 * MIB, 5 * MIB, None], "checkpoint": [2 * MIB, None, 3 * MIB]}
-MANY = {name: [value * MIB for value in range(1000, 8000, 1000)] for name in ("a", "b")}
-LINES = {"baseline": [3 * MIB, 5 * MIB, 7 * MIB]}
 FIGURES = {
     "timeline": lambda: timeline_plot(TIMELINE, "Activations grow until backward begins"),
     "with resident": lambda: timeline_plot(TIMELINE, "A long title " * 10, resident_bytes=100 * MIB),
-    "bars": lambda: bar_plot([1, 2, 3], PEAKS, "Checkpointing saves memory", xlabel="tokens"),
-    "many bars": lambda: bar_plot(range(7), MANY, "Many bars"),
-    "lines": lambda: line_plot([1, 2, 3], PEAKS, LINES, "As predicted", xlabel="n"),
 }
 
 
@@ -59,11 +52,6 @@ class TestEveryFigure:
             assert not box.overlaps(title)
             assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1
 
-    def test_units_and_title(self, name):
-        figure = FIGURES[name]()
-        assert "MiB" in figure.axes[0].get_ylabel()
-        assert figure._suptitle.get_text()
-
 
 def test_text_is_readable_on_its_ground():
     def luminance(color):
@@ -86,20 +74,6 @@ def test_a_timeline_marks_its_peak():
     assert texts(figure)[0] == "peak 143 MiB"
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["temporaries", "activations", "gradients", "resident"]  # from top to bottom, as drawn
-
-
-def test_bars_carry_their_values():
-    assert texts(FIGURES["bars"]()) == ["3.00", "5.00", "not measured", "2.00", "not measured", "3.00"]
-    assert texts(bar_plot(["x"], {"seconds": [0.5]}, "t", unit=1, ylabel="s")) == ["0.500"]
-    assert bar_plot(["x"], {"only": [1]}, "t").legends == []
-
-
-def test_lines_share_colours_by_name():
-    axes = FIGURES["lines"]().axes[0]
-    predicted, measured, checkpoint = axes.get_lines()
-    assert predicted.get_color() == measured.get_color() != checkpoint.get_color()
-    assert list(measured.get_xdata()) == [1, 2] and list(checkpoint.get_xdata()) == [1, 3]
-    assert list(axes.get_xticks()) == [1, 2, 3]
 
 
 def test_numbers_have_units():
