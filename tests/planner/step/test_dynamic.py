@@ -106,14 +106,6 @@ def test_two_lengths_of_an_encoder_and_a_decoder():
     assert kinds(step) == ["capture", "dynamic capture", "plan", "plan", "plan"]
 
 
-def test_one_capture_serves_images_of_several_sizes():
-    model = Images()
-    step = ackpt.compile(model, torch.randn(4, 3, 16, 16), budget=0.9)
-    for batch, size in ((4, 24), (4, 32), (4, 20), (2, 28)):
-        check(step, model, torch.randn(batch, 3, size, size))
-    assert kinds(step).count("capture") == 1
-
-
 class Mixed(Blocks):
     def forward(self, ids):
         with torch.autocast("cpu", torch.bfloat16):

@@ -67,15 +67,6 @@ def test_a_plan_that_was_chosen_for_another_size_serves_too(tmp_path):
     check(ackpt.compile(model, ids(8, 16), plan=plan), model, ids(8, 24))
 
 
-def test_a_plan_serves_images_of_other_sizes(tmp_path):
-    model = Images()
-    plan = saved(tmp_path, ackpt.compile(model, torch.randn(4, 3, 16, 16), policy="full"))
-    step = ackpt.compile(model, torch.randn(2, 3, 16, 16), plan=plan)
-    check(step, model, torch.randn(2, 3, 16, 16))
-    check(step, model, torch.randn(3, 3, 20, 24))
-    assert step.plan.limit_bytes is None
-
-
 def test_sizes_that_exceed_the_budget_are_refused_with_bytes(tmp_path):
     model = Words()
     plan = saved(tmp_path, ackpt.compile(model, ids(4, 16), budget=0.8))
