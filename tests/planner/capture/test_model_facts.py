@@ -264,17 +264,6 @@ def test_changes_that_no_capture_depends_on_cause_no_reading(change):
     assert watched.facts() is before
 
 
-def test_an_attribute_that_changes_and_changes_back_is_served_by_the_first_capture():
-    model = Holder()
-    del model.object
-    x = torch.ones(2, 4)
-    step = ackpt.compile(model, x, policy="none", differentiate="all")
-    for scale in (0.5, 0.25, 0.5, 0.25):
-        model.scale = scale
-        assert torch.equal(step(x), model(x))
-    assert [event.kind for event in step.history] == ["capture", "capture"]
-
-
 def test_an_argument_that_shares_the_storage_of_a_parameter_is_another_call():
     model = Holder()
     step = ackpt.compile(model, torch.ones(4, 4), policy="none", differentiate="all")

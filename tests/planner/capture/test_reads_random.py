@@ -15,77 +15,78 @@ from ackpt.graph import TraceError
 GENERATOR = random.Random(5)
 
 
-class Draws(nn.Module):
-    """Draws random numbers of its own, or seeds torch's."""
-
-    def __init__(self, how: str):
-        super().__init__()
-        self.how, self.weight = how, nn.Parameter(torch.ones(4))
-        self.own, self.several = random.Random(3), {"numpy": np.random.default_rng(0)}
-
-    def forward(self, x):
-        y = self.weight * x
-        if self.how == "nothing":
-            return y
-        if self.how == "own":
-            return y * self.own.random()
-        if self.how == "several":
-            return y * self.several["numpy"].normal()
-        if self.how == "GENERATOR":
-            return y * GENERATOR.random()
-        with torch.random.fork_rng():
-            torch.manual_seed(7)
-            return y * torch.randn(4)
+def forked(model):
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return torch.randn(4)
 
 
-@pytest.mark.parametrize("how", ["own", "several", "GENERATOR", "manual_seed"])
-def test_random_numbers_that_a_capture_would_repeat_are_refused_and_put_back(how):
-    model, states = Draws(how), (torch.get_rng_state(), GENERATOR.getstate())
-    own, numpy_state = model.own.getstate(), model.several["numpy"].bit_generator.state
-    raises(TraceError, how, lambda: ackpt.compile(model, torch.ones(4)))
-    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == GENERATOR.getstate()
-    assert own == model.own.getstate() and numpy_state == model.several["numpy"].bit_generator.state
+def restored(model):
+    with torch.random.fork_rng():
+        return torch.rand(4)
+
+
+def seeded_own(model):
+    model.own.seed(0)
+    return model.own.random()
+
+
+def seeded_python(model):
+    random.seed(0)
+    return random.random()
+
+
+def seeded_numpy(model):
+    np.random.seed(0)  # noqa: NPY002
+    return float(np.random.rand())  # noqa: NPY002
+
+
+# A forward that draws from a generator, or seeds one itself, so that every call leaves it in the same state.
+DRAWS = {
+    "own": lambda model: model.own.random(),
+    "several": lambda model: model.several["numpy"].normal(),
+    "GENERATOR": lambda model: GENERATOR.random(),
+    "manual_seed": forked,
+    "seeded own": seeded_own,
+    "seeded random": seeded_python,
+    "seeded numpy": seeded_numpy,
+    "seeded generator": lambda model: torch.rand(4, generator=model.generator.manual_seed(0)),
+    "set_rng_state": restored,
+}
+
+
+def drawing(factor):
+    return model_of(
+        lambda self, x: (self.linear(x) * self.factor(self)).sum(),
+        linear=nn.Linear(4, 4),
+        factor=factor,
+        own=random.Random(3),  # noqa: S311
+        several={"numpy": np.random.default_rng(0)},
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def states(model):
+    """The states of all generators, comparable by ``==``."""
+    of_torch = torch.get_rng_state().tolist(), model.generator.get_state().tolist()
+    of_numpy = np.random.get_state()[1].tobytes(), model.several["numpy"].bit_generator.state  # noqa: NPY002
+    return *of_torch, *of_numpy, random.getstate(), GENERATOR.getstate(), model.own.getstate()
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("how", DRAWS)
+def test_a_forward_that_seeds_or_draws_itself_is_refused_and_generators_are_put_back(how, is_called):
+    model, x = drawing(DRAWS[how]), torch.ones(2, 4)
+    if is_called:
+        model(x)
+    before = states(model)
+    raises(TraceError, f"{how.split()[-1]}.*regions=True", lambda: ackpt.compile(model, x, policy="full"))
+    assert states(model) == before
 
 
 def test_an_unused_generator_is_allowed():
-    assert torch.equal(ackpt.compile(Draws("nothing"), torch.ones(4))(torch.ones(4)), torch.ones(4))
-
-
-class Seeds(nn.Module):
-    """Seeds a generator itself, so that every call leaves it in the same state."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.linear = how, nn.Linear(4, 4)
-        self.own, self.generator = random.Random(0), torch.Generator().manual_seed(0)  # noqa: S311
-
-    def forward(self, x):
-        if self.how == "random":
-            random.seed(0)
-            factor = random.random()
-        elif self.how == "numpy":
-            np.random.seed(0)  # noqa: NPY002
-            factor = float(np.random.rand())  # noqa: NPY002
-        elif self.how == "own":
-            self.own.seed(0)
-            factor = self.own.random()
-        elif self.how == "generator":
-            factor = torch.rand(4, generator=self.generator.manual_seed(0))
-        else:
-            with torch.random.fork_rng():
-                factor = torch.rand(4)
-        return (self.linear(x) * factor).sum()
-
-
-@pytest.mark.parametrize("how", ["random", "numpy", "own", "generator", "set_rng_state"])
-def test_a_forward_that_seeds_itself_is_refused_also_right_after_a_call(how):
-    model, x = Seeds(how), torch.ones(2, 4)
-    model(x)
-    states = random.getstate(), np.random.get_state()[1].tobytes(), model.own.getstate()  # noqa: NPY002
-    of_torch = torch.get_rng_state(), model.generator.get_state()
-    raises(TraceError, f"{how}.*regions=True", lambda: ackpt.compile(model, x, policy="full"))
-    assert states == (random.getstate(), np.random.get_state()[1].tobytes(), model.own.getstate())  # noqa: NPY002
-    assert all(map(torch.equal, of_torch, (torch.get_rng_state(), model.generator.get_state())))
+    model = drawing(lambda model: 1.0)
+    assert torch.equal(ackpt.compile(model, X)(X), model(X))
 
 
 def own_generator(is_new: bool):

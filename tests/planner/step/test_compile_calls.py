@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import copy
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,33 +276,6 @@ def test_a_hook_that_comes_later_is_warned_of(kind):
         step(x())
     assert len(warned) == 1
     step(x())  # and not again
-
-
-@pytest.mark.parametrize("make", [lambda scale: {"scale": scale}, lambda scale: SimpleNamespace(scale=scale)])
-def test_numbers_that_a_module_keeps_in_a_dict_or_a_namespace_are_looked_at(make):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.settings = nn.Linear(4, 2), make(1.0)
-
-        def forward(self, x):
-            found = self.settings
-            return self.layer(x) * (found["scale"] if isinstance(found, dict) else found.scale)
-
-    model, inputs = Scaled(), torch.randn(3, 4)
-    step = ackpt.compile(model, inputs, policy="full")
-    assert torch.equal(step(inputs), model(inputs))
-    model.settings = make(3.0)
-    assert torch.equal(step(inputs), model(inputs))
-    set_scale(model.settings, 5.0)
-    assert torch.equal(step(inputs), model(inputs))
-
-
-def set_scale(settings, scale):
-    if isinstance(settings, dict):
-        settings["scale"] = scale
-    else:
-        settings.scale = scale
 
 
 def doubled(module, inputs, output):
