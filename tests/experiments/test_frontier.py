@@ -3,15 +3,27 @@
 import copy
 import io
 import json
+import sys
 
 import pytest
+import torch
 from PIL import Image
+from steps import run_boxed
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
 
+import ackpt
 from ackpt.metering.plots import png
 from experiments.cli.command_line import main
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
-from experiments.results import Record
+from experiments.reports import frontier_times as times
+from experiments.results import Record, environment
+from experiments.steps.frontier_models import checked_sizes, workload
+from experiments.steps.frontier_runs import Runs
+from experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, SELECTIVE, peer
+from experiments.steps.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}
@@ -132,3 +144,167 @@ def test_bad_input_prints_one_line_before_any_work(arguments, message, capsys):
     assert main(["frontier", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("python -m experiments frontier: ") and message in err and err.count("\n") == 1
+
+
+UNET = {"batch_size": 2, "image_size": 16, "width": 4, "num_classes": 3}
+TOKENS = {"layers": 1, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def unet():
+    config = FrontierConfig(
+        "unet", UNET, policies=("auto",), budgets=(0.5,), peers=("checkpoint",), costs=("counted", "rates")
+    )
+    return run_frontier(config, "python -m experiments frontier", timed_rounds=2)
+
+
+@pytest.fixture
+def made_up():
+    """A record of a BERT with round numbers."""
+    ratio = {"median": 1.2, "samples": [1.1, 1.2, 1.4]}
+    peer = {"peer": "checkpoint", "setting": None, "measured_peak_bytes": 40, "seconds_ratio": ratio}
+    peer |= {"auto_peak_bytes": 38, "auto_seconds_ratio": {"median": 1.05, "samples": [1.05]}}
+    half = {"policy": "auto, rates", "budget": 0.5, "measured_peak_bytes": 50, "cost": 0.05, "lower_bound": 0.04}
+    half |= {"gap_seconds": 0.0012, "seconds_ratio": {"median": 1.03, "samples": [1.02, 1.03, 1.04]}}
+    metrics = {"baseline": {"measured_peak_bytes": 100}, "eager": {"seconds_ratio": ratio}}
+    metrics |= {"points": [{**half, "policy": "auto", "cost": 9.0}, half], "peers": [peer]}
+    config = {"model": "bert", "costs": ["counted", "rates"], "budgets": [0.5]}
+    return Record("frontier", config, metrics, environment())
+
+
+def test_auto_plans_with_every_kind_of_costs_and_within_the_peak_of_blocks(unet):
+    assert report.broken_promises(unet) == []
+    assert unet.metrics["keeps_freed_memory"] is sys.platform.startswith("linux")
+    assert {point["policy"] for point in unet.metrics["points"]} == {"auto", "auto, rates"}
+    (blocks,) = unet.metrics["peers"]
+    assert blocks["auto_peak_bytes"] <= blocks["measured_peak_bytes"]
+    per_block, ours = times.at_the_peak_of_blocks(unet)
+    assert per_block == blocks["seconds_ratio"]["median"] - 1
+    assert ours == blocks["auto_seconds_ratio"]["median"] - 1
+
+
+def test_the_gap_is_in_seconds_where_seconds_are_minimized(unet):
+    half = times.at_half(unet)
+    assert (half["policy"], half["budget"]) == ("auto, rates", 0.5) and half["cost"] > half["lower_bound"]
+    step = half["gap_seconds"] / (half["cost"] - half["lower_bound"])  # of the whole step, at the calibrated rates
+    assert 0 < half["gap_seconds"] < step
+    assert all("gap_seconds" not in point for point in unet.metrics["points"] if point["policy"] == "auto")
+
+
+def test_the_table_of_models(made_up):
+    assert times.times_rows([made_up]) == [
+        {"model": "BERT with dropout", "peak": "0.40", "blocks": "20.0", "auto": "5.0", "half": "3.0"}
+        | {"cost": "5.0", "bound": "4.0", "gap": "1.0%, 1.2 ms"}
+    ]
+    made_up.config["compiler"] = "inductor"
+    assert times.times_rows([made_up])[0]["auto"] == "5.0"
+    made_up.metrics["points"][1]["measured_peak_bytes"] = 39  # the fullest of the plans that fit into 40
+    assert times.times_rows([made_up])[0]["auto"] == "3.0"
+    made_up.metrics["points"] = [{"policy": "auto, rates", "budget": 0.5, "least_bytes": 60}]
+    del made_up.metrics["peers"][0]["auto_seconds_ratio"]
+    (row,) = times.times_rows([made_up])
+    assert row["model"] == "BERT with dropout, Inductor"
+    assert (row["blocks"], row["auto"], row["half"], row["gap"]) == ("20.0", "infeasible", "infeasible", "–")
+    made_up.config["budgets"] = [0.8]
+    assert times.times_rows([made_up])[0]["half"] == "not run"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, at the import of Inductor
+def test_every_step_is_compiled(tmp_path, no_inductor, monkeypatch):
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda gm, inputs: aot_autograd(fw_compiler=run_boxed)(gm, inputs)
+    )
+    config = FrontierConfig(
+        "transformer", TOKENS, ("auto", "full"), (0.9, 0.05), ("checkpoint",), costs=("rates",), compiler="inductor"
+    )
+    record = run_frontier(config, timed_rounds=1)
+    planned, refused, full = record.metrics["points"]
+    baseline, (blocks,) = record.metrics["baseline"], record.metrics["peers"]
+    limit = int(0.9 * baseline["measured_peak_bytes"])
+    assert planned["measured_peak_bytes"] <= planned["limit_bytes"] == limit < baseline["measured_peak_bytes"]
+    assert refused["least_bytes"] > baseline["resident_bytes"] + limit / 18 and "measured_peak_bytes" not in refused
+    assert full["budget"] is None and full["measured_peak_bytes"] < baseline["measured_peak_bytes"]
+    assert blocks["auto_peak_bytes"] <= blocks["measured_peak_bytes"] and "auto_seconds_ratio" in blocks
+    assert all(report.is_correct(row, record) for row in (planned, full, blocks))
+    assert not any("recompute_flops" in row for row in (planned, full, blocks))
+    path = record.save(tmp_path / report.file_name(record))
+    assert path.name == "frontier-transformer-inductor.json" and report.broken_promises(record) == []
+    assert "refused" in report.text_table(record) and times.name_of(Record.load(path)) == "Transformer, Inductor"
+
+
+TOKENS_PEERS = 2 * 24
+
+
+@pytest.fixture(scope="module")
+def runs():
+    work = workload("transformer", checked_sizes("transformer", SIZES), 0)
+    found = Runs(work, 0, 0)
+    graph = ackpt.trace(work.model, *work.args)
+    found.first(ackpt.plan(graph, policy="none"))
+    return found
+
+
+def run(runs, name, setting=None):
+    with peer(name, runs.work, setting) as call:
+        return runs.of(call, compiles=name == MEMORY_BUDGET)
+
+
+def test_checkpoint_recomputes_every_block_except_its_last_product(runs):
+    found = run(runs, CHECKPOINT)
+    x = torch.randn(2, 24, 16)
+    with torch.no_grad():
+        forward = sum(ackpt.count_flops(lambda block=block: block(x)) for block in runs.work.blocks)
+    assert found["recompute_flops"] == forward - 2 * 2 * TOKENS_PEERS * 32 * 16
+    assert found["gradients_difference"] == found["buffers_difference"] == 0.0
+
+
+def test_selective_recomputes_no_product_and_saves_more(runs):
+    kept = [parameter.detach().clone() for parameter in runs.work.model.parameters()]
+    assert 0 < runs.rounding()["gradients_difference"] < 1e-4
+    assert all(map(torch.equal, kept, runs.work.model.parameters()))
+    baseline, blocks, found = runs.of(runs.work.model), run(runs, CHECKPOINT), run(runs, SELECTIVE)
+    assert found["recompute_flops"] == baseline["recompute_flops"] == 0
+    peaks = [row["measured_peak_bytes"] for row in (blocks, found, baseline)]
+    assert peaks == sorted(peaks) and len({*peaks}) == 3
+    assert found["gradients_difference"] == 0.0
+
+
+def test_a_smaller_memory_budget_recomputes_more(runs):
+    most, half = (run(runs, MEMORY_BUDGET, setting) for setting in (1.0, 0.5))
+    assert 0 == most["recompute_flops"] < half["recompute_flops"]
+    assert half["measured_peak_bytes"] < most["measured_peak_bytes"]
+    assert max(most["gradients_difference"], half["gradients_difference"]) < 1e-5
+
+
+def test_the_model_and_torch_are_as_before(runs):
+    run(runs, CHECKPOINT)
+    assert not any("forward" in vars(block) for block in runs.work.blocks)
+    with peer(SELECTIVE, runs.work) as call, pytest.raises(IndexError):
+        call(runs.work.args[0] + 20, runs.work.args[1])
+    assert not any("forward" in vars(block) for block in runs.work.blocks)
+    with peer(MEMORY_BUDGET, runs.work, 0.5):
+        assert config.activation_memory_budget == 0.5
+    assert config.activation_memory_budget == 1.0
+
+
+class _Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_buffers_that_checkpoint_updates_twice_are_wrong():
+    model = _Normed()
+    work = Workload(model, (torch.randn(6, 8) + 1,), tuple(model.blocks))
+    runs = Runs(work, 0, 0)
+    runs.first(ackpt.plan(ackpt.trace(model, *work.args), policy="none"))
+    for found in (runs.of(model), runs.of(model)):  # from the same buffers every time
+        assert found["gradients_difference"] == found["buffers_difference"] == 0.0
+    assert 0 < runs.rounding()["buffers_difference"] < 1e-5
+    found = run(runs, CHECKPOINT)
+    assert found["gradients_difference"] == 0.0 and found["buffers_difference"] == 1.0  # of num_batches_tracked

@@ -20,6 +20,7 @@ from experiments.offload import (
 from experiments.reports import offload as report
 from experiments.results import DASH, load_reference
 from experiments.steps.offload_methods import METHODS, OURS, _transformers, make_method
+from experiments.steps.profiling import summary, traced
 
 TINY = OffloadConfig(
     total_tokens=96, batch_size=4, layers=5, dim=32, ff_dim=64, head_dim=16, steps=2, min_bytes=1024, methods=METHODS
@@ -136,3 +137,29 @@ def test_published_rows_have_all_published_figures_and_predictions(records):
     (measured,) = (record.metrics["peak_bytes"] for record in records if record.config["method"] == "baseline")
     assert baseline["ours"] == f"{measured / 2**20:,.1f}"
     assert report.published_rows(reference, peaks, times, records, records)[0]["gpu_peak"] == float(baseline["ours"])
+
+
+def event(cat, begin, end, name=""):
+    return {"cat": cat, "name": name, "ts": begin, "dur": end - begin}
+
+
+OUT, IN = "Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)"
+
+
+def test_copies_count_as_hidden_while_any_kernel_runs_and_once():
+    kernels = [event("kernel", 0, 10), event("kernel", 5, 20), event("kernel", 40, 50)]
+    copies = [event("gpu_memcpy", 10, 30, OUT), event("gpu_memcpy", 45, 65, IN)]
+    others = [
+        event("gpu_memcpy", 0, 99, "Memcpy DtoD (Device -> Device)"),
+        event("cpu_op", 0, 99, "aten::mm"),
+        {"ph": "M"},
+    ]
+    found = summary([*copies, *kernels, *others])
+    assert found["copies"] == 2 and found["out"] == found["in"] == 20e-6
+    assert found["hidden"] == 15e-6 and found["kernels"] == 30e-6 and found["hidden_share"] == 0.375
+
+
+def test_a_step_without_a_gpu_has_a_trace_without_copies():
+    calls = []
+    found = traced(lambda: calls.append(torch.ones(4).sum()))
+    assert len(calls) == 2 and found["copies"] == 0 and found["hidden_share"] is None

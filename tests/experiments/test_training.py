@@ -5,7 +5,11 @@ import dataclasses
 import pytest
 from conftest import raises
 
+from ackpt.metering.plots import MIB
 from experiments.lm import LMConfig, run_lm
+from experiments.reports.figures import losses_plot, stacked_plot
+from experiments.reports.training import PUBLISHED, published_rows
+from experiments.results import Record, environment
 from experiments.steps import training
 from experiments.steps.failures import Failures
 from experiments.steps.predicted import predict_experiment
@@ -130,3 +134,59 @@ def test_published_sizes_are_predicted_within_the_goal():
     resident = 3 * 4 * 253_949_952
     assert 0 <= record.metrics["resident_bytes"] - resident < 2**20
     assert record.metrics["peak_bytes"] <= 5200 * 2**20
+
+
+SIZES = {"batch_size": 1, "dim": 64, "ff_dim": 256, "layers": 3}
+
+
+def record(method, seq_len=128, peak=5 * MIB, **changed):
+    config = {**SIZES, "seq_len": seq_len, "method": method, **changed}
+    return Record("demo", config, {"peak_bytes": peak, "seconds_training": 9.96}, environment())
+
+
+def reference():
+    rows = [
+        {"seq_len": 128, "method": method, "peak": peak, "seconds": seconds}
+        for method, peak, seconds in (("baseline", 1234.5, 10.0), ("checkpoint", 4.25, 12.84))
+    ]
+    return {"rows": rows}
+
+
+CONFIGURED = [
+    {"sizes": {"tokens": 128, "method": "baseline"}, "predicted": 1234 * MIB},
+    {"sizes": {"tokens": 128, "method": "checkpoint"}, "predicted": 4 * MIB},
+]
+PREDICTED = [record("chunked-loss"), record("checkpoint", peak=4 * MIB), record("baseline", peak=2000 * MIB)]
+
+
+def test_published_predicted_and_measured_have_their_own_columns():
+    measured = [record("baseline", peak=5 * MIB + 2**19)]
+    first, second = published_rows(reference(), CONFIGURED, PREDICTED, measured, digits=2)
+    assert first.keys() == second.keys() == PUBLISHED.keys()
+    assert [first[name] for name in ("published", "configured", "seconds", "ratio")] == [
+        "1,234.50",
+        "1,234.00",
+        "10.00",
+        "1.00",
+    ]
+    assert [first[name] for name in ("predicted", "measured", "measured_seconds")] == ["2,000.0", "5.5", "10.0"]
+    assert [second[name] for name in ("published", "configured", "seconds", "ratio")] == [
+        "4.25",
+        "4.00",
+        "12.84",
+        "1.28",
+    ]
+    assert [second[name] for name in ("predicted", "measured")] == ["4.0", None]
+
+
+@pytest.mark.parametrize("name", ["seq_len", "batch_size", "dim", "ff_dim", "layers", "dtype"])
+def test_a_measurement_of_another_size_or_dtype_is_not_shown(name):
+    row, _ = published_rows(reference(), CONFIGURED, PREDICTED, [record("baseline", **{name: 1024})])
+    assert row["measured"] is None
+
+
+def plots():
+    return {
+        "losses": losses_plot({"128 tokens": {"baseline": [2.0, 1.0], "checkpoint": [2.0, 1.5]}}, "They differ"),
+        "stacked": stacked_plot(["a", "a+b"], {"parameters": [MIB, MIB], "logits": [3 * MIB, 0]}, "Logits go"),
+    }

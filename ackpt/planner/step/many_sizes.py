@@ -2,7 +2,7 @@
 
 At every step of a schedule, the live bytes are a sum of storages, whose bytes are a few expressions in the sizes. So
 the peaks at many sizes are one product of two matrices: how many storages of every kind are live at every step, and
-the bytes of every kind at every size. `tests/planner/step/test_many_sizes.py` compares them with the simulator.
+the bytes of every kind at every size. `tests/planner/step/test_dynamic.py` compares them with the simulator.
 """
 
 from __future__ import annotations
