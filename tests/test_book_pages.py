@@ -1,4 +1,4 @@
-"""Do the book's reference pages say what the package says? Errors and their messages, sources, links to Colab."""
+"""Do the book's pages say what the package says? Errors, sources, links to Colab, and interactive figures."""
 
 import ast
 import json
@@ -144,8 +144,8 @@ def used():
     found = []
     for path in sorted([*(ROOT / "notebooks").glob("*.py"), *(ROOT / "book").glob("*.md")]):
         page = ROOT / "book" / ("notebooks" if path.suffix == ".py" else "")
-        for name, data, image, alt, start in USED.findall(markdown(path)):
-            found.append((name, (page / data).resolve(), (page / image).resolve(), alt, start))
+        for name, read, image, alt, start in USED.findall(markdown(path)):
+            found.append((name, (page / read).resolve(), (page / image).resolve(), alt, start))
     return found
 
 
@@ -157,8 +157,8 @@ def test_every_explorer_is_on_a_page_with_its_data_and_a_picture():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPLORERS"
     )
     assert {name for name, *_ in used()} == {*names}
-    for name, data, image, alt, start in used():
-        read = json.loads(data.read_text(encoding="utf-8"))
+    for name, path, image, alt, start in used():
+        read = json.loads(path.read_text(encoding="utf-8"))
         assert read["schema"].startswith("ackpt.")
         assert not start or start in [variant["name"] for variant in read["variants"]]
         assert image.is_file() and len(alt) > 40

@@ -1,4 +1,4 @@
-"""The reproduction pipeline: what is published comes from its source, is the same in every run and loads nothing."""
+"""The reproduction pipeline: what is published comes from its source and loads nothing; the check of public types."""
 
 import json
 from pathlib import Path

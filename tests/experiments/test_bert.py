@@ -1,4 +1,4 @@
-"""BERT: sizes and values of transformers' own, dropout, padding, checkpointed steps, bytes, bad input."""
+"""BERT: values of transformers' own, checkpointed steps, bytes, bad input, and the experiment on its planned steps."""
 
 import contextlib
 import copy

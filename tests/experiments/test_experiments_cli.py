@@ -1,4 +1,4 @@
-"""The command line: every command by hand once, and every bad input one clear line with exit status 2."""
+"""The command line: every command once, every bad input one clear line with exit status 2; the demo in one cell."""
 
 import json
 
@@ -128,7 +128,7 @@ def test_an_unwritable_folder_is_reported_before_the_work(tmp_path, capsys):
     assert "--out: cannot write" in capsys.readouterr().err
 
 
-TINY = {"total_tokens": 64, "batch_size": 2, "layers": 3, "dim": 16, "ff_dim": 32, "head_dim": 8, "steps": 1}
+TINY_COLAB = {"total_tokens": 64, "batch_size": 2, "layers": 3, "dim": 16, "ff_dim": 32, "head_dim": 8, "steps": 1}
 METHODS = ["baseline", "ckpt_classic", "ckpt_async_offload"]
 
 

@@ -1,4 +1,4 @@
-"""The front of tiny models: predicted to the byte, counted to the FLOP, refusals recorded, one line per bad input."""
+"""The frontier of tiny models: predicted to the byte, counted to the FLOP; its times, and torch's own tools."""
 
 import copy
 import io

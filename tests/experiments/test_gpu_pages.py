@@ -1,4 +1,4 @@
-"""Every number that a GPU records is on a page: synthetic records of all jobs, and the chapters executed with them."""
+"""Every number that a GPU records is on a page, and every such number on a page is in a record of a known commit."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the experiments do differently on a GPU, as far as it can be proven without one."""
+"""What the experiments do differently on a GPU, as far as it can be proven without one or on a stand-in."""
 
 import dataclasses
 import math

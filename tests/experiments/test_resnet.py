@@ -1,4 +1,4 @@
-"""ResNet: sizes, names and initial weights of known checkpoints, values, checkpointed steps, bytes, bad input."""
+"""ResNet and the U-Net of Stable Diffusion XL: published sizes, values, checkpointed steps, bytes, bad input."""
 
 import contextlib
 import copy

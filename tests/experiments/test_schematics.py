@@ -1,4 +1,4 @@
-"""The schematics' data: frames, states and bytes are those of the schedules and of the simulator."""
+"""The data of schematics and of the explorer are those of the schedules, of the simulator and of plans."""
 
 import copy
 import json
@@ -116,7 +116,7 @@ def test_the_lanes_add_up_to_the_step(lanes):
         assert computing + waiting == pytest.approx(one["seconds"], abs=1e-6)
         assert max(one["device"]) == one["peak_bytes"] and max(one["host"]) == one["host_bytes"]
         assert len(one["device"]) == len(one["host"]) == BUCKETS
-        for lane in (one["compute"], [copy for copy in one["copies"] if copy[0] == "out"]):
+        for lane in (one["compute"], [each for each in one["copies"] if each[0] == "out"]):
             assert all(before[3] <= after[2] + 1e-9 for before, after in zip(lane, lane[1:]))
 
 

@@ -1,4 +1,4 @@
-"""The training experiments: what they record, and that they refuse losses that differ."""
+"""The training experiments: what they record, losses that differ are refused, and the rows that the book shows."""
 
 import dataclasses
 

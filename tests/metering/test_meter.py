@@ -1,4 +1,4 @@
-"""``measure`` against exact bytes: counted by hand, by the allocator's counter, and by storages."""
+"""``measure`` and ``count_flops`` against bytes and FLOPs counted by hand."""
 
 import functools
 import re
@@ -355,18 +355,15 @@ def test_memory_that_is_kept_when_freed_causes_no_page_faults(tmp_path):
     assert kept_now == "True" and int(returned) > 30 and int(kept) < 10
 
 
-N_FLOPS, D = 32, 64
-
-
 @pytest.fixture
 def mlp_flops():
-    return torch.nn.Sequential(*(torch.nn.Linear(D_FLOPS, D_FLOPS) for _ in range(4))), torch.randn(N_FLOPS, D_FLOPS)
+    return torch.nn.Sequential(*(torch.nn.Linear(D, D) for _ in range(4))), torch.randn(N, D)
 
 
 def test_recompute_is_one_more_forward(mlp_flops):
     model, x = mlp_flops
     x.requires_grad_()
-    forward = 4 * 2 * N_FLOPS * D_FLOPS * D_FLOPS
+    forward = 4 * 2 * N * D * D
     assert count_flops(lambda: model(x)) == forward
     assert count_flops(lambda: model(x).sum().backward()) == 3 * forward
     assert count_flops(lambda: torch_checkpoint(model, x, use_reentrant=True).sum().backward()) == 4 * forward
@@ -400,9 +397,9 @@ def test_grouped_query_attention_counts():
 
 
 def test_checkpointed_parameters_without_input_gradient():
-    layer = torch.nn.Linear(D_FLOPS, D_FLOPS)
-    x = torch.randn(N_FLOPS, D_FLOPS)
-    assert count_flops(lambda: ackpt.checkpoint(layer, x).sum().backward()) == 2 * 2 * N_FLOPS * D_FLOPS * D_FLOPS
+    layer = torch.nn.Linear(D, D)
+    x = torch.randn(N, D)
+    assert count_flops(lambda: ackpt.checkpoint(layer, x).sum().backward()) == 2 * 2 * N * D * D
 
 
 class TestCompiled:
@@ -447,7 +444,7 @@ class TestCompiled:
             return run
 
         call = torch.compile(model, backend=backend)
-        assert count_flops(lambda: call(x)) == count_flops(lambda: call(x)) == 4 * 2 * N_FLOPS * D_FLOPS * D_FLOPS
+        assert count_flops(lambda: call(x)) == count_flops(lambda: call(x)) == 4 * 2 * N * D * D
         call(x)
         assert seen == ["compiles", "runs", "runs", "runs"]
 
@@ -460,15 +457,15 @@ class TestCompiled:
 
     def test_code_of_inductor(self):
         """A single matrix product, which Inductor delegates to torch, so that no C++ is compiled."""
-        x = torch.randn(N_FLOPS, D_FLOPS)
+        x = torch.randn(N, D)
         call = torch.compile(lambda x: x @ x.t())
         with pytest.raises(UncountedFlops, match=r"code that Inductor generated \(1 times\)"):
             count_flops(lambda: call(x))
         with pytest.warns(UserWarning, match="code that Inductor generated") as warned:
             measured = ackpt.measure(lambda: call(x), resident=(x,), repeats=0)
-        assert measured.flops is None and measured.dynamic_peak_bytes == N_FLOPS * N_FLOPS * 4
+        assert measured.flops is None and measured.dynamic_peak_bytes == N * N * 4
         assert warned[0].filename == __file__
-        assert count_flops(lambda: x @ x.t()) == 2 * N_FLOPS * N_FLOPS * D_FLOPS  # nothing of it stays
+        assert count_flops(lambda: x @ x.t()) == 2 * N * N * D  # nothing of it stays
 
 
 def test_operations_whose_library_comes_with_the_step():

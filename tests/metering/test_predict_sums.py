@@ -1,4 +1,4 @@
-"""Gradients that autograd sums in place: predicted bytes equal measured ones after every allocation."""
+"""Gradients that autograd sums in place have the measured bytes; caches keep no tensors of a predicted step."""
 
 import contextlib
 import functools

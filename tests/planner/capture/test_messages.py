@@ -78,27 +78,6 @@ def test_an_error_of_the_model_names_the_arguments_of_its_call():
     assert said in "".join(traceback.format_exception(raised.value))
 
 
-class Policies(nn.Linear):
-    def forward(self, x, policy, budget):
-        return super().forward(x * policy + budget).sum()
-
-
-def test_model_arguments_named_like_keywords_are_refused_with_the_fix():
-    model = Policies(8, 8)
-    with pytest.raises(TypeError, match="budget= is a keyword of ackpt.compile.*apply_budget"):
-        ackpt.compile(model, X, policy=X, budget=X)
-    raises(TypeError, "policy= is a keyword of ackpt.compile.*apply_budget", lambda: ackpt.compile(model, X, policy=X))
-    ackpt.apply_budget(model, {"x": X, "policy": X, "budget": X}, 1.0)
-    model(x=X, policy=X, budget=X).backward()
-    assert model.weight.grad is not None
-
-
-def test_trace_and_explain_refuse_numpy_arrays():
-    for capture in (ackpt.trace, ackpt.explain):
-        with pytest.raises(TypeError, match="NumPy array.*torch.from_numpy"):
-            capture(layers(), numpy.ones((4, 8), dtype=numpy.float32))
-
-
 def test_numpy_arguments_are_refused_by_name():
     array = numpy.ones((4, 8), dtype=numpy.float32)
     with pytest.raises(TypeError, match=r"argument 0 is a NumPy array.* torch.from_numpy\(array\)"):
@@ -107,6 +86,7 @@ def test_numpy_arguments_are_refused_by_name():
         with pytest.raises(TypeError, match="argument input is a NumPy array"):
             plan(layers(), {"input": array})
     raises(TypeError, r"argument 0\[1\] is a NumPy array", lambda: ackpt.compile(layers(), [X, array]))
+    raises(TypeError, "NumPy array.*torch.from_numpy", lambda: ackpt.trace(layers(), array))
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")

@@ -1,4 +1,4 @@
-"""`ackpt.audit`: what it measures, what it restores and which input it refuses."""
+"""`ackpt.audit`: what it measures and restores, which input it refuses, and that sound models have no finding."""
 
 import functools
 import gc

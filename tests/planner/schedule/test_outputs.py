@@ -1,4 +1,4 @@
-"""Outputs: dropped or kept, views of changed inputs, and those that backward does not reach."""
+"""Outputs: dropped or kept, views of changed inputs, those that backward does not reach; gradients that come in."""
 
 import itertools
 

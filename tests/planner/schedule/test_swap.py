@@ -1,4 +1,4 @@
-"""Offload in schedules: where copies start and end, what they take and how long they make computing wait."""
+"""Offload in schedules: where copies start and end, what they take, and how long compute waits; on a simulated GPU."""
 
 import dataclasses
 import json

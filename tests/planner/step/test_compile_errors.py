@@ -1,4 +1,4 @@
-"""What planned steps refuse, and that they are modules like the model: state, copies, modes."""
+"""What planned steps refuse, that they are modules like the model, and that an interrupt leaves the model as it was."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Memory that a budget does not cover: earlier forwards, a loss outside of the model, an optimizer's state."""
+"""Memory outside of the model: earlier forwards, an optimizer's state, and a loss, which ``loss=`` makes count."""
 
 import copy
 import re
