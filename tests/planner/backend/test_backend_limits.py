@@ -230,15 +230,6 @@ def test_a_frozen_model_needs_no_plan():
     assert torch.equal(as_function(model, policy="full")(torch.ones(4, 8)), model(torch.ones(4, 8)))
 
 
-def test_disable_true_runs_the_model_whatever_the_options():
-    model = Net()
-    call = torch.compile(model, backend="ackpt", disable=True, options={"compiler": "inductor"})
-    loss = call(torch.ones(4, 8))
-    loss.backward()
-    assert torch.equal(loss, model(torch.ones(4, 8)))
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def as_a_function(model, **options):
     return torch.compile(lambda x: model(x), backend="ackpt", options={"compiler": "inductor", **options})
 

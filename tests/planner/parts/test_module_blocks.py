@@ -227,10 +227,6 @@ def test_blocks_of_every_kind(kind):
 
 
 def test_cached_parametrizations_over_blocks():
-    class Symmetric(nn.Module):
-        def forward(self, weight):
-            return weight.triu() + weight.triu(1).t()
-
     class Model(Adds):
         def __init__(self):
             super().__init__(feed_forward)
