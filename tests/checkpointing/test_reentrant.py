@@ -64,27 +64,6 @@ def test_modules_are_bit_equal(make, grad):
     assert any(value is not None for value in step.grads) == any(step.requires_grad)
 
 
-@pytest.mark.parametrize("times", [2, 3])
-def test_one_module_in_several_regions(times):
-    def build():
-        model = mlp(nn.Dropout(0.3))
-
-        def chain(x, call):
-            for _ in range(times):
-                x = call(model, x)
-            return x
-
-        return Case(lambda x, call: chain(x, call), (batch(),), also=model)
-
-    def regions(function, *args):
-        return function(*args, ackpt.checkpoint)
-
-    def alone(function, *args):
-        return function(*args, plain_call)
-
-    assert_same(run_step(build, alone), run_step(build, regions))
-
-
 def test_parameters_inside_and_outside_of_a_region():
     model, other = mlp(), mlp()
     other.load_state_dict(model.state_dict())
@@ -296,16 +275,3 @@ def test_forward_in_one_thread_backward_in_another():
         return out[0]
 
     assert_same_step(build, call=in_thread)
-
-
-def test_equal_to_torchs_checkpoint():
-    def gradients(call):
-        seed()
-        model, x = mlp(nn.Dropout(0.5)), batch()
-        call(model, x).sum().backward()
-        return [tensor.grad for tensor in [x, *model.parameters()]]
-
-    def oracle(function, x):
-        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
-
-    assert_equal(gradients(oracle), gradients(ackpt.checkpoint), "gradient")

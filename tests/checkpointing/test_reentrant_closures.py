@@ -157,15 +157,6 @@ def test_nested_regions_close_over_tensors_of_every_level(depth):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_nested_region_gets_a_closed_over_tensor_as_argument():
-    def build():
-        root = batch()
-        (h,) = history(root)
-        return Case(lambda x: ackpt.checkpoint(lambda a, b: (a * b).sin(), x, h), (batch(),), also=[root, h])
-
-    assert_same_step(build)
-
-
 def test_a_custom_function_on_a_closed_over_tensor_is_refused():
     class Double(torch.autograd.Function):
         @staticmethod

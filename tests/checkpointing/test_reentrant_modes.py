@@ -81,18 +81,6 @@ def test_the_recompute_runs_under_the_forwards_autocast(forward, backward):
     assert_equal(first, gradients(ackpt.checkpoint, forward, backward), "gradient")
 
 
-def test_forward_and_backward_inside_of_one_autocast_block():
-    def run(call):
-        seed()
-        layers, x = model(), batch()
-        with bf16():
-            total(call(layers, x)).backward()
-            total(call(layers, x)).backward()
-        return [x.grad, *(p.grad for p in layers.parameters())]
-
-    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
-
-
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
 @pytest.mark.parametrize("cast", [bf16, no_cache])
 @pytest.mark.parametrize("order", ["before", "after", "both"])

@@ -63,32 +63,6 @@ def test_names_rebound_after_the_forward_have_their_earlier_values(loop):
     assert torch.equal(gradient(plain_call), gradient(ackpt.checkpoint))
 
 
-SCRIPT = """
-x = torch.ones(3, requires_grad=True)
-weights = [torch.full((3,), 0.5, requires_grad=True) for _ in range(3)]
-
-def helper(x):
-    return x * i
-
-y = x
-for i, weight in enumerate(weights):
-    y = call(lambda x: (helper(x) + x * weight * (i + 1)).sin(), y)
-y.sum().backward()
-after = (i, weight is weights[-1])
-"""
-
-
-def test_a_loop_at_module_level_is_bit_equal():
-    spaces = []
-    for call in (plain_call, ackpt.checkpoint):
-        spaces.append({"torch": torch, "call": call, "__name__": "script"})
-        exec(SCRIPT, spaces[-1])
-    plain, checkpointed = spaces
-    assert torch.equal(plain["x"].grad, checkpointed["x"].grad)
-    assert_equal([w.grad for w in plain["weights"]], [w.grad for w in checkpointed["weights"]], "gradient")
-    assert checkpointed["after"] == plain["after"] and checkpointed["i"] == 2
-
-
 def test_a_nonlocal_counter_counts_both_runs():
     count = 0
 
