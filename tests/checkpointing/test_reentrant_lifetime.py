@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import plain_call, tensors_in
+from conftest import tensors_in
 from torch import nn
 
 import ackpt
@@ -176,14 +176,6 @@ def test_a_region_does_not_keep_a_leaf_that_it_made_itself(no_gc):
     y = ackpt.checkpoint(function, vector())
     assert made[0]() is None
     y.sum().backward()
-
-
-def test_models_without_regions_need_no_garbage_collector(no_gc):
-    """A control: the same weak references of a plain model die without the garbage collector too."""
-    x = vector()
-    reference = weakref.ref(plain_call(torch.sin, x))
-    kept = x.sin()
-    assert reference() is None and weakref.ref(kept)() is kept
 
 
 @pytest.mark.parametrize("where", ["attribute", "hook", "list"])

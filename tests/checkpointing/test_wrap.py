@@ -161,16 +161,6 @@ def test_copies_stay_checkpointed(duplicate, check_fn):
     assert remove(copy.deepcopy(other)) == names
 
 
-def test_a_state_dict_can_be_saved_with_weights_only():
-    model = Model()
-    apply(model, Block)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    Model().load_state_dict(torch.load(file, weights_only=True))
-    assert all("checkpoint" not in key for key in model.state_dict())
-
-
 def test_a_checkpointed_model_can_be_moved_cast_and_switched():
     model = Model()
     apply(model, Block)
