@@ -80,9 +80,6 @@ def pair(config, seed=0):
     return reference, model
 
 
-# ---------------------------------------------------------------- sizes and weights
-
-
 @pytest.mark.parametrize(("make", "parameters"), [(bert_base, 109_514_298), (bert_large, 335_174_458)])
 def test_published_sizes_are_exact(make, parameters):
     with torch.device("meta"):
@@ -92,9 +89,6 @@ def test_published_sizes_are_exact(make, parameters):
     assert shapes == {renamed(name): p.shape for name, p in reference.named_parameters()}
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert model.config.dropout == 0.1 and make.__defaults__ == (0.1,)
-
-
-# ---------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize("mask", [None, MASK, MASK.bool(), MASK.int()], ids=["unpadded", "int64", "bool", "int32"])
@@ -125,9 +119,6 @@ def test_dropout_is_applied_where_transformers_applies_it(mask):
     assert torch.equal(model.eval()(IDS, mask), model(IDS, mask))
 
 
-# ---------------------------------------------------------------- checkpointed
-
-
 @pytest.mark.parametrize("mask", [None, MASK], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("autocast", [False, True])
@@ -150,9 +141,6 @@ def test_checkpointed_steps_give_the_same_bits(mask, dropout, autocast):
     names = ackpt.apply_activation_checkpointing(checkpointed)
     assert names == [f"bert.blocks.{index}" for index in range(3)]
     assert_equal(steps(baseline), steps(checkpointed), "step")
-
-
-# ---------------------------------------------------------------- bytes
 
 
 def bytes_of(meter, mode, config, checkpointed, **options):
@@ -181,9 +169,6 @@ def test_predicted_bytes_are_the_measured_ones(checkpointed):
         assert predicted.peak_bytes == measured.peak_bytes
         assert predicted.resident_bytes == measured.resident_bytes
         assert boundary(predicted) == boundary(measured)
-
-
-# ---------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

@@ -53,18 +53,12 @@ def no_hub(monkeypatch, tmp_path):
     return prepared, downloaded
 
 
-# ---------------------------------------------------------------- the embedded corpus
-
-
 def test_the_embedded_corpus_is_the_same_in_every_python():
     """The sha256 that CPython 3.6 to 3.13 give."""
     text = data.embedded_corpus()
     assert text.splitlines()[:3] == ["SPACE", "EXCLAMATION MARK", "QUOTATION MARK"]
     assert len(text) == 354_743
     assert data.corpus_fingerprint(text) == "03ce3aea0397e841afdbafb4f732c6cb6fdca0bdb370d0a9cdbdbdcae33a3ee3"
-
-
-# ---------------------------------------------------------------- wikitext, local
 
 
 @pytest.mark.parametrize(
@@ -133,9 +127,6 @@ def test_files_of_another_kind_are_named(tmp_path, no_hub):
     raises(DataError, "no parquet or arrow file", lambda: data.wikitext_corpus(path=tmp_path / "d"))
 
 
-# ---------------------------------------------------------------- wikitext, the hub
-
-
 @pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
 def test_offline_the_error_names_both_alternatives_without_retries(tmp_path, environment):
     environment = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "NO_PROXY": "*", **environment}
@@ -168,9 +159,6 @@ def test_the_hub_is_streamed_up_to_the_limit(monkeypatch, no_hub):
     }
 
 
-# ---------------------------------------------------------------- tokens
-
-
 def test_the_tokenizer_gives_the_text_back():
     text = data.embedded_corpus()[:50_000] + "ö ∑ 日本 \t\r\n\n   end"
     tokenizer = data.train_tokenizer(text, 600)
@@ -190,9 +178,6 @@ def test_a_stream_of_a_local_copy(tmp_path, no_hub):
     write(tmp_path / "train.parquet")
     stream = data.token_stream("wikitext", vocab_size=260, path=tmp_path)
     assert data.train_tokenizer(TEXT, 260).decode(stream.tolist()) == TEXT
-
-
-# ---------------------------------------------------------------- batches
 
 
 def test_batches_are_windows_of_the_stream_with_the_next_token_as_target():
@@ -223,8 +208,6 @@ def test_batches_depend_on_their_seed_alone():
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), state)
 
-
-# ---------------------------------------------------------------- bad input
 
 STREAM = torch.arange(10)
 

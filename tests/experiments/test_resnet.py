@@ -22,9 +22,6 @@ def images(size=48):
     return torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(size))
 
 
-# ---------------------------------------------------------------- sizes, names, weights
-
-
 @pytest.mark.parametrize(
     ("make", "parameters", "entries"),
     [
@@ -40,9 +37,6 @@ def test_published_sizes_are_exact(make, parameters, entries):
         model = make()
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert len(model.state_dict()) == entries
-
-
-# ---------------------------------------------------------------- values
 
 
 def oracle(config):
@@ -88,9 +82,6 @@ def test_values_gradients_and_statistics_are_those_of_transformers(config):
     torch.testing.assert_close(dict(model.state_dict()), expected)
 
 
-# ---------------------------------------------------------------- checkpointed
-
-
 @pytest.mark.parametrize("config", TINY.values(), ids=TINY)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_checkpointed_steps_give_the_same_bits(config, autocast):
@@ -113,9 +104,6 @@ def test_checkpointed_steps_give_the_same_bits(config, autocast):
     assert ackpt.apply_activation_checkpointing(checkpointed) == names
     assert_equal(steps(baseline), steps(checkpointed), "step")
     assert checkpointed.layer1[0].bn1.num_batches_tracked == 2
-
-
-# ---------------------------------------------------------------- bytes
 
 
 @pytest.mark.parametrize(("kind", "checkpointed"), [("basic", False), ("bottleneck", True)])
@@ -142,9 +130,6 @@ def test_predicted_bytes_are_the_measured_ones(kind, checkpointed):
         assert predicted.resident_bytes == measured.resident_bytes
         assert predicted.timeline.live[predicted.timeline.boundary] == left
         assert 0.9 * measured.peak_bytes < predicted.peak_bytes <= measured.peak_bytes
-
-
-# ---------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

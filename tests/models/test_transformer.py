@@ -65,9 +65,6 @@ class Ops(TorchDispatchMode):
         return out
 
 
-# ---------------------------------------------------------------- attention: values
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(7, 7, 7), (5, 1, 9), (4, 0, 6), (12,), (3, 3, 0)])
 def test_attention_is_softmax_attention_within_each_sequence(lengths, causal):
@@ -118,9 +115,6 @@ def test_attention_is_deterministic(lengths, dtype):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
-# ---------------------------------------------------------------- attention: memory
-
-
 def allocations(step):
     """Bytes of every allocation (and, negative, every release) while `step` runs."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
@@ -159,9 +153,6 @@ def test_no_attention_matrix_is_allocated_by_a_model_step(autocast, two_threads)
 
     sizes = allocations(step)
     assert len(sizes) > 50 and max(sizes) < 1024 * 1024 * 2 * 4
-
-
-# ---------------------------------------------------------------- shapes alone
 
 
 @pytest.mark.parametrize(
@@ -230,9 +221,6 @@ def test_meta_tensors_with_readable_offsets_may_be_unequal():
     assert attention(q, q, q, offsets(4, 6), 6).shape == q.shape
 
 
-# ---------------------------------------------------------------- RMSNorm
-
-
 @pytest.mark.parametrize("shape", [(5, 8), (3, 2, 8)])
 def test_rms_norm_equals_torch(shape):
     norm = RMSNorm(8, 1e-6).double()
@@ -262,9 +250,6 @@ def test_rms_norm_refuses_a_second_derivative():
     x = torch.randn(3, 8, requires_grad=True)
     (grad,) = torch.autograd.grad(RMSNorm(8, 1e-6)(x).square().sum(), x, create_graph=True)
     raises(RuntimeError, "once_differentiable", lambda: grad.sum().backward())
-
-
-# ---------------------------------------------------------------- models
 
 
 def count(model):
@@ -355,9 +340,6 @@ def test_the_loss_is_the_mean_cross_entropy_in_chunks_too():
         loss = model(tokens, offsets(10, 14), 14, targets=targets, loss_chunks=chunks)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), grads)
-
-
-# ---------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize("name", ["dim", "ff_dim", "layers", "head_dim", "vocab_size"])

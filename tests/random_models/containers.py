@@ -14,8 +14,7 @@ from .part import WIDTH, Part, channels_first, channels_last, part
 class ListsInList(Part):
     """x-transformers' layout: a ModuleList of ModuleLists, [norm, layer, residual], whose members are called."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.layers = nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH), block]) for block in inner])
         self.scales = draw.random() < 0.5
 
@@ -30,8 +29,7 @@ class ListsInList(Part):
 class NamedBranches(Part):
     """A ModuleDict whose branches are chosen by name and summed."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.branches = nn.ModuleDict({f"branch{place}": block for place, block in enumerate(inner)})
         self.route = ["branch0", "branch1"]
 
@@ -56,8 +54,7 @@ class Chain(nn.Sequential):
 class SequentialSubclass(Part):
     """A subclass of Sequential called with keywords and an optional tensor."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.chain = Chain(*inner)
         self.skips = draw.random() < 0.5
 
@@ -69,8 +66,7 @@ class SequentialSubclass(Part):
 class CalledTwice(Part):
     """A block that is called twice (ALBERT), or once more on half of the batch."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.block = nn.Sequential(*inner)
         self.repeats = draw.choice([2, 3])
 
@@ -84,8 +80,7 @@ class CalledTwice(Part):
 class SharedWeights(Part):
     """Two layers with one weight: the module twice in a list, a tied parameter, or a transposed use."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         first = nn.Linear(WIDTH, WIDTH)
         self.how = draw.choice(["module", "parameter", "transposed"])
         second = first if self.how == "module" else nn.Linear(WIDTH, WIDTH)
@@ -115,8 +110,7 @@ class Outputs:
 class Structured(Part):
     """A block that returns a dict, a tuple or a dataclass, and takes keywords with optional tensors."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.block = _Structured(draw.choice(["dict", "tuple", "dataclass"]), inner)
         self.uses = draw.random() < 0.5
 
@@ -147,8 +141,7 @@ class _Structured(nn.Module):
 class Hooked(Part):
     """Hooks on a block: they change inputs or outputs, count, scale gradients, or keep what they see."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.block = nn.Sequential(*inner, nn.Tanh())
         self.how = draw.choice(["input", "output", "inner", "keep", "backward", "tensor", "backward pre"])
         self.features: dict = {}
@@ -181,8 +174,7 @@ class Hooked(Part):
 class Reparametrized(Part):
     """Weights that hooks or parametrizations compute: spectral and weight norm, old and new."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["spectral", "weight", "old spectral", "old weight", "own"])
         layer = nn.Linear(WIDTH, WIDTH)
         if self.how == "spectral":
@@ -213,8 +205,7 @@ class Functional(Part):
     Not one with torch's checkpoint inside, whose recomputation silently takes the module's own parameters.
     """
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.block = nn.Sequential(*inner)
 
     def forward(self, x):
@@ -228,8 +219,7 @@ class Functional(Part):
 class CallsForward(Part):
     """A block called by its ``forward``, past its hooks, and another kept out of the modules, in a list."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.block = inner[0]
         self.others = list(inner[1:])
 
@@ -244,8 +234,7 @@ class CallsForward(Part):
 class SideLoss(Part):
     """A block that leaves an auxiliary loss in an attribute, which the model collects."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.block = nn.Sequential(*inner)
         self.side_loss = None
 
@@ -259,8 +248,7 @@ class SideLoss(Part):
 class Residual(Part):
     """A residual block, whose sum may be in place."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.block = nn.Sequential(*inner)
         self.in_place = draw.random() < 0.4
 

@@ -14,8 +14,7 @@ from .part import WIDTH, Part, at_restart, part
 class Dropouts(Part):
     """torch's dropouts, as modules and functions, in place or not."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["module", "in place", "function", "alpha", "feature alpha"])
         self.dropout = nn.Dropout(0.3, inplace=self.how == "in place")
 
@@ -33,8 +32,7 @@ class Dropouts(Part):
 class Dropout2d(Part):
     """Dropout of whole channels."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.dropout = nn.Dropout2d(0.3)
 
     def forward(self, x):
@@ -45,8 +43,7 @@ class Dropout2d(Part):
 class DropPath(Part):
     """Stochastic depth: timm's per sample, torchvision's, or by a value on the host."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.inner = nn.Sequential(*inner)
         self.how = draw.choice(["sample", "batch", "host"])
 
@@ -66,8 +63,7 @@ class DropPath(Part):
 class LayerDrop(Part):
     """fairseq's layer drop: Python's random numbers decide whether a layer runs."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.inner = inner[0]
         self.source = draw.choice(["random", "numpy"])
 
@@ -88,8 +84,7 @@ def _restart():
 class OwnGenerator(Part):
     """Noise of a generator that the module, or its file, holds."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["torch", "numpy", "python", "file"])
         self.generator = torch.Generator().manual_seed(3)
         self.numpy = np.random.default_rng(3)
@@ -107,8 +102,7 @@ class OwnGenerator(Part):
 class Noise(Part):
     """Noise of torch: added, multiplied, gumbel, leaky."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["normal", "uniform", "gumbel", "rrelu", "permuted", "multinomial"])
 
     def forward(self, x):

@@ -23,8 +23,7 @@ class ConvNormAct(nn.Sequential):
 class SqueezeExcite(Part):
     """Channel attention with a multiplication, in place or not."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.down, self.up = nn.Conv2d(WIDTH, 2, 1), nn.Conv2d(2, WIDTH, 1)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.in_place = draw.random() < 0.4
@@ -38,8 +37,7 @@ class SqueezeExcite(Part):
 class Resampling(Part):
     """Down and up again: pooling with indices, interpolation, strided and transposed convolutions, pixel shuffles."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["unpool", "interpolate", "transposed", "shuffle", "unfold", "grid"])
         self.down = nn.Conv2d(WIDTH, WIDTH, 2, 2)
         self.up = nn.ConvTranspose2d(WIDTH, WIDTH, 2, 2)
@@ -65,8 +63,7 @@ class Resampling(Part):
 class ChannelsLast(Part):
     """A convolution that is computed in another memory format."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
         self.back = draw.random() < 0.5
 
@@ -79,8 +76,7 @@ class ChannelsLast(Part):
 class ScalesLayers(Part):
     """ConvNeXt's block: depthwise convolution, channels last, and a learned scale of the branch."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
         self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.1))
@@ -94,8 +90,7 @@ class ScalesLayers(Part):
 class DenseConnections(Part):
     """DenseNet's block: every layer takes the concatenation of all before it."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.layers = nn.ModuleList([nn.Conv2d(WIDTH + 4 * i, 4, 3, padding=1) for i in range(2)])
         self.join = nn.Conv2d(WIDTH + 8, WIDTH, 1)
 
@@ -110,8 +105,7 @@ class DenseConnections(Part):
 class SplitAttention(Part):
     """Channels split into groups that take different ways, then shuffled (ShuffleNet)."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.conv = nn.Conv2d(WIDTH // 2, WIDTH // 2, 3, padding=1)
         self.norm = nn.BatchNorm2d(WIDTH // 2)
 

@@ -12,8 +12,7 @@ from .part import WIDTH, Part, channels_first, channels_last, part
 class Linear(Part):
     """A linear layer with an activation, in place or not."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.linear = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7)
         acts = [nn.ReLU(True), nn.SiLU(True), nn.GELU(), nn.LeakyReLU(0.1, True), nn.Hardswish(), nn.PReLU(), nn.ELU()]
         self.act = draw.choice(acts)
@@ -26,8 +25,7 @@ class Linear(Part):
 class Gated(Part):
     """GLU variants by chunk, split, unbind or indexing."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.how = draw.choice(["chunk", "split", "index", "unbind", "glu"])
 
@@ -50,8 +48,7 @@ class Gated(Part):
 class Attention(Part):
     """Attention by torch's function, with a mask, dropout, both or causal; or with an optional mask and own softmax."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.how = draw.choice(["plain", "causal", "mask", "dropout", "bias", "eager"])
         self.bias = nn.Parameter(torch.zeros(2, 1, 1))
@@ -79,8 +76,7 @@ class Attention(Part):
 class TorchAttention(Part):
     """torch's own attention module or encoder layer."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.layer = draw.random() < 0.5
         if self.layer:
             self.encoder = nn.TransformerEncoderLayer(
@@ -101,8 +97,7 @@ class TorchAttention(Part):
 class RelativePositions(Part):
     """Swin's bias: a table indexed by a buffer."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.table = nn.Parameter(torch.randn(64, 1) * 0.1)
         self.register_buffer("index", (torch.arange(32)[:, None] - torch.arange(32)) % 64)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
@@ -118,8 +113,7 @@ class RelativePositions(Part):
 class Recurrent(Part):
     """LSTM or GRU, with weights in one or two layers."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         cls = draw.choice([nn.LSTM, nn.GRU])
         self.layers = cls(WIDTH, 32, draw.choice([1, 2]), batch_first=True, dropout=0.0)
         self.out = nn.Linear(32, WIDTH)
@@ -133,8 +127,7 @@ class Recurrent(Part):
 class Scan(Part):
     """A state space model as a loop over time: rows written into one tensor, stacked, or cumulative sums."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.decay = nn.Parameter(torch.zeros(WIDTH))
         self.how = draw.choice(["write", "stack", "cumsum"])
 
@@ -153,8 +146,7 @@ class Scan(Part):
 class Spectral(Part):
     """FNet's and GFNet's mixing by Fourier transforms, with a complex weight."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))
 
     def forward(self, x):
@@ -166,8 +158,7 @@ class Spectral(Part):
 class Experts(Part):
     """A mixture of experts: top-1 by masks, or by indices whose number depends on values."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.gate = nn.Linear(WIDTH, 3)
         self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
         self.dense = draw.random() < 0.6
@@ -214,8 +205,7 @@ class _Reverse(torch.autograd.Function):
 class CustomFunctions(Part):
     """Own autograd functions: timm's swish, a gradient that is reversed by a factor that changes."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.factor = 0.5
         self.changes = draw.random() < 0.5
         self.reverse = draw.random() < 0.5
@@ -231,8 +221,7 @@ class CustomFunctions(Part):
 class Autocast(Part):
     """A part of the model in bfloat16, or one that leaves an autocast around it."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.inner = nn.Sequential(*inner)
         self.enabled = draw.random() < 0.7
 
@@ -246,8 +235,7 @@ class Autocast(Part):
 class WithoutGradient(Part):
     """A frozen branch under no_grad, or detached, beside a trained one."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.inner = nn.Sequential(*inner)
         self.detaches = draw.random() < 0.5
         self.freezes = draw.random() < 0.5
@@ -265,8 +253,7 @@ class WithoutGradient(Part):
 class TorchCheckpoint(Part):
     """A library's own switch: torch's checkpoint around its layers (no norms, whose statistics torch updates twice)."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.inner = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, WIDTH))
 
     def forward(self, x):
@@ -280,8 +267,7 @@ class TorchCheckpoint(Part):
 class Views(Part):
     """Transposes, views, rolls and writes into views."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["write", "roll", "einsum", "transpose", "pad", "expand", "stride"])
         self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1)
 

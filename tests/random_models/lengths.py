@@ -19,8 +19,7 @@ def _resized(x, length, mode="nearest"):
 class Fractions(Part):
     """Keeps or pools a fraction of the tokens, and resizes them to the length."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["ceil", "floor", "round", "int", "top", "adaptive", "stride", "folded", "scale factor"])
         self.fraction, self.mode = draw.choice(_FRACTIONS), draw.choice(["nearest", "nearest-exact", "linear"])
         self.recomputes = draw.random() < 0.3
@@ -48,8 +47,7 @@ class Fractions(Part):
 class Windows(Part):
     """Pads to windows, patches or chunks, whose number or length follows from the length."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["windows", "patches", "chunks", "pieces", "unfold", "pooled", "negative"])
         self.size = draw.choice([2, 3, 5])
 
@@ -75,8 +73,7 @@ class Windows(Part):
 class LengthScales(Part):
     """Multiplies by numbers that are computed from the length, or branches on them."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         names = "mean root power root.math log sum branch whole remainder noise lerp fill variance double".split()
         self.how, self.fraction = draw.choice(names), draw.choice(_FRACTIONS)
         self.scale = nn.Parameter(torch.ones(WIDTH))
@@ -113,8 +110,7 @@ class LengthScales(Part):
 class LengthPositions(Part):
     """Positions of the length: rotary ones that are scaled, ALiBi's slopes, T5's buckets, grids with float steps."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["rotary", "slopes", "buckets", "step", "linspace"])
         self.bias = nn.Embedding(8, 1)
 

@@ -49,8 +49,7 @@ class BatchNormOwnForward(nn.BatchNorm2d):
 class BatchNormModes(Part):
     """torch's batch norm in the modes that training scripts put it in."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.norm = nn.BatchNorm2d(
             WIDTH, momentum=draw.choice([0.1, None, 1.0]), track_running_stats=draw.random() < 0.7
         )
@@ -71,8 +70,7 @@ class BatchNormModes(Part):
 class FunctionalBatchNorm(Part):
     """A module that calls ``F.batch_norm`` on two buffers, or on two rows of one."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.stacked = draw.random() < 0.5
         self.call = draw.choice([F.batch_norm, "torch"])
         if self.stacked:
@@ -92,8 +90,7 @@ class FunctionalBatchNorm(Part):
 class InstanceNorm(Part):
     """Instance norm with running statistics, torch's or functional."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.functional = draw.random() < 0.6
         self.norm = nn.InstanceNorm2d(WIDTH, affine=True, track_running_stats=draw.random() < 0.7)
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -109,8 +106,7 @@ class InstanceNorm(Part):
 class GhostBatchNorm(Part):
     """The batch in halves, each through the same batch norm, or through one of its own."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         norms = [nn.BatchNorm2d(WIDTH) for _ in range(draw.choice([1, 2]))]
         self.norms = nn.ModuleList([norms[0], norms[-1]])
 
@@ -137,8 +133,7 @@ class ReadsItsStatistics(nn.BatchNorm2d):
 class ReadsAnothersStatistics(Part):
     """A module that reads the running statistics of a batch norm beside it, before or after that updates them."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.norm = nn.BatchNorm2d(WIDTH)
         self.reader = _Reader(self.norm)
         self.first = draw.random() < 0.5
@@ -161,8 +156,7 @@ class _Reader(nn.Module):
 class FrozenBatchNorm(Part):
     """torchvision's frozen batch norm: only buffers."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         for name in ("weight", "bias", "mean", "variance"):
             self.register_buffer(name, torch.rand(WIDTH) + 0.5)
 
@@ -190,8 +184,7 @@ class LayerNorm2d(nn.LayerNorm):
 class Groups(Part):
     """Group norm, and weight standardization by a batch norm of the weight, as in timm."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.norm = nn.GroupNorm(draw.choice([1, 2, 4]), WIDTH)
         self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
         self.gain = nn.Parameter(torch.ones(WIDTH))
@@ -207,8 +200,7 @@ class Groups(Part):
 class BatchNormOverTime(Part):
     """A batch norm of transposed sequences."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.norm = nn.BatchNorm1d(WIDTH, momentum=draw.choice([0.1, None]))
 
     def forward(self, x):
@@ -219,8 +211,7 @@ class BatchNormOverTime(Part):
 class RootMeanSquare(Part):
     """RMS norm: Llama's, which computes in float32, or torch's."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.weight = nn.Parameter(torch.ones(WIDTH))
         self.own = draw.random() < 0.6
 

@@ -19,8 +19,7 @@ from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, 
 class ComparesParameters(Part):
     """Looks at what its parameters are: their class, identity, attributes or place in a set."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.weight, self.other = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
         self.weight.scale = 0.5  # pyright: ignore[reportAttributeAccessIssue]
         self.tied = self.weight
@@ -45,8 +44,7 @@ class ComparesParameters(Part):
 class Swallows(Part):
     """Takes another branch where torch raises an error, or where only a capture would."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["view", "value", "suppress", "numpy", "inverse", "finally"])
 
     def forward(self, x):
@@ -71,8 +69,7 @@ class Swallows(Part):
 class Iterates(Part):
     """Takes its factor from an iterator that advances at every call."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         how = draw.choice(["cycle", "generator", "list", "count", "map"])
         self.values = {
             "cycle": lambda: itertools.cycle([0.5, 2.0, 1.5]),
@@ -90,8 +87,7 @@ class Iterates(Part):
 class AssignsLater(Part):
     """An attribute that is None until the first forward makes it."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.late: Any = None
         self.how = draw.choice(["module", "parameter", "tensor", "buffer", "number"])
 
@@ -117,8 +113,7 @@ class AssignsLater(Part):
 class AssignsData(Part):
     """A momentum copy of a weight, whose ``.data`` the forward replaces, as in MoCo."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.query = nn.Linear(WIDTH, WIDTH)
         self.key = copy.deepcopy(self.query).requires_grad_(False)
         self.replaces = draw.random() < 0.6
@@ -145,8 +140,7 @@ class _OwnCall(nn.Linear):
 class CallsOtherwise(Part):
     """Calls a layer by its forward, its class, a method of its own, a partial or as a copy."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.layer = copy.deepcopy(_OwnCall(WIDTH, WIDTH))
         self.how = draw.choice(["call", "forward", "class", "step", "partial", "method", "map"])
         self.kept = self.layer.forward if draw.random() < 0.3 else None
@@ -194,8 +188,7 @@ def _restart():
 class ReadsElsewhere(Part):
     """Reads a tensor from a container, slots, a helper's method, a class or a global; writes it, or `between` does."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.slots, self.holder, self.generator = _Slots(), _Holder(), torch.Generator().manual_seed(3)
         self.how = draw.choice(["slots", "container", "method", "class", "global", "generator"])
         self.writes, self.changes = draw.random() < 0.4, draw.random() < 0.5
@@ -224,8 +217,7 @@ class ReadsElsewhere(Part):
 class DropsLayers(Part):
     """Skips its parts by random numbers of Python or torch, as LayerDrop does."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.layers, self.how = nn.ModuleList(inner), draw.choice(["python", "torch"])
 
     def forward(self, x):
@@ -239,8 +231,7 @@ class DropsLayers(Part):
 class NormalizesTwice(Part):
     """One batch norm for two inputs, as in siamese models."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.norm = nn.BatchNorm1d(WIDTH, momentum=draw.choice([0.1, None]))
 
     def forward(self, x):
@@ -253,8 +244,7 @@ class NormalizesTwice(Part):
 class DrawsInThread(Part):
     """A thread that draws random numbers of its own while the layer runs."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.layer, self.how = nn.Linear(WIDTH, WIDTH), draw.choice(["python", "torch"])
 
     def forward(self, x):
@@ -268,8 +258,7 @@ class DrawsInThread(Part):
 class StridedProduct(Part):
     """A product of a strided input with a trained or frozen matrix."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(draw.random() < 0.4)
         self.cut = draw.choice(["second", "shifted", "transposed", "columns", "expanded", "one of three"])
         self.how = draw.choice(["linear", "matmul", "einsum", "matrix first", "batch of one"])

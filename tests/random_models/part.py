@@ -20,6 +20,10 @@ class Part(nn.Module):
 
     def __init__(self, draw: random.Random, inner=()):
         super().__init__()
+        self.setup(draw, inner)
+
+    def setup(self, draw: random.Random, inner) -> None:
+        """Creates the submodules and draws the options."""
 
     def between(self, step: int) -> None:
         """What the training script changes after `step`."""

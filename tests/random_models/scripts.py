@@ -40,8 +40,7 @@ def _restart():
 class CachesOutside(Part):
     """Masks and positions in a cache outside of modules, filled by the first call of each length."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.query = nn.Linear(WIDTH, WIDTH)
         self.how = draw.choice(["lru_cache", "dict", "class", "default"])
 
@@ -65,8 +64,7 @@ class CachesOutside(Part):
 class ClassWeights(Part):
     """A tensor in a class attribute, replaced between steps."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.changes = draw.random() < 0.6
 
     def between(self, step):
@@ -81,8 +79,7 @@ class ClassWeights(Part):
 class LogsTensors(Part):
     """Statistics, detached or not, in a list outside of the module."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["detached", "mean", "item later"])
 
     def between(self, step):
@@ -98,8 +95,7 @@ class LogsTensors(Part):
 class HooksItsInput(Part):
     """A hook on the gradient of the input or of an activation, which is used once or twice."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.residual = draw.random() < 0.6
         self.how = draw.choice(["input", "view", "result"])
@@ -154,8 +150,7 @@ class _Increased(torch.autograd.Function):
 class OwnOperations(Part):
     """Custom operations: one draws random numbers without a tag that says so, one writes into its argument."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.draws = draw.random() < 0.6
 
     def forward(self, x):
@@ -173,8 +168,7 @@ class Side(enum.Enum):
 class NamesItsBuffer(Part):
     """A string, an enum or bytes that choose a buffer, changed between steps."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.register_buffer("left", torch.ones(WIDTH))
         self.register_buffer("right", -torch.ones(WIDTH))
         self.side = draw.choice(["left", Side.left, b"left"])
@@ -197,8 +191,7 @@ class NamesItsBuffer(Part):
 class Decompositions(Part):
     """Inverses, solutions and factors of small matrices, products and maxima."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
         self.how = draw.choice(["inv", "solve", "cholesky", "logdet", "prod", "maximum", "expm"])
 
@@ -226,8 +219,7 @@ class Decompositions(Part):
 class SeedsItself(Part):
     """A forward that seeds random numbers itself, within ``fork_rng`` or for good."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["fork", "numpy", "python"])
 
     def forward(self, x):
@@ -246,8 +238,7 @@ class SeedsItself(Part):
 class SavesLess(Part):
     """Saves tensors in bfloat16, by hooks; without submodules, as regions inside of such hooks give other gradients."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
 
     def forward(self, x):
@@ -260,8 +251,7 @@ class SavesLess(Part):
 class MakesParameter(Part):
     """A parameter that the forward creates, and weights that are set to their own values."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.sets = draw.random() < 0.5
 
@@ -277,8 +267,7 @@ class MakesParameter(Part):
 class Observer(Part):
     """Ranges of channels in buffers that grow at the first call, as observers of quantization keep them."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.register_buffer("largest", torch.empty(0))
 
     def forward(self, x):
@@ -302,8 +291,7 @@ class _Box:
 class WritesIntoArgument(Part):
     """Layers that pass an object on and write their result into it, or pop it off a list."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.layers = nn.ModuleList([_Writes(WIDTH), _Writes(WIDTH)])
         self.pops = draw.random() < 0.4
 

@@ -28,8 +28,7 @@ def _restart():
 class ReadsGlobal(Part):
     """A number that is a global of the module's file, changed between steps."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.changes = draw.random() < 0.6
 
     def between(self, step):
@@ -45,8 +44,7 @@ class ReadsGlobal(Part):
 class ReadsFlag(Part):
     """A flag in a global dict, or in the environment, that decides about the path."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.environment = draw.random() < 0.4
         self.changes = draw.random() < 0.6
 
@@ -65,8 +63,7 @@ class ReadsFlag(Part):
 class ReadsClosure(Part):
     """A number in a closure, changed between steps."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         scale = 1.0
 
         def scaled(x):
@@ -100,8 +97,7 @@ class Settings:
 class ReadsConfiguration(Part):
     """A configuration object, a namespace or a class attribute, changed between steps."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.config = draw.choice([Settings, types.SimpleNamespace])(scale=1.0, residual=True)
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.how = draw.choice(["scale", "residual", "class", "none"])
@@ -124,8 +120,7 @@ class ReadsConfiguration(Part):
 class ChangingAttributes(Part):
     """Attributes that a schedule changes between steps: a rate, a list of numbers, an array, a plain tensor."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.dropout = nn.Dropout(0.5)
         self.weights = [0.5, 1.0]
         self.array = np.linspace(0.5, 1.0, WIDTH).astype(np.float32)
@@ -159,8 +154,7 @@ class ChangingAttributes(Part):
 class AsksIfCompiling(Part):
     """A path of its own where the model is compiled, mathematically equal or with another size in memory."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["equal", "larger"])
         self.looks = draw.random() < 0.5
 
@@ -178,8 +172,7 @@ class AsksIfCompiling(Part):
 class LooksAtValues(Part):
     """Checks of values, always or unless compiled, and a value that decides about the path or a factor."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["check", "unless compiled", "path", "item"])
 
     def forward(self, x):
@@ -200,8 +193,7 @@ class LooksAtValues(Part):
 class ReplacedForward(Part):
     """A submodule whose forward is replaced on the instance, as hook libraries do it."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.linear = nn.Linear(WIDTH, WIDTH)
         forward = self.linear.forward
         self.linear.forward = lambda x: forward(x) * 0.5

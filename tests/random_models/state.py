@@ -13,8 +13,7 @@ from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, 
 class MovingAverage(Part):
     """A buffer with a moving average, updated in place or bound repeat, read before or after that."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.register_buffer("average", torch.zeros(WIDTH))
         self.how = draw.choice(["in place", "lerp", "copy", "anew", "view"])
         self.late = draw.random() < 0.5
@@ -40,8 +39,7 @@ class MovingAverage(Part):
 class CountsInBuffer(Part):
     """A step counter in a buffer that scales the output."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
@@ -53,8 +51,7 @@ class CountsInBuffer(Part):
 class CountsInAttribute(Part):
     """A step counter that is a number, as for a warm-up."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.calls = 0
         self.branches = draw.random() < 0.5
 
@@ -69,8 +66,7 @@ class CountsInAttribute(Part):
 class CountsInContainer(Part):
     """A counter in a list or a dict that decides about the path or a factor."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.calls = [0]
         self.analysis = {}
         self.how = draw.choice(["path", "factor", "dict", "extra"])
@@ -92,8 +88,7 @@ class CountsInContainer(Part):
 class MaskCache(Part):
     """Causal attention whose mask is made at the first call and again for longer sequences."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.how = draw.choice(["buffer", "attribute", "dict"])
         self.masks = {}
@@ -132,8 +127,7 @@ at_restart(_TABLES.clear)
 class CachedPositions(Part):
     """Positional encodings from a function with a cache, a global dict or torch operations."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.how = draw.choice(["lru_cache", "global", "each time"])
 
     def forward(self, x):
@@ -151,8 +145,7 @@ class CachedPositions(Part):
 class Rotary(Part):
     """Rotary embeddings whose tables grow with the sequence."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.query = nn.Linear(WIDTH, WIDTH)
         self.longest = 0
         self.register_buffer("frequencies", 1 / 10 ** (torch.arange(WIDTH // 2) / 4), persistent=False)
@@ -175,8 +168,7 @@ class Rotary(Part):
 class KeepsItsOutput(Part):
     """A module that keeps its last output, detached or not, as an attribute."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.detached = draw.random() < 0.7
         self.last = None
 
@@ -190,8 +182,7 @@ class KeepsItsOutput(Part):
 class ReadsLastStep(Part):
     """A recurrent memory over steps: the detached output of the step before is part of this one."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.memory = None
 
     def forward(self, x):
@@ -206,8 +197,7 @@ class ReadsLastStep(Part):
 class Queue(Part):
     """A memory bank: a buffer as a ring, with its place in a buffer or a number, as in MoCo."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.register_buffer("queue", torch.zeros(6, WIDTH))
         self.register_buffer("place", torch.zeros(1, dtype=torch.long))
         self.number = 0
@@ -238,8 +228,7 @@ class Queue(Part):
 class Codebook(Part):
     """Vector quantization: nearest codes, a straight-through gradient, codes updated by moving averages."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.register_buffer("codes", torch.randn(5, WIDTH))
         self.register_buffer("sizes", torch.ones(5))
         self.side_loss = None
@@ -265,8 +254,7 @@ class Codebook(Part):
 class MomentumTwin(Part):
     """A layer and a slow copy of it, whose parameters its forward updates."""
 
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
+    def setup(self, draw, inner):
         self.fast = nn.Linear(WIDTH, WIDTH)
         self.slow = nn.Linear(WIDTH, WIDTH)
         self.slow.requires_grad_(False)
