@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
+import inspect
 import os
 import random
 from collections.abc import Callable
@@ -174,6 +176,22 @@ def assert_same(plain: Step, checkpointed: Step) -> None:
 
 def plain_call(function, /, *args, **kwargs):
     return function(*args, **kwargs)
+
+
+def bit_equal(scenario: Callable) -> Callable:
+    """A test: the tensors of ``scenario(call, ...)`` are the same whether `call` makes a region or calls."""
+
+    @functools.wraps(scenario)
+    def test(**given):
+        seed()
+        plain = scenario(plain_call, **given)
+        seed()
+        assert_equal(plain, scenario(ackpt.checkpoint, **given), "gradient")
+
+    signature = inspect.signature(scenario)
+    given = [each for name, each in signature.parameters.items() if name != "call"]
+    test.__signature__ = signature.replace(parameters=given)  # pyright: ignore[reportFunctionMemberAccess]
+    return test
 
 
 def assert_same_step(build: Callable[[], Case], loss=total, around=contextlib.nullcontext, call=ackpt.checkpoint):

@@ -13,6 +13,7 @@ from conftest import (
     assert_same_step,
     assert_same_training,
     batch,
+    bit_equal,
     model_of,
     plain_call,
     raises,
@@ -312,7 +313,8 @@ def test_state_by_every_route_changes_once(route, update, rows):
         assert_equal(plain, train(ackpt.checkpoint, depth), "gradient")
 
 
-def test_attributes_of_parameters_change_once():
+@bit_equal
+def test_attributes_of_parameters_change_once(call):
     """As the quantized weight of bitsandbytes, which the first forward moves into the layer."""
 
     class Quantized(nn.Module):
@@ -328,14 +330,10 @@ def test_attributes_of_parameters_change_once():
                 self.moved = self.weight.to(torch.int8)
             return x @ self.moved.float()
 
-    def train(call):
-        seed()
-        layer, x = with_layer(Quantized()), batch(6)
-        for _ in range(3):
-            total(call(layer, x)).backward()
-        return [x.grad, *(each.grad for each in layer.parameters())]
-
-    assert_equal(train(plain_call), train(ackpt.checkpoint), "gradient")
+    layer, x = with_layer(Quantized()), batch(6)
+    for _ in range(3):
+        total(call(layer, x)).backward()
+    return [x.grad, *(each.grad for each in layer.parameters())]
 
 
 def nested(function, *args):
@@ -383,21 +381,17 @@ def test_training_with_buffers_is_bit_equal(make):
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_buffers_are_exact_with_several_forwards_before_the_backwards(make):
+@bit_equal
+def test_buffers_are_exact_with_several_forwards_before_the_backwards(call, make):
     """Each recomputation starts from the values of its own forward; afterwards the present values are restored."""
-
-    def run(call):
-        seed()
-        model = with_layer(make())
-        inputs = [batch(6) for _ in range(3)]
-        losses = [total(call(model, x)) for x in inputs]
-        after_forward = [buffer.clone() for buffer in model.buffers()]
-        for loss in (losses[1], losses[0], losses[2]):
-            loss.backward()
-        assert_equal(after_forward, list(model.buffers()), "buffer")
-        return [x.grad for x in inputs] + [p.grad for p in model.parameters()] + after_forward
-
-    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+    model = with_layer(make())
+    inputs = [batch(6) for _ in range(3)]
+    losses = [total(call(model, x)) for x in inputs]
+    after_forward = [buffer.clone() for buffer in model.buffers()]
+    for loss in (losses[1], losses[0], losses[2]):
+        loss.backward()
+    assert_equal(after_forward, list(model.buffers()), "buffer")
+    return [x.grad for x in inputs] + [p.grad for p in model.parameters()] + after_forward
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore::FutureWarning")
@@ -416,30 +410,23 @@ def test_buffers_of_norms_in_forward_hooks_change_once(legacy):
     assert_equal(run(False), run(True), "gradient")
 
 
-def test_a_large_buffer_that_changes_in_some_steps_only():
-    def train(call):
-        seed()
-        layer, x, gradients = MovingAverage(False, 300_000), batch(6), []
-        for updates in (False, True, False, True):
-            call(lambda x: layer(x) if updates else x - layer.mean[:4], x).sum().backward()  # noqa: B023
-            gradients.append(x.grad.clone())
-        return [*gradients, layer.mean]
-
-    assert_equal(train(plain_call), train(ackpt.checkpoint), "gradient")
+@bit_equal
+def test_a_large_buffer_that_changes_in_some_steps_only(call):
+    layer, x, gradients = MovingAverage(False, 300_000), batch(6), []
+    for updates in (False, True, False, True):
+        call(lambda x: layer(x) if updates else x - layer.mean[:4], x).sum().backward()  # noqa: B023
+        gradients.append(x.grad.clone())
+    return [*gradients, layer.mean]
 
 
-def test_a_buffer_saved_by_another_operation_keeps_its_version():
+@bit_equal
+def test_a_buffer_saved_by_another_operation_keeps_its_version(call):
     """Restoring old values does not change the version counter that autograd compares."""
-
-    def run(call):
-        seed()
-        layer, x = MovingAverage(False), batch(6)
-        loss = total(call(layer, x) * layer.mean)
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-        return [x.grad, layer.mean]
-
-    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+    layer, x = MovingAverage(False), batch(6)
+    loss = total(call(layer, x) * layer.mean)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    return [x.grad, layer.mean]
 
 
 class _State(nn.Module):
@@ -522,22 +509,19 @@ class _KeepsItsOutput(nn.Module):
 
 @pytest.mark.parametrize("wrapped", [lambda h: h, lambda h: [h], lambda h: (h, 1)], ids=["tensor", "list", "tuple"])
 @pytest.mark.parametrize("made", [False, True])
-def test_an_attribute_with_a_graph_is_the_one_of_the_last_forward(made, wrapped):
+@bit_equal
+def test_an_attribute_with_a_graph_is_the_one_of_the_last_forward(call, made, wrapped):
     """Two forwards, then two backwards: the recomputation of the first must not leave its output in the attribute."""
-
-    def train(call):
-        torch.manual_seed(0)
-        model, kept = _KeepsItsOutput(made, wrapped), []
-        for _ in range(2):
-            losses = [call(model, torch.randn(3, 4)).sum() for _ in range(2)]
-            sum(losses).backward()  # that of the second forward first
-            kept.append((model.last if isinstance(model.last, torch.Tensor) else model.last[0]).detach().clone())
-        return kept
-
-    assert all(map(torch.equal, train(plain_call), train(ackpt.checkpoint)))
+    model, kept = _KeepsItsOutput(made, wrapped), []
+    for _ in range(2):
+        losses = [call(model, torch.randn(3, 4)).sum() for _ in range(2)]
+        sum(losses).backward()  # that of the second forward first
+        kept.append((model.last if isinstance(model.last, torch.Tensor) else model.last[0]).detach().clone())
+    return kept
 
 
-def test_an_attribute_with_a_graph_that_the_forward_reads_is_assigned_once_per_step():
+@bit_equal
+def test_an_attribute_with_a_graph_that_the_forward_reads_is_assigned_once_per_step(call):
     """As torch.func.functional_call leaves tied parameters; the value from before cannot be restored."""
 
     def decays(self, x):
@@ -546,14 +530,10 @@ def test_an_attribute_with_a_graph_that_the_forward_reads_is_assigned_once_per_s
         self.scale = decayed * self.linear.weight.sum().tanh().square()
         return torch.tanh(self.linear(x))
 
-    def train(call):
-        torch.manual_seed(0)
-        model = model_of(decays, linear=nn.Linear(4, 4), scale=torch.ones(4))
-        for _ in range(3):
-            call(model, torch.randn(3, 4)).sum().backward()
-        return model.scale.detach().clone()
-
-    assert torch.equal(train(plain_call), train(ackpt.checkpoint))
+    model = model_of(decays, linear=nn.Linear(4, 4), scale=torch.ones(4))
+    for _ in range(3):
+        call(model, torch.randn(3, 4)).sum().backward()
+    return [model.scale.detach().clone()]
 
 
 def test_an_attribute_with_a_graph_keeps_no_graph_alive_after_backward():

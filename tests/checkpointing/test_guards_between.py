@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_equal, batch, plain_call, raises, raises_cleanly, seed, total, with_layer
+from conftest import batch, bit_equal, raises, raises_cleanly, seed, total, with_layer
 from torch import nn
 
 import ackpt
@@ -125,21 +125,18 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
-def test_replaced_names_have_the_values_of_the_forward(change):
-    def run(call):
-        seed()
-        model = with_layer(nn.Dropout(0.5))
-        model[2].bias.requires_grad_(False)
-        model.register_buffer("offset", torch.zeros(4))
-        parameters, x = list(model.parameters()), batch(6)
-        loss = total(call(lambda x: model(x) * (model.offset + 1), x))
-        change(model)
-        now = [name for name, _ in model.named_parameters()], list(model.state_dict()), model.training
-        loss.backward()
-        assert now == ([name for name, _ in model.named_parameters()], list(model.state_dict()), model.training)
-        return [x.grad, *(p.grad for p in parameters), *(p.detach() for p in model.parameters()), model.offset]
-
-    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+@bit_equal
+def test_replaced_names_have_the_values_of_the_forward(call, change):
+    model = with_layer(nn.Dropout(0.5))
+    model[2].bias.requires_grad_(False)
+    model.register_buffer("offset", torch.zeros(4))
+    parameters, x = list(model.parameters()), batch(6)
+    loss = total(call(lambda x: model(x) * (model.offset + 1), x))
+    change(model)
+    now = [name for name, _ in model.named_parameters()], list(model.state_dict()), model.training
+    loss.backward()
+    assert now == ([name for name, _ in model.named_parameters()], list(model.state_dict()), model.training)
+    return [x.grad, *(p.grad for p in parameters), *(p.detach() for p in model.parameters()), model.offset]
 
 
 def test_changes_after_the_last_backward_are_allowed():
@@ -238,40 +235,35 @@ def test_only_values_that_a_region_reads_must_not_change(function, reads):
         assert layer.weight.grad is not None
 
 
-def test_regions_of_a_list_of_blocks_that_each_closure_holds():
+@bit_equal
+def test_regions_of_a_list_of_blocks_that_each_closure_holds(call):
     """Each region reaches the buffers of all blocks, and the next forward changes those of the others."""
 
     class OwnNorm(nn.BatchNorm1d):
         def forward(self, x):
             return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True)
 
-    def run(call):
-        seed()
-        blocks = [nn.Sequential(nn.Linear(4, 4), OwnNorm(4)) for _ in range(3)]
-        x = h = batch(6)
-        for place in range(3):
-            h = call(lambda x, place=place: blocks[place](x), h)
-        total(h).backward()
-        modules = nn.ModuleList(blocks)
-        return [x.grad, *(p.grad for p in modules.parameters()), *modules.buffers()]
-
-    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+    blocks = [nn.Sequential(nn.Linear(4, 4), OwnNorm(4)) for _ in range(3)]
+    x = h = batch(6)
+    for place in range(3):
+        h = call(lambda x, place=place: blocks[place](x), h)
+    total(h).backward()
+    modules = nn.ModuleList(blocks)
+    return [x.grad, *(p.grad for p in modules.parameters()), *modules.buffers()]
 
 
-def test_a_parameter_set_to_its_own_value_is_no_change():
-    def run(call):
-        p = nn.Parameter(torch.eye(2))
+@bit_equal
+def test_a_parameter_set_to_its_own_value_is_no_change(call):
+    p = nn.Parameter(torch.eye(2))
 
-        def function(x):
-            with torch.no_grad():
-                p.set_(p.data)
-            return (x @ p).tanh()
+    def function(x):
+        with torch.no_grad():
+            p.set_(p.data)
+        return (x @ p).tanh()
 
-        for _ in range(2):
-            call(function, torch.ones(1, 2)).sum().backward()
-        return [p.grad, p.detach()]
-
-    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+    for _ in range(2):
+        call(function, torch.ones(1, 2)).sum().backward()
+    return [p.grad, p.detach()]
 
 
 def test_a_parameter_that_is_set_to_another_value_is_refused():
@@ -287,7 +279,8 @@ def test_a_parameter_that_is_set_to_another_value_is_refused():
         ackpt.checkpoint(function, torch.ones(1, 2))
 
 
-def test_a_weight_released_and_gathered_again_keeps_gradients_exact():
+@bit_equal
+def test_a_weight_released_and_gathered_again_keeps_gradients_exact(call):
     """As ZeRO-3 does: hooks gather the weight before its use, and replace it by an empty tensor afterwards."""
 
     class Gather(torch.autograd.Function):
@@ -308,18 +301,12 @@ def test_a_weight_released_and_gathered_again_keeps_gradients_exact():
         layer.weight.data = torch.empty(0)
         return Gather.apply(layer, output)
 
-    def run(call):
-        layer, x = nn.Linear(4, 4, bias=False), batch(6)
-        layer.register_forward_pre_hook(gather)
-        layer.register_forward_hook(release)
-        release(layer, None, x)
-        call(nn.Sequential(layer, nn.Tanh()), x * 1).sum().backward()
-        return [x.grad, layer.weight.grad]
-
-    seed()
-    plain = run(plain_call)
-    seed()
-    assert_equal(plain, run(ackpt.checkpoint), "gradient")
+    layer, x = nn.Linear(4, 4, bias=False), batch(6)
+    layer.register_forward_pre_hook(gather)
+    layer.register_forward_hook(release)
+    release(layer, None, x)
+    call(nn.Sequential(layer, nn.Tanh()), x * 1).sum().backward()
+    return [x.grad, layer.weight.grad]
 
 
 _state = {"n": 0, "t": torch.ones(1), "list": [0, torch.ones(1)]}

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from conftest import assert_equal, batch, plain_call, seed, total
+from conftest import assert_equal, batch, bit_equal, total
 from torch import nn
 
 import ackpt
@@ -53,14 +53,11 @@ LATE = [late, late_in_a_helper, late_in_a_partial, rebound_tensor, closes_over_w
 
 
 @pytest.mark.parametrize("loop", LATE, ids=lambda loop: loop.__name__)
-def test_names_rebound_after_the_forward_have_their_earlier_values(loop):
-    def gradient(call):
-        seed()
-        x = batch()
-        total(loop(x, call)).backward()
-        return x.grad
-
-    assert torch.equal(gradient(plain_call), gradient(ackpt.checkpoint))
+@bit_equal
+def test_names_rebound_after_the_forward_have_their_earlier_values(call, loop):
+    x = batch()
+    total(loop(x, call)).backward()
+    return [x.grad]
 
 
 def test_a_nonlocal_counter_counts_both_runs():
@@ -154,22 +151,18 @@ STATES = [state_in_a_dict, state_in_a_list, state_in_an_object, state_in_a_name,
 
 
 @pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
-def test_tensors_replaced_in_every_run_are_bit_equal(make):
+@bit_equal
+def test_tensors_replaced_in_every_run_are_bit_equal(call, make):
     """A recurrent state: each recompute starts from the one its forward saw, the last one stays."""
-
-    def run(call):
-        seed()
-        layer, x = nn.Linear(4, 4), batch()
-        function, state = make(layer)
-        y = x
-        for _ in range(3):
-            y = call(function, y)
-        last = state()
-        total(y).backward()
-        assert state() is last
-        return [x.grad, last]
-
-    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+    layer, x = nn.Linear(4, 4), batch()
+    function, state = make(layer)
+    y = x
+    for _ in range(3):
+        y = call(function, y)
+    last = state()
+    total(y).backward()
+    assert state() is last
+    return [x.grad, last]
 
 
 noise = torch.Generator()
@@ -271,29 +264,22 @@ ATTRIBUTES = {
 
 
 @pytest.mark.parametrize("name", [*ATTRIBUTES, "attribute of the class"])
-def test_attributes_changed_between_two_forwards_are_used_by_each(name):
-    def run(call):
-        seed()
-        value, key, change = ATTRIBUTES.get(name, ("a", lambda m: m.v, _assign("b")))
-        value = (
-            _Settings("a")
-            if isinstance(value, _Settings)
-            else value.copy()
-            if isinstance(value, (list, dict))
-            else value
-        )
-        module = _Adapters(key, **({} if name not in ATTRIBUTES else {"v": value}))
-        module.handle = module.layer.register_forward_hook(lambda m, args, out: out * 3)
-        module.layer.register_forward_hook(lambda m, args, out: out + 1)
-        x = batch()
-        one = total(call(module, x))
-        change(module)
-        two = total(call(module, x))
-        (one + 2 * two).backward()
-        assert name == "None" or module.v is not value or "assign" not in change.__qualname__
-        return [p.grad for p in module.parameters() if p.grad is not None]
-
-    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+@bit_equal
+def test_attributes_changed_between_two_forwards_are_used_by_each(call, name):
+    value, key, change = ATTRIBUTES.get(name, ("a", lambda m: m.v, _assign("b")))
+    value = (
+        _Settings("a") if isinstance(value, _Settings) else value.copy() if isinstance(value, (list, dict)) else value
+    )
+    module = _Adapters(key, **({} if name not in ATTRIBUTES else {"v": value}))
+    module.handle = module.layer.register_forward_hook(lambda m, args, out: out * 3)
+    module.layer.register_forward_hook(lambda m, args, out: out + 1)
+    x = batch()
+    one = total(call(module, x))
+    change(module)
+    two = total(call(module, x))
+    (one + 2 * two).backward()
+    assert name == "None" or module.v is not value or "assign" not in change.__qualname__
+    return [p.grad for p in module.parameters() if p.grad is not None]
 
 
 class _Engine:
@@ -322,32 +308,29 @@ def test_objects_used_by_a_function_keep_working_in_the_recomputation():
 
 
 @pytest.mark.parametrize("given", ["closure", "default", "partial", "method", "argument", "both"])
-def test_a_configuration_changed_between_two_forwards_is_used_by_each(given):
+@bit_equal
+def test_a_configuration_changed_between_two_forwards_is_used_by_each(call, given):
     class Settings:
         scale = 1.0
 
         def scaled(self, x):
             return (x * self.scale).sin()
 
-    def run(call):
-        seed()
-        settings = Settings()
-        settings.scale = 2.0
-        function = {
-            "closure": lambda x: settings.scaled(x),
-            "default": lambda x, settings=settings: settings.scaled(x),
-            "partial": functools.partial(Settings.scaled, settings),
-            "method": settings.scaled,
-            "argument": lambda x, settings: settings.scaled(x),
-            "both": lambda x, given: settings.scaled(x) if given is settings else x,
-        }[given]
-        args = [settings] if given in ("argument", "both") else []
-        settings.inner = types.SimpleNamespace() if args else None  # not only plain values
-        x = batch()
-        one = total(call(function, x, *args))
-        settings.scale = 3.0
-        (one + total(call(function, x, *args))).backward()
-        assert settings.scale == 3.0
-        return x.grad
-
-    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+    settings = Settings()
+    settings.scale = 2.0
+    function = {
+        "closure": lambda x: settings.scaled(x),
+        "default": lambda x, settings=settings: settings.scaled(x),
+        "partial": functools.partial(Settings.scaled, settings),
+        "method": settings.scaled,
+        "argument": lambda x, settings: settings.scaled(x),
+        "both": lambda x, given: settings.scaled(x) if given is settings else x,
+    }[given]
+    args = [settings] if given in ("argument", "both") else []
+    settings.inner = types.SimpleNamespace() if args else None  # not only plain values
+    x = batch()
+    one = total(call(function, x, *args))
+    settings.scale = 3.0
+    (one + total(call(function, x, *args))).backward()
+    assert settings.scale == 3.0
+    return x.grad
