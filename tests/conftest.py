@@ -90,21 +90,24 @@ def total(outputs) -> torch.Tensor:
     return loss
 
 
-def fresh_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
-    """A step that begins without gradients, to be measured."""
+def measured_step(model, call: Callable, *args, loss=None, autocast=False, warmup=1, **kwargs) -> ackpt.Measurement:
+    """A measured step that begins without gradients and calls the model so; `loss`: a function of the outputs."""
 
     def step():
         model.zero_grad()
-        loss().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            value = loss(call(*args, **kwargs)) if loss else call(*args, **kwargs)
+        value.backward()
 
-    return step
+    return ackpt.measure(step, "cpu", resident=(model, *tensors_in([args, kwargs])), warmup=warmup, repeats=0)
 
 
-def left_by(model: nn.Module, call: Callable, *args, loss=None, **kwargs) -> list:
+def left_by(model: nn.Module, call: Callable, *args, loss=None, autocast=False, **kwargs) -> list:
     """What a step that calls the model so leaves: outputs, gradients, and the state of random numbers."""
     model.zero_grad()
     torch.manual_seed(1)
-    outputs = call(*args, **kwargs)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = call(*args, **kwargs)
     is_loss = isinstance(outputs, torch.Tensor) and outputs.dim() == 0
     (loss(outputs) if loss else outputs if is_loss else total(outputs)).backward()
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 import torch
-from conftest import assert_equal, fresh_step, model_of
+from conftest import assert_equal, measured_step, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_models import line, results, traced
@@ -124,8 +124,7 @@ def test_the_step_has_the_planned_peak_and_the_bits_of_eager(build, budget):
     def run(**options):
         model, x = build()
         step = ackpt.compile(model, x, **options)
-
-        measured = ackpt.measure(fresh_step(model, lambda: step(x)), "cpu", resident=(model, x), warmup=1, repeats=0)
+        measured = measured_step(model, step, x)
         other, _ = build()
         model.load_state_dict(other.state_dict())
         model.zero_grad()

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import fresh_step, raises
+from conftest import measured_step, raises
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,15 +79,11 @@ def test_one_capture_serves_more_lengths_than_dynamo_compiles(compiled, model):
             x = torch.randn(length, 8)
             assert same(step(model, call, x), step(eager, eager, x))
             assert len(plans) == count
-            assert peak(model, call, x) == plans[-1].peak_bytes <= 42 * 1024
+            assert measured_step(model, call, x).peak_bytes == plans[-1].peak_bytes <= 42 * 1024
             eager.load_state_dict(model.state_dict())
     assert {plan.cost > 0 for plan in plans} == {True, False}  # the model's own step keeps the budget at some lengths
     step(model, call, torch.randn(LENGTHS[0], 8))
     assert len(plans) == len(LENGTHS)
-
-
-def peak(model, call, x) -> int:
-    return ackpt.measure(fresh_step(model, lambda: call(x)), resident=[model, x], repeats=0).peak_bytes
 
 
 def test_sizes_are_dynamic_as_torch_compile_is_told(model, caplog):

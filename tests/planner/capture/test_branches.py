@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import assert_as_eager, model_of, raises
+from conftest import assert_as_eager, measured_step, model_of, raises
 from torch import nn
 
 import ackpt
@@ -149,12 +149,7 @@ def test_masks_of_transformers_are_captured_per_branch(name):
     step = ackpt.compile(model, **batches[0], policy="full")
     for given in batches:
         check(step, model, **given)
-        model.zero_grad()
-
-        def one(given=given):
-            step(**given).loss.backward()
-
-        measured = ackpt.measure(one, resident=[model, *given.values()], repeats=0, warmup=0)
+        measured = measured_step(model, step, loss=lambda outputs: outputs.loss, **given)
         assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
     assert kinds(step) == ["capture"] * 2
     tied = name == "bert"

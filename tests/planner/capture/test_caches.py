@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import measured_step
 
 import ackpt
 
@@ -58,12 +59,7 @@ def test_the_cache_is_returned_and_has_its_planned_bytes(build, policy, one_thre
     pairs = list(zip(keys_and_values(found.past_key_values), keys_and_values(expected.past_key_values)))
     assert len(pairs) >= 2 and all(torch.equal(a, b) for a, b in pairs)
     del found, expected, pairs
-
-    def once():
-        model.zero_grad()
-        step(input_ids=IDS, labels=IDS).loss.backward()
-
-    measured = ackpt.measure(once, "cpu", resident=(model, IDS), warmup=1, repeats=0)
+    measured = measured_step(model, step, loss=lambda outputs: outputs.loss, input_ids=IDS, labels=IDS)
     assert measured.dynamic_peak_bytes <= step.plan.dynamic_peak_bytes
 
 

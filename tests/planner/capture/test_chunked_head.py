@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from conftest import fresh_step, raises
+from conftest import measured_step, raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -143,10 +143,7 @@ def test_the_step_differs_by_roundings_and_keeps_its_peak(name):
     planned_loss, planned = gradients(model, batch)
     assert abs(planned_loss - loss) <= 5e-7 * abs(loss)
     assert difference(planned, expected) < FP32
-    tensors = [each for each in (batch if isinstance(batch, tuple) else batch.values()) if torch.is_tensor(each)]
-
-    measured = ackpt.measure(fresh_step(model, lambda: loss_of(model, batch)), resident=[model, *tensors])
-    assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+    assert measured_step(model, loss_of, model, batch).dynamic_peak_bytes == step.plan.dynamic_peak_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
@@ -222,10 +219,7 @@ def test_chunks_make_a_small_budget_feasible_for_a_large_vocabulary():
     batch = {"input_ids": tokens, "labels": tokens}
     plan = ackpt.apply_budget(model, batch, 0.45, chunk_head=True).plan
     assert plan.cost < 0.1
-
-    measured = ackpt.measure(
-        fresh_step(model, lambda: model(**batch).loss), resident=[model, tokens], warmup=0, repeats=0
-    )
+    measured = measured_step(model, loss_of, model, batch, warmup=0)
     assert measured.dynamic_peak_bytes == plan.dynamic_peak_bytes < 0.45 * plan.baseline_dynamic_peak_bytes
 
 

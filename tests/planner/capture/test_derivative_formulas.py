@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_as_eager
+from conftest import assert_as_eager, assert_equal, left_by
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,22 +79,15 @@ def test_formulas_are_bit_equal_while_measuring(name):
     model, x = Model({**FORMULAS, **MIXED}[name]).to(dtype), torch.randn(8, 6, 4, dtype=dtype)
     step = ackpt.compile(model, x, policy="none", regions=False)
 
-    def run(call):
-        model.zero_grad()
-        call(x).float().backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-    run(step)
-    assert ackpt.count_flops(lambda: run(step)) == ackpt.count_flops(lambda: run(model)) > 0
-    measured = ackpt.measure(lambda: run(step), resident=(model, x), repeats=0)
-    assert measured.flops == ackpt.count_flops(lambda: run(model))
-    own = run(model)
+    own = left_by(model, model, x)
+    left_by(model, step, x)
+    flops = ackpt.count_flops(lambda: left_by(model, model, x))
+    assert ackpt.count_flops(lambda: left_by(model, step, x)) == flops > 0
+    assert ackpt.measure(lambda: left_by(model, step, x), resident=(model, x), repeats=0).flops == flops
     with _Mode():
-        below_mode = run(step)
+        assert_equal(own, left_by(model, step, x), "below a mode")
         with _Mode():
-            below_two = run(step)
-    assert all(map(torch.equal, own, below_mode))
-    assert all(map(torch.equal, own, below_two))
+            assert_equal(own, left_by(model, step, x), "below two")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

@@ -104,16 +104,10 @@ def with_custom(function):
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("function", [masked, InPlace.apply])
 def test_custom_operations_with_undeclared_draws_are_bit_equal(function, policy):
-    results, x = [], torch.randn(64, 16)
-    for planned in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[with_custom(function) for _ in range(4)])
-        step = ackpt.compile(model, x, policy=policy) if planned else model
-        assert not planned or bool(step.plan.schedule.replayed) == (policy == "full")
-        torch.manual_seed(1)
-        step(x).square().mean().backward()
-        results.append([torch.get_rng_state(), *(parameter.grad for parameter in model.parameters())])
-    assert all(map(torch.equal, *results))
+    model, x = nn.Sequential(*[with_custom(function) for _ in range(4)]), torch.randn(64, 16)
+    step = ackpt.compile(model, x, policy=policy)
+    assert bool(step.plan.schedule.replayed) == (policy == "full")
+    assert_as_eager(model, step, x)
 
 
 def test_a_custom_operation_that_draws_from_pythons_generator_is_not_recomputed():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import fresh_step, model_of
+from conftest import measured_step, model_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -65,15 +65,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_fractions_are_relative_to_the_step_of_the_model(name):
     model, x = CASES[name](), torch.randn(64, 32)
-
-    def peak_bytes(call):
-        return ackpt.measure(
-            fresh_step(model, lambda: call(x)), "cpu", resident=(model, x), repeats=0
-        ).dynamic_peak_bytes
-
-    own = peak_bytes(model)
+    own = measured_step(model, model, x).dynamic_peak_bytes
     step = ackpt.compile(model, x, policy="none")
-    measured = peak_bytes(step)
+    measured = measured_step(model, step, x).dynamic_peak_bytes
     assert measured == step.plan.dynamic_peak_bytes > own  # the graph does all of it out of place
     assert own - x.numel() * 4 <= step.plan.baseline_dynamic_peak_bytes <= own  # a variable may hold a result longer
     with pytest.raises(ackpt.BudgetError):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Case, assert_as_eager, assert_same_step, fresh_step, model_of
+from conftest import Case, assert_as_eager, assert_same_step, measured_step, model_of
 from torch import nn
 
 import ackpt
@@ -80,9 +80,7 @@ def test_one_capture_serves_other_sizes(name):
 def test_the_measured_peak_is_the_planned_one(name, policy):
     model, x = build(name)
     step = ackpt.compile(model, x, policy=policy)
-
-    measured = ackpt.measure(fresh_step(model, lambda: step(x)), "cpu", resident=(model, x), repeats=0)
-    assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+    assert measured_step(model, step, x).dynamic_peak_bytes == step.plan.dynamic_peak_bytes
 
 
 def test_widths_of_whole_vector_loops_are_not_copied():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import model_of, raises
+from conftest import left_by, model_of, raises
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -160,13 +160,6 @@ def without_data() -> int:
     return sum(type(each) is FunctionalTensor for each in gc.get_objects())
 
 
-def step_of(call, model, x):
-    model.zero_grad()
-    loss = call(x)
-    loss.backward()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-
 @pytest.fixture(autouse=True)
 def empty_caches():
     global NAME
@@ -183,12 +176,12 @@ def test_a_cache_that_the_first_call_fills_gets_real_tensors(name):
     batches = [torch.randn(2, length, 8) for length in (6, 5, 6)]
     dynamic = None if name in WITH_SYMBOLS else False
     ackpt.apply_budget(model, batches[0], policy="full", dynamic=dynamic)
-    found = [step_of(model, model, x) for x in batches]
+    found = [left_by(model, model, x) for x in batches]
     with torch.no_grad():
         model(torch.randn(2, 4, 8))
-    found.append(step_of(model, model, batches[0]))
+    found.append(left_by(model, model, batches[0]))
     ackpt.remove_budget(model)
-    expected = [step_of(model, model, x) for x in (*batches, batches[0])]
+    expected = [left_by(model, model, x) for x in (*batches, batches[0])]
     assert all(torch.equal(a, b) for one, other in zip(found, expected) for a, b in zip(one, other))
     assert without_data() == before
 

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 import transformers
-from conftest import Case, assert_same_step, fresh_step, model_of
+from conftest import Case, assert_same_step, measured_step, model_of
 from torch import nn
 
 import ackpt
@@ -65,10 +65,7 @@ def test_a_decoder_is_captured_as_it_runs(name):
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
 def test_a_packed_step_has_the_bytes_of_eager(name):
     model, kwargs = decoder(name), batch(64)
-
-    eager = ackpt.measure(
-        fresh_step(model, lambda: model(**kwargs).loss), "cpu", resident=(model, kwargs["input_ids"]), repeats=0
-    )
+    eager = measured_step(model, model, loss=lambda outputs: outputs.loss, **kwargs)
     plan = ackpt.plan(ackpt.trace(model, **kwargs), policy="none")
     assert plan.dynamic_peak_bytes == eager.dynamic_peak_bytes
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Case, assert_equal, assert_same_step, model_of, train
+from conftest import Case, assert_equal, assert_same_step, measured_step, model_of, train
 from torch import nn
 
 import ackpt
@@ -98,14 +98,7 @@ def test_a_step_is_the_model_bit_for_bit(name):
 def test_the_measured_peak_is_the_planned_one(name, policy):
     model, args = build(name)
     step = ackpt.compile(model, args, policy=policy)
-
-    def once():
-        model.zero_grad()
-        loss = step(args)
-        loss.backward()
-
-    measured = ackpt.measure(once, "cpu", resident=(model, args), repeats=0)
-    assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+    assert measured_step(model, step, args).dynamic_peak_bytes == step.plan.dynamic_peak_bytes
 
 
 def test_a_budget_is_kept_while_it_trains():

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from conftest import fresh_step, model_of, raises
+from conftest import measured_step, model_of, raises
 from real_bytes import disagreements
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -105,14 +105,7 @@ def test_with_workspaces_the_simulated_peak_is_the_measured_one(name, saves):
             self.schedule = everything(graph) if saves == "all" else lower(graph, least)
 
     step = PlannedStep(model, Planner)
-
-    def run():
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = step(*args)
-        loss.backward()
-
-    measured = ackpt.measure(run, "cpu", resident=(model, *args), repeats=0).dynamic_peak_bytes
+    measured = measured_step(model, step, *args, autocast=autocast).dynamic_peak_bytes
     graph = traced(name)
     found = simulate(graph, profile(graph, workspace="measured"), Planner(graph).schedule)
     assert found.peak_bytes == measured
@@ -200,8 +193,7 @@ def test_a_made_up_mask_selects_at_most_the_available_elements(policy):
     model(*args).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     step = ackpt.compile(model, *args, policy=policy)
-
-    measured = ackpt.measure(fresh_step(model, lambda: step(*args)), "cpu", resident=(model, *args), repeats=0)
+    measured = measured_step(model, step, *args)
     assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters()))
     assert measured.peak_bytes == step.plan.peak_bytes
 

@@ -4,7 +4,7 @@ from fnmatch import fnmatch
 
 import pytest
 import torch
-from conftest import fresh_step, model_of, raises
+from conftest import measured_step, model_of, raises
 from torch import nn
 
 import ackpt
@@ -184,13 +184,7 @@ def test_a_head_in_chunks_keeps_the_budget_that_is_suggested(trained, words):
     names = {"ackpt": ackpt, "model": model, "batch": batch}
     plan = eval(best.fix, names).plan  # noqa: S307
     assert best.peak_bytes <= plan.limit_bytes + plan.resident_bytes
-
-    def run():
-        model.zero_grad()
-        model(**batch).backward()
-
-    measured = ackpt.measure(run, resident=[model, *(v for v in batch.values() if isinstance(v, torch.Tensor))])
-    assert measured.peak_bytes <= plan.limit_bytes + plan.resident_bytes
+    assert measured_step(model, model, **batch).peak_bytes <= plan.limit_bytes + plan.resident_bytes
 
 
 def test_without_a_cross_entropy_no_chunks_are_suggested():
@@ -288,13 +282,10 @@ def test_eager_saves_python_numbers_as_tensors_and_a_planned_step_does_not(numbe
             x = torch.tanh(number * x)
         return nn.functional.cross_entropy(x, x.detach().argmax(1))
 
-    def peak(call):
-        return ackpt.measure(fresh_step(model, lambda: call(X)), resident=[model, X], repeats=0).peak_bytes
-
     model = model_of(scales, linear=nn.Linear(8, 32))
     predicted = ackpt.explain(model, X).plan.peak_bytes
-    assert peak(ackpt.compile(model, X, policy="none")) == predicted
-    assert peak(model) == predicted + saved
+    assert measured_step(model, ackpt.compile(model, X, policy="none"), X).peak_bytes == predicted
+    assert measured_step(model, model, X).peak_bytes == predicted + saved
 
 
 def test_an_optimizer_by_its_name_is_the_optimizer():

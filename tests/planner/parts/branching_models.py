@@ -4,10 +4,8 @@ import random
 
 import torch
 import torch.nn.functional as F
-from conftest import fresh_step, model_of, seed
+from conftest import measured_step, model_of, seed
 from torch import nn
-
-import ackpt
 
 
 def feed_forward(width: int = 16) -> nn.Sequential:
@@ -176,6 +174,4 @@ def results(model, call, batch, number: int = 1) -> list:
 
 def measured(model, call, batch, number: int = 1):
     seed(number)
-    return ackpt.measure(
-        fresh_step(model, lambda: loss_of(call(**batch))), resident=(model, *batch.values()), warmup=0, repeats=0
-    )
+    return measured_step(model, call, loss=loss_of, warmup=0, **batch)

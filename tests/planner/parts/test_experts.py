@@ -3,7 +3,7 @@
 import pytest
 import torch
 from branching_models import feed_forward
-from conftest import raises
+from conftest import assert_as_eager, assert_equal, left_by, measured_step, raises
 from torch import nn
 
 import ackpt
@@ -62,29 +62,19 @@ def built():
     return Model(), torch.randn(TOKENS, WIDTH)
 
 
-def results(model, call, x):
-    model.zero_grad()
-    loss = call(x)
-    loss.backward()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-
-def dynamic_peak(model, call, x) -> int:
-    return ackpt.measure(lambda: results(model, call, x), resident=(model, x), warmup=0, repeats=0).dynamic_peak_bytes
-
-
 @pytest.mark.parametrize("most_tokens", [256, 384])
 def test_a_plan_for_the_most_tokens_of_an_expert_holds_for_all_with_fewer(most_tokens):
     model, x = built()
     hooks = routed(model, most_tokens)
     step = ackpt.compile(model, x, budget=0.8)
-    results(model, step, x)
+    left_by(model, step, x)
     without(hooks)
     assert set(step.plan.fates.values()) == {"saved", "checkpointed"}
     for tokens, expert in ((0, 0), (128, 1), (200, 3), (most_tokens, 0), (most_tokens, 2)):
         hooks = routed(model, tokens, expert)
-        assert all(map(torch.equal, results(model, step, x), results(model, model, x)))
-        assert dynamic_peak(model, step, x) <= step.plan.limit_bytes, (tokens, expert)
+        assert_as_eager(model, step, x)
+        peak = measured_step(model, step, x, warmup=0).dynamic_peak_bytes
+        assert peak <= step.plan.limit_bytes, (tokens, expert)
         without(hooks)
     assert len(step.history) == 1
 
@@ -92,17 +82,17 @@ def test_a_plan_for_the_most_tokens_of_an_expert_holds_for_all_with_fewer(most_t
 def test_more_tokens_than_the_budget_allows_raise_or_warn():
     model, x = built()
     probe = ackpt.compile(model, x, budget="1GiB")
-    results(model, probe, x)
+    left_by(model, probe, x)
     least = probe.plan.least_peak_bytes
     step = ackpt.compile(model, x, budget=least)
-    expected = results(model, step, x)
+    expected = left_by(model, step, x)
     warns = ackpt.compile(model, x, budget=least, on_exceed="warn")
-    results(model, warns, x)
+    left_by(model, warns, x)
     hooks = routed(model, TOKENS)
-    raises(ackpt.BudgetError, "this step allocates .* keep the budget", lambda: results(model, step, x))
-    own = results(model, model, x)
+    raises(ackpt.BudgetError, "this step allocates .* keep the budget", lambda: left_by(model, step, x))
+    own = left_by(model, model, x)
     with pytest.warns(UserWarning, match="keep the budget"):
-        found = results(model, warns, x)
-    assert all(map(torch.equal, found, own))
+        found = left_by(model, warns, x)
+    assert_equal(found, own, "step")
     without(hooks)
-    assert all(map(torch.equal, results(model, step, x), expected))
+    assert_equal(left_by(model, step, x), expected, "step")

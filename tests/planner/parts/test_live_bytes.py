@@ -6,25 +6,12 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from branching_models import Adds, Tagger, built, feed_forward
-from conftest import model_of, seed
+from conftest import assert_as_eager, assert_equal, left_by, measured_step, model_of, seed
 from test_experts import TOKENS, WIDTH, Model, routed, without
 from torch import nn
 
 import ackpt
 from ackpt.planner.parts.live_bytes import AllocatedBytes, LiveBytes
-
-
-def results(model, call, args):
-    model.zero_grad()
-    loss = call(*args)
-    loss.backward()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-
-def dynamic_peak(model, call, args) -> int:
-    return ackpt.measure(
-        lambda: results(model, call, args), resident=(model, *args), warmup=0, repeats=0
-    ).dynamic_peak_bytes
 
 
 class Steps:
@@ -35,23 +22,25 @@ class Steps:
         self.step = ackpt.compile(model, *example, budget=budget)
         self.warns = ackpt.compile(model, *example, budget=budget, on_exceed="warn")
         for each in (self.step, self.warns):
-            results(model, each, example)
+            left_by(model, each, *example)
 
     def exceeds(self, *args) -> bool:
         """Whether a step exceeds the budget as measured, which must be what ackpt says, with the model's own bits."""
-        own = results(self.model, self.model, args)
+        own = left_by(self.model, self.model, *args)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            assert all(map(torch.equal, results(self.model, self.warns, args), own))
+            assert_equal(left_by(self.model, self.warns, *args), own, "step")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exceeds = dynamic_peak(self.model, self.warns, args) > self.step.plan.limit_bytes
+            exceeds = (
+                measured_step(self.model, self.warns, *args, warmup=0).dynamic_peak_bytes > self.step.plan.limit_bytes
+            )
         assert exceeds == bool(said) and len(said) <= 1
         if exceeds:
             with pytest.raises(ackpt.BudgetError, match="this step allocates .*on_exceed='warn'"):
-                results(self.model, self.step, args)
+                left_by(self.model, self.step, *args)
         else:
-            assert all(map(torch.equal, results(self.model, self.step, args), own))
+            assert_equal(left_by(self.model, self.step, *args), own, "step")
         return exceeds
 
 
@@ -79,11 +68,11 @@ def test_packed_sequences_with_other_lengths(budget):
 def test_a_step_that_exceeds_the_budget_in_backward_has_complete_gradients():
     x, model = torch.randn(TOKENS, WIDTH), Model()
     probe = ackpt.compile(model, x, budget="1GiB")
-    results(model, probe, (x,))
+    left_by(model, probe, x)
     step = ackpt.compile(model, x, budget=probe.plan.least_peak_bytes)
-    results(model, step, (x,))
+    left_by(model, step, x)
     hooks = routed(model, 300)
-    expected = results(model, model, (x,))[1:]
+    expected = left_by(model, model, x)[1:]
     model.zero_grad()
     loss = step(x)
     with pytest.raises(ackpt.BudgetError, match=r"allocates .* in backward, at \w+Backward0, .* gradients .* complete"):
@@ -164,10 +153,10 @@ def test_torch_s_checkpoint_in_a_model_is_counted_and_runs_twice_a_step():
     counted, measured = counted_and_measured(model, batch)
     assert counted == measured and [block.runs for block in model.blocks] == [4, 4, 4]
     step = ackpt.compile(model, budget="1GiB", regions=True, **batch)
-    results(model, step, batch.values())
+    left_by(model, step, *batch.values())
     for block in model.blocks:
         block.runs = 0
-    assert dynamic_peak(model, step, batch.values()) <= step.plan.dynamic_peak_bytes
+    assert measured_step(model, step, *batch.values(), warmup=0).dynamic_peak_bytes <= step.plan.dynamic_peak_bytes
     assert set(step.plan.fates.values()) == {"saved"} and [block.runs for block in model.blocks] == [2, 2, 2]
 
 
@@ -190,7 +179,7 @@ def test_regions_of_the_user_stay_regions():
     model, x = Own(), torch.randn(64, 16)
     step = ackpt.compile(model, x, budget="100%")
     for each in (x, -x, x.roll(1, 1)):
-        assert all(map(torch.equal, results(model, step, (each - 0.1,)), results(model, model, (each - 0.1,))))
+        assert_as_eager(model, step, each - 0.1)
 
 
 def test_the_allocator_of_a_gpu_counts(monkeypatch):
@@ -245,7 +234,7 @@ def scales():
 def test_the_numbers_that_products_save_count_as_held_by_saved_blocks():
     model, batch = Adds(scales), {"x": torch.randn(64, 16)}
     step = ackpt.compile(model, budget="1GiB", regions=True, **batch)
-    results(model, step, batch.values())
+    left_by(model, step, *batch.values())
     assert set(step.plan.fates.values()) == {"saved"}
     assert step.plan.saved_bytes == 3 * (2 * 64 * 16 * 4 + 3 * 8)
 
@@ -269,7 +258,7 @@ def test_the_numbers_that_products_save_count_while_they_are_recomputed():
 def test_the_first_step_with_an_optimizer_can_be_measured():
     model, batch = Adds(), {"x": torch.randn(64, 16)}
     step = ackpt.compile(model, budget="1GiB", regions=True, optimizer=torch.optim.AdamW(model.parameters()), **batch)
-    assert dynamic_peak(model, step, batch.values()) > 0
+    assert measured_step(model, step, *batch.values(), warmup=0).dynamic_peak_bytes > 0
     assert step.plan.least_peak_bytes is not None
 
 
@@ -298,13 +287,9 @@ class Convolves(nn.Module):
 def test_workspaces_of_sparse_products_count_while_the_first_step_is_measured():
     model, x, edges = Convolves(), torch.randn(500, 16), torch.randint(500, (2, 3000))
 
-    def run():
-        model.zero_grad()
-        step(x, edges).backward()
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = ackpt.compile(model, x, edges, budget=0.9, on_exceed="warn")
-        first, second = (ackpt.measure(run, resident=[model, x, edges], repeats=0, warmup=0) for _ in range(2))
+        first, second = (measured_step(model, step, x, edges, warmup=0) for _ in range(2))
     assert step.plan.peak_bytes == second.peak_bytes
     assert step.plan.least_peak_bytes == first.peak_bytes

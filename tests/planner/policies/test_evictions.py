@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_equal, model_of
+from conftest import assert_equal, measured_step, model_of
 from planned_models import MODELS, SKIPS, results, traced
 from torch import nn
 from torch._functorch import config
@@ -73,15 +73,6 @@ def list_densenet():
     return list_dense_net(), (torch.randn(4, 3, 16, 16), torch.randint(10, (4,)))
 
 
-def dynamic_peak(model, step, args):
-    def once():
-        model.zero_grad()
-        step(*args).backward()
-
-    once()
-    return ackpt.measure(once, "cpu", resident=(model, *args), warmup=1, repeats=0).dynamic_peak_bytes
-
-
 def lowest_peak_of_partitioner():
     """The lowest measured peak of torch's partitioner over its settings."""
     peaks = []
@@ -89,7 +80,8 @@ def lowest_peak_of_partitioner():
         torch._dynamo.reset()
         with config.patch(activation_memory_budget=budget, aggressive_recomputation=aggressive):
             model, args = list_densenet()
-            peaks.append(dynamic_peak(model, torch.compile(model, backend="aot_eager_decomp_partition"), args))
+            call = torch.compile(model, backend="aot_eager_decomp_partition")
+            peaks.append(measured_step(model, call, *args, warmup=2).dynamic_peak_bytes)
     torch._dynamo.reset()
     return min(peaks)
 
@@ -105,5 +97,5 @@ def test_the_smallest_feasible_budget_is_below_the_peaks_of_torchs_partitioner()
     step = ackpt.compile(model, *args, budget=refusal.value.least_bytes)
     assert step.plan.peak_bytes == refusal.value.least_bytes
     assert_equal(eager, results(model, step, args), "tensor")
-    assert dynamic_peak(model, step, args) == step.plan.dynamic_peak_bytes
+    assert measured_step(model, step, *args).dynamic_peak_bytes == step.plan.dynamic_peak_bytes
     assert step.plan.dynamic_peak_bytes < lowest_peak_of_partitioner()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_as_eager
+from conftest import assert_as_eager, measured_step
 from torch import nn
 
 import ackpt
@@ -43,14 +43,7 @@ def test_auto_packs_the_masks_of_a_bert(graph, profile):
     step = ackpt.compile(model, *args, budget=0.6, **kwargs)
     assert step.plan.schedule == plan.schedule
     assert_as_eager(model, step, *args, **kwargs)
-
-    def once():
-        model.zero_grad(set_to_none=True)
-        step(*args, **kwargs).backward()
-
-    model.zero_grad(set_to_none=True)
-    measured = ackpt.measure(once, "cpu", resident=(model, *args), warmup=1, repeats=0)
-    assert measured.peak_bytes == step.plan.peak_bytes
+    assert measured_step(model, step, *args, **kwargs).peak_bytes == step.plan.peak_bytes
 
 
 def test_packing_never_raises_the_cost_and_mostly_lowers_it(graph, profile):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import assert_equal, fresh_step, model_of
+from conftest import assert_equal, measured_step, model_of
 from torch import nn
 
 import ackpt
@@ -75,13 +75,6 @@ def train(model, step, kwargs):
     return [*gradients, *(tensor.clone() for tensor in model.state_dict().values())]
 
 
-def measured(model, step, kwargs) -> int:
-    inputs = [value for value in kwargs.values() if isinstance(value, torch.Tensor)]
-    return ackpt.measure(
-        fresh_step(model, lambda: step(**kwargs)["loss"]), "cpu", resident=(model, *inputs), repeats=0
-    ).dynamic_peak_bytes
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_budgets_are_kept_or_refused(name):
     model, kwargs = MODELS[name]()
@@ -99,6 +92,6 @@ def test_budgets_are_kept_or_refused(name):
         plan = ackpt.plan(graph, budget)
         step = captured.planned(plan)
         assert_equal(train(model, step, kwargs), expected, "training")
-        found = measured(model, step, kwargs)
+        found = measured_step(model, step, loss=lambda outputs: outputs["loss"], **kwargs).dynamic_peak_bytes
         assert found <= 1.01 * budget * baseline
         assert abs(plan.dynamic_peak_bytes - found) <= 0.01 * found

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from conftest import measured_step
 from small_models import build
 from torch import nn
 
@@ -182,20 +183,10 @@ def test_on_the_cpu_it_recomputes_and_the_measured_peak_keeps_the_budget(case):
     plain = copy.deepcopy(model)
     step = ackpt.compile(model, *args, budget=budget, policy="mu-two")
     assert not copies(step.plan.schedule) and {*step.plan.fates.values()} == {"saved", "recomputed"}
-
-    def run(call):
-        loss = call(*args)
-        loss.backward()
-        return loss
-
-    def fresh():
-        model.zero_grad()
-        run(step)
-
-    tensors = [value for value in args if isinstance(value, torch.Tensor)]
-    measured = ackpt.measure(fresh, "cpu", resident=(model, *tensors), warmup=0, repeats=0)
-    assert measured.dynamic_peak_bytes <= budget * step.plan.baseline_dynamic_peak_bytes
-    run(plain)
+    assert (
+        measured_step(model, step, *args, warmup=0).dynamic_peak_bytes <= budget * step.plan.baseline_dynamic_peak_bytes
+    )
+    plain(*args).backward()
     for expected, found in zip(plain.parameters(), model.parameters()):
         assert torch.equal(expected.grad, found.grad)
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_equal, raises
+from conftest import assert_as_eager, measured_step, raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -88,15 +88,10 @@ def graph(given):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_peak_is_the_measured_one_of_torchs_checkpoint(given, graph, n, save):
     model, *batch = given
-
-    def step():
-        model.zero_grad(set_to_none=True)
-        model(*batch).backward()
-
     model.chosen = range(0, BLOCKS, n)
     model.options = {} if CONTEXTS[save] is None else {"context_fn": CONTEXTS[save]}
     try:
-        measured = ackpt.measure(step, resident=(model, *batch), repeats=0).peak_bytes
+        measured = measured_step(model, model, *batch).peak_bytes
     finally:
         model.chosen = ()
     plan = ackpt.plan(graph, policy="selective", every_n_layers=n, save=save)
@@ -116,22 +111,9 @@ def test_saved_products_are_not_recomputed(graph):
 @pytest.mark.parametrize("save", CONTEXTS)
 def test_the_step_is_bit_equal_and_its_peak_the_planned_one(given, save):
     model, *batch = given
-    options = {"every_n_layers": 2, "save": save}
-
-    def step(call):
-        model.zero_grad(set_to_none=True)
-        loss = call(*batch)
-        loss.backward()
-        return loss, *(parameter.grad.clone() for parameter in model.parameters())
-
-    planned = ackpt.compile(model, *batch, policy="selective", options=options)
-    assert_equal(step(planned), step(model), "the step")
-
-    def measured():
-        model.zero_grad(set_to_none=True)
-        planned(*batch).backward()
-
-    assert ackpt.measure(measured, resident=(model, *batch), repeats=0).peak_bytes == planned.plan.peak_bytes
+    step = ackpt.compile(model, *batch, policy="selective", options={"every_n_layers": 2, "save": save})
+    assert_as_eager(model, step, *batch)
+    assert measured_step(model, step, *batch).peak_bytes == step.plan.peak_bytes
 
 
 def test_without_checkpointed_blocks_the_plan_is_the_baseline(graph):

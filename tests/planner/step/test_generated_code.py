@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import assert_as_eager, model_of
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,13 +151,7 @@ def test_a_planned_step_calls_directly_and_equals_eager():
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2), nn.Softmax(-1))
     x = torch.randn(4, 3, 6)
     step = ackpt.compile(model, x, policy="none", differentiate="all")
-    results = []
-    for call in (model, step):
-        model.zero_grad()
-        output = call(x)
-        output.square().sum().backward()
-        results.append([output, *(parameter.grad for parameter in model.parameters())])
-    assert all(map(torch.equal, *results))
+    assert_as_eager(model, step, x)
 
 
 @torch.library.custom_op("ackpt_tests::increment", mutates_args={"x"})
@@ -278,21 +273,8 @@ class Squared(torch.autograd.Function):
         return gradient * torch.ops.ackpt_tests.slope(ctx.saved_tensors[0])
 
 
-class Squaring(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return Squared.apply(self.layer(x)).sum()
-
-
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_a_kernel_of_the_users_may_run_autograd(policy):
-    model, x = Squaring(), torch.randn(4, 6)
-    step, gradients = ackpt.compile(model, x, policy=policy), []
-    for call in (model, step):
-        model.zero_grad()
-        call(x).backward()
-        gradients.append(model.layer.weight.grad)
-    assert torch.equal(*gradients)
+    model = model_of(lambda self, x: Squared.apply(self.layer(x)).sum(), layer=nn.Linear(6, 6))
+    x = torch.randn(4, 6)
+    assert_as_eager(model, ackpt.compile(model, x, policy=policy), x)

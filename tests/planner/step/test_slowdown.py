@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import fresh_step, raises
+from conftest import measured_step, raises
 from torch import nn
 
 import ackpt
@@ -87,9 +87,7 @@ def test_the_planned_step_has_this_peak_and_equal_gradients():
     baseline(x).backward()
     step = ackpt.apply_budget(model, x, slowdown="10%")
     assert 0 < step.plan.cost <= 0.1
-
-    measured = ackpt.measure(fresh_step(model, lambda: model(x)), resident=[model, x], warmup=1, repeats=0)
-    assert measured.peak_bytes == step.plan.peak_bytes < step.plan.baseline_peak_bytes
+    assert measured_step(model, model, x).peak_bytes == step.plan.peak_bytes < step.plan.baseline_peak_bytes
     for mine, expected in zip(model.parameters(), baseline.parameters()):
         assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)
 

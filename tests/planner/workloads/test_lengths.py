@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import raises
+from conftest import measured_step, raises
 from dynamic_steps import Words, gpt2
 
 import ackpt
@@ -29,11 +29,7 @@ def batch(size, length):
 
 
 def measured(model, step, shape) -> int:
-    inputs = batch(*shape)
-    model.zero_grad(set_to_none=True)
-    resident = [model, *inputs.values()]
-    found = ackpt.measure(lambda: step(**inputs).loss.backward(), resident=resident, warmup=0, repeats=0)
-    return found.peak_bytes
+    return measured_step(model, step, loss=lambda outputs: outputs.loss, warmup=0, **batch(*shape)).peak_bytes
 
 
 def test_the_peaks_of_all_batches_equal_the_measured_ones():
