@@ -18,6 +18,7 @@ from torch import nn
 
 import ackpt
 import experiments  # noqa: F401  its models are among those that the planner knows by name
+from ackpt.metering.meter import Measurement
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.patches import kernels
 from ackpt.planner.workloads import planned_shapes
@@ -90,7 +91,7 @@ def total(outputs) -> torch.Tensor:
     return loss
 
 
-def measured_step(model, call: Callable, *args, loss=None, autocast=False, warmup=1, **kwargs) -> ackpt.Measurement:
+def measured_step(model, call: Callable, *args, loss=None, autocast=False, warmup=1, **kwargs) -> Measurement:
     """A measured step that begins without gradients and calls the model so; `loss`: a function of the outputs."""
 
     def step():

@@ -78,13 +78,8 @@ def test_every_way_to_call_the_model_runs_as_planned(kind, call, regions, in_pla
     step = ackpt.apply_budget(model, BATCH, budget, regions=regions) if in_place else None
     step = step or ackpt.compile(model, **BATCH, budget=budget, regions=regions)
     forward = getattr(model if in_place else step, call)
-
-    def once():
-        model.zero_grad()
-        (forward(BATCH) if call == "training_step" else forward(**BATCH))["loss"].backward()
-
-    once()
-    measured = ackpt.measure(once, resident=(model, *BATCH.values()), repeats=0)
+    args, kwargs = ((BATCH,), {}) if call == "training_step" else ((), BATCH)
+    measured = measured_step(model, forward, *args, loss=lambda outputs: outputs["loss"], warmup=2, **kwargs)
     assert step.plan is not None and measured.peak_bytes <= step.plan.peak_bytes <= 40 << 10
     assert regions or measured.dynamic_peak_bytes < 0.8 * step.plan.baseline_dynamic_peak_bytes
 
@@ -221,16 +216,10 @@ class TestInCompiledFunctions:
     def test_it_runs_as_planned(self, model, fresh_dynamo, compiled_before):
         expected = gradients(model)
         function = torch.compile(lambda batch: model(**batch)["loss"] * 2 / 2, backend="aot_eager")
-
-        def once():
-            model.zero_grad()
-            function(BATCH).backward()
-
         if compiled_before:
-            once()
+            function(BATCH).backward()
         step = ackpt.apply_budget(model, BATCH, budget=0.7)
-        measured = ackpt.measure(once, resident=(model, *BATCH.values()), repeats=0)
-        assert measured.peak_bytes == step.plan.peak_bytes
+        assert measured_step(model, function, BATCH).peak_bytes == step.plan.peak_bytes
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected))
 
     def test_a_part_of_a_compiled_model_runs_as_planned(self, model, fresh_dynamo):
@@ -239,13 +228,8 @@ class TestInCompiledFunctions:
         expected = [p.grad.clone() for p in model.parameters()]
         step = ackpt.apply_budget(model, BATCH["x"], budget=0.7)
         compiled = torch.compile(whole, backend="aot_eager")
-
-        def once():
-            model.zero_grad()
-            compiled(BATCH["x"]).sum().backward()
-
         # The gradient of the output is a view of one number here; the plan counts a whole tensor.
-        assert ackpt.measure(once, resident=(model, BATCH["x"]), repeats=0).peak_bytes <= step.plan.peak_bytes
+        assert measured_step(model, compiled, BATCH["x"], loss=torch.sum).peak_bytes <= step.plan.peak_bytes
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected))
 
     def test_a_full_graph_is_refused(self, model, fresh_dynamo):
@@ -298,12 +282,7 @@ def test_a_warning_points_at_the_line_that_called(model):
 def test_compile_keeps_the_budget(model):
     step = ackpt.apply_budget(model, BATCH, budget=0.7)
     model.compile(backend="eager")
-
-    def once():
-        model.zero_grad()
-        model(**BATCH)["loss"].backward()
-
-    assert ackpt.measure(once, resident=(model, *BATCH.values()), repeats=0).peak_bytes == step.plan.peak_bytes
+    assert peak(model) == step.plan.peak_bytes
     ackpt.remove_budget(model)
     model.compile(backend="eager")
     assert model._compiled_call_impl is not None
