@@ -104,7 +104,7 @@ def measured_step(model, call: Callable, *args, loss=None, autocast=False, warmu
 
 
 def left_by(model: nn.Module, call: Callable, *args, loss=None, autocast=False, **kwargs) -> list:
-    """What a step that calls the model so leaves: outputs, gradients, and the state of random numbers."""
+    """What a step that calls the model so leaves: outputs, gradients, buffers, and the state of random numbers."""
     model.zero_grad()
     torch.manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -112,12 +112,18 @@ def left_by(model: nn.Module, call: Callable, *args, loss=None, autocast=False, 
     is_loss = isinstance(outputs, torch.Tensor) and outputs.dim() == 0
     (loss(outputs) if loss else outputs if is_loss else total(outputs)).backward()
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [*(tensor.detach().clone() for tensor in tensors_in(outputs)), *gradients, torch.get_rng_state()]
+    kept = [*tensors_in(outputs), *model.buffers()]
+    return [*(tensor.detach().clone() for tensor in kept), *gradients, torch.get_rng_state()]
 
 
 def assert_as_eager(model: nn.Module, step: Callable, *args, **kwargs) -> None:
     """A step of the model leaves what the model itself leaves; `loss`: a function of the outputs."""
-    assert_equal(left_by(model, model, *args, **kwargs), left_by(model, step, *args, **kwargs), "step")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    expected = left_by(model, model, *args, **kwargs)
+    with torch.no_grad():
+        for name, buffer in before.items():
+            model.get_buffer(name).copy_(buffer)
+    assert_equal(expected, left_by(model, step, *args, **kwargs), "step")
 
 
 @dataclasses.dataclass

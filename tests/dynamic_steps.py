@@ -1,11 +1,10 @@
 """Steps of many sizes, compared with eager: results bit for bit, peaks byte for byte."""
 
 import torch
+from conftest import assert_as_eager, measured_step
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
-
-import ackpt
 
 
 class Words(nn.Module):
@@ -32,29 +31,11 @@ def ids(batch, length):
     return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(batch * length))
 
 
-def trained(model, call):
-    """Loss, gradients, buffers and the RNG state after one step."""
-    torch.manual_seed(1)
-    model.zero_grad(set_to_none=True)
-    loss = call()
-    loss.sum().backward()
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    return [loss.detach(), *(p.grad for p in model.parameters()), *buffers, torch.get_rng_state()]
-
-
 def check(step, model, *args):
     """The step is bit-equal to eager and has the planned peak."""
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    got = trained(model, lambda: step(*args))
-    model.load_state_dict(state)
-    expected = trained(model, lambda: model(*args))
-    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-
-    model.zero_grad(set_to_none=True)
-    given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    measured = ackpt.measure(lambda: step(*args).sum().backward(), resident=[model, *given], warmup=0, repeats=0)
-    assert measured.peak_bytes == step.plan.peak_bytes
-    model.zero_grad(set_to_none=True)
+    assert_as_eager(model, step, *args, loss=torch.sum)
+    assert measured_step(model, step, *args, loss=torch.sum, warmup=0).peak_bytes == step.plan.peak_bytes
+    model.zero_grad()
 
 
 def kinds(step):

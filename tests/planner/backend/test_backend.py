@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import model_of, raises
+from conftest import assert_as_eager, assert_equal, model_of, raises
 from small_models import transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -51,8 +51,7 @@ def test_three_steps_are_bit_equal_to_eager(policy):
     inputs = [torch.randn(4, 8) for _ in range(3)]
     plans = []
     call = compiled(planned, policy=policy, on_plan=plans.append)
-    for expected, found in zip(train(eager, eager, inputs), train(planned, call, inputs)):
-        assert torch.equal(expected, found)
+    assert_equal(train(eager, eager, inputs), train(planned, call, inputs), "state")
     assert [plan.policy for plan in plans] == [policy]
 
 
@@ -162,32 +161,17 @@ def test_a_function_may_return_the_argument_that_it_changed(checkpointed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_gradient_of_the_transformer(dtype):
-    eager, (x, labels), _ = transformer()
-    eager, x = eager.to(dtype), x.to(dtype)
-    planned = copy.deepcopy(eager)
-    for call in (eager, compiled(planned, policy="full")):
-        torch.manual_seed(1)
-        call(x, labels).backward()
-    for expected, found in zip(eager.parameters(), planned.parameters()):
-        assert torch.equal(expected.grad, found.grad)
+    model, (x, labels), _ = transformer()
+    model, x = model.to(dtype), x.to(dtype)
+    assert_as_eager(model, compiled(model, policy="full"), x, labels)
 
 
 def test_autocast_casts_a_weight_once_as_eager_does():
-    layer = nn.Linear(8, 8)
-    other, x = copy.deepcopy(layer), torch.randn(4, 8)
+    def three_times(self, x):
+        return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x))))).float().square().mean()
 
-    def twice(layer):
-        return model_of(
-            lambda self, x: self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x))))).float().square().mean(),
-            layer=layer,
-        )
-
-    call = compiled(twice(other), policy="none")
-    for run in (twice(layer), call):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = run(x)
-        loss.backward()
-    assert torch.equal(layer.weight.grad, other.weight.grad)
+    model = model_of(three_times, layer=nn.Linear(8, 8))
+    assert_as_eager(model, compiled(model, policy="none"), torch.randn(4, 8), autocast=True)
 
 
 def test_the_backend_is_an_entry_point():

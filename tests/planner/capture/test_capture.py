@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import model_of, raises
+from conftest import assert_as_eager, assert_equal, left_by, model_of, raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -43,20 +43,12 @@ def held(value):
         yield from (*module._parameters.values(), *module._buffers.values())
 
 
-def step(model, call, *args):
-    outputs = call(*args)
-    outputs.square().sum().backward()
-    return [outputs.detach(), *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
-
-
 def same_as_eager(model, *args, runs=2):
     """A planned copy of `model` gives the same bits, call after call."""
     other = copy.deepcopy(model)
     planned = ackpt.compile(other, *args, policy="full")
     for _ in range(runs):
-        for expected, found in zip(step(model, model, *args), step(other, planned, *args)):
-            assert (expected is None) == (found is None)
-            assert expected is None or torch.equal(expected, found)
+        assert_equal(left_by(model, model, *args), left_by(other, planned, *args), "step")
 
 
 @pytest.mark.parametrize(
@@ -275,15 +267,9 @@ def test_other_views_are_returned_with_their_gradients(function):
         outputs = outputs if outputs[-1].dim() else outputs[-1:]
         return sum((output * torch.linspace(1, 2, output.numel()).view(output.shape)).sum() for output in outputs)
 
-    def gradients(call, model):
-        total(call(torch.linspace(0, 1, 12).view(3, 4))).backward()
-        return [p.grad for p in model.parameters()]
-
     model = Model(function)
-    other = copy.deepcopy(model)
-    expected = gradients(model, model)
-    found = gradients(ackpt.compile(other, torch.ones(3, 4), policy="full"), other)
-    assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(expected, found))
+    step = ackpt.compile(model, torch.ones(3, 4), policy="full")
+    assert_as_eager(model, step, torch.linspace(0, 1, 12).view(3, 4), loss=total)
 
 
 def hooks_late(remembers: bool):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_as_eager, assert_equal, model_of, raises
+from conftest import assert_as_eager, model_of, raises
 from torch import nn
 
 import ackpt
@@ -75,15 +75,9 @@ def transposed(contiguous: bool):
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_batch_norm_of_what_is_transposed(policy, contiguous, train, one_thread):
-    plain, x = transposed(contiguous), torch.randn(4, 8, 6)
-    plain.norm.train(train)
-    captured = copy.deepcopy(plain)
-    results = []
-    for model, step in ((plain, plain), (captured, ackpt.compile(captured, x, policy=policy))):
-        outputs = step(x)
-        outputs.square().sum().backward()
-        results.append([outputs.detach(), *(p.grad for p in model.parameters()), *model.buffers()])
-    assert_equal(*results, policy)
+    model, x = transposed(contiguous), torch.randn(4, 8, 6)
+    model.norm.train(train)
+    assert_as_eager(model, ackpt.compile(model, x, policy=policy), x)
 
 
 def test_an_inverse_stft_is_refused():

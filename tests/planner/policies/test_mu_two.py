@@ -1,13 +1,12 @@
 """Policy mu-two: the paper's attributes by hand and by definition, and plans that keep their budget."""
 
-import copy
 import random
 import re
 import sys
 
 import pytest
 import torch
-from conftest import measured_step
+from conftest import assert_as_eager, measured_step
 from small_models import build
 from torch import nn
 
@@ -180,15 +179,11 @@ def test_plans_keep_their_budget_and_cost_more_for_smaller_ones(case, device):
 
 def test_on_the_cpu_it_recomputes_and_the_measured_peak_keeps_the_budget(case):
     model, args, _, budget, _ = case
-    plain = copy.deepcopy(model)
     step = ackpt.compile(model, *args, budget=budget, policy="mu-two")
     assert not copies(step.plan.schedule) and {*step.plan.fates.values()} == {"saved", "recomputed"}
-    assert (
-        measured_step(model, step, *args, warmup=0).dynamic_peak_bytes <= budget * step.plan.baseline_dynamic_peak_bytes
-    )
-    plain(*args).backward()
-    for expected, found in zip(plain.parameters(), model.parameters()):
-        assert torch.equal(expected.grad, found.grad)
+    measured = measured_step(model, step, *args, warmup=0)
+    assert measured.dynamic_peak_bytes <= budget * step.plan.baseline_dynamic_peak_bytes
+    assert_as_eager(model, step, *args)
 
 
 def test_two_ways_to_recompute_a_chain(chain):
