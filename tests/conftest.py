@@ -126,6 +126,15 @@ def assert_as_eager(model: nn.Module, step: Callable, *args, **kwargs) -> None:
     assert_equal(expected, left_by(model, step, *args, **kwargs), "step")
 
 
+def left_by_steps(model: nn.Module, call: Callable, batches, optimizer=torch.optim.AdamW, **options) -> list:
+    """What steps of an optimizer leave, each with a batch of arguments, and the state of the model at the end."""
+    stepped, found = optimizer(model.parameters(), lr=0.01), []
+    for batch in batches:
+        found += left_by(model, call, *batch, **options)
+        stepped.step()
+    return [*found, *model.state_dict().values()]
+
+
 @dataclasses.dataclass
 class Step:
     """What one step left behind."""

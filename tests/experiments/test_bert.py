@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import assert_equal, raises
+from conftest import assert_equal, left_by_steps, raises
 from torch._subclasses import FakeTensorMode
 
 import ackpt
@@ -123,24 +123,14 @@ def test_dropout_is_applied_where_transformers_applies_it(mask):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_checkpointed_steps_give_the_same_bits(mask, dropout, autocast):
-    def steps(model):
-        torch.manual_seed(1)
-        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-        for ids in (IDS, IDS.flip(0)):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = model(ids, mask, TYPES, LABELS)
-            loss.backward()
-            seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-            optimizer.step()
-        return [*seen, *model.parameters(), torch.get_rng_state()]
-
     torch.manual_seed(0)
     baseline = BertForMaskedLM(dataclasses.replace(TINY, dropout=dropout))
     checkpointed = copy.deepcopy(baseline)
     names = ackpt.apply_activation_checkpointing(checkpointed)
     assert names == [f"bert.blocks.{index}" for index in range(3)]
-    assert_equal(steps(baseline), steps(checkpointed), "step")
+    batches = [(ids, mask, TYPES, LABELS) for ids in (IDS, IDS.flip(0))]
+    expected, found = (left_by_steps(each, each, batches, autocast=autocast) for each in (baseline, checkpointed))
+    assert_equal(expected, found, "step")
 
 
 def bytes_of(meter, mode, config, checkpointed, **options):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import assert_equal, raises
+from conftest import assert_equal, left_by_steps, raises
 from torch._subclasses import FakeTensorMode
 
 import ackpt
@@ -85,24 +85,15 @@ def test_values_gradients_and_statistics_are_those_of_transformers(config):
 @pytest.mark.parametrize("config", TINY.values(), ids=TINY)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_checkpointed_steps_give_the_same_bits(config, autocast):
-    def steps(model):
-        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
-        for size in (48, 40):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = model(images(size), LABELS)
-            loss.backward()
-            seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-            optimizer.step()
-        return [*seen, *model.state_dict().values()]
-
     torch.manual_seed(0)
     baseline = ResNet(config)
     checkpointed = copy.deepcopy(baseline)
     # layer2 has a single block here, so nothing repeats in it
     names = ["layer1.0", "layer1.1", "layer3.0", "layer3.1", "layer4.0", "layer4.1"]
     assert ackpt.apply_activation_checkpointing(checkpointed) == names
-    assert_equal(steps(baseline), steps(checkpointed), "step")
+    batches = [(images(size), LABELS) for size in (48, 40)]
+    expected, found = (left_by_steps(each, each, batches, autocast=autocast) for each in (baseline, checkpointed))
+    assert_equal(expected, found, "step")
     assert checkpointed.layer1[0].bn1.num_batches_tracked == 2
 
 

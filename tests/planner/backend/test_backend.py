@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import assert_as_eager, assert_equal, model_of, raises
+from conftest import assert_as_eager, assert_equal, left_by_steps, model_of, raises
 from small_models import transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -29,16 +29,6 @@ def compiled(model, **options):
     return torch.compile(model, backend="ackpt", options=options)
 
 
-def train(model, call, inputs):
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x in inputs:
-        optimizer.zero_grad()
-        call(x)["loss"].backward()
-        optimizer.step()
-    return list(model.state_dict().values())
-
-
 def pair():
     torch.manual_seed(0)
     model = Net()
@@ -48,10 +38,10 @@ def pair():
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_three_steps_are_bit_equal_to_eager(policy):
     eager, planned = pair()
-    inputs = [torch.randn(4, 8) for _ in range(3)]
-    plans = []
+    batches, plans = [(torch.randn(4, 8),) for _ in range(3)], []
     call = compiled(planned, policy=policy, on_plan=plans.append)
-    assert_equal(train(eager, eager, inputs), train(planned, call, inputs), "state")
+    steps = ((eager, eager), (planned, call))
+    assert_equal(*(left_by_steps(*each, batches, loss=lambda outputs: outputs["loss"]) for each in steps), "state")
     assert [plan.policy for plan in plans] == [policy]
 
 

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from branching_models import MODELS, Adds, Mean, built, feed_forward, measured, results
-from conftest import assert_equal, model_of, raises, seed, streams
+from conftest import assert_equal, left_by_steps, model_of, raises, seed, streams
 from torch import nn
 
 import ackpt
@@ -274,13 +274,8 @@ def test_training_is_bit_equal():
     model, batch = built("Mixtral")
     other = copy.deepcopy(model)
     step = ackpt.compile(model, budget=0.9, optimizer="adamw", **batch)
-    for each, call in ((model, step), (other, other)):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-        for _ in range(4):
-            optimizer.zero_grad()
-            call(**batch).loss.backward()
-            optimizer.step()
-    assert_equal([*model.state_dict().values()], [*other.state_dict().values()], "state")
+    steps = ((model, step), (other, other))
+    assert_equal(*(left_by_steps(*each, [()] * 4, loss=lambda out: out.loss, **batch) for each in steps), "state")
 
 
 def test_every_new_plan_is_reported_and_none_is_saved(tmp_path):
