@@ -96,7 +96,7 @@ def measured_step(model, call: Callable, *args, loss=None, autocast=False, warmu
 
     def step():
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
             value = loss(call(*args, **kwargs)) if loss else call(*args, **kwargs)
         value.backward()
 
@@ -107,7 +107,7 @@ def left_by(model: nn.Module, call: Callable, *args, loss=None, autocast=False, 
     """What a step that calls the model so leaves: outputs, gradients, buffers, and the state of random numbers."""
     model.zero_grad()
     torch.manual_seed(1)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
         outputs = call(*args, **kwargs)
     is_loss = isinstance(outputs, torch.Tensor) and outputs.dim() == 0
     (loss(outputs) if loss else outputs if is_loss else total(outputs)).backward()

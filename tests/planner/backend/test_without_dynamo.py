@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import measured_step, raises
+from conftest import assert_equal, left_by, measured_step, raises
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,20 +52,6 @@ def as_function(model, **options):
 every_way = pytest.mark.parametrize("compiled", [as_module, in_place, as_function])
 
 
-def step(model, call, x):
-    """Loss, gradients, buffers and the RNG state after one step."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    loss = call(x)
-    loss.backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    return [loss.detach(), *gradients, *(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @every_way
 def test_one_capture_serves_more_lengths_than_dynamo_compiles(compiled, model):
     eager, plans = copy.deepcopy(model), []
@@ -77,12 +63,12 @@ def test_one_capture_serves_more_lengths_than_dynamo_compiles(compiled, model):
     with torch._dynamo.config.patch(recompile_limit=1):
         for count, length in enumerate(LENGTHS, 1):
             x = torch.randn(length, 8)
-            assert same(step(model, call, x), step(eager, eager, x))
+            assert_equal(left_by(model, call, x), left_by(eager, eager, x), "step")
             assert len(plans) == count
             assert measured_step(model, call, x).peak_bytes == plans[-1].peak_bytes <= 42 * 1024
             eager.load_state_dict(model.state_dict())
     assert {plan.cost > 0 for plan in plans} == {True, False}  # the model's own step keeps the budget at some lengths
-    step(model, call, torch.randn(LENGTHS[0], 8))
+    left_by(model, call, torch.randn(LENGTHS[0], 8))
     assert len(plans) == len(LENGTHS)
 
 
@@ -103,7 +89,7 @@ def test_a_model_may_have_any_name_in_a_function(model, name):
     exec(f"def loss(x): return {name}(x)", namespace)
     eager, x = copy.deepcopy(model), torch.randn(5, 8)
     call = torch.compile(namespace["loss"], backend="ackpt", options={"budget": 1.0})
-    assert same(step(model, call, x), step(eager, eager, x))
+    assert_equal(left_by(model, call, x), left_by(eager, eager, x), "step")
 
 
 @pytest.mark.parametrize("given", [lambda model: [model], lambda model: {"a": (model,)}])
@@ -114,7 +100,7 @@ def test_models_may_be_in_a_container_that_a_function_takes(model, given):
 
     eager, x = copy.deepcopy(model), torch.randn(5, 8)
     call = torch.compile(loss, backend="ackpt", options={"budget": 1.0})
-    assert same(step(model, lambda x: call(given(model), x), x), step(eager, eager, x))
+    assert_equal(left_by(model, lambda x: call(given(model), x), x), left_by(eager, eager, x), "step")
 
 
 def test_an_infeasible_budget_stops_every_step(model):
@@ -147,7 +133,7 @@ def test_frames_skipped_by_dynamo_are_planned(compiled):
         eager, plans = copy.deepcopy(model), []
         call = compiled(model, on_plan=plans.append)
         with context:
-            assert same(step(model, call, x), step(eager, eager, x))
+            assert_equal(left_by(model, call, x), left_by(eager, eager, x), "step")
         assert len(plans) == 1
 
 
@@ -167,11 +153,11 @@ def test_functions_that_use_a_model(model):
     trainer, x = Trainer(model), torch.randn(4, 8)
     for function, args in ((trainer.loss, (x,)), (Trainer.of, (model, x)), (model.forward, (x,))):
         eager, plans = copy.deepcopy(model), []
-        expected = step(model, lambda _, call=function, args=args: call(*args), x)
+        expected = left_by(model, lambda _, call=function, args=args: call(*args), x)
         model.load_state_dict(eager.state_dict())
         call = torch.compile(function, backend="ackpt", options={"budget": 0.9, "on_plan": plans.append})
         assert call.__name__ == function.__name__
-        assert same(step(model, lambda _, call=call, args=args: call(*args), x), expected)
+        assert_equal(left_by(model, lambda _, call=call, args=args: call(*args), x), expected, "step")
         (plan,) = plans
         assert {each.module for each in plan.activations} > {"model.first", "model.norm", "model.dropout"}
         model.load_state_dict(eager.state_dict())
@@ -180,7 +166,7 @@ def test_functions_that_use_a_model(model):
 def test_a_forward_that_is_replaced_by_its_compiled_self(model):
     eager, plans, x = copy.deepcopy(model), [], torch.randn(4, 8)
     model.forward = torch.compile(model.forward, backend="ackpt", options={"on_plan": plans.append})
-    assert same(step(model, model, x), step(eager, eager, x))
+    assert_equal(left_by(model, model, x), left_by(eager, eager, x), "step")
     assert len(plans) == 1
 
 
@@ -210,9 +196,9 @@ def test_a_compiled_model_stays_what_torch_compile_returns(model):
     assert isinstance(call, torch._dynamo.OptimizedModule) and call._orig_mod is model
     assert call.dropout is model.dropout and list(call.state_dict()) == [f"_orig_mod.{n}" for n in model.state_dict()]
     copies = [copy.deepcopy(call), pickle.loads(pickle.dumps(call))]
-    expected = step(eager, eager, x)
+    expected = left_by(eager, eager, x)
     for each in (*copies, call):
-        assert same(step(each._orig_mod, each, x), expected)
+        assert_equal(left_by(each._orig_mod, each, x), expected, "step")
     raises(TypeError, "torch.compile has compiled it", lambda: as_module(call))
 
 
@@ -234,7 +220,7 @@ def test_inside_another_compiled_function(model):
     eager = copy.deepcopy(model)
     call = as_module(model, on_plan=plans.append)
     outer = torch.compile(lambda x: call(x) * 1, backend=CompileCounter())
-    assert same(step(model, outer, x), step(eager, eager, x))
+    assert_equal(left_by(model, outer, x), left_by(eager, eager, x), "step")
     assert len(plans) == 1
 
 
