@@ -1,10 +1,11 @@
 """Tensors that several regions share: their gradients are summed in the baseline's order."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from conftest import model_of
+from conftest import assert_equal, bit_equal, left_by, model_of
 from torch import nn
 
 import ackpt
@@ -34,13 +35,6 @@ def make_model():
     return model_of(forward, embed=nn.Linear(16, 16), blocks=nn.ModuleList(Block() for _ in range(4)))
 
 
-def gradients(model, *args, autocast=False):
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(*args)
-    loss.backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("seed", range(5))
 def test_shared_tensors_and_skip_connections(seed, autocast):
@@ -48,25 +42,20 @@ def test_shared_tensors_and_skip_connections(seed, autocast):
     model, args = make_model(), (torch.randn(8, 16), torch.randn(8, 16))
     regions = copy.deepcopy(model)
     assert len(ackpt.apply_activation_checkpointing(regions)) == 4
-    expected, found = (gradients(each, *args, autocast=autocast) for each in (model, regions))
-    assert all(map(torch.equal, expected, found))
+    assert_equal(*(left_by(each, each, *args, autocast=autocast) for each in (model, regions)), "step")
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_shared_weight_inside_and_outside(seed):
+@bit_equal
+def test_a_shared_weight_inside_and_outside(call, seed):
     torch.manual_seed(seed)
     layer, x = nn.Linear(16, 16), torch.randn(8, 16)
 
     def region(x):
         return layer(layer(x).tanh()).tanh()
 
-    def loss(call):
-        layer.zero_grad()
-        (layer(call(call(layer(x)))) * torch.linspace(1, 2, 16)).sum().backward()
-        return [parameter.grad.clone() for parameter in layer.parameters()]
-
-    for expected, found in zip(loss(region), loss(lambda x: ackpt.checkpoint(region, x)), strict=True):
-        assert torch.equal(expected, found)
+    (layer(call(region, call(region, layer(x)))) * torch.linspace(1, 2, 16)).sum().backward()
+    return [parameter.grad for parameter in layer.parameters()]
 
 
 def test_gradients_are_summed_in_eager_order_in_a_nested_region():
@@ -74,26 +63,16 @@ def test_gradients_are_summed_in_eager_order_in_a_nested_region():
     regions = copy.deepcopy(model)
     ackpt.apply_activation_checkpointing(regions)
 
-    def outer(*args):
-        return ackpt.checkpoint(regions, *args)
-
-    expected = gradients(model, *args)
-    outer(*args).backward()
-    for gradient, parameter in zip(expected, regions.parameters(), strict=True):
-        assert torch.equal(gradient, parameter.grad)
+    expected = left_by(model, model, *args)
+    assert_equal(expected, left_by(regions, partial(ackpt.checkpoint, regions), *args), "step")
 
 
-def test_outputs_that_the_loss_does_not_use():
+@bit_equal
+def test_outputs_that_the_loss_does_not_use(call):
     x = torch.randn(8, 16, requires_grad=True)
-
-    def region(x):
-        return x.sin() + x.cos(), x.exp() * x
-
-    first, _ = ackpt.checkpoint(region, x)
+    first, _ = call(lambda x: (x.sin() + x.cos(), x.exp() * x), x)
     (first.sum() + x.tanh().sum()).backward()
-    found, x.grad = x.grad, None
-    (region(x)[0].sum() + x.tanh().sum()).backward()
-    assert torch.equal(found, x.grad)
+    return [x.grad]
 
 
 def test_gradients_of_more_uses_than_are_kept_apart():
