@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from branching_models import MODELS, Adds, Mean, built, feed_forward, measured, results
-from conftest import assert_equal, left_by_steps, model_of, raises, seed, streams
+from conftest import assert_equal, left_by, left_by_steps, measured_step, model_of, raises, seed, streams
 from torch import nn
 
 import ackpt
@@ -307,27 +307,21 @@ def test_the_optimizer_counts():
 def test_two_forwards_before_one_backward():
     model, x, y = Adds(), torch.randn(64, 16), torch.randn(64, 16)
 
-    def gradients(call):
-        model.zero_grad()
-        (call(x=x) + call(x=y)).backward()
-        return [parameter.grad for parameter in model.parameters()]
+    def both(call):
+        return lambda: call(x=x) + call(x=y)
 
-    def pair():
-        gradients(step)
-
-    expected = gradients(model)
+    expected = left_by(model, both(model))
     step = ackpt.compile(model, x, budget=0.7)
     for _ in range(3):
-        assert_equal(gradients(step), expected, "both")
-    plan = step.plan
-    assert ackpt.measure(pair, resident=(model, x, y), repeats=0, warmup=0).dynamic_peak_bytes <= plan.limit_bytes
+        assert_equal(left_by(model, both(step)), expected, "both")
+    assert measured_step(model, both(step), warmup=0).dynamic_peak_bytes <= step.plan.limit_bytes
     probe = ackpt.compile(model, x, budget="1GiB")
     results(model, probe, {"x": x})
     one = ackpt.compile(model, x, budget=probe.plan.least_peak_bytes)
     for _ in range(2):
         results(model, one, {"x": x})
     with pytest.raises(BudgetError, match="this step allocates"):
-        gradients(one)  # two forwards need more
+        left_by(model, both(one))  # two forwards need more
     assert_equal(results(model, one, {"x": x}), results(model, model, {"x": x}), "as before")
 
 
@@ -473,29 +467,18 @@ class SkipsBlocks(nn.Module):
 @pytest.mark.parametrize("skipped", [{3, 4, 5}, {0, 1, 2}, {0, 2, 4}])
 @pytest.mark.parametrize("budget", ["bytes", 0.7])
 def test_blocks_that_the_first_step_skips_have_room(skipped, budget):
-    x = torch.randn(64, 16)
-
-    def train(step, model):
-        model.zero_grad()
-        step(x).backward()
-
-    probe = SkipsBlocks()
-    step = ackpt.compile(probe, x, budget="1GiB")
-    train(step, probe)
-    own = SkipsBlocks()
-    train(own, own)
-    own.zero_grad()
-    measured_bytes = ackpt.measure(lambda: train(own, own), resident=[own, x], repeats=0, warmup=0).peak_bytes
-    assert step.plan.baseline_peak_bytes == measured_bytes
+    own, x = SkipsBlocks(), torch.randn(64, 16)
+    step = ackpt.compile(SkipsBlocks(), x, budget="1GiB")
+    step(x).backward()
+    assert step.plan.baseline_peak_bytes == measured_step(own, own, x).peak_bytes
     limit = int(1.1 * step.plan.least_peak_bytes)
     model = SkipsBlocks()
     model.skipped = skipped
     step = ackpt.compile(model, x, budget=limit if budget == "bytes" else budget)
     for _ in range(4):
-        train(step, model)
+        left_by(model, step, x)
         model.skipped = set()
-    model.zero_grad()
-    peak = ackpt.measure(lambda: train(step, model), resident=[model, x], repeats=0, warmup=0).peak_bytes
+    peak = measured_step(model, step, x, warmup=0).peak_bytes
     assert peak <= step.plan.limit_bytes + step.plan.resident_bytes and "saved" in step.plan.fates.values()
 
 

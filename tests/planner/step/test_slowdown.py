@@ -96,12 +96,7 @@ def test_every_length_stays_within_the_slowdown(budget):
         x = torch.randn(8, size, 32)
         step(x).backward()
         assert step.plan.cost <= 0.25
-
-        def train(x=x):
-            model.zero_grad()
-            step(x).backward()
-
-        measured = ackpt.measure(train, resident=[model, x], warmup=0, repeats=0)
+        measured = measured_step(model, step, x, warmup=0)
         assert measured.peak_bytes == step.plan.peak_bytes
         assert budget is not None or measured.peak_bytes < step.plan.baseline_peak_bytes
     assert [event.kind for event in step.history if "capture" in event.kind] == ["capture", "dynamic capture"]
