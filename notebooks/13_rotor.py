@@ -27,10 +27,9 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.metering import plots
 from experiments import optimum, sublinear
 from experiments.policies import ilp, revolve, rotor
-from experiments.reports import figures
+from experiments.reports import figures, plots
 from experiments.results import environment, markdown_table, write_text_atomic
 from experiments.steps.frontier_models import workload
 
