@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F
 
 import ackpt
-from ackpt.metering import plots
 from ackpt.metering.meter import memory_format
 from ackpt.models import PUBLISHED, Block, Transformer, TransformerConfig
+from experiments.reports import plots
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)

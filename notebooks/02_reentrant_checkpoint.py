@@ -30,10 +30,10 @@ import warnings
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ackpt.metering import plots
 from ackpt.metering.meter import compare_seconds, measure
 from ackpt.models import Block, TransformerConfig
 from experiments.pitfalls.checkpoints import verdicts
+from experiments.reports import plots
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)

@@ -41,9 +41,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ackpt
-from ackpt.metering import plots
 from ackpt.metering.meter import memory_format
 from experiments.graph_profile import panels_plot
+from experiments.reports import plots
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.metering import plots
 from ackpt.models import LanguageModel, Transformer, TransformerConfig
 from ackpt.models.transformer import Block
 from experiments import head_chunks, lm, synthetic
@@ -33,6 +32,7 @@ from experiments.graph_profile import orders_plot, overlaid_plot
 from experiments.published import Predictions, reference
 from experiments.published import rows as published_figures
 from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
+from experiments.reports import plots
 from experiments.reports import training as report
 from experiments.reports.figures import line_plot, logits_plot, losses_plot, stacked_plot
 from experiments.reports.gpu_records import gpu_records

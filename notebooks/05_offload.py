@@ -35,7 +35,6 @@ import textwrap
 import threading
 import time
 
-from ackpt.metering import plots
 from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
 from ackpt.models import Block, TransformerConfig
@@ -48,6 +47,7 @@ from experiments.predicted_curves import Timelines
 from experiments.published import Predictions, time_ratios
 from experiments.published import rows as published_peaks
 from experiments.reports import offload as offload_report
+from experiments.reports import plots
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import Record, environment, load_reference, markdown_table, write_text_atomic
 from experiments.suite.chapters import measure_here

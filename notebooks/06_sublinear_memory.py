@@ -23,12 +23,11 @@ import ackpt
 from ackpt import models
 from ackpt.checkpointing.sequential import segment_lengths
 from ackpt.graph import PlannedStep
-from ackpt.metering import plots
 from ackpt.planner.policies.chains.blocks import fine_chain
-from ackpt.policies import chen, revolve
 from experiments import graph_profile, sublinear
 from experiments.models import ResNet, ResNetConfig
-from experiments.reports import figures
+from experiments.policies import chen, revolve
+from experiments.reports import figures, plots
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)

@@ -33,7 +33,6 @@ from torch.utils.checkpoint import checkpoint
 import ackpt
 from ackpt import models
 from ackpt.graph import simulate
-from ackpt.metering import plots
 from ackpt.planner.costs import devices
 from ackpt.planner.policies.mu_two import Link, drop, schedules_of, states
 from ackpt.planner.policies.search.frontier import costs
@@ -46,7 +45,7 @@ from experiments.predicted_curves import BatchCurves
 from experiments.published import Predictions
 from experiments.published import rows as published_peaks
 from experiments.reports import batch_size as batch_report
-from experiments.reports import schematics
+from experiments.reports import plots, schematics
 from experiments.reports.figures import ratio_plot
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import environment, load_reference, markdown_table, write_text_atomic

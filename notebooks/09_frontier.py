@@ -27,13 +27,12 @@ from functools import partial
 import torch
 
 import ackpt
-from ackpt.metering import plots
 from experiments import bert, models, optimum
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.graph_profile import orders_plot
 from experiments.reports import bert as bert_report
 from experiments.reports import frontier as frontier_report
-from experiments.reports import frontier_times
+from experiments.reports import frontier_times, plots
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import Record, environment, load_reference, markdown_table, write_text_atomic
 from experiments.steps.frontier_models import workload

@@ -200,7 +200,7 @@ def curves_plot(curves: dict[str, dict], published: dict[str, dict[int, float]],
         published: ``{name: {batch: MiB}}``, drawn as marks over the peaks of the first model.
         title: the finding.
     """
-    from ackpt.metering import plots
+    from experiments.reports import plots
     from experiments.reports.figures import MARKERS, SERIES
 
     with plots.style.context("default"):

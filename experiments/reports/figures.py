@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from seaborn import color_palette
 
-from ackpt.metering import plots
+from experiments.reports import plots
 
 from .tables import MIB
 

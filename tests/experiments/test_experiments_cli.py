@@ -67,8 +67,8 @@ def test_offload_writes_a_record_per_method_and_figures_without_times(tmp_path, 
 
 
 def test_offload_without_matplotlib_writes_records_and_says_what_is_missing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ackpt.metering.plots", None)
-    monkeypatch.delattr("ackpt.metering.plots", raising=False)
+    monkeypatch.setitem(sys.modules, "experiments.reports.plots", None)
+    monkeypatch.delattr("experiments.reports.plots", raising=False)
     arguments = ["offload", *OFFLOAD, "--timed-rounds", "0", "--out", str(tmp_path), "--method", "baseline", "--json"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()

@@ -8,10 +8,10 @@ import json
 import pytest
 from PIL import Image
 
-from ackpt.metering.plots import png
 from experiments.cli.command_line import main
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
+from experiments.reports.plots import png
 from experiments.results import Record
 from experiments.steps.frontier_models import RESNET50, TRANSFORMER, UNET, checked_sizes, workload
 

@@ -8,10 +8,10 @@ from conftest import raises
 from steps import run_boxed
 from torch._dynamo.backends.common import aot_autograd
 
-from ackpt.metering.plots import png
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
 from experiments.reports import frontier_times as times
+from experiments.reports.plots import png
 from experiments.results import Record, environment
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,6 @@ from conftest import raises
 from PIL import Image
 
 import ackpt.offloading.transport
-from ackpt.metering.plots import png
 from ackpt.models.transformer import Transformer
 from experiments.offload import (
     CPU,
@@ -22,6 +21,7 @@ from experiments.offload import (
     run_offload,
 )
 from experiments.reports import offload as report
+from experiments.reports.plots import png
 from experiments.results import DASH, Record, load_reference
 from experiments.steps.offload_methods import METHODS, MODULES, OURS, _transformers, cannot_run, make_method
 

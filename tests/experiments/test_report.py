@@ -5,8 +5,8 @@ import io
 import pytest
 from PIL import Image
 
-from ackpt.metering.plots import MIB, png
 from experiments.reports.figures import losses_plot, stacked_plot
+from experiments.reports.plots import MIB, png
 from experiments.reports.training import PUBLISHED, published_rows
 from experiments.results import Record, environment
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ackpt.metering import plots
 from ackpt.models import TransformerConfig
-from experiments.reports import schematics
+from experiments.reports import plots, schematics
 from experiments.widgets.autograd_graphs import OPERATIONS, autograd_graphs
 from experiments.widgets.block_stack import CONFIG, TOKENS, block_stack
 from experiments.widgets.chain_steps import DIM, LAYERS, ROWS, VARIANTS, chain_steps

@@ -5,7 +5,7 @@ import torch
 
 import ackpt
 from ackpt.graph import PlannedStep
-from ackpt.planner.policies import revolve
+from experiments.policies import revolve
 from experiments.reports.figures import curves_plot, schedule_plot
 from experiments.sublinear import lowest, measured, pyramid, run, within
 

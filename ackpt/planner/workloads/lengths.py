@@ -509,11 +509,11 @@ class _Capture(ManySizes):
     def with_policy(self, policy: str, values: list[Values], budget: int | None) -> list[tuple[int, Schedule]]:
         """The peak at these sizes and its schedule: for ``auto`` the cheapest within the budget, else the lowest."""
         schedule = self._full if policy == FULL else everything(self.graph)
-        found = [(int(peak), schedule) for peak in self.peaks(schedule, values)]
+        found = [(peak, schedule) for peak in self.peaks(schedule, values)]
         limit = float("inf") if policy != AUTO or budget is None else budget
         exceeding = [at for at, (peak, _) in enumerate(found) if peak > limit]
         for schedule in self._frontier if exceeding else ():
-            peaks = self.peaks(schedule, [values[at] for at in exceeding]).tolist()
+            peaks = self.peaks(schedule, [values[at] for at in exceeding])
             for at, peak in zip(exceeding, peaks):
                 found[at] = min(found[at], (peak, schedule), key=lambda each: each[0])
             exceeding = [at for at in exceeding if found[at][0] > limit]

@@ -4,10 +4,10 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from ackpt.metering import plots
-from ackpt.metering.plots import MIB, png, save, timeline_plot
 from ackpt.metering.timeline import build_timeline
+from experiments.reports import plots
 from experiments.reports.figures import bar_plot, line_plot
+from experiments.reports.plots import MIB, png, save, timeline_plot
 
 
 def actions():
