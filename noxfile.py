@@ -211,6 +211,12 @@ def calculator(session: nox.Session) -> None:
 
 
 @shared
+def running(session: nox.Session) -> None:
+    """Predict the step of Llama 3 8B that the chapters of the book share, in about three minutes."""
+    run(session, "python", "-m", "experiments.running_model")
+
+
+@shared
 def single(session: nox.Session) -> None:
     """Build the book as one HTML page and, where Chromium is installed, as a PDF; nothing is executed."""
     run(session, "jupyter-book", "build", "book", "--builder", "singlehtml", "--all", "-n", "-W", "--keep-going", "-q")

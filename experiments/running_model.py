@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ackpt
-from ackpt.metering import plots
 from ackpt.planner.costs.devices import device
 from ackpt.planner.schedule.allocations import allocations
 from ackpt.planner.schedule.simulator import simulate
@@ -20,6 +19,8 @@ from ackpt.planner.workloads.planned_shapes import Planned, in_chunks, run_plan
 
 from .calculator.choices import HALF, plan_config
 from .calculator.presets import PRESETS
+from .policies import PAPERS
+from .reports import plots
 from .results import environment, write_text_atomic
 
 GIB = 2**30
@@ -50,24 +51,26 @@ class Method:
 
     def plan_of(self, made: Planned, chunked) -> tuple:
         graph, profile = (made.graph, made.profile) if self.chunks == 1 else chunked
-        return graph, profile, ackpt.plan(graph, policy=self.policy, profile=profile, **self.options)
+        policy = PAPERS.get(self.policy, self.policy)
+        return graph, profile, ackpt.plan(graph, policy=policy, profile=profile, **self.options)
 
 
 METHODS = (
     Method(1, "nothing recomputed", "none"),
     Method(2, "blocks recomputed", "selective"),
-    Method(3, "every 2nd product kept", "selective", 1, {"save": "every-second-matmul"}),
+    Method(3, "blocks recomputed, every 2nd product saved", "selective", 1, {"save": "every-second-matmul"}),
     Method(4, "blocks recomputed, head in chunks", "selective", CHUNKS),
-    Method(5, "the same, block inputs on the host", "selective", CHUNKS, {"offload": True}),
+    Method(5, "blocks recomputed, their inputs on the host", "selective", 1, {"offload": True}),
+    Method(6, "segments of √L blocks, head in chunks", "chen-sqrt", CHUNKS),
     Method(8, f"mu-TWO within {BUDGET}", "mu-two", CHUNKS, {"budget": BUDGET}),
     Method(9, f"a plan within {BUDGET}", "auto", CHUNKS, {"budget": BUDGET}),
 )
 
 
-def compute() -> Iterator[dict]:
-    """The row of each method: bytes at the peak by kind, of a step in total, and seconds at the GPU's data-sheet rates."""
+def compute(layers: int | None = None) -> Iterator[dict]:
+    """The row of each method: bytes at the peak by kind, and seconds at the rates of the GPU's data sheet."""
     preset = next(preset for preset in PRESETS if preset.name == PRESET)
-    made = run_plan(plan_config(preset, HALF, GPU, BATCH, LENGTH, optimizer=OPTIMIZER))
+    made = run_plan(plan_config(preset, HALF, GPU, BATCH, LENGTH, layers, optimizer=OPTIMIZER))
     chunked = in_chunks(made.graph, device(GPU), CHUNKS)
     for method in METHODS:
         graph, profile, plan = method.plan_of(made, chunked)
@@ -130,11 +133,12 @@ def bars(chapter: int, data: dict | None = None) -> plots.Figure:
                 width = row["at_peak"][name] / GIB
                 axes.barh(place, width, 0.46, left, color=color, label=name if place == 0 else None)
                 left += width
-            look: dict[str, Any] = {"fontsize": 8.5, "color": plots.TEXT, "va": "center"}
+            look: dict[str, Any] = {"fontsize": 8.5, "color": plots.TEXT, "va": "center", "zorder": 5}
+            look["bbox"] = {"facecolor": plots.GROUND, "edgecolor": "none", "pad": 1}
             look["fontweight"] = "bold" if row["chapter"] == chapter else "normal"
             axes.text(0, place - 0.4, row["label"], **look)
             axes.text(left + 1, place, f"{left:.1f} GiB, {row['seconds']:.2f} s", **look)
-        axes.axvline(room / GIB, color=plots.TEXT, linewidth=1.2, linestyle=(0, (4, 3)), label="memory of the GPU")
+        axes.axvline(room / GIB, zorder=1, color=plots.TEXT, linewidth=1.2, linestyle=(0, (4, 3)), label="memory of the GPU")
         axes.set_xlim(0, max(row["peak_bytes"] for row in rows) / GIB * 1.25)
         axes.set_ylim(len(rows) - 0.6, -0.7)
         axes.set_yticks([])

@@ -964,6 +964,24 @@ print(f"measured {lm_runs['checkpoint+chunked-loss'].peak_bytes - tied:,}; 12 V 
 # The peak falls by one weight and its two Adam averages, 12 bytes per element, and by one step count, but not by a
 # gradient: at the peak the head's gradient is live and the embedding's is not yet allocated.
 #
+# ## Llama 3 8B with its head in chunks
+
+# %% tags=["hide-input"] alt="Four stacked bars. With the head in chunks, the peak is 62.2 GiB at an almost unchanged time, and gradients appear in the bar instead of logits."
+from experiments.running_model import bars
+
+figure = bars(4)
+path = plots.save(figure, "results/figures/04_running_model.png")
+figure
+
+# %% [markdown]
+# *The same step with every block recomputed, and head and loss in 8 chunks of tokens; predicted.*
+#
+# Logits took a third of the peak. In chunks they take .1 GiB, and the peak moves to the end of backward, where the
+# gradients are nearly complete: 62.2 GiB. Weights, gradients and the state of AdamW, 59.8 GiB, are what no checkpointing
+# reduces.
+#
+# You can now compute the peak of a Transformer by hand, and say whether its blocks or its logits set it.
+#
 # ## Summary
 #
 # - At three lengths, both peaks follow from the sizes, to the byte. Beyond $P_\text{block} / d$ tokens, a checkpointed

@@ -567,6 +567,23 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 # $\beta(s, 2) = (s + 1)(s + 2) / 2$. Segments of decreasing length are Revolve with two runs, of which the first is the
 # forward itself. They need one more activation, because they save the inside of the segment being reversed.
 #
+# ## Llama 3 8B in segments
+
+# %% tags=["hide-input"] alt="Six stacked bars. With segments of several blocks and the head in chunks, the peak is 70.2 GiB, and the time 1.68 seconds."
+from experiments.running_model import bars
+
+figure = bars(6)
+path = plots.save(figure, "results/figures/06_running_model.png")
+figure
+
+# %% [markdown]
+# *The same step in segments of about √32 blocks, with its head in chunks; predicted.*
+#
+# The square root needs 70.2 GiB, more than the 62.2 GiB of one segment per block. The inside of a block has 3 GiB, all
+# 32 inputs together have 4: a segment that is recomputed as a whole is larger than what it no longer saves.
+#
+# You can now bound the memory of a chain, and say when the bound misleads.
+#
 # ## Summary
 #
 # - $\sqrt n$ segments save $2 \sqrt n - 1$ activations, recursive halving about $\log_2 n$.
