@@ -138,7 +138,9 @@ def bars(chapter: int, data: dict | None = None) -> plots.Figure:
             look["fontweight"] = "bold" if row["chapter"] == chapter else "normal"
             axes.text(0, place - 0.4, row["label"], **look)
             axes.text(left + 1, place, f"{left:.1f} GiB, {row['seconds']:.2f} s", **look)
-        axes.axvline(room / GIB, zorder=1, color=plots.TEXT, linewidth=1.2, linestyle=(0, (4, 3)), label="memory of the GPU")
+        axes.axvline(
+            room / GIB, zorder=1, color=plots.TEXT, linewidth=1.2, linestyle=(0, (4, 3)), label="memory of the GPU"
+        )
         axes.set_xlim(0, max(row["peak_bytes"] for row in rows) / GIB * 1.25)
         axes.set_ylim(len(rows) - 0.6, -0.7)
         axes.set_yticks([])
