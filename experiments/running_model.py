@@ -21,6 +21,7 @@ from .calculator.choices import HALF, plan_config
 from .calculator.presets import PRESETS
 from .policies import PAPERS
 from .reports import plots
+from .reports.decision_chart import chart, questions
 from .results import environment, write_text_atomic
 
 GIB = 2**30
@@ -117,6 +118,14 @@ def write(path: Path = RECORD) -> None:
     made = {"command": "nox -s running", "environment": environment()}
     data = {**SCHEMA, "made": made, **sizes, "rows": list(compute())}
     write_text_atomic(path, json.dumps(data, indent=1) + "\n")
+
+
+def decisions() -> plots.Figure:
+    """The decision chart, with the thresholds of this model."""
+    preset = next(preset for preset in PRESETS if preset.name == PRESET)
+    parameters = record()["rows"][0]["at_peak"]["weights"] // 2
+    here = f"{preset.label} in bf16 with AdamW, {BATCH} sequences of {LENGTH:,} tokens, one GPU with 80 GB"
+    return chart(questions(preset.fields, BATCH, LENGTH, parameters), here)
 
 
 def bars(chapter: int, data: dict | None = None) -> plots.Figure:

@@ -522,7 +522,17 @@ path = write_text_atomic("results/tables/09_published.md", markdown_table(rows, 
 # (which-method)=
 # ## Which method when
 #
-# Which row describes your step?
+# Ask in this order:
+
+# %% tags=["hide-input"] alt="A chart of five questions, one below the other; a yes leads to a method. Weights, gradients and optimizer state exceed the memory: adapters, 8-bit state or FSDP2. Logits larger than the inputs of all blocks: chunk the head. Activations exceed the rest: a budget. The model cannot be planned: regions. Inputs still fill the memory and copies are free: offload."
+from experiments.running_model import bars, decisions
+
+figure = decisions()
+path = plots.save(figure, "results/figures/09_decisions.png")
+figure
+
+# %% [markdown]
+# *Thresholds from {doc}`01_where_memory_goes`, {doc}`04_experiments` and {doc}`05_offload`.* What the answers cost:
 
 # %% tags=["hide-input"]
 choices = frontier_times.choices(records)
@@ -538,8 +548,6 @@ path = write_text_atomic("results/tables/09_which_method.md", table)
 # ## Llama 3 8B with a plan
 
 # %% tags=["hide-input"] alt="Eight stacked bars. With a plan within 65 GiB, the peak is 64.6 GiB, and the time 1.43 seconds."
-from experiments.running_model import bars
-
 figure = bars(9)
 path = plots.save(figure, "results/figures/09_running_model.png")
 figure
