@@ -1,5 +1,5 @@
 # %% [markdown]
-# # The synthetic experiment and the language model
+# # How large will the peak be?
 #
 # **Once the blocks are checkpointed, what fills the memory of a training step?**
 

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # The graph profiler
+# # Knowing the peak before the step runs
 #
 # **Which operations does a step consist of, and how can its peak be predicted before it runs?**
 

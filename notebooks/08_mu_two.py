@@ -1,5 +1,5 @@
 # %% [markdown]
-# # mu-TWO
+# # Swap or recompute?
 #
 # **Which activations should be swapped and which recomputed, and how does that depend on the device?**
 
