@@ -532,7 +532,7 @@ path = plots.save(figure, "results/figures/09_decisions.png")
 figure
 
 # %% [markdown]
-# *Thresholds from {doc}`01_where_memory_goes`, {doc}`04_experiments` and {doc}`05_offload`.* What the answers cost:
+# *Thresholds from {doc}`01_where_memory_goes`, {doc}`04_logits` and {doc}`05_offload`.* What the answers cost:
 
 # %% tags=["hide-input"]
 choices = frontier_times.choices(records)

@@ -297,7 +297,7 @@ print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f}
 
 # %% [markdown]
 # Most of it is the loss: three tensors with one float32 element per logit are live. A loss in chunks avoids them
-# ({doc}`04_experiments`).
+# ({doc}`04_logits`).
 #
 # :::{admonition} Exercise 2: reduction in bf16
 # :class: note
