@@ -268,11 +268,3 @@ def test_published_rows_have_all_published_figures_and_predictions(curves):
     assert fourth["larger"] == "≥ 2.0"  # 64 images need less than 32 without
     assert (first["without peak"], first["mu-two peak"], first["mu-two time"]) == ("140.0", "120.0", "+50.0")
     assert {first["gpu"], last["gpu"]} == {None}
-
-
-def test_curves_have_two_axes_for_each_model_and_a_line_for_each_method(curves):
-    figure = report.curves_plot({"a": curves, "b": curves}, {"with": {4: 120.0}}, "Lines")
-    peak, time, *_ = figure.axes
-    assert len(figure.axes) == 4 and len(peak.lines) == 3 and len(time.lines) == 2
-    assert list(peak.lines[1].get_ydata()) == [100 + 5 * batch for batch in curves]
-    assert [text.get_text() for text in peak.get_legend().get_texts()] == ["without", "mu-two", "published, with"]
