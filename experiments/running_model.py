@@ -57,14 +57,14 @@ class Method:
 
 
 METHODS = (
-    Method(1, "nothing recomputed", "none"),
-    Method(2, "blocks recomputed", "selective"),
-    Method(3, "blocks recomputed, every 2nd product saved", "selective", 1, {"save": "every-second-matmul"}),
-    Method(4, "blocks recomputed, head in chunks", "selective", CHUNKS),
-    Method(5, "blocks recomputed, their inputs on the host", "selective", 1, {"offload": True}),
+    Method(1, "baseline", "none"),
+    Method(2, "per-block checkpointing", "selective"),
+    Method(3, "per-block, every second product saved", "selective", 1, {"save": "every-second-matmul"}),
+    Method(4, "per-block, head in chunks", "selective", CHUNKS),
+    Method(5, "per-block, inputs of blocks offloaded", "selective", 1, {"offload": True}),
     Method(6, "segments of √L blocks, head in chunks", "chen-sqrt", CHUNKS),
-    Method(8, f"mu-TWO within {BUDGET}", "mu-two", CHUNKS, {"budget": BUDGET}),
-    Method(9, f"a plan within {BUDGET}", "auto", CHUNKS, {"budget": BUDGET}),
+    Method(8, "mu-TWO within 65 GiB", "mu-two", CHUNKS, {"budget": BUDGET}),
+    Method(9, "plan within 65 GiB", "auto", CHUNKS, {"budget": BUDGET}),
 )
 
 
@@ -77,7 +77,6 @@ def compute(layers: int | None = None) -> Iterator[dict]:
         graph, profile, plan = method.plan_of(made, chunked)
         yield {
             "chapter": method.chapter,
-            "label": method.label,
             "at_peak": parts(graph, profile, plan),
             "peak_bytes": plan.peak_bytes,
             "seconds": simulate(graph, profile, plan.schedule).seconds,
@@ -133,6 +132,7 @@ def bars(chapter: int, data: dict | None = None) -> plots.Figure:
     data = data or record()
     rows = [row for row in data["rows"] if row["chapter"] <= chapter]
     room = device(data["gpu"]).memory_bytes
+    labels = {method.chapter: method.label for method in METHODS}
     with plots.style.context("default"):
         figure, axes = plots._axes("", "memory at the peak (GiB)", "")
         figure.set_size_inches(6.0, 1.1 + 0.52 * len(rows))
@@ -145,7 +145,7 @@ def bars(chapter: int, data: dict | None = None) -> plots.Figure:
             look: dict[str, Any] = {"fontsize": 8.5, "color": plots.TEXT, "va": "center", "zorder": 5}
             look["bbox"] = {"facecolor": plots.GROUND, "edgecolor": "none", "pad": 1}
             look["fontweight"] = "bold" if row["chapter"] == chapter else "normal"
-            axes.text(0, place - 0.4, row["label"], **look)
+            axes.text(0, place - 0.4, labels[row["chapter"]], **look)
             axes.text(left + 1, place, f"{left:.1f} GiB, {row['seconds']:.2f} s", **look)
         axes.axvline(
             room / GIB, zorder=1, color=plots.TEXT, linewidth=1.2, linestyle=(0, (4, 3)), label="memory of the GPU"

@@ -425,7 +425,7 @@ figure
 # %% [markdown]
 # *Llama 3 8B: memory at the peak of a step, by kind, and its time; predicted. The record is made by `nox -s running`.*
 #
-# With nothing recomputed, the step needs 166.9 GiB, twice what the GPU has. Weights and the state of AdamW take 45 GiB.
+# The baseline, which recomputes nothing, needs 166.9 GiB, twice the memory of the GPU. Weights and the state of AdamW take 45 GiB.
 # No gradient is in the bar: at its peak, where backward begins, there is none. Everything else is activations, nearly
 # half of them in MLPs.
 #

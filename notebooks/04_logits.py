@@ -588,7 +588,7 @@ path = plots.save(figure, "results/figures/04_running_model.png")
 figure
 
 # %% [markdown]
-# *The same step with every block recomputed, and head and loss in 8 chunks of tokens; predicted.*
+# *The same step with per-block checkpointing, and head and loss in 8 chunks of tokens; predicted.*
 #
 # Logits took a third of the peak. In chunks they take .1 GiB, and the peak moves to the end of backward, where the
 # gradients are nearly complete: 62.2 GiB. Weights, gradients and the state of AdamW, 59.8 GiB, are what no checkpointing

@@ -580,8 +580,8 @@ figure
 # %% [markdown]
 # *The same step in segments of about √32 blocks, with its head in chunks; predicted.*
 #
-# The square root needs 70.2 GiB, more than the 62.2 GiB of one segment per block. The inside of a block has 3 GiB, all
-# 32 inputs together have 4: a segment that is recomputed as a whole is larger than what it no longer saves.
+# Segments of several blocks need 70.2 GiB, segments of one block 62.2 GiB. The activations inside a block have 3 GiB,
+# the inputs of all 32 blocks 4 GiB. A longer segment saves fewer inputs, but recomputes more activations at a time.
 #
 # You can now bound the memory of a chain, and say when the bound misleads.
 #

@@ -543,8 +543,8 @@ figure
 # %% [markdown]
 # *The same step with its head in chunks, by mu-TWO within 65 GiB; predicted.*
 #
-# mu-TWO keeps the budget, but the step takes 30 % longer than without checkpointing. It swaps more than the link can copy
-# during the step, and waits.
+# mu-TWO keeps the budget, but the step takes 30 % longer than without checkpointing. It swaps more than the link can
+# copy while the step computes, and waits for the rest.
 #
 # You can now compare a swap with a recomputation, and say why the best choice depends on the device.
 #

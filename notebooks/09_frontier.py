@@ -555,7 +555,7 @@ figure
 # %% [markdown]
 # *The same step by a plan within 65 GiB, with its head in chunks; predicted.*
 #
-# The plan needs 39 % of the memory of the first bar, in 9 % more time. Checkpointing every block takes 25 % more. The
+# The plan needs 39 % of the memory of the first bar, in 9 % more time. Per-block checkpointing takes 25 % more. The
 # budget is the one that {doc}`../out_of_memory` suggests for this GPU.
 #
 # You can now read a plan, and judge how far a method is from the optimum.
