@@ -117,9 +117,9 @@ def _bytes_of(function, outputs, values, batch, on_cpu: bool) -> tuple[int, int]
         except Exception as error:  # of the user's function
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TraceError(
-                f"loss= cannot run without data: {reason}. It gets the outputs and the batch, whose sizes change as those "
-                "of the outputs do, and must return a scalar without reading values; leave it out to plan the model "
-                "alone."
+                f"loss= cannot run without data: {reason}. It gets the outputs and the batch, whose sizes change as "
+                "those of the outputs do, and must return a scalar without reading values; leave it out to plan the "
+                "model alone."
             ) from error
     return found.dynamic_peak_bytes, rounded(held[0], block)
 

@@ -124,5 +124,5 @@ def test_a_loss_that_cannot_run_at_other_sizes_is_refused_there():
 
     model, batch = Model(), {name: torch.zeros(4, 16, dtype=torch.int64) for name in "xy"}
     ackpt.apply_budget(model, batch, budget="100%", loss=loss)
-    with pytest.raises(ackpt.TraceError, match="loss= cannot run without data: .*whose sizes change as those of the out"):
+    with pytest.raises(ackpt.TraceError, match="loss= cannot run without data: .*whose sizes change"):
         model(torch.zeros(4, 12, dtype=torch.int64))
