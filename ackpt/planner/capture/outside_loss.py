@@ -25,8 +25,7 @@ from .optimizer_state import CUDA_BLOCK
 class OutsideLoss:
     """``function(outputs, batch)``, the loss of a training loop, and what it adds to the step of a model.
 
-    It runs once at each size; a batch of other sizes than `batch` has those by which the outputs differ. If it cannot
-    run there, its bytes are in proportion to those of the outputs.
+    It runs once at each size; a batch of other sizes than `batch` has those by which the outputs differ.
     ``step_bytes``: the peak of its forward and backward beyond outputs and batch. ``held_bytes``: of the loss itself.
     """
 
@@ -52,12 +51,7 @@ class OutsideLoss:
         sizes = dict(zip(_flat(self._shapes or shapes), _flat(shapes)))
         batch = tree_map(lambda leaf: _resized(leaf, sizes), self.batch)
         ratio = sum(map(math.prod, shapes)) / max(1, sum(map(math.prod, self._shapes or shapes)))
-        try:
-            step, held = _bytes_of(self.function, outputs, values, batch, graph.on_cpu)
-        except TraceError:
-            if not self._shapes:
-                raise
-            step, held = (math.ceil(ratio * each) for each in (self.step_bytes, self.held_bytes))
+        step, held = _bytes_of(self.function, outputs, values, batch, graph.on_cpu)
         if not self._shapes:
             self.step_bytes, self.held_bytes, self._shapes = step, held, shapes
         return replace(
@@ -123,8 +117,9 @@ def _bytes_of(function, outputs, values, batch, on_cpu: bool) -> tuple[int, int]
         except Exception as error:  # of the user's function
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TraceError(
-                f"loss= cannot run without data: {reason}. It gets the outputs and the batch, and must return a scalar "
-                "without reading values; leave it out to plan the model alone."
+                f"loss= cannot run without data: {reason}. It gets the outputs and the batch, whose sizes change as "
+                "those of the outputs do, and must return a scalar without reading values; leave it out to plan the "
+                "model alone."
             ) from error
     return found.dynamic_peak_bytes, rounded(held[0], block)
 

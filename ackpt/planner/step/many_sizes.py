@@ -65,11 +65,8 @@ class ManySizes:
         """The workspace of every operation at these sizes."""
         return self._at(values)[1]
 
-    def peaks(self, schedule: Schedule, sizes: Sequence[Values]) -> list[int]:
-        """The peak of `schedule` at each of these sizes, in bytes, resident ones included."""
-        return [self._peak(schedule, values) for values in sizes]
-
-    def _peak(self, schedule: Schedule, values: Values) -> int:
+    def peak(self, schedule: Schedule, values: Values) -> int:
+        """The peak of `schedule` at these sizes, in bytes, resident ones included."""
         storages, workspace = self._at(values)[0][self._kind_of], self.workspace_bytes(values)
         dynamic = peak_of(self.graph, schedule, workspace, sizes_of(self.graph, storages))
         resident = int(storages[self._resident].sum())
