@@ -24,10 +24,12 @@ from ackpt.core.errors import CheckpointError
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 _WITH_STORAGE = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
-# Calls of several kernels, the last of which may be dead although autograd saves results of the others.
+# Calls of several kernels, the last of which may be dead although autograd saves results of the others; under
+# autocast, casts are such others.
 _COMPOSED = frozenset(
-    "dropout alpha_dropout feature_dropout linear bilinear matmul __matmul__ __rmatmul__ einsum tensordot conv1d "
-    "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward".split()
+    "dropout alpha_dropout feature_dropout linear bilinear matmul __matmul__ __rmatmul__ einsum tensordot conv1d conv2d "
+    "conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward mm bmm mv addmm addmm_ "
+    "addmv addbmm baddbmm chain_matmul".split()
 )
 #: Methods that read no element, if they return no tensor.
 DESCRIBING = frozenset(
@@ -68,7 +70,7 @@ class DeadCalls(dict[Any, dict[int, int]]):
 
     def instead_of(self, inputs) -> dict[int, Dead]:
         """Tensors without memory in the place of `unread` inputs, by index, which then need not be saved."""
-        return {i: _dead_like(inputs[i]) for i in self.unread if self.is_proven and _has_storage(inputs[i])}
+        return {i: dead_like(inputs[i]) for i in self.unread if self.is_proven and _has_storage(inputs[i])}
 
 
 class Saved:
@@ -273,6 +275,8 @@ def _without_kernel(func, args, kwargs):
     with torch._C._DisableTorchDispatch():  # otherwise, meters would count these
         result = func(*map(_meta, args), **{name: _meta(value) for name, value in kwargs.items()})
     if isinstance(result, torch.Tensor):
+        if result.is_conj() or result.is_neg():  # torch's other operations ask for these bits
+            raise DeadRead(f"{func} of a tensor that was not recomputed has a flag of its own")
         facts = result.shape, result.stride(), result.storage_offset(), result.dtype
         if key is not None and len(_known) < _MOST_KNOWN:
             _known[key] = facts
@@ -292,7 +296,7 @@ def _dead(shape, strides, offset, dtype, device) -> Dead:
     return tensor
 
 
-def _dead_like(tensor: torch.Tensor) -> Dead:
+def dead_like(tensor: torch.Tensor) -> Dead:
     return _dead(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 

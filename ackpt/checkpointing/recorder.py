@@ -48,8 +48,11 @@ _SET_ITEM = torch.Tensor.__setitem__
 _CALL = nn.Module._call_impl.__code__
 # Nodes of casts and views. After a view is written in place, its next node is one of ``as_strided``, or for a subclass,
 # such as the result of a dead call, one of the view (``torch/csrc/autograd/variable.cpp``, ``grad_fn``).
-_VIEWS = "ToCopy AsStrided Alias Diagonal Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T"
-_UNCOMPARED = {f"{name}Backward{n}" for n in range(5) for name in f"{_VIEWS} Transpose Unbind Unsqueeze View".split()}
+_VIEWS = (
+    "ToCopy AsStrided Alias Diagonal Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T Transpose "
+    "Unbind Unfold Unsqueeze View ViewAsComplex ViewAsReal"
+)
+_UNCOMPARED = {f"{name}Backward{n}" for n in range(5) for name in _VIEWS.split()}
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
 _NOTEBOOK_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]|^<ipython-input-")
@@ -135,7 +138,8 @@ class Recorder(TorchFunctionMode):
     generators that it uses, with their states from before, by id. ``copies``: tensors among ``reads`` and views of them
     that calls may have written, with copies from before; ``overwritten``: the storages that calls changed in place;
     ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
-    ``kind``: a hash of the calls: their functions, and which calls or inputs their arguments come from.
+    ``kind``: a hash of the calls: their functions, which calls or inputs their arguments come from, and the nodes and
+    dtypes of their results.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
@@ -199,14 +203,12 @@ class Recorder(TorchFunctionMode):
             result = dead_calls.run(func, args, kwargs)
         if describes and not isinstance(result, torch.Tensor):
             return result
-        makers: list[Any] = [self._makers.get(id(value), _NO_MAKER) for value in values]
-        self.kind = hash((self.kind, func, *[made() is value and kind for (made, kind), value in zip(makers, values)]))
         if self._refused:
             for value in values:
                 if id(value) in self._refused:
                     raise changed_between(*self._refused[id(value)])
         with torch._C.DisableTorchFunction():
-            self._record(func, args, kwargs, result, started, sources or [*map(self._source, values)])
+            self._record(func, args, kwargs, values, result, started, sources or [*map(self._source, values)])
         return result
 
     def record_inputs(self, tensors) -> None:
@@ -262,11 +264,15 @@ class Recorder(TorchFunctionMode):
                 self._copied.update((id(value), view or id(value)))
                 self.copies.append((value, value.detach().clone()))
 
-    def _record(self, func, args, kwargs, result, started, sources) -> None:
+    def _record(self, func, args, kwargs, values, result, started, sources) -> None:
         tensor, results = result, [result]
         if not isinstance(result, torch.Tensor):
             results = [each for each in _flat((result,)) if isinstance(each, torch.Tensor)]
             tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
+        makers: list[Any] = [self._makers.get(id(value), _NO_MAKER) for value in values]
+        facts = None if tensor is None else (type(tensor.grad_fn), tensor.dtype)
+        made_by = [made() is value and kind for (made, kind), value in zip(makers, values)]
+        self.kind = hash((self.kind, func, facts, *made_by))
         self._note_makers(results or [tensor], self.kind)
         for each in results or [tensor]:
             if each is not None and each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
