@@ -45,6 +45,7 @@ _SILENT_WRITERS = (
 # Ways to get an alias through which a tensor can be written without autograd noticing.
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
+_EQUAL_TO_ITSELF = ATOMS - {float, complex}
 _CALL = nn.Module._call_impl.__code__
 # Nodes of casts and views. After a view is written in place, its next node is one of ``as_strided``, or for a subclass,
 # such as the result of a dead call, one of the view (``torch/csrc/autograd/variable.cpp``, ``grad_fn``).
@@ -69,10 +70,15 @@ def code_location(file: str, line: int) -> str:
     return f"line {line} of a notebook cell" if _NOTEBOOK_CELL.search(file) else f"{file}:{line}"
 
 
-def _flat(values):
-    """Yield `values`, with each list or tuple replaced by its items."""
+def _flat(values) -> list:
+    """`values`, with each list or tuple replaced by its items."""
+    flat: list = []
     for value in values:
-        yield from value if isinstance(value, (list, tuple)) else (value,)
+        if isinstance(value, (list, tuple)):
+            flat += value
+        else:
+            flat.append(value)
+    return flat
 
 
 def _spellings(names: str) -> set:
@@ -163,7 +169,7 @@ class Recorder(TorchFunctionMode):
         self._refused: dict = refused or {}
         self._wanted = wanted
         self.dead_calls: Any = None  # a `Liveness` or `Skipping`, which then makes the calls
-        self.kind = 0
+        self.kind = 1
         self._makers: dict[int, tuple[weakref.ref, int]] = {}  # a tensor and `kind` when it was made, by its id
         self._began = torch.autograd._get_sequence_nr()
         self._expected = expected
@@ -181,7 +187,7 @@ class Recorder(TorchFunctionMode):
     def record_region(self, inner: Path, outputs) -> None:
         """Record a nested region, which is one node of this region's graph, with its path and its outputs."""
         call = Call(_region, ((inner,), ()), outputs[0].shape, outputs[0].dtype)
-        self._note_makers(outputs, self.kind)
+        self._note_makers(outputs)
         self._add(outputs[0].grad_fn._sequence_nr(), call, [], outputs)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -189,14 +195,15 @@ class Recorder(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # Dynamo is tracing this method; compiled code is not recorded
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
-        values = [*_flat(args), *_flat(kwargs.values())] if kwargs else [*_flat(args)]
+        values = _flat((*args, *kwargs.values()))
         effect = _effect_of(func)
         describes = effect is None and getattr(func, "__name__", "") in DESCRIBING
         sources: list = []
         if not describes:
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
-                sources = [*map(self._source, values)]
-                self._prepare(effect, values, args, kwargs)
+                sources = [None if type(value) in ATOMS else self._source(value) for value in values]
+                if effect is not None or kwargs:
+                    self._prepare(effect, values, args, kwargs)
         if (dead_calls := self.dead_calls) is None:
             result = func(*args, **kwargs)
         else:
@@ -214,11 +221,17 @@ class Recorder(TorchFunctionMode):
     def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
-        self._note_makers(tensors, 1)
+        self._note_makers(tensors)
         self.inputs = {key: position if ids.count(key) == 1 else None for position, key in enumerate(ids)}
 
-    def _note_makers(self, tensors, kind: int) -> None:
-        self._makers |= {id(t): (weakref.ref(t), kind + at) for at, t in enumerate(tensors) if t is not None}
+    def _note_makers(self, tensors) -> None:
+        for at, tensor in enumerate(tensors):
+            self._makers[id(tensor)] = weakref.ref(tensor), self.kind + at
+
+    def _note_kind(self, func, values, results, facts) -> None:
+        made_by = [made() is value and kind for value in values for made, kind in (self._makers.get(id(value), _NO_MAKER),)]
+        self.kind = hash((self.kind, func, facts, *made_by))
+        self._note_makers(results)
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
@@ -245,9 +258,9 @@ class Recorder(TorchFunctionMode):
                 self.overwritten.update(memory(each) for each in values if isinstance(each, nn.Parameter))
             return
         if effect is _FIRST or kwargs.get("inplace"):
-            written = [*_flat(args[:1] or kwargs.values())]
+            written = _flat(args[:1] or kwargs.values())
         else:
-            written = values if effect is not None else [*_flat((kwargs.get("out"),))]
+            written = values if effect is not None else _flat((kwargs.get("out"),))
         for value in written:
             if not isinstance(value, torch.Tensor):
                 continue
@@ -269,23 +282,21 @@ class Recorder(TorchFunctionMode):
         if not isinstance(result, torch.Tensor):
             results = [each for each in _flat((result,)) if isinstance(each, torch.Tensor)]
             tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
-        makers: list[Any] = [self._makers.get(id(value), _NO_MAKER) for value in values]
-        facts = None if tensor is None else (type(tensor.grad_fn), tensor.dtype)
-        made_by = [made() is value and kind for (made, kind), value in zip(makers, values)]
-        self.kind = hash((self.kind, func, facts, *made_by))
-        self._note_makers(results or [tensor], self.kind)
-        for each in results or [tensor]:
-            if each is not None and each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
+            results = results or ([] if tensor is None else [tensor])
+        node = None if tensor is None else tensor.grad_fn
+        if self._expected is None:
+            self._note_kind(func, values, results, None if tensor is None else (type(node), tensor.dtype))
+        for each in results:
+            if each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
                 self._made[id(each)] = weakref.ref(each), _reads_in(sources)
-        if tensor is None or not tensor.requires_grad or (node := tensor.grad_fn) is None:
+        if node is None:
             return
         number = node._sequence_nr()
         if number < started:  # an existing tensor, such as `contiguous` may return
             return
-        plain = self._plain
-        values = tuple(map(plain, args)), tuple([(key, plain(value)) for key, value in kwargs.items()])
-        call = Call(func, values, tensor.shape, tensor.dtype)
-        self._add(number, call, sources, results or [tensor])
+        given = tuple([(key, self._plain(value)) for key, value in kwargs.items()]) if kwargs else ()
+        call = Call(func, (self._plain(args), given), tensor.shape, tensor.dtype)
+        self._add(number, call, sources, results)
         if self._expected is not None and self.different is None:
             at = len(self.calls) - 1
             if at >= len(self._expected.calls) or self._expected.calls[at][1] != call:
@@ -301,16 +312,16 @@ class Recorder(TorchFunctionMode):
 
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
+        if isinstance(value, (list, tuple)):
+            # Most items take no call.
+            plain = [each if type(each) in _EQUAL_TO_ITSELF else self._plain(each) for each in value]
+            return tuple(plain)
+        if isinstance(value, torch.Tensor):
+            return self._read(value) if isinstance(value, nn.Parameter) else None
         if type(value) in ATOMS or isinstance(value, numbers.Number):
             return value if value == value else math.nan  # one object, as tuples with the same one are equal
-        if isinstance(value, torch.Tensor):
-            # The class of Parameter has a slow check.
-            is_parameter = type(value) is not torch.Tensor and isinstance(value, nn.Parameter)
-            return self._read(value) if is_parameter else None
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self._plain, value))
         if type(value) is slice:
-            return slice, self._plain(value.start), self._plain(value.stop), self._plain(value.step)
+            return slice, *self._plain((value.start, value.stop, value.step))
         return type(value)
 
     def _source(self, value):
@@ -392,7 +403,9 @@ class Path:
 
         self.nodes = [name for name in names.values() if name not in _UNCOMPARED]
         self.calls = [call for _, call, _ in calls]
-        self.sources = [list(map(source, sources)) for _, _, sources in calls]
+        self.sources = [
+            [source(each) if type(each) in (tuple, dict) else each for each in sources] for _, _, sources in calls
+        ]
 
     def __eq__(self, other):
         if self.calls is not None and other.calls is not None:

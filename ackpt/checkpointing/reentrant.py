@@ -270,7 +270,8 @@ class _Recompute(torch.autograd.Function):
                     torch.autograd.backward(outputs, given)
                 return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
             summands = Summands(region.uses, received, graph)
-            before, phase.used_once = phase.used_once, graph and used_once and _once_in(graph, used_once, None)
+            before = phase.used_once
+            phase.used_once = _once_in(graph, used_once, None) if used_once and graph is not None else None
             try:
                 del received, graph
                 added: set[int] = set()
