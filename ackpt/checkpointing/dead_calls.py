@@ -27,9 +27,9 @@ _WITH_STORAGE = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 # Calls of several kernels, the last of which may be dead although autograd saves results of the others; under
 # autocast, casts are such others.
 _COMPOSED = frozenset(
-    "dropout alpha_dropout feature_dropout linear bilinear matmul __matmul__ __rmatmul__ einsum tensordot conv1d conv2d "
-    "conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward mm bmm mv addmm addmm_ "
-    "addmv addbmm baddbmm chain_matmul".split()
+    "dropout alpha_dropout feature_dropout linear bilinear matmul __matmul__ __rmatmul__ einsum tensordot conv1d "
+    "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward mm bmm mv addmm "
+    "addmm_ addmv addbmm baddbmm chain_matmul".split()
 )
 #: Methods that read no element, if they return no tensor.
 DESCRIBING = frozenset(

@@ -229,7 +229,10 @@ class Recorder(TorchFunctionMode):
             self._makers[id(tensor)] = weakref.ref(tensor), self.kind + at
 
     def _note_kind(self, func, values, results, facts) -> None:
-        made_by = [made() is value and kind for value in values for made, kind in (self._makers.get(id(value), _NO_MAKER),)]
+        made_by: list = []
+        for value in values:
+            made = self._makers.get(id(value))
+            made_by.append(made is not None and made[0]() is value and made[1])
         self.kind = hash((self.kind, func, facts, *made_by))
         self._note_makers(results)
 
@@ -313,11 +316,14 @@ class Recorder(TorchFunctionMode):
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
         if isinstance(value, (list, tuple)):
-            # Most items take no call.
-            plain = [each if type(each) in _EQUAL_TO_ITSELF else self._plain(each) for each in value]
+            plain: list = []
+            for each in value:  # most items take no call
+                kind = type(each)
+                item = None if kind is torch.Tensor else each if kind in _EQUAL_TO_ITSELF else self._plain(each)
+                plain.append(item)
             return tuple(plain)
-        if isinstance(value, torch.Tensor):
-            return self._read(value) if isinstance(value, nn.Parameter) else None
+        if isinstance(value, torch.Tensor):  # the class of Parameter has a slow check
+            return self._read(value) if type(value) is nn.Parameter or isinstance(value, nn.Parameter) else None
         if type(value) in ATOMS or isinstance(value, numbers.Number):
             return value if value == value else math.nan  # one object, as tuples with the same one are equal
         if type(value) is slice:
@@ -373,7 +379,6 @@ def _reads_in(sources) -> dict[int, _Read]:
     return reads
 
 
-_NO_MAKER: Any = (lambda: _NO_MAKER, 0)
 _region = object()  # in place of a function, in the `Call` of a nested region
 
 
@@ -396,21 +401,21 @@ class Path:
         calls = [made for made in recorder.calls if made[0] in names]
         numbers = {number: at for at, (number, _, _) in enumerate(calls)}
 
-        def source(of):
-            if type(of) is tuple:
-                return (numbers[of[0]], of[1]) if of[0] in numbers else None
-            return [*of.values()] if type(of) is dict else of
-
         self.nodes = [name for name in names.values() if name not in _UNCOMPARED]
         self.calls = [call for _, call, _ in calls]
-        self.sources = [
-            [source(each) if type(each) in (tuple, dict) else each for each in sources] for _, _, sources in calls
-        ]
+        self.sources = [[*sources] for _, _, sources in calls]
+        for sources in self.sources:
+            for at, source in enumerate(sources):
+                if type(source) is tuple:
+                    sources[at] = (numbers[source[0]], source[1]) if source[0] in numbers else None
+                elif type(source) is dict:
+                    sources[at] = [*source.values()]
 
     def __eq__(self, other):
         if self.calls is not None and other.calls is not None:
             alike = (self.nodes, self.calls) == (other.nodes, other.calls)
-            return alike and all(all(map(_may_be_one, *pair)) for pair in zip(self.sources, other.sources))
+            pairs = zip(self.sources, other.sources)
+            return alike and all(mine == its or all(map(_may_be_one, mine, its)) for mine, its in pairs)
         return self.evidence is None or other.evidence is None or is_same(self.evidence, other.evidence)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]

@@ -38,7 +38,6 @@ __all__ = ["checkpoint"]
 _NOTHING = contextlib.nullcontext()
 _dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
 _keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
-_METERS = ["ackpt", "metering"]  # whose hooks do not read a gradient
 _ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 _Result = TypeVar("_Result")
 
@@ -376,8 +375,11 @@ def _used_once(ctx, region) -> list[torch.Tensor]:
 
 
 def _has_hooks(leaf) -> bool:
+    """Whether hooks of `leaf` receive its gradient, or run after it is accumulated and are not those of a meter."""
     after = (leaf._post_accumulate_grad_hooks or {}).values()
-    return bool(leaf._backward_hooks) or any(str(getattr(hook, "__module__", "")).split(".")[:2] != _METERS for hook in after)
+    return bool(leaf._backward_hooks) or not all(
+        str(getattr(hook, "__module__", "")).startswith("ackpt.metering") for hook in after
+    )
 
 
 def _graph_of_backward(ctx) -> Graph | None:

@@ -290,7 +290,7 @@ class Region:
                     hidden = rng.unknown(self.recorder.streams.values(), before)
                     self.hidden_generators = {id(stream.generator) for stream, _ in hidden}
                     self.streams += rng.drawn_from(hidden)
-                self.marks = [stream.mark() for stream, _ in self.streams]
+                self.marks = [stream.mark_of(stream.get()) for stream, _ in self.streams]
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 changed = "a tensor that requires grad: an input of the region or a parameter"
@@ -414,7 +414,7 @@ class Region:
         recomputation_begins()
         try:
             with detached or _NOTHING, recorder or _NOTHING:
-                result = self._repeat_call(inputs)
+                result = self._repeat_call(inputs, is_last and not self.dead)
         except CheckpointError:
             raise
         except Exception as error:
@@ -510,7 +510,7 @@ class Region:
                 for alias, needed, view in zip(aliases, self.needs_grad, make_view)
             ]
 
-    def _repeat_call(self, aliases):
+    def _repeat_call(self, aliases, is_last):
         """Repeat the forward's call, with its RNG states and autocast settings."""
         previous = phase.recomputing, phase.dropping, phase.function, phase.leaked
         phase.recomputing, phase.dropping, phase.function, phase.leaked = True, False, self.function, self.leaked
@@ -521,13 +521,13 @@ class Region:
             if not self.streams and self.autocast is None and not _any_autocast():
                 return self._call(aliases)
             autocast = self.autocast or (AUTOCAST_OFF if _any_autocast() else None)
-            with rng.replay(self.streams), autocast.restored() if autocast is not None else _NOTHING:
+            facts = [(stream, stream.mark_of(state), end) for (stream, state), end in zip(self.streams, self.marks)]
+            with rng.replay(self.streams, is_last), autocast.restored() if autocast is not None else _NOTHING:
                 result = self._call(aliases)
-                pairs = [*zip(self.streams, self.marks)]
                 if self.hidden_generators and phase.recorder is not None:  # the first run may have made some itself
                     unused = self.hidden_generators - phase.recorder.streams.keys()
-                    pairs = [each for each in pairs if id(getattr(each[0][0], "generator", None)) not in unused]
-                name = rng.ended_elsewhere(pairs)
+                    facts = [each for each in facts if id(getattr(each[0], "generator", None)) not in unused]
+                name = rng.ended_elsewhere(facts)
                 if name and not self._has_equal_outputs(result):  # else it was another thread that drew
                     raise guards.other_draws(name, self.function)
                 return result
