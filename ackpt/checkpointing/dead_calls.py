@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from ackpt.core.autograd_state import version
@@ -36,6 +37,7 @@ DESCRIBING = frozenset(
     "__get__ __set__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_complex "
     "is_floating_point register_hook retain_grad __hash__".split()
 )
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _make: Any = torch.Tensor._make_wrapper_subclass
 # A kernel that bypasses the dispatcher would read address 0.
 _refuse_address: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None)
@@ -79,6 +81,9 @@ class Saved:
     def __init__(self, tensor):
         self.tensor = tensor
 
+    def unpack(self):
+        return self.tensor
+
 
 class Liveness:
     """Watches the calls of a first forward; `dead` gives those that its recomputation can leave out.
@@ -101,8 +106,12 @@ class Liveness:
             call = self._running = _Watched(func, self._counts[func], set(map(self._memory, tensors)))
             versions = [*map(version, tensors)]
         self._counts[func] += 1
+        # Around each call, as ``torch.func`` refuses to begin inside of hooks, and disables them for what it calls.
+        is_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
+        self.is_doubtful = self.is_doubtful or not is_enabled
         try:
-            result = func(*args, **kwargs)
+            with saved_tensors_hooks(self.pack, Saved.unpack) if is_enabled else contextlib.nullcontext():
+                result = func(*args, **kwargs)
         finally:
             self._running = None
         with torch._C.DisableTorchFunction():
@@ -208,11 +217,13 @@ class Skipping:
         try:
             if needed is None:
                 return func(*args, **kwargs)
+            hooks = top_hooks(False)
             _push_mode(skip := _Skip(needed))  # a fifth of the time of `with`, which sets flags for Dynamo
             try:
-                if not needed:
+                if not needed and hooks is None:
                     return func(*args, **kwargs)
-                with torch.autograd.graph.saved_tensors_hooks(skip.pack, _unpack):
+                pack, unpack = (skip.pack, _unpack) if needed else (_outside(hooks[0]), hooks[1])
+                with saved_tensors_hooks(pack, unpack):
                     return func(*args, **kwargs)
             finally:
                 _pop_mode()
@@ -242,6 +253,19 @@ class _Skip(TorchDispatchMode):
         if self._needed > 0 or (func.is_view and type(args[0]) is not Dead) or func.namespace == "prim":
             return func(*args, **kwargs)  # the device of a fake tensor is an operation in the namespace prim
         return _without_kernel(func, args, kwargs)
+
+
+def _outside(pack):
+    """The hook `pack` of the user's code, run outside of the mode that replaces kernels."""
+
+    def packed(tensor):
+        mode = _pop_mode()
+        try:
+            return pack(tensor)
+        finally:
+            _push_mode(mode)
+
+    return packed
 
 
 def _unpack(saved):

@@ -25,7 +25,7 @@ from ackpt.core.errors import CheckpointError
 from . import guards, rng
 from .autocast import AUTOCAST_OFF, Autocast
 from .closures import DetachClosedOver, frozen
-from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping
+from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping, top_hooks
 from .evidence import RECORDED_RUNS, SMALL_BYTES, checksum, evidence_of, is_opaque, names_of, number_ends, subject_of
 from .reachable import ReachableState, graph_of, is_data, tensors_in
 from .recorder import Path, Recorder, check_same_path
@@ -40,7 +40,6 @@ _NOT_WALKED = ReachableState()
 _any_autocast = torch._C._is_any_autocast_enabled
 _set_compiler = torch._C._dynamo.eval_frame.set_eval_frame  # pyright: ignore[reportAttributeAccessIssue]
 _swap: Any = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Region:
@@ -204,7 +203,7 @@ class Region:
             self.guarantees.exact_graph and self.preserve_rng_state and self.autocast is phase.leaves_behind is None
         ):
             return False
-        if torch._C._len_torch_dispatch_stack() or _top_hooks(False) is not None:  # hooks may change the inputs
+        if torch._C._len_torch_dispatch_stack() or top_hooks(False) is not None:  # hooks may change the inputs
             return False
         size = 0
         for tensor in self.inputs:
@@ -304,9 +303,7 @@ class Region:
 
     def _saved_tensor_hooks(self):
         """Hooks that replace outer ones, such as those of offload, for a graph that is dropped at once."""
-        if self.recorder is not None and self.recorder.dead_calls is not None:
-            return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, lambda saved: saved.tensor)
-        if _top_hooks(False) is None:
+        if top_hooks(False) is None:
             return _NOTHING
         return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
