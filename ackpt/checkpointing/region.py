@@ -519,8 +519,11 @@ class Region:
                 return self._call(aliases)
             autocast = self.autocast or (AUTOCAST_OFF if _any_autocast() else None)
             facts = [(stream, stream.mark_of(state), end) for (stream, state), end in zip(self.streams, self.marks)]
-            with rng.replay(self.streams, is_last), autocast.restored() if autocast is not None else _NOTHING:
+            with rng.replay(self.streams), autocast.restored() if autocast is not None else _NOTHING:
                 result = self._call(aliases)
+                if is_last:  # their present states are read next; that would be one more copy
+                    self.is_over = True
+                    self.streams.clear()
                 if self.hidden_generators and phase.recorder is not None:  # the first run may have made some itself
                     unused = self.hidden_generators - phase.recorder.streams.keys()
                     facts = [each for each in facts if id(getattr(each[0], "generator", None)) not in unused]

@@ -255,9 +255,8 @@ def ended_elsewhere(facts) -> str:
 
 
 @contextlib.contextmanager
-def replay(states: list, is_last: bool):
-    """Set the streams to `states` for the body, and back to their present states after it; `is_last`: empty `states`,
-    so that the body runs with one copy of each state less."""
+def replay(states: list):
+    """Set the streams to `states` for the body, which may clear the list, and back to their present states after it."""
     if not states:
         yield
         return
@@ -266,8 +265,6 @@ def replay(states: list, is_last: bool):
         try:
             for stream, state in states:
                 stream.set(state)
-            if is_last:
-                states.clear()
             state = None
             yield
         finally:
