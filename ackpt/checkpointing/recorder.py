@@ -132,9 +132,10 @@ class Recorder(TorchFunctionMode):
     `named`: ``{id: (tensor, name)}`` of what the first run can reach. `refused`: ``{id: change}`` of tensors that have
     changed since; a call that reads one raises. ``calls``: each with the number of its autograd node and the
     ``_source`` of every argument. ``reads``, ``streams``: the tensors that the run reads and did not make, and the
-    generators that it uses, with their states from before, by id. ``copies``: tensors among ``reads`` and views of them
-    that calls may have written, with copies from before; ``overwritten``: the storages that calls changed in place;
-    ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
+    generators that it uses, with their states from before (of the first run, until `forget`), by id. ``copies``:
+    tensors among ``reads`` and views of them that calls may have written, with copies from before; ``overwritten``: the
+    storages that calls changed in place; ``written``: those that may have been written without a new version.
+    ``kept``: the results at the places `wanted`.
     ``kind``: a hash of the calls: their functions, and which calls or inputs their arguments come from.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
@@ -146,7 +147,7 @@ class Recorder(TorchFunctionMode):
         self.inputs: dict[int, int | None] = {}
         self.results: list[tuple[tuple[int, int], weakref.ref]] = []
         self.reads: dict[int, _Read] = {}
-        self.streams: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
+        self.streams: dict[int, tuple[weakref.ref, torch.Tensor | None]] = {}
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.overwritten: set[int | None] = set()
         self.written: set[int | None] = set()
@@ -220,7 +221,7 @@ class Recorder(TorchFunctionMode):
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
-        self.results, self._makers, self.dead_calls = [], {}, None
+        self.results, self._makers, self.dead_calls, self.streams = [], {}, None, {}
         self._made = {key: pair for key, pair in self._made.items() if pair[0]() is not None}
         for read in self.reads.values():
             read.is_new = read.is_new or read.value is None
@@ -312,7 +313,7 @@ class Recorder(TorchFunctionMode):
         the reads that a tensor without gradients was made from; None if unknown."""
         if not isinstance(value, torch.Tensor):
             if isinstance(value, torch.Generator) and id(value) not in self.streams:
-                self.streams[id(value)] = weakref.ref(value), value.get_state()
+                self.streams[id(value)] = weakref.ref(value), value.get_state() if self._expected is None else None
             return None
         key = id(value)
         if key in self.inputs:
