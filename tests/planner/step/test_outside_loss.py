@@ -116,3 +116,9 @@ def test_a_loss_that_cannot_be_planned_is_refused(loss, others, kind, said):
     batch = {"x": torch.zeros(4, 16, dtype=torch.int64), "y": torch.zeros(4, 16, dtype=torch.int64)}
     with pytest.raises(kind, match=said):
         ackpt.apply_budget(Model(), batch, budget="100%", loss=loss, **others)
+
+
+def test_planned_under_autocast():
+    model, x = Model(), torch.randint(V, (4, 16))
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="a cross-entropy on them: "):
+        ackpt.compile(model, x, budget=0.99)
