@@ -234,6 +234,7 @@ class MutableState:
         if self._hook_count:
             self._contents += [(each, each.copy()) for each in self._hooks if each]
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._parameters: list[tuple[torch.Tensor, str]] = []
         self._before = []
         for tensor, name in reachable.tensors.values():
@@ -278,12 +279,13 @@ class MutableState:
         if recorder is not None:
             self._changed = recorder.copies[::-1]  # where views overlap, the oldest value is set last
             copied = {memory(tensor) for tensor, _ in self._changed}
-            recorder.copies = []
-            self.is_repeatable = self.is_repeatable and copied.isdisjoint(recorder.written)
+            self._replaced = [*recorder.replaced.values()]
+            recorder.copies, recorder.replaced = [], {}
+            self.is_repeatable &= copied.isdisjoint(recorder.written) and not self._replaced
             if recorder.copies_writes:
                 reads = [(read.value, read.name, read.version, None) for read in recorder.reads.values()]
                 self._before += [each for each in reads if id(each[0]) not in walked]
-        unseen, changed = False, set()
+        unseen, changed = False, {id(tensor) for tensor, _ in self._replaced}
         for tensor, name, mark, copy in self._before:
             if copied and memory(tensor) in copied:
                 changed.add(id(tensor))
@@ -316,11 +318,12 @@ class MutableState:
 
     def forget(self) -> None:
         """Free the copies of old values, after the last recomputation that reads them."""
-        self._changed = []
+        self._changed = self._replaced = []
 
     def is_as_before(self) -> bool:
         """Whether there is nothing to restore."""
-        return not (self._changed or self._overwritten or self._rewritten or any(self._changes()))
+        kept = self._changed, self._replaced, self._overwritten, self._rewritten
+        return not (any(kept) or any(self._changes()))
 
     def restored_bytes(self) -> int:
         """The bytes of the copies of present values that `restored` makes."""
@@ -339,13 +342,15 @@ class MutableState:
         names = [*(binding[:2] for binding in bindings), *self._overwritten]
         values = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]
         items = [(container, container.copy()) for container, _ in contents]
-        tensors = []
+        tensors, replaced = [], [(tensor, tensor.data) for tensor, _ in self._replaced]
         with contextlib.ExitStack() as stack:
             for tensor, _ in self._changed:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
                 _bind(bindings)
                 _fill(contents)
+                for tensor, old in self._replaced:
+                    tensor.data = old
                 with torch.no_grad():
                     for tensor, old in self._changed:
                         is_resized = tensor.shape != old.shape
@@ -364,6 +369,8 @@ class MutableState:
                             tensor.data = value
                         else:
                             _set(tensor, value)
+                for tensor, value in replaced:
+                    tensor.data = value
                 _fill([each for each in items if not (_has_history(each[1]) and is_equal(*each))])
                 _bind(
                     [(of, key, v) for of, key, v in values if not (_has_history(v) and _is_made_again(of.get(key), v))]

@@ -133,9 +133,9 @@ class Recorder(TorchFunctionMode):
     changed since; a call that reads one raises. ``calls``: each with the number of its autograd node and the
     ``_source`` of every argument. ``reads``, ``streams``: the tensors that the run reads and did not make, and the
     generators that it uses, with their states from before (of the first run, until `forget`), by id. ``copies``:
-    tensors among ``reads`` and views of them that calls may have written, with copies from before; ``overwritten``: the
-    storages that calls changed in place; ``written``: those that may have been written without a new version.
-    ``kept``: the results at the places `wanted`.
+    tensors among ``reads`` and views of them that calls may have written, with copies from before; ``replaced``: by id,
+    those whose ``.data`` is assigned, with what it was; ``overwritten``: the storages that calls changed in place;
+    ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
     ``kind``: a hash of the calls: their functions, and which calls or inputs their arguments come from.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
@@ -149,6 +149,7 @@ class Recorder(TorchFunctionMode):
         self.reads: dict[int, _Read] = {}
         self.streams: dict[int, tuple[weakref.ref, torch.Tensor | None]] = {}
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.overwritten: set[int | None] = set()
         self.written: set[int | None] = set()
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
@@ -194,6 +195,8 @@ class Recorder(TorchFunctionMode):
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
                 sources = [*map(self._source, values)]
                 self._prepare(effect, values, args, kwargs)
+                if func == _DATA.__set__ and self.copies_writes and memory(args[0]) in self._storages:
+                    self.replaced.setdefault(id(args[0]), (args[0], args[0].detach()))
         if (dead_calls := self.dead_calls) is None:
             result = func(*args, **kwargs)
         else:

@@ -366,6 +366,7 @@ class Region:
         self.function = frozen(self.function)
         if self.state is not None:
             changed = self.state.after_forward(leaves, self.recorder, self.subject)
+            leaves = [leaf for leaf in leaves if id(leaf) not in changed]
             items: list[Any] = [*map(weakref.ref, inputs), *leaves]
             names: list[Any] = [*range(len(inputs))]
             names += [reachable.tensors.get(id(leaf), (None, ""))[1] for leaf in leaves]
