@@ -320,10 +320,21 @@ class MutableState:
         """Free the copies of old values, after the last recomputation that reads them."""
         self._changed = self._replaced = []
 
+    @contextlib.contextmanager
+    def data_restored(self):
+        """Inside, tensors have the ``.data`` that the forward replaced."""
+        present = [(tensor, tensor.data) for tensor, _ in self._replaced]
+        try:
+            for tensor, old in self._replaced:
+                tensor.data = old
+            yield
+        finally:
+            for tensor, data in present:
+                tensor.data = data
+
     def is_as_before(self) -> bool:
         """Whether there is nothing to restore."""
-        kept = self._changed, self._replaced, self._overwritten, self._rewritten
-        return not (any(kept) or any(self._changes()))
+        return not (self._changed or self._overwritten or self._rewritten or any(self._changes()))
 
     def restored_bytes(self) -> int:
         """The bytes of the copies of present values that `restored` makes."""
@@ -342,15 +353,13 @@ class MutableState:
         names = [*(binding[:2] for binding in bindings), *self._overwritten]
         values = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]
         items = [(container, container.copy()) for container, _ in contents]
-        tensors, replaced = [], [(tensor, tensor.data) for tensor, _ in self._replaced]
+        tensors = []
         with contextlib.ExitStack() as stack:
             for tensor, _ in self._changed:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
                 _bind(bindings)
                 _fill(contents)
-                for tensor, old in self._replaced:
-                    tensor.data = old
                 with torch.no_grad():
                     for tensor, old in self._changed:
                         is_resized = tensor.shape != old.shape
@@ -369,8 +378,6 @@ class MutableState:
                             tensor.data = value
                         else:
                             _set(tensor, value)
-                for tensor, value in replaced:
-                    tensor.data = value
                 _fill([each for each in items if not (_has_history(each[1]) and is_equal(*each))])
                 _bind(
                     [(of, key, v) for of, key, v in values if not (_has_history(v) and _is_made_again(of.get(key), v))]

@@ -414,7 +414,8 @@ class Region:
                 recorder.dead_calls = Skipping(self.dead)
         recomputation_begins()
         try:
-            with detached or _NOTHING, recorder or _NOTHING:
+            data = _NOTHING if self.state is None else self.state.data_restored()
+            with data, detached or _NOTHING, recorder or _NOTHING:
                 result = self._repeat_call(inputs)
         except CheckpointError:
             raise
