@@ -286,8 +286,8 @@ class Held(TorchFunctionMode):
             kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
             if func == _VERSION and is_users(sys._getframe(1).f_code.co_filename):
                 raise not_repeated(
-                    f"the model's code reads the version of a tensor{line()}, and a captured step would get the same in "
-                    "every call. Compare a number that your code increments instead"
+                    f"the model's code reads the version of a tensor{line()}, and a captured step would get the same "
+                    "in every call. Compare a number that your code increments instead"
                 )
             if func is torch.Tensor.register_hook:
                 args = (args[0], *map(self._in_modes, args[1:]))
