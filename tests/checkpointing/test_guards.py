@@ -185,6 +185,19 @@ class Replaces(nn.Module):
         return self.query(x) + self.key(x)
 
 
+class InSlots(nn.Module):
+    """A moving average and a counter in an object with slots, both bound again."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = Slots(torch.ones(4), 1)
+
+    def forward(self, x):
+        self.kept.t = self.kept.t * 0.9 + x.detach().mean(0)
+        self.kept.generator += 1
+        return x.sin() * self.kept.t * self.kept.generator
+
+
 class FakeQuantized(nn.Module):
     """Quantization-aware training: an observer's range moves in the kernel."""
 
@@ -248,6 +261,7 @@ LAYERS = {
     "statistics that are read": reads_statistics,
     "buffer changed through data": lambda: PastAutograd("data"),
     "parameters whose data is replaced": Replaces,
+    "tensor and number in slots": InSlots,
     "buffer changed through numpy": lambda: PastAutograd("numpy"),
     "fake quantization": FakeQuantized,
     "batch norm": lambda: nn.BatchNorm1d(4),

@@ -345,6 +345,17 @@ class Held(TorchFunctionMode):
                 call = with_traced(vars(kind)[name], kind is torch.jit.ScriptFunction)
                 stack.enter_context(mock.patch.object(kind, name, call))
             stack.enter_context(mock.patch.object(reentrant, "_run", _refused))
+            start = threading.Thread.start
+
+            def start_elsewhere(new):
+                if threading.get_ident() == thread and in_model():
+                    said = (
+                        f"the forward starts a thread{line()}, which a captured step would not do. Compute without it"
+                    )
+                    self._where.note_error(not_repeated(said))
+                start(new)
+
+            stack.enter_context(mock.patch.object(threading.Thread, "start", start_elsewhere))
             yield
 
     def _replaced(self, value):

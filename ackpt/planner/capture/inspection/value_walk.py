@@ -44,7 +44,7 @@ from .attributes import (
 )
 from .source_lines import not_repeated
 
-_DEPTH = 2  # attributes of attributes, and containers in containers
+_DEPTH, _DEEPEST = 2, 5  # containers in containers, and attributes of attributes
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _SEED = 1_795_364_021  # of generators while a forward runs that must not seed them
 _BOUND = types.MethodType, types.MethodWrapperType, types.BuiltinMethodType
@@ -194,7 +194,7 @@ class Walk:
 
     def add(self, value, label: str, depth: int = 0) -> None:
         """Record the attributes of an object that are named in entered code; `enter` adds those of later code."""
-        if depth < _DEPTH and id(value) not in self._objects and self._has_attributes(value):
+        if depth < _DEEPEST and id(value) not in self._objects and self._has_attributes(value):
             self._objects[id(value)] = value, label, depth
             self._attributes(value, label, depth, self._names)
 
