@@ -141,8 +141,9 @@ class Recorder(TorchFunctionMode):
     `named`: ``{id: (tensor, name)}`` of what the first run can reach. `refused`: ``{id: change}`` of tensors that have
     changed since; a call that reads one raises. ``calls``: each with the number of its autograd node and the
     ``_source`` of every argument. ``reads``, ``streams``: the tensors that the run reads and did not make, and the
-    generators that it uses, with their states from before, by id. ``copies``: tensors among ``reads`` and views of them
-    that calls may have written, with copies from before; ``overwritten``: the storages that calls changed in place;
+    generators that it uses, with their states from before (of the first run, until `forget`), by id. ``copies``:
+    tensors among ``reads`` and views of them that calls may have written, with copies from before; ``replaced``: by id,
+    those whose ``.data`` is assigned, with what it was; ``overwritten``: the storages that calls changed in place;
     ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
     ``kind``: a hash of the calls: their functions, which calls or inputs their arguments come from, and the nodes and
     dtypes of their results.
@@ -156,8 +157,9 @@ class Recorder(TorchFunctionMode):
         self.inputs: dict[int, int | None] = {}
         self.results: list[tuple[tuple[int, int], weakref.ref]] = []
         self.reads: dict[int, _Read] = {}
-        self.streams: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
+        self.streams: dict[int, tuple[weakref.ref, torch.Tensor | None]] = {}
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.overwritten: set[int | None] = set()
         self.written: set[int | None] = set()
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
@@ -201,9 +203,19 @@ class Recorder(TorchFunctionMode):
         sources: list = []
         if not describes:
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
+<<<<<<< HEAD
                 sources = [None if type(value) in ATOMS else self._source(value) for value in values]
                 if effect is not None or kwargs:
                     self._prepare(effect, values, args, kwargs)
+||||||| 7cd903c9
+                sources = [*map(self._source, values)]
+                self._prepare(effect, values, args, kwargs)
+=======
+                sources = [*map(self._source, values)]
+                self._prepare(effect, values, args, kwargs)
+                if func == _DATA.__set__ and self.copies_writes and memory(args[0]) in self._storages:
+                    self.replaced.setdefault(id(args[0]), (args[0], args[0].detach()))
+>>>>>>> t-J1
         if (dead_calls := self.dead_calls) is None:
             result = func(*args, **kwargs)
         else:
@@ -238,7 +250,7 @@ class Recorder(TorchFunctionMode):
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
-        self.results, self._makers, self.dead_calls = [], {}, None
+        self.results, self._makers, self.dead_calls, self.streams = [], {}, None, {}
         self._made = {key: pair for key, pair in self._made.items() if pair[0]() is not None}
         for read in self.reads.values():
             read.is_new = read.is_new or read.value is None
@@ -335,7 +347,7 @@ class Recorder(TorchFunctionMode):
         the reads that a tensor without gradients was made from; None if unknown."""
         if not isinstance(value, torch.Tensor):
             if isinstance(value, torch.Generator) and id(value) not in self.streams:
-                self.streams[id(value)] = weakref.ref(value), value.get_state()
+                self.streams[id(value)] = weakref.ref(value), value.get_state() if self._expected is None else None
             return None
         key = id(value)
         if key in self.inputs:

@@ -363,6 +363,7 @@ class Region:
         self.function = frozen(self.function)
         if self.state is not None:
             changed = self.state.after_forward(leaves, self.recorder, self.subject)
+            leaves = [leaf for leaf in leaves if id(leaf) not in changed]
             items: list[Any] = [*map(weakref.ref, inputs), *leaves]
             names: list[Any] = [*range(len(inputs))]
             names += [reachable.tensors.get(id(leaf), (None, ""))[1] for leaf in leaves]
@@ -410,8 +411,17 @@ class Region:
                 recorder.dead_calls = Skipping(self.dead)
         recomputation_begins()
         try:
+<<<<<<< HEAD
             with detached or _NOTHING, recorder or _NOTHING:
                 result = self._repeat_call(inputs, is_last and not self.dead)
+||||||| 7cd903c9
+            with detached or _NOTHING, recorder or _NOTHING:
+                result = self._repeat_call(inputs)
+=======
+            data = _NOTHING if self.state is None else self.state.data_restored()
+            with data, detached or _NOTHING, recorder or _NOTHING:
+                result = self._repeat_call(inputs)
+>>>>>>> t-J1
         except CheckpointError:
             raise
         except Exception as error:

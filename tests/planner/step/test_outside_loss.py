@@ -126,3 +126,9 @@ def test_a_loss_that_cannot_run_at_other_sizes_is_refused_there():
     ackpt.apply_budget(model, batch, budget="100%", loss=loss)
     with pytest.raises(ackpt.TraceError, match="loss= cannot run without data: .*whose sizes change"):
         model(torch.zeros(4, 12, dtype=torch.int64))
+
+
+def test_planned_under_autocast():
+    model, x = Model(), torch.randint(V, (4, 16))
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="a cross-entropy on them: "):
+        ackpt.compile(model, x, budget=0.99)
