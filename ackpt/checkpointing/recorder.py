@@ -203,19 +203,11 @@ class Recorder(TorchFunctionMode):
         sources: list = []
         if not describes:
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
-<<<<<<< HEAD
                 sources = [None if type(value) in ATOMS else self._source(value) for value in values]
                 if effect is not None or kwargs:
                     self._prepare(effect, values, args, kwargs)
-||||||| 7cd903c9
-                sources = [*map(self._source, values)]
-                self._prepare(effect, values, args, kwargs)
-=======
-                sources = [*map(self._source, values)]
-                self._prepare(effect, values, args, kwargs)
                 if func == _DATA.__set__ and self.copies_writes and memory(args[0]) in self._storages:
                     self.replaced.setdefault(id(args[0]), (args[0], args[0].detach()))
->>>>>>> t-J1
         if (dead_calls := self.dead_calls) is None:
             result = func(*args, **kwargs)
         else:

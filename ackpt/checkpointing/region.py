@@ -411,17 +411,9 @@ class Region:
                 recorder.dead_calls = Skipping(self.dead)
         recomputation_begins()
         try:
-<<<<<<< HEAD
-            with detached or _NOTHING, recorder or _NOTHING:
-                result = self._repeat_call(inputs, is_last and not self.dead)
-||||||| 7cd903c9
-            with detached or _NOTHING, recorder or _NOTHING:
-                result = self._repeat_call(inputs)
-=======
             data = _NOTHING if self.state is None else self.state.data_restored()
             with data, detached or _NOTHING, recorder or _NOTHING:
-                result = self._repeat_call(inputs)
->>>>>>> t-J1
+                result = self._repeat_call(inputs, is_last and not self.dead)
         except CheckpointError:
             raise
         except Exception as error:
