@@ -34,8 +34,8 @@ PYTEST = ["-n", "2", "--dist", "loadfile"]  # a worker for each core of the smal
 FAST = """
     checkpointing offloading metering
     planner/capture/test_capture.py planner/capture/test_gradients.py planner/capture/test_in_place.py
-    planner/costs/test_profile.py planner/policies/test_chain_table.py planner/policies/test_chen.py
-    experiments/test_ilp.py planner/policies/test_policies_compared.py planner/policies/test_revolve.py
+    planner/costs/test_profile.py planner/policies/test_chain_table.py experiments/test_chen.py
+    experiments/test_ilp.py planner/policies/test_policies_compared.py experiments/test_revolve.py
     planner/policies/test_rotor.py planner/schedule/test_plan.py planner/schedule/test_rewrite.py
     planner/schedule/test_schedule.py planner/schedule/test_simulate.py
     core test_api_page.py test_imports.py
@@ -208,6 +208,12 @@ def chromium(session: nox.Session) -> str:
 def calculator(session: nox.Session) -> None:
     """Compute the grid of the memory calculator, in about half an hour of one core (`-- --only gpt2`: one model)."""
     run(session, "python", "tools/calculator.py", *session.posargs)
+
+
+@shared
+def running(session: nox.Session) -> None:
+    """Predict the step of Llama 3 8B that the chapters of the book share, in about three minutes."""
+    run(session, "python", "-m", "experiments.running_model")
 
 
 @shared

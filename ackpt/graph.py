@@ -6,7 +6,7 @@
 from ackpt.core.errors import TraceError
 from ackpt.planner.capture.joint_graph import JointGraph, Node, Storage
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.costs.profiles import Profile, ProfileError, profile
+from ackpt.planner.costs.profiles import Profile, profile
 from ackpt.planner.schedule.plan import Activation, Plan, PlanError
 from ackpt.planner.schedule.proof import RewriteError
 from ackpt.planner.schedule.rewriting import Rewritten, rewrite
@@ -22,7 +22,6 @@ __all__ = [
     "PlanError",
     "PlannedStep",
     "Profile",
-    "ProfileError",
     "RewriteError",
     "Rewritten",
     "Schedule",

@@ -34,7 +34,7 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
         Traceback (most recent call last):
         ValueError: unknown device 'tpu': choose cpu or cuda
     """
-    from ackpt.metering import plots  # before the work: without it there is nothing to show
+    from experiments.reports import plots  # before the work: without it there is nothing to show
 
     from . import offload
     from .reports import offload as offload_report

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import random
 from functools import partial
 from itertools import chain
@@ -21,6 +19,8 @@ from ackpt.planner.schedule.schedule import COMPUTE, everything
 from ackpt.planner.schedule.simulator import simulate, step_peaks
 from experiments.steps.captured_step import CapturedStep
 
+_DESCRIBED = ("id", "name", "target", "phase", "module", "source")
+_COSTS = ("flops", "bytes_in", "bytes_out", "workspace_bytes", "seconds")
 LABEL = 0.21  # width of a label of a peak, relative to the axis
 
 
@@ -68,7 +68,7 @@ def scheduled_operations(graph, schedule) -> list[dict[str, Any]]:
 
 
 def node_rows(graph, profile) -> list[dict[str, Any]]:
-    """The lines of `Profile.to_csv` with the liveness of each node in the baseline, empty where it does not apply.
+    """The operation of each node with its costs, and its liveness in the baseline, empty where it does not apply.
 
     ``live_bytes``: while it runs, with its workspace; their maximum is the dynamic peak. ``last_fw_access``,
     ``first_bw_access``: of what it allocates. ``recompute_ratio``: these bytes per second of the node.
@@ -76,8 +76,10 @@ def node_rows(graph, profile) -> list[dict[str, Any]]:
     baseline = everything(graph)
     ran = [step.id for step in (*baseline.forward, *baseline.backward) if step.kind == COMPUTE]
     live = dict(zip(ran, chain(*step_peaks(graph, baseline, profile.workspace_bytes))))
-    rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(profile.to_csv(graph))))
-    for row, node in zip(rows, graph.nodes, strict=True):
+    rows: list[dict[str, Any]] = []
+    for node in graph.nodes:
+        row: dict[str, Any] = {name: getattr(node, name) for name in _DESCRIBED}
+        row |= {name: values[node.id] for name in _COSTS if (values := getattr(profile, name)) is not None}
         made = [graph.storages[storage] for storage in graph.analysis.allocated.get(node.id, ())]
         size, seconds = sum(each.bytes for each in made), profile.seconds[node.id] if profile.seconds else 0
         row["live_bytes"] = live.get(node.id, "")
@@ -85,6 +87,7 @@ def node_rows(graph, profile) -> list[dict[str, Any]]:
             accesses = [getattr(each, name) for each in made]
             row[name] = max((each for each in accesses if each is not None), default="")
         row["recompute_ratio"] = size / seconds if size and seconds else ""
+        rows.append(row)
     return rows
 
 
@@ -95,7 +98,7 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int | di
     """
     from matplotlib.lines import Line2D
 
-    from ackpt.metering import plots
+    from experiments.reports import plots
 
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "allocations and frees of one step, in order", "live memory (MiB)")
@@ -128,7 +131,7 @@ def overlaid_plot(predicted: dict[str, dict], measured: dict[str, dict]):
     """
     from matplotlib.lines import Line2D
 
-    from ackpt.metering import plots
+    from experiments.reports import plots
 
     both = {name: (predicted[name], metrics) for name, metrics in measured.items() if name in predicted}
     with plots.style.context("default"):
@@ -163,7 +166,7 @@ def panels_plot(steps: dict[str, Timeline], title: str):
     """
     from matplotlib.lines import Line2D
 
-    from ackpt.metering import plots
+    from experiments.reports import plots
 
     with plots.style.context("default"):
         figure, only = plots._axes(title, "", "")

@@ -17,10 +17,10 @@ from ackpt import plan
 from ackpt.core.errors import BudgetError
 from ackpt.metering.meter import Measurement, measure
 from ackpt.planner.costs.profiles import profile as profiled
-from ackpt.planner.policies import revolve
 from ackpt.planner.policies.chains.blocks import fine_chain
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import PlannedStep
+from experiments.policies import PAPERS, revolve
 
 
 class Block(nn.Module):
@@ -110,7 +110,7 @@ def measured(model: nn.Module, step, args=(), kwargs=None) -> Measurement:
 def _planned(policy: str, snapshots: int | None, graph) -> Any:  # whatever has a schedule
     profile = profiled(graph)
     if snapshots is None:
-        return plan(graph, policy=policy, profile=profile)
+        return plan(graph, policy=PAPERS.get(policy, policy), profile=profile)
     return SimpleNamespace(schedule=revolve._binomial(graph, fine_chain(graph), snapshots))
 
 
@@ -129,7 +129,7 @@ def within(graph, profile, budgets: Sequence[float], policies: Sequence[str]) ->
         for budget in budgets:
             row = {"policy": policy, "budget": budget, "peak": None, "cost": None}
             try:
-                planned = plan(graph, budget, policy, profile=profile)
+                planned = plan(graph, budget, PAPERS.get(policy, policy), profile=profile)
             except BudgetError:
                 pass
             else:
@@ -140,7 +140,8 @@ def within(graph, profile, budgets: Sequence[float], policies: Sequence[str]) ->
 
 def lowest(graph, profile, policy: str) -> Plan:
     """The plan of `policy` with the lowest peak."""
+    chosen = PAPERS.get(policy, policy)
     try:
-        return plan(graph, "1B", policy, profile=profile)
+        return plan(graph, "1B", chosen, profile=profile)
     except BudgetError as error:
-        return plan(graph, error.least_bytes, policy, profile=profile)
+        return plan(graph, error.least_bytes, chosen, profile=profile)

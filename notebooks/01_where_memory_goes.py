@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F
 
 import ackpt
-from ackpt.metering import plots
 from ackpt.metering.meter import memory_format
 from ackpt.models import PUBLISHED, Block, Transformer, TransformerConfig
+from experiments.reports import plots
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
@@ -409,6 +409,28 @@ print("ReLU:", saved_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # ReLU's output is also the input of the down-projection, so one storage serves both.
 
 # %% [markdown]
+# ## A model for the whole book
+#
+# Most chapters end with the same step: Llama 3 8B in bf16, two sequences of 8,192 tokens, AdamW with fused kernels, on
+# one H100 with 80 GB. Nothing runs on a GPU: the bytes come from shapes, as in `ackpt plan`, and the time is the least
+# that the data sheet of the GPU allows.
+
+# %% tags=["hide-input"] alt="One stacked bar. Weights and optimizer state take 45 GiB, logits 23, attention 10, MLPs 56, norms and residuals 33. The sum is twice the memory of the GPU."
+from experiments.running_model import bars
+
+figure = bars(1)
+path = plots.save(figure, "results/figures/01_running_model.png")
+figure
+
+# %% [markdown]
+# *Llama 3 8B: memory at the peak of a step, by kind, and its time; predicted. The record is made by `nox -s running`.*
+#
+# The baseline, which recomputes nothing, needs 166.9 GiB, twice the memory of the GPU. Weights and the state of AdamW take 45 GiB.
+# No gradient is in the bar: at its peak, where backward begins, there is none. Everything else is activations, nearly
+# half of them in MLPs.
+#
+# You can now say which part of a step's memory grows with the batch, and compute it.
+#
 # ## Summary
 #
 # - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and for activations $4 A$ bytes per token

@@ -1,20 +1,19 @@
 # %% [markdown]
-# # The synthetic experiment and the language model
+# # How large will the peak be?
 #
-# **Once the blocks are checkpointed, what fills the memory of a training step?**
+# **How large is the peak of a Transformer's step, and how does it grow with the length?**
 
 # %% [markdown]
-# ```{figure} ../../results/figures/04_at_the_peak.png
-# :alt: Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both.
+# ```{figure} ../../results/figures/04_side_by_side.png
+# :alt: Live memory of two training steps side by side. Baseline: activations rise in a ramp to the peak, where backward begins, and fall. Checkpoint: a low staircase of boundaries in the forward, then one tooth of recomputed activations per block in backward. Its peak is a quarter of the baseline's.
 # :class: dark-light
 #
-# Memory at the peak of one step on a CPU, with four methods: only the loss in chunks reduces the logits.
+# Live memory of one training step at 1,024 tokens, without and with checkpointed blocks: the peak falls to a quarter.
 # ```
 #
-# Goal: predict the peak of a step for a given sequence length, and compute a loss without ever allocating all logits.
+# Goal: predict the peak of a step for any length, by hand.
 
 # %% tags=["hide-input"]
-import math
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -24,17 +23,16 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.metering import plots
-from ackpt.models import LanguageModel, Transformer, TransformerConfig
+from ackpt.models import Transformer, TransformerConfig
 from ackpt.models.transformer import Block
-from experiments import head_chunks, lm, synthetic
-from experiments.data import packed_batches, token_stream
+from experiments import synthetic
 from experiments.graph_profile import orders_plot, overlaid_plot
 from experiments.published import Predictions, reference
 from experiments.published import rows as published_figures
 from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
+from experiments.reports import plots
 from experiments.reports import training as report
-from experiments.reports.figures import line_plot, logits_plot, losses_plot, stacked_plot
+from experiments.reports.figures import line_plot
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import environment, load_reference, markdown_table, write_text_atomic
 from experiments.steps.predicted import predict_experiment, predicted_timelines
@@ -52,11 +50,9 @@ SOURCE = "notebooks/04_experiments.py"
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("synthetic", "lm", "reference", device=device, tier=tier, dataset=dataset, minutes=minutes)
+measure_here("synthetic", "reference", device=device, tier=tier, dataset=dataset, minutes=minutes)
 
 # %% [markdown]
-# ## The synthetic experiment
-#
 # A Transformer learns to reproduce random input: mean squared error, AdamW, one sequence of $T$ tokens per batch. The
 # published experiment (sources below) has $L = 12$ blocks of width $d = 1024$ with $f = 4096$ in the MLP, sequences of
 # 2,048 to 16,384 tokens, and runs on a GPU. We divide $d$, $f$ and $T$ by 16, so weights and activations shrink
@@ -118,22 +114,21 @@ for T in lengths:
 # %% [markdown]
 # The losses are bit-identical.
 #
-# ### The two steps side by side
+# ## The two steps side by side
 
-# %% tags=["hide-input"] alt="Live memory of two training steps side by side. Baseline: activations rise in a ramp to the peak, where backward begins, and fall. Checkpoint: a low staircase of boundaries in the forward, then one tooth of recomputed activations per block in backward. Its peak is a quarter of the baseline's."
+# %% tags=["hide-input"]
 longest = {method: runs[method, lengths[-1]] for method in methods}
 figure = orders_plot({m: run.timeline for m, run in longest.items()}, "", longest["baseline"].resident_bytes)
-path = plots.save(figure, "results/figures/04_side_by_side.png")
-figure
+path = plots.save(figure, "results/figures/04_side_by_side.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# *Live memory of one step at 1,024 tokens. With checkpointed blocks, the peak is about a quarter of the baseline's.*
+# In the figure at the top:
 #
 # - The baseline's ramp has $L$ equal pieces, one per block, live until backward reads them.
 # - With checkpointing, only the input of each block is saved, its *boundary*. The forward of a block is a spike.
 # - Each tooth after the dashed line is one recomputed block.
 #
-# ### The peak by hand
+# ## The peak by hand
 #
 # **Baseline.** A block saves $A = 10 d + 2 f + 3 h + 2$ elements per token, including its input, where $h$ counts the
 # heads ({doc}`01_where_memory_goes`). The peak is early in backward, in the down-projection of the last block. There,
@@ -191,7 +186,7 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
     print(f"{method:10}", [runs[method, T].peak_bytes - formula(T) for T in lengths])
 
 # %% [markdown]
-# ### Two slopes and a bend
+# ## Two slopes and a bend
 #
 # The formulas with the sizes of our model:
 
@@ -243,7 +238,7 @@ path = write_text_atomic("results/tables/04_synthetic.md", markdown_table(rows, 
 # ```
 
 # %% [markdown]
-# ### FLOPs and time
+# ## FLOPs and time
 #
 # The matrices of one block cost $2 \, (4 d^2 + 2 d f)$ FLOPs per token, and twice that in backward. Attention has two
 # products of $T^2 d$ multiply-adds. Its backward costs two and a half times its forward, because the flash kernel
@@ -272,7 +267,7 @@ for T in (lengths[0], lengths[-1]):
     print(f"T = {T:4}: checkpointed x {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
 
 # %% [markdown]
-# ### Peaks from shapes alone
+# ## Peaks from shapes alone
 #
 # `ackpt.predict` runs the same step on *fake tensors*, which have shapes but no data, and follows their allocations and
 # frees:
@@ -288,7 +283,7 @@ for method in methods:
     assert predicted.peak_bytes == runs[method, T].peak_bytes
 
 # %% [markdown]
-# ### The published table
+# ## The published table
 #
 # Do such predictions hold for another implementation, on a GPU? The published repository (see Sources) has ten peaks.
 # Its model has other layers, another norm and another AdamW than ours. `experiments.published` contains its step, with
@@ -404,7 +399,7 @@ path = write_text_atomic("results/tables/04_synthetic_causes.md", markdown_table
 #   this step of the optimizer.
 # :::
 #
-# ### Exercises
+# ## Exercises
 #
 # :::{admonition} Exercise 1: one sequence or two
 # :class: note
@@ -458,520 +453,14 @@ for method in methods:
     print(f"{method:10} {T:7,} tokens fit, with room for {free:.0f} more")
 
 # %% [markdown]
-# ## The language model
-#
-# The published experiment reads wikitext-103. So do `python -m experiments lm --dataset wikitext` and, on a GPU, this
-# page with `dataset = "wikitext"`; both use the package `datasets`. Otherwise this page needs no network: its corpus,
-# `embedded`, consists of the names of Unicode's characters. A byte-pair encoding is trained on it.
-# The model reads $T$ tokens and predicts the next one at each position.
-
-# %%
-lm_config = TransformerConfig(dim=128, ff_dim=512, layers=4, head_dim=32, vocab_size=4096)
-T, V, chunks = 512, lm_config.vocab_size, 8
-stream = token_stream("embedded", V)
-batches = list(packed_batches(stream, T, batch_size=1, steps=10))
-print(f"{len(stream):,} tokens; the first batch reads {batches[0].tokens[:4].tolist()}...")
-print(f"and predicts {batches[0].targets[:4].tolist()}...")
-
-# %% [markdown]
-# The model has causal attention, an embedding before the blocks, and after them a head of $V \times d$ weights for a
-# vocabulary of $V$ entries. The head computes the *logits*, one score per token and entry. We compare the baseline,
-# checkpointed blocks, a loss in chunks, and both together.
-
-# %%
-def loss_of(model, batch, method):
-    x = forward(model, model.embedding(batch.tokens), batch.cu_seqlens, batch.max_seqlen, method)
-    if "chunked-loss" in method:
-        return ackpt.chunked_cross_entropy(x, model.head.weight, batch.targets, chunks=chunks)
-    return F.cross_entropy(model.head(x), batch.targets)
-
-
-# %%
-def build_lm(method, tied=False):
-    torch.manual_seed(0)
-    model = LanguageModel(lm_config)
-    if tied:  # for an exercise
-        model.head.weight = model.embedding.weight
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-
-    def step(batch):
-        loss = loss_of(model, batch, method)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    def metered(meter, batch):
-        return meter(partial(step, batch), resident=(model, optimizer, batch.tokens, batch.targets, batch.cu_seqlens))
-
-    return step, metered
-
-
-# %% [markdown]
-# A model that knows nothing assigns the same probability to all $V$ tokens; its loss is $\ln V$.
-
-# %%
-lm_methods = ("baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss")
-lm_runs, lm_steps, lm_losses = {}, {}, {}
-measure = partial(ackpt.measure, repeats=0)
-print(f"ln V = {math.log(V):.4f}")
-for method in lm_methods:
-    lm_steps[method], metered = build_lm(method)
-    lm_losses[method] = [float(lm_steps[method](batch)) for batch in batches]
-    lm_runs[method] = metered(measure, batches[0])
-    print(f"{method:24} losses {lm_losses[method][0]:.4f} ... {lm_losses[method][-1]:.4f}")
-
-# %% [markdown]
-# Again, checkpointed losses are bit-identical. The chunked loss sums in another order, so its last digits may differ.
-
-# %%
-base, checkpointed, chunked, both = lm_losses.values()
-print(f"checkpoint equal to baseline: {base == checkpointed}")
-print(f"checkpoint+chunked-loss equal to chunked-loss: {chunked == both}")
-print(f"chunked-loss within 0.00001 of baseline: {max(abs(a - b) for a, b in zip(base, chunked)) < 1e-5}")
-
-# %% [markdown]
-# We run the experiment of `python -m experiments lm` with a smaller model at three lengths:
-
-# %%
-small = replace(lm.CPU, seq_lens=(128, 256, 512), steps=120, methods=lm_methods[:2], dim=64, ff_dim=256, head_dim=16)
-small = replace(small, vocab_size=2048, tokenizer_vocab=2048)
-curves = {}
-for records in lm.run_lm(small, timed_rounds=0):
-    name = f"{records[0].config['seq_len']} tokens"
-    curves[name] = {record.config["method"]: record.metrics["losses"] for record in records}
-    differences = {a - b for a, b in zip(*curves[name].values())}
-    print(f"{name}: {len(curves[name]['baseline'])} steps, differences {differences}")
-
-# %% tags=["hide-input"] alt="Loss over the training steps at three lengths, in three pairs of axes. In each, the loss falls, and the dashed curve with checkpointing coincides with the baseline's. Below, the difference is a straight line at zero, or close to zero on a GPU."
-figure = losses_plot(report.measured_losses(gpu_records("lm")) or curves, "")
-path = plots.save(figure, "results/figures/04_losses.png")
-figure
-
-# %% [markdown]
-# *Loss without and with checkpointing. On a CPU, their difference is exactly zero at every step.*
-#
-# ### What the head costs
-
-# %% tags=["hide-input"] alt="Two rectangles of the same height, 8,192 tokens. The hidden states are a thin strip of 1,024 elements per token. The logits are 49 times as wide, and an eighth of their height is filled: one chunk."
-figure = logits_plot(8192, lm.GPU.dim, lm.GPU.vocab_size, lm.GPU.loss_chunks)
-path = plots.save(figure, "results/figures/04_logits.png")
-figure
-
-# %% [markdown]
-# *Hidden states and logits of the published language model, drawn to scale. A loss in chunks allocates only the filled
-# part at a time.*
-#
-# When backward begins, the baseline's loss has three tensors of $T V$ elements: the log-probabilities, their gradient,
-# and the gradient of the logits. (The logits themselves are freed by then.)
-#
-# $$ \text{head} = T \cdot V \cdot 4 \text{ bytes} \cdot 3 \text{ copies} $$
-#
-# We measure the head alone; the other 8 bytes are the loss and its gradient:
-
-# %%
-d_lm = lm_config.dim
-hidden = torch.randn(T, d_lm, requires_grad=True)
-head = torch.nn.Linear(d_lm, V, bias=False)
-targets = torch.randint(V, (T,))
-
-
-def baseline_head():
-    hidden.grad = head.weight.grad = None
-    F.cross_entropy(head(hidden), targets).backward()
-
-
-baseline = ackpt.measure(baseline_head, resident=[hidden, head, targets], repeats=0)
-print(f"{T} x {V} x 4 bytes x 3 copies = {T * V * 4 * 3:,}")
-print(f"measured {baseline.dynamic_peak_bytes:>32,}")
-
-# %% [markdown]
-# ### The logits, in chunks
-#
-# The forward can already compute the gradient of the cross-entropy. A bar marks a gradient of the loss. For one token
-# with logits $z$,
-#
-# $$ \bar z = \operatorname{softmax}(z) - \operatorname{onehot}(\text{target}). $$
-#
-# From $\bar z$ follow the gradient of the token's hidden state and the token's share of the weight's gradient:
-
-# %%
-def chunked_loss(hidden, weight, targets, chunks):
-    """The mean loss and the gradients of states and weight; the logits of one chunk at a time."""
-    loss, grad_weight, grad_states = 0, torch.zeros_like(weight), []
-    for x, y in zip(hidden.chunk(chunks), targets.chunk(chunks)):
-        logits = x @ weight.T
-        loss += F.cross_entropy(logits, y, reduction="sum") / len(targets)
-        grad = logits.softmax(-1)
-        grad[range(len(y)), y] -= 1
-        grad /= len(targets)
-        grad_states.append(grad @ weight)
-        grad_weight += grad.T @ x
-    return loss, torch.cat(grad_states), grad_weight
-
-
-with torch.no_grad():
-    loss, *by_chunks = chunked_loss(hidden, head.weight, targets, chunks)
-for ours, grad in zip(by_chunks, (hidden.grad, head.weight.grad)):
-    torch.testing.assert_close(ours, grad)
-
-# %% [markdown]
-# `ackpt.chunked_cross_entropy` is this loop as one differentiable function. It allocates the gradients of the weight
-# and of the hidden states. For a chunk of $T_\text{chunk}$ tokens, it allocates the logits, which become $\bar z$ in
-# place, and the product of $\bar z$ and the weight, the gradient of the chunk's hidden states:
-#
-# $$ \text{chunked head} = 4 \, V d + 4 \, T d + 4 \, T_\text{chunk} (V + d) \text{ bytes} $$
-#
-# The code also counts a mask and the loss.
-
-# %%
-def chunked_bytes(T, V, chunks):
-    T_chunk = math.ceil(T / chunks)
-    return 4 * V * d_lm + 4 * T * d_lm + 4 * T_chunk * (V + d_lm) + T + 8
-
-
-def chunked_head(chunks):
-    hidden.grad = head.weight.grad = None
-    ackpt.chunked_cross_entropy(hidden, head.weight, targets, chunks=chunks).backward()
-
-
-for count in (2, 8, 32):
-    run = ackpt.measure(partial(chunked_head, count), resident=[hidden, head, targets], repeats=0)
-    off, more = run.dynamic_peak_bytes - chunked_bytes(T, V, count), run.flops - baseline.flops
-    print(f"{count:2} chunks: {run.dynamic_peak_bytes:>10,} bytes, formula off by {off}, {more} more FLOPs")
-
-# %% [markdown]
-# :::{admonition} Takeaway
-# :class: tip
-# The logits are the one activation whose gradient is already known in the forward. So a loss in chunks recomputes
-# nothing.
-# :::
-
-# %% [markdown]
-# ### How many chunks
-#
-# Libraries fix the size of a chunk. [TRL](https://github.com/huggingface/trl/pull/5575) takes 256 tokens and
-# checkpoints each chunk, so one of the head's three products is recomputed.
-# [Liger](https://github.com/linkedin/Liger-Kernel) computes the gradient in the forward, as above, and takes so many
-# tokens that a chunk's logits are about as large as all hidden states. `chunk_head=True`
-# ({doc}`../guides/chunked_head`) takes as few chunks as the budget needs. For the vocabulary and widths of Qwen2-7B,
-# two layers and 4,096 tokens, from shapes alone:
-
-# %% tags=["hide-input"]
-whole, *planned = head_chunks.plans(["60%", "40%"])
-size, width, entries = 4096, head_chunks.QWEN2_7B["hidden_size"], head_chunks.QWEN2_7B["vocab_size"]
-fixed = [(one.name, one.size(size, width, entries), one.products) for one in head_chunks.FIXED]
-rows = [{"head": name, "tokens": tokens, "products": f"{products:.2f}"} for name, tokens, products in fixed]
-rows[0] |= {"share": f"{whole.share:.0%}", "time": "0.0%"}
-for plan in planned:
-    row = {"head": f"plan, budget {plan.budget}", "tokens": -(-size // plan.chunks), "products": "1.00"}
-    rows.append(row | {"share": f"{plan.share:.0%}", "time": f"{plan.cost:.1%}"})
-for row in rows:
-    row |= {"chunks": -(-size // row["tokens"]), "logits": f"{4 * row['tokens'] * entries / 2**20:,.1f}"}
-    row |= {"tokens": f"{row['tokens']:,}", "share": row.get("share", ""), "time": row.get("time", "")}
-columns = {"head": "head", "tokens": "tokens in a chunk", "chunks": "chunks", "logits": "fp32 logits of a chunk, MiB"}
-columns |= {"products": "matrix products, ratio", "share": "3 live copies of them, in % of dynamic peak", "time": "added time"}
-caption = "The head in chunks, for 4,096 tokens: fixed chunks of two libraries, and plans within two budgets."
-path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows, columns, caption, "tab-head-chunks"))
-
-# %% [markdown]
-# ```{include} ../../results/tables/04_head_chunks.md
-# ```
-#
-# The rows of the libraries follow from their documented rules. Added time is modeled for an H200.
-#
-# :::{admonition} Takeaway
-# :class: tip
-# A fixed chunk ignores the budget. Here, both libraries' chunks are smaller than either budget needs.
-# :::
-
-# %% [markdown]
-# ### The whole step
-#
-# The blocks save $L A$ elements per token, or only the boundaries, $L d$. The last norm saves its input and a scale,
-# $d + 1$; its output, $d$, is the head's input. With the loss in one piece, the peak is in the head:
-#
-# $$ 4 \, T \, (L A + 2 d + 1) + 12 \, T V \qquad \text{or} \qquad 4 \, T \, (L d + 2 d + 1) + 12 \, T V. $$
-#
-# With the chunked loss alone, the bytes of the chunked head replace $12 \, T V$. With both, no logits are live at the
-# peak: it is now at the end of backward, with the first block recomputed and the gradients of all later layers live.
-# `ackpt.predict` agrees, also where the peak is in the head:
-
-# %%
-f_lm, L_lm = lm_config.ff_dim, lm_config.layers
-A_lm, P_block_lm = of_block(lm_config)
-P_lm = L_lm * P_block_lm + d_lm + 2 * V * d_lm
-
-
-def by_hand(method, T):
-    resident = 12 * P_lm + 4 * (8 * L_lm + 3) + 8 * (T + 1) + 8  # parameters and Adam states, step counts, ids, offsets
-    saved = 4 * T * ((L_lm * d_lm if "checkpoint" in method else L_lm * A_lm) + 2 * d_lm + 1)
-    if "chunked" not in method:
-        return resident + saved + 12 * T * V + 8
-    if method == "chunked-loss":
-        return resident + saved + chunked_bytes(T, V, chunks)
-    gradients = 4 * (V * d_lm + d_lm + (L_lm - 1) * P_block_lm + d_lm * f_lm)
-    return resident + gradients + 4 * T * (A_lm + 2 * d_lm + f_lm) + 8
-
-
-for method in lm_methods:
-    with FakeTensorMode():
-        _, metered = build_lm(method)
-        ids = torch.empty(T + 1, dtype=torch.int64)
-        batch = replace(batches[0], tokens=ids[:-1], targets=ids[1:], cu_seqlens=torch.empty(2, dtype=torch.int32))
-    measured, predicted = lm_runs[method].peak_bytes, metered(ackpt.predict, batch).peak_bytes
-    residual = measured - by_hand(method, T)
-    print(f"{method:24} measured - by hand: {residual} bytes, measured - predicted: {measured - predicted} bytes")
-
-# %% [markdown]
-# Which alone lowers the peak more, checkpointing or the chunked loss?
-
-# %% tags=["hide-input"]
-base = lm_runs["baseline"]
-rows = [
-    {
-        "method": method,
-        "peak": round(run.peak_bytes / 2**20, 1),
-        "saved": round(100 - 100 * run.peak_bytes / base.peak_bytes),
-        "flops": round(run.flops / base.flops, 3),
-    }
-    for method, run in lm_runs.items()
-]
-columns = {"method": "method", "peak": "peak, MiB", "saved": "reduction, %", "flops": "FLOPs, ratio"}
-caption = f"Measured peaks of one training step on the CPU ({T} tokens, vocabulary {V:,}, {chunks} chunks)."
-path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns, caption, "tab-lm"))
-
-# %% [markdown]
-# ```{include} ../../results/tables/04_lm.md
-# ```
-#
-# Here the chunked loss (33 % against 27 %); at the published sizes below checkpointing. The first figure shows what is
-# live at these peaks. Neither method is enough alone: checkpointing leaves the logits, chunking the activations.
-
-# %% tags=["hide-input"]
-logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 4 * math.ceil(T / chunks) * V}
-names = ("parameters", "inputs", "optimizer", "gradients", "activations", "recomputed", "temporaries")
-parts = {name: [lm_runs[m].categories[name] for m in lm_methods] for name in names}
-parts["logits"] = [logits.get(m, 0) for m in lm_methods]
-for index, m in enumerate(lm_methods):
-    saved_logits = 0 if "chunked" in m else 4 * T * V
-    parts["activations"][index] -= saved_logits
-    parts["temporaries"][index] -= logits.get(m, 0) - saved_logits
-figure = stacked_plot(lm_methods, parts, "")
-path = plots.save(figure, "results/figures/04_at_the_peak.png")  # the figure at the top of this chapter
-
-# %% [markdown]
-# ### FLOPs and time of the four methods
-#
-# The head costs $3 \cdot 2 \, T V d$ FLOPs, in chunks or in one piece. Checkpointing adds one forward of the blocks.
-
-# %%
-blocks_forward = 2 * T * L_lm * (4 * d_lm**2 + 2 * d_lm * f_lm) + 4 * T**2 * L_lm * d_lm
-print(f"the head is {6 * T * V * d_lm / base.flops:.0%} of the baseline")
-print(f"chunking adds {lm_runs['chunked-loss'].flops - base.flops} FLOPs")
-print(f"checkpointing adds {lm_runs['checkpoint'].flops - base.flops:,}; one forward of the blocks is {blocks_forward:,}")
-
-# %% [markdown]
-# The times as ratios to the baseline's:
-
-# %% tags=["measured-time", "nbval-ignore-output"]
-times = ackpt.compare_seconds({m: partial(step, batches[0]) for m, step in lm_steps.items()}, repeats=5)
-for method, ratio in times.ratios.items():
-    print(f"{method:24} x {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
-
-# %% [markdown]
-# ### The published language model
-#
-# With GPT-2's vocabulary, 50,257 entries, our model has:
-
-# %%
-published_lm = lm.GPU
-H, layers, vocabulary = published_lm.model().heads, published_lm.layers, published_lm.vocab_size
-parameters = layers * of_block(published_lm.model())[1] + D + 2 * vocabulary * D
-print(f"{parameters:,} parameters; weights, gradients and Adam states {16 * parameters / 2**20:,.0f} MiB")
-
-# %% tags=["hide-input"]
-lm_predictions = [record for group in predict_experiment(published_lm, SOURCE) for record in group]
-for record in lm_predictions:
-    path = record.save(f"results/cpu/04_{report.file_name(record)}")
-lm_figures = load_reference("lm")
-configured = [stored.of(row) for row in published_figures() if row["step"] == "reference-language-model"]
-measured = gpu_records("lm")
-caption = (
-    "The language model: peaks as published, predicted from shapes for the published model, and predicted for ours; "
-    "published seconds of 499 steps, and their ratio to the baseline's."
-)
-again = gpu_records("reference", model="language-model")
-rows = report.published_rows(lm_figures, configured, lm_predictions, measured, again)
-table = markdown_table(rows, report.PUBLISHED, caption, "tab-lm-published")
-path = write_text_atomic("results/tables/04_lm_published.md", table)
-rows = [
-    {
-        "seq_len": f"{record.config['seq_len']:,}",
-        "method": record.config["method"],
-        "predicted": f"{record.metrics['peak_bytes'] / 2**20:,.1f}",
-        **report.measured_figures(record, measured),
-    }
-    for record in lm_predictions
-    if "chunked-loss" in record.config["method"]
-]
-columns = {name: report.PUBLISHED[name] for name in rows[0]}
-caption = "Our model with the loss in 8 chunks at the published sizes, predicted from shapes alone."
-path = write_text_atomic("results/tables/04_chunked.md", markdown_table(rows, columns, caption, "tab-lm-chunked"))
-print(f"largest error: {max(abs(row['error']) for row in configured):.3%}")
-
-# %% [markdown]
-# Published and predicted peaks differ by at most this error. Here the peak of `checkpoint` grows with the tokens,
-# because the logits do:
-#
-# ```{include} ../../results/tables/04_lm_published.md
-# ```
-#
-# %% tags=["hide-input"] alt="Live memory of a published step of the language model at 8,192 tokens, side by side. In both, the forward ends with a steep spike of logits, the peak, at about 16 GiB for the baseline and 10 GiB with checkpointing. Before it, memory rises in a ramp of activations for the baseline and in a low ramp of boundaries with checkpointing. After it, the baseline falls in a ramp, and checkpointing in twelve teeth."
-lm_profiles = {}
-for method in methods:
-    with FakeTensorMode():
-        their_lm = reference.reference_language_model(tokens=8192, method=method)
-    lm_profiles[method] = ackpt.predict(their_lm.run, resident=their_lm.resident, device="h100-80g")
-below = {method: run.peak_bytes - run.timeline.peak_bytes for method, run in lm_profiles.items()}
-figure = orders_plot({method: run.timeline.thinned(1000) for method, run in lm_profiles.items()}, "", below)
-path = plots.save(figure, "results/figures/04_lm_profiles.png")
-figure
-
-# %% [markdown]
-# *The published steps at 8,192 tokens, predicted from shapes. Checkpointing removes the ramp; the logits remain.*
-#
-# With checkpointing *and* a chunked loss (predicted only), the peak hardly grows:
-#
-# ```{include} ../../results/tables/04_chunked.md
-# ```
-
-# %%
-lm_ours = {(p.config["method"], p.config["seq_len"]): p.metrics for p in lm_predictions}
-best = lm_ours["checkpoint+chunked-loss", 8192]
-share = sum(best["categories"][name] for name in ("parameters", "gradients", "optimizer")) / best["peak_bytes"]
-print(f"at 8,192 tokens, weights, gradients and Adam states are {share:.0%} of the lowest peak")
-
-# %% [markdown]
-# At which vocabulary do the logits need as much memory as all blocks? Under autocast, $2 d + 3 h + 2$ of a block's $A$
-# elements per token remain in fp32: the inputs of the norms of attention and MLP, all norms' scales, and the
-# attention's log-sum-exp. The others have 2 bytes each, so a block saves $24 d + 4 f + 12 h + 8$ bytes. A boundary has
-# $4 d$. A logit then needs 10, not 12: the log-probability in bf16, and its copy and gradient in fp32.
-
-# %%
-block_bytes = 24 * D + 4 * FF + 12 * H + 8
-print(f"V = {layers * block_bytes / 10:,.0f}; GPT-2 has {vocabulary:,}")
-print(f"with checkpointed blocks, logits / boundaries = {10 * vocabulary / (layers * 4 * D):.1f}")
-
-# %% [markdown]
-# :::{admonition} Takeaway
-# :class: tip
-# With GPT-2's vocabulary, the logits need as much memory as all twelve blocks, and ten times as much as their
-# boundaries. Chunk the loss first: it adds no FLOPs.
-# :::
-
-# %% tags=["hide-input"]
-norm = saved_per_token(partial(reference.UnfusedRMSNorm, D), D, torch.float32, lambda norm, x, offsets: norm(x))
-separate = saved_per_token(lambda: with_fused_norms(make_theirs()), D, torch.float32)
-unfused = saved_per_token(make_theirs, D, torch.float32)
-P_theirs = reference.parameters_of_language_model()
-A_theirs = unfused + norm
-rows = [
-    {"cause": "our block", "block": f"{block_bytes:,}"},
-    {"cause": "separate projections", "block": f"{separate - block_bytes:+,}"},
-    {"cause": "unfused norms", "block": f"{unfused - separate:+,}"},
-    {"cause": "the final norm after every block, not once", "block": f"{norm:+,}", "token": f"{-4 * D - 4:+,}"},
-    {"cause": "sum: the published block", "block": f"{A_theirs:,}"},
-    {"cause": "logits, 14 bytes instead of 10", "token": f"{4 * vocabulary:+,}"},
-    {"cause": "gradients are never set to zero", "once": f"{4 * P_theirs / 2**20:+,.1f}"},
-    {"cause": "one weight for embedding and head", "once": f"{-12 * vocabulary * D / 2**20:+,.1f}"},
-    {"cause": "biases", "once": f"{14 * (P_theirs - parameters + vocabulary * D) / 2**20:+,.1f}"},
-    {"cause": "workspaces of cuBLAS", "once": f"{WORKSPACES / 2**20:+,.1f}"},
-]
-columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
-rows = [{name: row.get(name, "") for name in columns} for row in rows]
-caption = "Why the published baseline of the language model has a higher peak than ours, from shapes."
-path = write_text_atomic("results/tables/04_lm_causes.md", markdown_table(rows, columns, caption, "tab-lm-causes"))
-
-# %% [markdown]
-# :::{admonition} Why the published baseline is higher
-# :class: dropdown
-#
-# ```{include} ../../results/tables/04_lm_causes.md
-# ```
-#
-# - Autocast converts the common input of separate projections three times.
-# - Two of the unfused norms read fp32 here and copy no input: $2 \cdot 2 d$ bytes less than in
-#   {ref}`the synthetic experiment <tab-synthetic-causes>`.
-# - The final norm is applied after every block.
-# - A logit needs 14 bytes: bf16, referenced by a variable (2), and the log-probability and two gradients in fp32.
-# - Gradients are never set to zero, so they are live when the loss is computed.
-# - Embedding and head share one weight, which saves 12 bytes per element.
-# - The seconds include reading the text and, in ten steps, a profiler.
-# :::
-#
-# ### Exercises
-#
-# :::{admonition} Exercise 4: a larger vocabulary
-# :class: note
-# With $V = 128{,}256$ and 8,192 tokens, how many GiB do weights, gradients and Adam states of our model need, and how
-# many its logits, at 10 bytes each? Predict the peaks of `checkpoint` and `checkpoint+chunked-loss`.
-# :::
-
-# %% tags=["solution"]
-two = ("checkpoint", "checkpoint+chunked-loss")
-larger = replace(published_lm, vocab_size=128_256, seq_lens=(8192,), methods=two)
-elements, logits = parameters + 2 * D * (128_256 - vocabulary), 10 * 128_256 * 8192
-print(f"weights, gradients, Adam: {16 * elements / 2**30:.1f} GiB; logits: {logits / 2**30:.1f} GiB")
-# Their sum exceeds the peak of `checkpoint`: when backward begins, no weight has a gradient yet. Also live are the
-# boundaries, the input of the last norm, and the head's input and weights in bf16.
-by_hand = 12 * elements + logits + 8192 * D * (4 * layers + 4 + 2) + 2 * 128_256 * D
-print(f"when backward begins: {by_hand / 2**30:.1f} GiB")
-# Both peaks are in the head.
-(answers,) = predict_experiment(larger)
-for record in answers:
-    print(f"{record.config['method']:24} {record.metrics['peak_bytes'] / 2**30:.1f} GiB")
-
-# %% [markdown]
-# :::{admonition} Exercise 5: how many chunks?
-# :class: note
-# At the published sizes and 8,192 tokens, with checkpointed blocks: at how many chunks does the predicted peak stop
-# falling? Why?
-# :::
-
-# %% tags=["solution"]
-for count in (2, 4, 8, 16):
-    ask = replace(published_lm, loss_chunks=count, seq_lens=(8192,), methods=two[1:])
-    metrics = best if count == published_lm.loss_chunks else next(predict_experiment(ask))[0].metrics
-    print(f"{count:2} chunks: {metrics['peak_bytes'] / 2**20:7.1f} MiB")
-
-# %% [markdown]
-# Once the logits of a chunk are small enough, the peak is in the recomputation of the first block, with most gradients
-# complete.
-#
-# :::{admonition} Exercise 6: one matrix for both ends
-# :class: note
-# Many models *tie* embedding and head: both use one matrix of $V d$ elements. By how much does that lower the peak of
-# `checkpoint+chunked-loss`? Consider when each gradient is allocated.
-# :::
-
-# %% tags=["solution"]
-_, metered = build_lm("checkpoint+chunked-loss", tied=True)
-tied = metered(measure, batches[0]).peak_bytes
-print(f"measured {lm_runs['checkpoint+chunked-loss'].peak_bytes - tied:,}; 12 V d + 4 = {12 * V * d_lm + 4:,}")
-
-# %% [markdown]
-# The peak falls by one weight and its two Adam averages, 12 bytes per element, and by one step count, but not by a
-# gradient: at the peak the head's gradient is live and the embedding's is not yet allocated.
-#
 # ## Summary
 #
 # - At three lengths, both peaks follow from the sizes, to the byte. Beyond $P_\text{block} / d$ tokens, a checkpointed
 #   step needs a boundary for every layer.
 # - The ten published peaks of the synthetic experiment are predicted to within 1,024 bytes.
-# - Logits cost tokens times vocabulary times 10 to 14 bytes; a loss in chunks allocates one chunk.
-# - With checkpointed blocks, logits dominate dynamic memory. With a chunked loss too, at 8,192 tokens, 88 % of the
-#   peak is weights, gradients and Adam states.
+#
+# You can now compute the peak of a Transformer by hand. What the head of a language model adds is the question of
+# {doc}`04_logits`.
 #
 # The numbers on this page were measured here:
 
@@ -983,4 +472,3 @@ environment("cpu", SOURCE)
 #
 # - {cite:t}`chen2016`: checkpointing every block.
 # - Published figures: repository `sashaboriskin/activation_checkpointing`, torch 2.8 and flash-attn 2.8.3.
-# - {cite:t}`merity2016`: wikitext-103. {cite:t}`sennrich2016`: byte-pair encoding.

@@ -4,11 +4,12 @@
 # **How little memory can a chain of blocks use, and how much recomputation does that take?**
 
 # %% [markdown]
-# ```{figure} ../../results/figures/06_revolve.png
-# :alt: State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end.
+# ```{figure} ../../results/figures/06_timelines.png
+# :alt: Live memory of three training steps side by side. The baseline is a tall triangle. With equal segments the memory stays below a third of its height: a low ramp in the forward, then one tooth of saved activations for the last segment and seven of recomputed activations for the others. With recursive halving it is lower still, with many small teeth.
 # :class: dark-light
 #
-# Revolve reverses a chain of 16 steps with three snapshots: thick lines run or reverse steps, thin lines are snapshots.
+# Live memory of one step of a chain of 64 blocks: with everything saved, with eight segments, and with recursive
+# halving. Brown is recomputed.
 # ```
 
 # %% tags=["hide-input"]
@@ -23,12 +24,11 @@ import ackpt
 from ackpt import models
 from ackpt.checkpointing.sequential import segment_lengths
 from ackpt.graph import PlannedStep
-from ackpt.metering import plots
 from ackpt.planner.policies.chains.blocks import fine_chain
-from ackpt.policies import chen, revolve
 from experiments import graph_profile, sublinear
 from experiments.models import ResNet, ResNetConfig
-from experiments.reports import figures
+from experiments.policies import chen, revolve
+from experiments.reports import figures, plots
 from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
@@ -269,18 +269,18 @@ figure
 # %% [markdown]
 # *Peak over $n$, both axes logarithmic: it grows as $\sqrt n$ with segments, and as $\log_2 n$ with recursive halving.*
 
-# %% tags=["hide-input"] alt="Live memory of three training steps side by side. The baseline is a tall triangle. With equal segments the memory stays below a third of its height: a low ramp in the forward, then one tooth of saved activations for the last segment and seven of recomputed activations for the others. With recursive halving it is lower still, with many small teeth."
+# %% tags=["hide-input"]
 drawn = "baseline", "equal segments", "recursive halving"
 figure = graph_profile.orders_plot(
     {method: runs[method, 64].timeline.thinned(300) for method in drawn},
     "",
     runs["baseline", 64].resident_bytes,
 )
-path = plots.save(figure, "results/figures/06_timelines.png")
-figure
+path = plots.save(figure, "results/figures/06_timelines.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# *A step of 64 blocks: one tooth for each of eight segments, and many small ones with recursive halving.*
+# The figure at the top shows steps of 64 blocks: one tooth for each of eight segments, and many small ones with
+# recursive halving.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -567,6 +567,23 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 # %% [markdown]
 # $\beta(s, 2) = (s + 1)(s + 2) / 2$. Segments of decreasing length are Revolve with two runs, of which the first is the
 # forward itself. They need one more activation, because they save the inside of the segment being reversed.
+#
+# ## Llama 3 8B in segments
+
+# %% tags=["hide-input"] alt="Six stacked bars. With segments of several blocks and the head in chunks, the peak is 70.2 GiB, and the time 1.68 seconds."
+from experiments.running_model import bars
+
+figure = bars(6)
+path = plots.save(figure, "results/figures/06_running_model.png")
+figure
+
+# %% [markdown]
+# *The same step in segments of about √32 blocks, with its head in chunks; predicted.*
+#
+# Segments of several blocks need 70.2 GiB, segments of one block 62.2 GiB. The activations inside a block have 3 GiB,
+# the inputs of all 32 blocks 4 GiB. A longer segment saves fewer inputs, but recomputes more activations at a time.
+#
+# You can now bound the memory of a chain, and say when the bound misleads.
 #
 # ## Summary
 #

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # The graph profiler
+# # Knowing the peak before the step runs
 #
 # **Which operations does a step consist of, and how can its peak be predicted before it runs?**
 
@@ -34,10 +34,9 @@ from torch.utils.checkpoint import checkpoint
 import ackpt
 from ackpt import models
 from ackpt.graph import PlannedStep, lower, rewrite, scheduled, simulate
-from ackpt.metering import plots
 from experiments import graph_profile
 from experiments.models import ResNet, ResNetConfig
-from experiments.reports import schematics
+from experiments.reports import plots, schematics
 from experiments.reports.figures import nodes_plot
 from experiments.results import environment, markdown_table, write_text_atomic
 

@@ -27,13 +27,12 @@ from functools import partial
 import torch
 
 import ackpt
-from ackpt.metering import plots
 from experiments import bert, models, optimum
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.graph_profile import orders_plot
 from experiments.reports import bert as bert_report
 from experiments.reports import frontier as frontier_report
-from experiments.reports import frontier_times
+from experiments.reports import frontier_times, plots
 from experiments.reports.gpu_records import gpu_records
 from experiments.results import Record, environment, load_reference, markdown_table, write_text_atomic
 from experiments.steps.frontier_models import workload
@@ -523,7 +522,17 @@ path = write_text_atomic("results/tables/09_published.md", markdown_table(rows, 
 # (which-method)=
 # ## Which method when
 #
-# Which row describes your step?
+# Ask in this order:
+
+# %% tags=["hide-input"] alt="A chart of five questions, one below the other; a yes leads to a method. Weights, gradients and optimizer state exceed the memory: adapters, 8-bit state or FSDP2. Logits larger than the inputs of all blocks: chunk the head. Activations exceed the rest: a budget. The model cannot be planned: regions. Inputs still fill the memory and copies are free: offload."
+from experiments.running_model import bars, decisions
+
+figure = decisions()
+path = plots.save(figure, "results/figures/09_decisions.png")
+figure
+
+# %% [markdown]
+# *Thresholds from {doc}`01_where_memory_goes`, {doc}`04_logits` and {doc}`05_offload`.* What the answers cost:
 
 # %% tags=["hide-input"]
 choices = frontier_times.choices(records)
@@ -535,6 +544,21 @@ path = write_text_atomic("results/tables/09_which_method.md", table)
 # %% [markdown]
 # ```{include} ../../results/tables/09_which_method.md
 # ```
+#
+# ## Llama 3 8B with a plan
+
+# %% tags=["hide-input"] alt="Eight stacked bars. With a plan within 65 GiB, the peak is 64.6 GiB, and the time 1.43 seconds."
+figure = bars(9)
+path = plots.save(figure, "results/figures/09_running_model.png")
+figure
+
+# %% [markdown]
+# *The same step by a plan within 65 GiB, with its head in chunks; predicted.*
+#
+# The plan needs 39 % of the memory of the first bar, in 9 % more time. Per-block checkpointing takes 25 % more. The
+# budget is the one that {doc}`../out_of_memory` suggests for this GPU.
+#
+# You can now read a plan, and judge how far a method is from the optimum.
 #
 # ## Summary
 #

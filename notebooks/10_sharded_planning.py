@@ -22,14 +22,13 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ackpt.metering import plots
 from ackpt.planner.sharding.planner import CAPTURED
 from ackpt.planner.sharding.sharded_model import ShardedModel
 from ackpt.planner.sharding.sharding import GroupBytes, Sharding
 from ackpt.planner.workloads.planned_shapes import PlanConfig
 from ackpt.planner.workloads.step_request import StepRequest
 from experiments import sharded_llama
-from experiments.reports import schematics
+from experiments.reports import plots, schematics
 from experiments.reports.figures import stacked_plot
 from experiments.results import markdown_table, write_text_atomic
 from experiments.sharded_check import check
@@ -298,7 +297,7 @@ print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f}
 
 # %% [markdown]
 # Most of it is the loss: three tensors with one float32 element per logit are live. A loss in chunks avoids them
-# ({doc}`04_experiments`).
+# ({doc}`04_logits`).
 #
 # :::{admonition} Exercise 2: reduction in bf16
 # :class: note

@@ -36,11 +36,11 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.metering import plots
 from experiments.calculator.sample import difference, rows_of
 from experiments.calculator.settings import Setting, by_formula, by_plan
 from experiments.data import packed_batches, token_stream
 from experiments.published import Predictions, all_predicted, excluded, reference, report, rows, time_ratios
+from experiments.reports import plots
 from experiments.reports.figures import stacked_plot
 from experiments.results import load_reference, markdown_table, write_text_atomic
 

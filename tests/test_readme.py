@@ -87,6 +87,14 @@ def test_the_headline_has_the_times_and_flops_of_the_records(page: str) -> None:
         assert f"A Transformer without dropout: {plan} % instead of {per_block} %." in said
 
 
+def test_the_errors_of_predictions_are_those_of_the_badge() -> None:
+    badge = (ROOT / "results" / "cpu" / "11_badge.md").read_text(encoding="utf-8")
+    found = re.search(r"validated on (\d+) published measurements, median error (\S+) %, largest \+(\d+)\.\d %", badge)
+    assert found is not None
+    said = "Of {} published measurements, the median error is {} %, the largest {} %.".format(*found.groups())
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_first_page_has_the_peaks_of_plans_and_the_memory_budget_with_inductor() -> None:
     metrics = Record.load(ROOT / "results" / "frontiers" / "frontier-bert-inductor.json").metrics
     budgets = [row for row in metrics["peers"] if row["peer"] == MEMORY_BUDGET]

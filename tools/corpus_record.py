@@ -103,7 +103,7 @@ def _plans(graph, policy: str, profile, recorded) -> Iterator[tuple[str, dict[st
     """``(name of the budget, entry, plan or None)`` for every budget of a policy."""
     options: dict[str, Any] = {"profile": profile}
     if policy == "manual":
-        options["fates"] = ackpt.plan(graph, policy="chen-sqrt", profile=profile).fates
+        options["fates"] = ackpt.plan(graph, policy=PAPERS["chen-sqrt"], profile=profile).fates
     if policy == "ilp":
         options["time_limit"] = None  # what it finds must not depend on the machine's speed
 

@@ -1,10 +1,13 @@
-"""The autocast state with which a region's forward ran, for its recomputation."""
+"""The autocast state of a region's forward, for its recomputation, and of operations that dispatch modes call."""
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
+from typing import Any
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -46,3 +49,33 @@ class Autocast:
 
 
 AUTOCAST_OFF = Autocast(off=True)
+
+_OF_TORCH = {"aten", "prim", "prims", "ackpt_graph", "higher_order"}
+_has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def autocast_of(func: Any) -> tuple[tuple[str, torch.dtype], ...]:
+    """In a dispatch mode, ``((device, dtype), ...)``: the autocast under which eager runs the kernel of `func`.
+
+    Only operations of others than torch have one; those with a kernel for autocast run below it.
+    """
+    if func.namespace in _OF_TORCH:
+        return ()
+    # Torch excludes autocast in a mode, and so in kernels that it calls (`pythonFallback` in PythonFallbackKernel.cpp).
+    with enable_reentrant_dispatch():
+        modes = [(device, dtype) for device, is_on, dtype in Autocast().modes if is_on]
+    return tuple(each for each in modes if not _has_kernel(func.name(), f"Autocast{each[0].upper()}"))
+
+
+def as_in_eager(func: Any) -> Any:
+    """In a dispatch mode, a function that runs `func` under the autocast of eager mode."""
+    autocast = autocast_of(func)
+    return partial(run_under, func, autocast) if autocast else func
+
+
+def run_under(operation: Any, autocast: tuple[tuple[str, torch.dtype], ...], *args: Any, **kwargs: Any) -> Any:
+    """``operation(*args, **kwargs)`` under `autocast`, from `autocast_of`."""
+    with contextlib.ExitStack() as stack:
+        for device, dtype in autocast:
+            stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+        return operation(*args, **kwargs)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from ackpt.core.autograd_state import version
@@ -24,16 +25,19 @@ from ackpt.core.errors import CheckpointError
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 _WITH_STORAGE = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
-# Calls of several kernels, the last of which may be dead although autograd saves results of the others.
+# Calls of several kernels, the last of which may be dead although autograd saves results of the others; under
+# autocast, casts are such others.
 _COMPOSED = frozenset(
     "dropout alpha_dropout feature_dropout linear bilinear matmul __matmul__ __rmatmul__ einsum tensordot conv1d "
-    "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward".split()
+    "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward mm bmm mv addmm "
+    "addmm_ addmv addbmm baddbmm chain_matmul".split()
 )
 #: Methods that read no element, if they return no tensor.
 DESCRIBING = frozenset(
     "__get__ __set__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_complex "
     "is_floating_point register_hook retain_grad __hash__".split()
 )
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _make: Any = torch.Tensor._make_wrapper_subclass
 # A kernel that bypasses the dispatcher would read address 0.
 _refuse_address: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None)
@@ -68,7 +72,7 @@ class DeadCalls(dict[Any, dict[int, int]]):
 
     def instead_of(self, inputs) -> dict[int, Dead]:
         """Tensors without memory in the place of `unread` inputs, by index, which then need not be saved."""
-        return {i: _dead_like(inputs[i]) for i in self.unread if self.is_proven and _has_storage(inputs[i])}
+        return {i: dead_like(inputs[i]) for i in self.unread if self.is_proven and _has_storage(inputs[i])}
 
 
 class Saved:
@@ -76,6 +80,9 @@ class Saved:
 
     def __init__(self, tensor):
         self.tensor = tensor
+
+    def unpack(self):
+        return self.tensor
 
 
 class Liveness:
@@ -99,8 +106,12 @@ class Liveness:
             call = self._running = _Watched(func, self._counts[func], set(map(self._memory, tensors)))
             versions = [*map(version, tensors)]
         self._counts[func] += 1
+        # Around each call, as ``torch.func`` refuses to begin inside of hooks, and disables them for what it calls.
+        is_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
+        self.is_doubtful = self.is_doubtful or not is_enabled
         try:
-            result = func(*args, **kwargs)
+            with saved_tensors_hooks(self.pack, Saved.unpack) if is_enabled else contextlib.nullcontext():
+                result = func(*args, **kwargs)
         finally:
             self._running = None
         with torch._C.DisableTorchFunction():
@@ -206,11 +217,13 @@ class Skipping:
         try:
             if needed is None:
                 return func(*args, **kwargs)
+            hooks = top_hooks(False)
             _push_mode(skip := _Skip(needed))  # a fifth of the time of `with`, which sets flags for Dynamo
             try:
-                if not needed:
+                if not needed and hooks is None:
                     return func(*args, **kwargs)
-                with torch.autograd.graph.saved_tensors_hooks(skip.pack, _unpack):
+                pack, unpack = (skip.pack, _unpack) if needed else (_outside(hooks[0]), hooks[1])
+                with saved_tensors_hooks(pack, unpack):
                     return func(*args, **kwargs)
             finally:
                 _pop_mode()
@@ -240,6 +253,19 @@ class _Skip(TorchDispatchMode):
         if self._needed > 0 or (func.is_view and type(args[0]) is not Dead) or func.namespace == "prim":
             return func(*args, **kwargs)  # the device of a fake tensor is an operation in the namespace prim
         return _without_kernel(func, args, kwargs)
+
+
+def _outside(pack):
+    """The hook `pack` of the user's code, run outside of the mode that replaces kernels."""
+
+    def packed(tensor):
+        mode = _pop_mode()
+        try:
+            return pack(tensor)
+        finally:
+            _push_mode(mode)
+
+    return packed
 
 
 def _unpack(saved):
@@ -273,6 +299,8 @@ def _without_kernel(func, args, kwargs):
     with torch._C._DisableTorchDispatch():  # otherwise, meters would count these
         result = func(*map(_meta, args), **{name: _meta(value) for name, value in kwargs.items()})
     if isinstance(result, torch.Tensor):
+        if result.is_conj() or result.is_neg():  # torch's other operations ask for these bits
+            raise DeadRead(f"{func} of a tensor that was not recomputed has a flag of its own")
         facts = result.shape, result.stride(), result.storage_offset(), result.dtype
         if key is not None and len(_known) < _MOST_KNOWN:
             _known[key] = facts
@@ -292,7 +320,7 @@ def _dead(shape, strides, offset, dtype, device) -> Dead:
     return tensor
 
 
-def _dead_like(tensor: torch.Tensor) -> Dead:
+def dead_like(tensor: torch.Tensor) -> Dead:
     return _dead(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 

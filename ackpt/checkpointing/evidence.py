@@ -133,7 +133,9 @@ class Subject:
         """The dead calls of a region whose first run on `inputs` was recorded, and whose graph ends at `leaves`."""
         recorder = region.recorder
         needs_grad = *region.needs_grad, *(leaf.requires_grad for leaf in leaves)
-        key = recorder.kind, needs_grad, tuple(place for place, _, _ in region.left_facts)
+        modes = None if region.autocast is None else tuple(region.autocast.modes)
+        layouts = tuple([(each.dtype, each.is_contiguous()) for each in inputs])
+        key = recorder.kind, needs_grad, layouts, modes, tuple(place for place, _, _ in region.left_facts)
         for saved in recorder.dead_calls.saved if isinstance(recorder.dead_calls, Liveness) else ():
             saved.tensor = None  # hooks of FlopCounterMode refer to the graph's nodes until the garbage collection
         dead = self.dead.get(key)

@@ -186,6 +186,12 @@ class ReachableState:
             self._containers_in(value)
             if depth < _DEPTH and is_data(type(value)) and id(value) not in self._seen:
                 self._object(value, name, depth, follow)
+            elif depth < _DEPTH and (slots := _slots_of(type(value))) and id(value) not in self._seen:
+                self._seen.add(id(value))
+                for key in slots:
+                    if (content := getattr(value, key, _ABSENT)) is not _ABSENT:
+                        self._bind(of_slots := _SlotNamespace(value), key, content)
+                        self._attribute(of_slots, key, content, f"{name}.{key}", depth + 1, follow)
             elif follow and isinstance(value, (nn.Module, *_FUNCTIONS)):
                 self._visit(value, name, depth)
 
@@ -313,6 +319,22 @@ class _CellNamespace:
         del self.cell.cell_contents
 
 
+class _SlotNamespace:
+    """A namespace over the ``__slots__`` of an object."""
+
+    def __init__(self, owner):
+        self.owner = owner
+
+    def get(self, name, default=None):
+        return getattr(self.owner, name, default)
+
+    def __setitem__(self, name, value):
+        object.__setattr__(self.owner, name, value)  # also in a frozen dataclass
+
+    def pop(self, name, default=None):
+        object.__delattr__(self.owner, name)
+
+
 def tensors_in(items) -> dict[int, torch.Tensor]:
     """The tensors in containers and plain objects among `items`, ``{id: tensor}``, without modules and functions."""
     tensors: dict[int, torch.Tensor] = {}
@@ -348,6 +370,14 @@ def is_data(cls) -> bool:
     if issubclass(cls, (torch.Tensor, nn.Module, type, enum.Enum, BaseException, *_CONTAINERS, *_FUNCTIONS)):
         return False
     return cls.__dictoffset__ != 0 and cls.__module__.partition(".")[0] not in _NOT_DATA
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots_of(cls) -> tuple[str, ...]:
+    """The names of the ``__slots__`` of a class of the user's."""
+    if cls.__module__.partition(".")[0] in _NOT_DATA or issubclass(cls, (torch.Tensor, nn.Module, *_CONTAINERS)):
+        return ()
+    return tuple(k for each in cls.__mro__ for k, v in vars(each).items() if isinstance(v, types.MemberDescriptorType))
 
 
 def _is_plain_data(obj) -> bool:

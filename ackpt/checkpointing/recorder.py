@@ -45,11 +45,15 @@ _SILENT_WRITERS = (
 # Ways to get an alias through which a tensor can be written without autograd noticing.
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
+_EQUAL_TO_ITSELF = ATOMS - {float, complex}
 _CALL = nn.Module._call_impl.__code__
 # Nodes of casts and views. After a view is written in place, its next node is one of ``as_strided``, or for a subclass,
 # such as the result of a dead call, one of the view (``torch/csrc/autograd/variable.cpp``, ``grad_fn``).
-_VIEWS = "ToCopy AsStrided Alias Diagonal Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T"
-_UNCOMPARED = {f"{name}Backward{n}" for n in range(5) for name in f"{_VIEWS} Transpose Unbind Unsqueeze View".split()}
+_VIEWS = (
+    "ToCopy AsStrided Alias Diagonal Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T Transpose "
+    "Unbind Unfold Unsqueeze View ViewAsComplex ViewAsReal"
+)
+_UNCOMPARED = {f"{name}Backward{n}" for n in range(5) for name in _VIEWS.split()}
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
 _NOTEBOOK_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]|^<ipython-input-")
@@ -66,10 +70,15 @@ def code_location(file: str, line: int) -> str:
     return f"line {line} of a notebook cell" if _NOTEBOOK_CELL.search(file) else f"{file}:{line}"
 
 
-def _flat(values):
-    """Yield `values`, with each list or tuple replaced by its items."""
+def _flat(values) -> list:
+    """`values`, with each list or tuple replaced by its items."""
+    flat: list = []
     for value in values:
-        yield from value if isinstance(value, (list, tuple)) else (value,)
+        if isinstance(value, (list, tuple)):
+            flat += value
+        else:
+            flat.append(value)
+    return flat
 
 
 def _spellings(names: str) -> set:
@@ -132,10 +141,12 @@ class Recorder(TorchFunctionMode):
     `named`: ``{id: (tensor, name)}`` of what the first run can reach. `refused`: ``{id: change}`` of tensors that have
     changed since; a call that reads one raises. ``calls``: each with the number of its autograd node and the
     ``_source`` of every argument. ``reads``, ``streams``: the tensors that the run reads and did not make, and the
-    generators that it uses, with their states from before, by id. ``copies``: tensors among ``reads`` and views of them
-    that calls may have written, with copies from before; ``overwritten``: the storages that calls changed in place;
+    generators that it uses, with their states from before (of the first run, until `forget`), by id. ``copies``:
+    tensors among ``reads`` and views of them that calls may have written, with copies from before; ``replaced``: by id,
+    those whose ``.data`` is assigned, with what it was; ``overwritten``: the storages that calls changed in place;
     ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
-    ``kind``: a hash of the calls: their functions, and which calls or inputs their arguments come from.
+    ``kind``: a hash of the calls: their functions, which calls or inputs their arguments come from, and the nodes and
+    dtypes of their results.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
@@ -146,8 +157,9 @@ class Recorder(TorchFunctionMode):
         self.inputs: dict[int, int | None] = {}
         self.results: list[tuple[tuple[int, int], weakref.ref]] = []
         self.reads: dict[int, _Read] = {}
-        self.streams: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
+        self.streams: dict[int, tuple[weakref.ref, torch.Tensor | None]] = {}
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.overwritten: set[int | None] = set()
         self.written: set[int | None] = set()
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
@@ -159,7 +171,7 @@ class Recorder(TorchFunctionMode):
         self._refused: dict = refused or {}
         self._wanted = wanted
         self.dead_calls: Any = None  # a `Liveness` or `Skipping`, which then makes the calls
-        self.kind = 0
+        self.kind = 1
         self._makers: dict[int, tuple[weakref.ref, int]] = {}  # a tensor and `kind` when it was made, by its id
         self._began = torch.autograd._get_sequence_nr()
         self._expected = expected
@@ -177,7 +189,7 @@ class Recorder(TorchFunctionMode):
     def record_region(self, inner: Path, outputs) -> None:
         """Record a nested region, which is one node of this region's graph, with its path and its outputs."""
         call = Call(_region, ((inner,), ()), outputs[0].shape, outputs[0].dtype)
-        self._note_makers(outputs, self.kind)
+        self._note_makers(outputs)
         self._add(outputs[0].grad_fn._sequence_nr(), call, [], outputs)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -185,42 +197,52 @@ class Recorder(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # Dynamo is tracing this method; compiled code is not recorded
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
-        values = [*_flat(args), *_flat(kwargs.values())] if kwargs else [*_flat(args)]
+        values = _flat((*args, *kwargs.values()))
         effect = _effect_of(func)
         describes = effect is None and getattr(func, "__name__", "") in DESCRIBING
         sources: list = []
         if not describes:
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
-                sources = [*map(self._source, values)]
-                self._prepare(effect, values, args, kwargs)
+                sources = [None if type(value) in ATOMS else self._source(value) for value in values]
+                if effect is not None or kwargs:
+                    self._prepare(effect, values, args, kwargs)
+                if func == _DATA.__set__ and self.copies_writes and memory(args[0]) in self._storages:
+                    self.replaced.setdefault(id(args[0]), (args[0], args[0].detach()))
         if (dead_calls := self.dead_calls) is None:
             result = func(*args, **kwargs)
         else:
             result = dead_calls.run(func, args, kwargs)
         if describes and not isinstance(result, torch.Tensor):
             return result
-        makers: list[Any] = [self._makers.get(id(value), _NO_MAKER) for value in values]
-        self.kind = hash((self.kind, func, *[made() is value and kind for (made, kind), value in zip(makers, values)]))
         if self._refused:
             for value in values:
                 if id(value) in self._refused:
                     raise changed_between(*self._refused[id(value)])
         with torch._C.DisableTorchFunction():
-            self._record(func, args, kwargs, result, started, sources or [*map(self._source, values)])
+            self._record(func, args, kwargs, values, result, started, sources or [*map(self._source, values)])
         return result
 
     def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
-        self._note_makers(tensors, 1)
+        self._note_makers(tensors)
         self.inputs = {key: position if ids.count(key) == 1 else None for position, key in enumerate(ids)}
 
-    def _note_makers(self, tensors, kind: int) -> None:
-        self._makers |= {id(t): (weakref.ref(t), kind + at) for at, t in enumerate(tensors) if t is not None}
+    def _note_makers(self, tensors) -> None:
+        for at, tensor in enumerate(tensors):
+            self._makers[id(tensor)] = weakref.ref(tensor), self.kind + at
+
+    def _note_kind(self, func, values, results, facts) -> None:
+        made_by: list = []
+        for value in values:
+            made = self._makers.get(id(value))
+            made_by.append(made is not None and made[0]() is value and made[1])
+        self.kind = hash((self.kind, func, facts, *made_by))
+        self._note_makers(results)
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
-        self.results, self._makers, self.dead_calls = [], {}, None
+        self.results, self._makers, self.dead_calls, self.streams = [], {}, None, {}
         self._made = {key: pair for key, pair in self._made.items() if pair[0]() is not None}
         for read in self.reads.values():
             read.is_new = read.is_new or read.value is None
@@ -243,9 +265,9 @@ class Recorder(TorchFunctionMode):
                 self.overwritten.update(memory(each) for each in values if isinstance(each, nn.Parameter))
             return
         if effect is _FIRST or kwargs.get("inplace"):
-            written = [*_flat(args[:1] or kwargs.values())]
+            written = _flat(args[:1] or kwargs.values())
         else:
-            written = values if effect is not None else [*_flat((kwargs.get("out"),))]
+            written = values if effect is not None else _flat((kwargs.get("out"),))
         for value in written:
             if not isinstance(value, torch.Tensor):
                 continue
@@ -262,24 +284,26 @@ class Recorder(TorchFunctionMode):
                 self._copied.update((id(value), view or id(value)))
                 self.copies.append((value, value.detach().clone()))
 
-    def _record(self, func, args, kwargs, result, started, sources) -> None:
+    def _record(self, func, args, kwargs, values, result, started, sources) -> None:
         tensor, results = result, [result]
         if not isinstance(result, torch.Tensor):
             results = [each for each in _flat((result,)) if isinstance(each, torch.Tensor)]
             tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
-        self._note_makers(results or [tensor], self.kind)
-        for each in results or [tensor]:
-            if each is not None and each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
+            results = results or ([] if tensor is None else [tensor])
+        node = None if tensor is None else tensor.grad_fn
+        if self._expected is None:
+            self._note_kind(func, values, results, None if tensor is None else (type(node), tensor.dtype))
+        for each in results:
+            if each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
                 self._made[id(each)] = weakref.ref(each), _reads_in(sources)
-        if tensor is None or not tensor.requires_grad or (node := tensor.grad_fn) is None:
+        if node is None:
             return
         number = node._sequence_nr()
         if number < started:  # an existing tensor, such as `contiguous` may return
             return
-        plain = self._plain
-        values = tuple(map(plain, args)), tuple([(key, plain(value)) for key, value in kwargs.items()])
-        call = Call(func, values, tensor.shape, tensor.dtype)
-        self._add(number, call, sources, results or [tensor])
+        given = tuple([(key, self._plain(value)) for key, value in kwargs.items()]) if kwargs else ()
+        call = Call(func, (self._plain(args), given), tensor.shape, tensor.dtype)
+        self._add(number, call, sources, results)
         if self._expected is not None and self.different is None:
             at = len(self.calls) - 1
             if at >= len(self._expected.calls) or self._expected.calls[at][1] != call:
@@ -295,16 +319,19 @@ class Recorder(TorchFunctionMode):
 
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
+        if isinstance(value, (list, tuple)):
+            plain: list = []
+            for each in value:  # most items take no call
+                kind = type(each)
+                item = None if kind is torch.Tensor else each if kind in _EQUAL_TO_ITSELF else self._plain(each)
+                plain.append(item)
+            return tuple(plain)
+        if isinstance(value, torch.Tensor):  # the class of Parameter has a slow check
+            return self._read(value) if type(value) is nn.Parameter or isinstance(value, nn.Parameter) else None
         if type(value) in ATOMS or isinstance(value, numbers.Number):
             return value if value == value else math.nan  # one object, as tuples with the same one are equal
-        if isinstance(value, torch.Tensor):
-            # The class of Parameter has a slow check.
-            is_parameter = type(value) is not torch.Tensor and isinstance(value, nn.Parameter)
-            return self._read(value) if is_parameter else None
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self._plain, value))
         if type(value) is slice:
-            return slice, self._plain(value.start), self._plain(value.stop), self._plain(value.step)
+            return slice, *self._plain((value.start, value.stop, value.step))
         return type(value)
 
     def _source(self, value):
@@ -312,7 +339,7 @@ class Recorder(TorchFunctionMode):
         the reads that a tensor without gradients was made from; None if unknown."""
         if not isinstance(value, torch.Tensor):
             if isinstance(value, torch.Generator) and id(value) not in self.streams:
-                self.streams[id(value)] = weakref.ref(value), value.get_state()
+                self.streams[id(value)] = weakref.ref(value), value.get_state() if self._expected is None else None
             return None
         key = id(value)
         if key in self.inputs:
@@ -356,7 +383,6 @@ def _reads_in(sources) -> dict[int, _Read]:
     return reads
 
 
-_NO_MAKER: Any = (lambda: _NO_MAKER, 0)
 _region = object()  # in place of a function, in the `Call` of a nested region
 
 
@@ -379,19 +405,21 @@ class Path:
         calls = [made for made in recorder.calls if made[0] in names]
         numbers = {number: at for at, (number, _, _) in enumerate(calls)}
 
-        def source(of):
-            if type(of) is tuple:
-                return (numbers[of[0]], of[1]) if of[0] in numbers else None
-            return [*of.values()] if type(of) is dict else of
-
         self.nodes = [name for name in names.values() if name not in _UNCOMPARED]
         self.calls = [call for _, call, _ in calls]
-        self.sources = [list(map(source, sources)) for _, _, sources in calls]
+        self.sources = [[*sources] for _, _, sources in calls]
+        for sources in self.sources:
+            for at, source in enumerate(sources):
+                if type(source) is tuple:
+                    sources[at] = (numbers[source[0]], source[1]) if source[0] in numbers else None
+                elif type(source) is dict:
+                    sources[at] = [*source.values()]
 
     def __eq__(self, other):
         if self.calls is not None and other.calls is not None:
             alike = (self.nodes, self.calls) == (other.nodes, other.calls)
-            return alike and all(all(map(_may_be_one, *pair)) for pair in zip(self.sources, other.sources))
+            pairs = zip(self.sources, other.sources)
+            return alike and all(mine == its or all(map(_may_be_one, mine, its)) for mine, its in pairs)
         return self.evidence is None or other.evidence is None or is_same(self.evidence, other.evidence)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]

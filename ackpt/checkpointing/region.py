@@ -25,7 +25,7 @@ from ackpt.core.errors import CheckpointError
 from . import guards, rng
 from .autocast import AUTOCAST_OFF, Autocast
 from .closures import DetachClosedOver, frozen
-from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping
+from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping, top_hooks
 from .evidence import RECORDED_RUNS, SMALL_BYTES, checksum, evidence_of, is_opaque, names_of, number_ends, subject_of
 from .reachable import ReachableState, graph_of, is_data, tensors_in
 from .recorder import Path, Recorder, check_same_path
@@ -40,7 +40,6 @@ _NOT_WALKED = ReachableState()
 _any_autocast = torch._C._is_any_autocast_enabled
 _set_compiler = torch._C._dynamo.eval_frame.set_eval_frame  # pyright: ignore[reportAttributeAccessIssue]
 _swap: Any = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Region:
@@ -204,7 +203,7 @@ class Region:
             self.guarantees.exact_graph and self.preserve_rng_state and self.autocast is phase.leaves_behind is None
         ):
             return False
-        if torch._C._len_torch_dispatch_stack() or _top_hooks(False) is not None:  # hooks may change the inputs
+        if torch._C._len_torch_dispatch_stack() or top_hooks(False) is not None:  # hooks may change the inputs
             return False
         size = 0
         for tensor in self.inputs:
@@ -290,7 +289,7 @@ class Region:
                     hidden = rng.unknown(self.recorder.streams.values(), before)
                     self.hidden_generators = {id(stream.generator) for stream, _ in hidden}
                     self.streams += rng.drawn_from(hidden)
-                self.marks = [stream.mark() for stream, _ in self.streams]
+                self.marks = [stream.mark_of(stream.get()) for stream, _ in self.streams]
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 changed = "a tensor that requires grad: an input of the region or a parameter"
@@ -304,9 +303,7 @@ class Region:
 
     def _saved_tensor_hooks(self):
         """Hooks that replace outer ones, such as those of offload, for a graph that is dropped at once."""
-        if self.recorder is not None and self.recorder.dead_calls is not None:
-            return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, lambda saved: saved.tensor)
-        if _top_hooks(False) is None:
+        if top_hooks(False) is None:
             return _NOTHING
         return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
@@ -366,6 +363,7 @@ class Region:
         self.function = frozen(self.function)
         if self.state is not None:
             changed = self.state.after_forward(leaves, self.recorder, self.subject)
+            leaves = [leaf for leaf in leaves if id(leaf) not in changed]
             items: list[Any] = [*map(weakref.ref, inputs), *leaves]
             names: list[Any] = [*range(len(inputs))]
             names += [reachable.tensors.get(id(leaf), (None, ""))[1] for leaf in leaves]
@@ -413,8 +411,9 @@ class Region:
                 recorder.dead_calls = Skipping(self.dead)
         recomputation_begins()
         try:
-            with detached or _NOTHING, recorder or _NOTHING:
-                result = self._repeat_call(inputs)
+            data = _NOTHING if self.state is None else self.state.data_restored()
+            with data, detached or _NOTHING, recorder or _NOTHING:
+                result = self._repeat_call(inputs, is_last and not self.dead)
         except CheckpointError:
             raise
         except Exception as error:
@@ -510,7 +509,7 @@ class Region:
                 for alias, needed, view in zip(aliases, self.needs_grad, make_view)
             ]
 
-    def _repeat_call(self, aliases):
+    def _repeat_call(self, aliases, is_last):
         """Repeat the forward's call, with its RNG states and autocast settings."""
         previous = phase.recomputing, phase.dropping, phase.function, phase.leaked
         phase.recomputing, phase.dropping, phase.function, phase.leaked = True, False, self.function, self.leaked
@@ -521,13 +520,16 @@ class Region:
             if not self.streams and self.autocast is None and not _any_autocast():
                 return self._call(aliases)
             autocast = self.autocast or (AUTOCAST_OFF if _any_autocast() else None)
+            facts = [(stream, stream.mark_of(state), end) for (stream, state), end in zip(self.streams, self.marks)]
             with rng.replay(self.streams), autocast.restored() if autocast is not None else _NOTHING:
                 result = self._call(aliases)
-                pairs = [*zip(self.streams, self.marks)]
+                if is_last:  # their present states are read next; that would be one more copy
+                    self.is_over = True
+                    self.streams.clear()
                 if self.hidden_generators and phase.recorder is not None:  # the first run may have made some itself
                     unused = self.hidden_generators - phase.recorder.streams.keys()
-                    pairs = [each for each in pairs if id(getattr(each[0][0], "generator", None)) not in unused]
-                name = rng.ended_elsewhere(pairs)
+                    facts = [each for each in facts if id(getattr(each[0], "generator", None)) not in unused]
+                name = rng.ended_elsewhere(facts)
                 if name and not self._has_equal_outputs(result):  # else it was another thread that drew
                     raise guards.other_draws(name, self.function)
                 return result

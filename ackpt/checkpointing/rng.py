@@ -67,8 +67,8 @@ class Stream:
         present = self.get()
         return present is not state and self.comparable(state) != self.comparable(present)
 
-    def mark(self) -> int:
-        return hash(self.comparable(self.get()))
+    def mark_of(self, state) -> int:
+        return hash(self.comparable(state))
 
 
 class TorchStream(Stream):
@@ -173,9 +173,6 @@ class NumpyGlobalStream(Stream):
         is_last = words is not None and words == self._last_read[0] and state is self._last_read[1]
         return not is_last and super().moved(state)
 
-    def mark(self) -> int:
-        return hash(self._read_words()) if self.address is not None else super().mark()
-
     def _read_words(self):
         return None if self.address is None else MEMORY[self.address : self.address + self._WORDS]
 
@@ -249,18 +246,17 @@ def unknown(used, states: list) -> list:
     return [(TorchStream(each), state) for each, state in generators if each is not None and id(each) not in existing]
 
 
-def ended_elsewhere(pairs) -> str:
-    """The name of the first stream that moved since its state and has another mark now; empty if no stream does.
+def ended_elsewhere(facts) -> str:
+    """The name of the first stream that is neither where it began nor where it ended before; empty if there is none.
 
-    `pairs`: ``((stream, state), mark)`` of each stream.
+    `facts`: each stream, and the `mark_of` its state at the begin and at the end of the first run.
     """
-    moved = (stream for (stream, state), mark in pairs if stream.mark() != mark and stream.moved(state))
-    return next((stream.name for stream in moved), "")
+    return next((stream.name for stream, *marks in facts if stream.mark_of(stream.get()) not in marks), "")
 
 
 @contextlib.contextmanager
 def replay(states: list):
-    """Set the streams to `states` for the body, and back to their present states after it."""
+    """Set the streams to `states` for the body, which may clear the list, and back to their present states after it."""
     if not states:
         yield
         return
@@ -269,6 +265,7 @@ def replay(states: list):
         try:
             for stream, state in states:
                 stream.set(state)
+            state = None
             yield
         finally:
             for stream, state in present:

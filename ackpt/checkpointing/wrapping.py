@@ -196,7 +196,8 @@ def _choose(model, check_fn) -> dict[str, nn.Module]:
         )
     if not chosen:
         raise ValueError(f"nothing to checkpoint: {hint}")
-    return chosen
+    outer = [name.removesuffix("._orig_mod") for name in chosen]  # the region is around what torch.compile returned
+    return {name: modules[name] for name in outer}
 
 
 def _is_collection_of(obj, kind) -> bool:
@@ -234,7 +235,8 @@ def callable_members(module, name):
 
 
 def _is_container(module) -> bool:
-    return not _is_scripted(module) and type(module).forward is nn.Module.forward
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)  # of torch.compile
+    return not _is_scripted(module) and not has_forward
 
 
 def _is_scripted(module) -> bool:

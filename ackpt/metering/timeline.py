@@ -1,4 +1,4 @@
-"""``Timeline``: live bytes by category after every allocation and free. `ackpt.metering.plots` draws it.
+"""``Timeline``: live bytes by category after every allocation and free. `experiments.reports.plots` draws it.
 
 The CPU's allocator, the caching allocator and the prediction from shapes report the same kinds of actions in order:
 allocations, frees, and the start of backward. This module assigns a category to every block, for all three.

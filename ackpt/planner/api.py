@@ -307,12 +307,9 @@ def plan(
             ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
             options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.planner.policies.selective`.
 
-            Four policies from papers treat the graph as a chain of blocks with single tensors between them:
-            ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,
-            ``"revolve"`` follows binomial coefficients, and ``"rotor"`` uses dynamic programming.
-
-            ``"mu-two"`` takes any graph: it drops one activation after the other, or offloads it if `profile` has times
-            of copies.
+            Two policies are from papers. ``"rotor"`` finds the best schedule of a chain of blocks with single tensors
+            between them. ``"mu-two"`` takes any graph: it drops one activation after the other, or offloads it if
+            `profile` has times of copies.
         slowdown: the cost that the plan may add, as a fraction of the baseline's: ``0.1`` and ``"10%"`` allow a step
             whose modeled time is 1.1 times the baseline's. Without a budget, the plan of policy ``"auto"`` with the
             lowest peak within it; with one, the budget is kept, and a plan that adds more is refused. See `Plan.cost`.

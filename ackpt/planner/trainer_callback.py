@@ -23,6 +23,7 @@ class AckptCallback(TrainerCallback):
         options: other keywords of `ackpt.apply_budget`, such as ``slowdown`` or ``chunk_head``.
 
     Raises:
+        ValueError: when training begins, if the model has a budget already.
         BudgetError, TraceError: in the first training step, as `ackpt.apply_budget` does.
 
     Example:
@@ -40,8 +41,13 @@ class AckptCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Put a step in place that is planned at its first call."""
-        if model is None or in_place_of(model) is not None:
+        if model is None:
             return
+        self.on_train_end(args, state, control, model)  # an earlier training may have ended with an error
+        if in_place_of(model) is not None:
+            raise ValueError(
+                "the model has a budget already: leave out AckptCallback, or call ackpt.remove_budget(model)"
+            )
         accumulates = args.gradient_accumulation_steps > 1
         given = {"optimizer": getattr(optimizer, "optimizer", optimizer), "accumulation": accumulates}
         request = Request.from_keywords(**{**given, **self.keywords})

@@ -111,7 +111,7 @@ def run_frontier_command(arguments, command: str) -> int:
 
 def _save_figure(report, record, path) -> None:
     try:
-        from ackpt.metering import plots
+        from experiments.reports import plots
         from experiments.reports.frontier_times import is_by_inductor, time_plot
     except ImportError as error:
         print(f"no figure: {error}", file=sys.stderr)

@@ -56,7 +56,7 @@ def run_offload_experiment(arguments, command: str) -> int:
 def _save_figures(report, records, folder: Path) -> None:
     """Write the figures that are the same in every run: all but that of the times."""
     try:
-        from ackpt.metering import plots
+        from experiments.reports import plots
     except ImportError as error:
         print(f"no figures: {error}", file=sys.stderr)
         return

@@ -123,7 +123,7 @@ def errors_plot(rows: list[dict[str, Any]]):
     """The error of every figure by source, with a color for each metric, on an axis that is linear within 0.1 %."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    from ackpt.metering import plots
+    from experiments.reports import plots
     from experiments.reports.figures import MARKERS, SERIES
 
     sources = list(dict.fromkeys(row["source"] for row in rows))[::-1]

@@ -192,42 +192,6 @@ def _larger(row: dict, with_it: dict[int, dict]) -> str:
     return f"{fitting / row['batch_size']:.1f}"
 
 
-def curves_plot(curves: dict[str, dict], published: dict[str, dict[int, float]], title: str):
-    """A Figure with two axes for each model, peak and time against the batch size, and a line for each method.
-
-    Args:
-        curves: ``{model: {batch: {method: {"peak_bytes": ..., "seconds": ...}}}}``.
-        published: ``{name: {batch: MiB}}``, drawn as marks over the peaks of the first model.
-        title: the finding.
-    """
-    from ackpt.metering import plots
-    from experiments.reports.figures import MARKERS, SERIES
-
-    with plots.style.context("default"):
-        figure, axes = plots._axes(title, "", "")
-        axes.remove()
-        figure.set_size_inches(7.6, 2.7 * len(curves))
-        grid = figure.subplots(len(curves), 2, squeeze=False)
-        for number, (name, batches) in enumerate(curves.items()):
-            for axes, key, unit, label in zip(
-                grid[number], ("peak_bytes", "seconds"), (MIB, 1e-3), ("peak (MiB)", "step (ms)"), strict=True
-            ):
-                plots._style(axes)
-                for method, color, marker in zip(next(iter(batches.values())), SERIES, MARKERS):
-                    values = [methods[method][key] / unit for methods in batches.values()]
-                    axes.plot([*batches], values, color=color, marker=marker, markersize=4, linewidth=1.4, label=method)
-                axes.set_ylabel(f"{name}\n{label}", color=plots.TEXT, fontsize=9)
-                axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-        for (name, points), marker in zip(published.items(), "x+"):
-            looks = {"linestyle": "none", "marker": marker, "markersize": 8, "color": plots.TEXT}
-            grid[0, 0].plot([*points], [*points.values()], label=f"published, {name}", **looks)
-        for axes in grid[-1]:
-            axes.set_xlabel("batch size", color=plots.TEXT, fontsize=9)
-        handles, labels = grid[0, 0].get_legend_handles_labels()
-        grid[0, 0].legend(handles, labels, frameon=False, labelcolor=plots.TEXT, fontsize=8)
-        return plots._finished(figure, [], [])
-
-
 def text_table(records) -> str:
     """Both tables in columns, and below them the methods that were not run, the machine, the versions."""
     if not records:

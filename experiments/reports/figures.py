@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from seaborn import color_palette
 
-from ackpt.metering import plots
+from experiments.reports import plots
 
 from .tables import MIB
 
@@ -260,7 +260,7 @@ def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, yla
 
 
 def losses_plot(losses: dict[str, dict[str, list[float]]], title: str):
-    """A Figure with a pair of axes for each name: the losses of two methods, and their difference below.
+    """A Figure with the losses of two methods for each name, and below their difference if there is one.
 
     Args:
         losses: ``{name: {method: the loss of every step}}``, each with the same two methods.
@@ -269,22 +269,23 @@ def losses_plot(losses: dict[str, dict[str, list[float]]], title: str):
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "", "")
         axes.remove()
-        grid = figure.subplots(2, len(losses), sharex=True, sharey="row", height_ratios=[3, 1], squeeze=False)
-        for (name, methods), (above, below) in zip(losses.items(), grid.T, strict=True):
-            (first, values), (second, others) = methods.items()
+        pairs = {name: list(methods.items()) for name, methods in losses.items()}
+        differ = any(first != second for (_, first), (_, second) in pairs.values())
+        looks: dict[str, Any] = {"sharex": True, "sharey": "row", "squeeze": False}
+        grid = figure.subplots(1 + differ, len(losses), height_ratios=[3, 1][: 1 + differ], **looks)
+        for (name, ((first, values), (second, others))), column in zip(pairs.items(), grid.T, strict=True):
             steps = range(1, len(values) + 1)
-            above.plot(steps, values, color=SERIES[0], linewidth=2.6, alpha=0.55, label=first)
-            above.plot(steps, others, color=SERIES[1], linewidth=1.1, linestyle=DASHES, label=second)
-            differences = [other - value for value, other in zip(values, others, strict=True)]
-            below.plot(steps, differences, color=plots.TEXT, linewidth=1.4)
-            above.set_title(name, fontsize=9, color=plots.TEXT)
-            below.set_xlabel("step", color=plots.TEXT, fontsize=9)
-            for each in (above, below):
+            column[0].plot(steps, values, color=SERIES[0], linewidth=2.6, alpha=0.55, label=first)
+            column[0].plot(steps, others, color=SERIES[1], linewidth=1.1, linestyle=DASHES, label=second)
+            column[0].set_title(name, fontsize=9, color=plots.TEXT)
+            if differ:
+                differences = [other - value for value, other in zip(values, others, strict=True)]
+                column[1].plot(steps, differences, color=plots.TEXT, linewidth=1.4)
+            column[-1].set_xlabel("step", color=plots.TEXT, fontsize=9)
+            for each in column:
                 plots._style(each)
-            if not any(differences):
-                below.set_ylim(-1e-6, 1e-6)
-        grid[0, 0].set_ylabel("loss (nats)", color=plots.TEXT, fontsize=9)
-        grid[1, 0].set_ylabel("difference", color=plots.TEXT, fontsize=9)
+        for axes, label in zip(grid[:, 0], ("loss (nats)", "difference")):
+            axes.set_ylabel(label, color=plots.TEXT, fontsize=9)
         handles, labels = grid[0, 0].get_legend_handles_labels()
         grid[0, -1].legend(handles, labels, frameon=False, labelcolor=plots.TEXT, fontsize=8.5)
         return plots._finished(figure, [], [])

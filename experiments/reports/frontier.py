@@ -198,7 +198,7 @@ def frontier_plot(record, title: str | None = None):
     from matplotlib.ticker import PercentFormatter
     from seaborn import color_palette
 
-    from ackpt.metering import plots
+    from experiments.reports import plots
 
     colors = color_palette("colorblind").as_hex()
     policies = sorted({point["policy"]: None for point in measured(record)}, key=lambda name: name != OURS)
@@ -243,7 +243,7 @@ def frontier_plot(record, title: str | None = None):
 
 def _above(axes, record) -> float:
     """The upper end of the axis; lists the policies above it."""
-    from ackpt.metering.plots import TEXT
+    from experiments.reports.plots import TEXT
 
     flops = record.metrics["baseline"]["flops"]
     shares = {(p["policy"], p["measured_peak_bytes"]): p["recompute_flops"] / flops for p in measured(record)}

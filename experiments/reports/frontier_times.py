@@ -79,7 +79,7 @@ def time_plot(record: Record, title: str | None = None):
     from matplotlib.ticker import PercentFormatter
     from seaborn import color_palette
 
-    from ackpt.metering import plots
+    from experiments.reports import plots
 
     metrics = record.metrics
     if "seconds_ratio" not in metrics["eager"]:
@@ -138,7 +138,7 @@ def _series(record: Record) -> dict[str, list[dict]]:
 
 def _arrow(axes, record: Record, times: tuple[float, float]) -> None:
     """From per-block checkpointing down to the plan within its peak, with both times."""
-    from ackpt.metering.plots import GROUND, TEXT
+    from experiments.reports.plots import GROUND, TEXT
 
     blocks = next(row for row in record.metrics["peers"] if row["peer"] == CHECKPOINT)
     x = blocks["measured_peak_bytes"] / record.metrics["baseline"]["measured_peak_bytes"]

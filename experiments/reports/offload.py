@@ -166,7 +166,7 @@ def bars_plot(records, what: str, title: str):
     Raises:
         ValueError: for another `what`, and if no record has a figure of it.
     """
-    from ackpt.metering import plots
+    from experiments.reports import plots
     from experiments.reports.figures import SERIES
 
     if what not in ("peak", "time"):
@@ -213,7 +213,7 @@ def timelines_plot(records, title: str, methods=STACKED):
     Raises:
         ValueError: if none of `methods` was run.
     """
-    from ackpt.metering import plots
+    from experiments.reports import plots
 
     by_method = {record.config["method"]: record for record in ran(records)}
     shown = [by_method[name] for name in methods if name in by_method]

@@ -10,7 +10,7 @@ import re
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from ackpt.metering import plots
+from experiments.reports import plots
 from experiments.widgets import explorer
 
 from .tables import MIB

@@ -16,6 +16,7 @@ from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.allocations import RESIDENT, Allocation, allocations
 from ackpt.planner.schedule.plan import RECOMPUTED, SAVED, Plan
 from ackpt.planner.schedule.simulator import CATEGORIES, follow
+from experiments.policies import PAPERS
 
 SCHEMA = {"schema": "ackpt.schematic", "version": 1}
 _LETTERS = {"saved": "s", "outputs": "s", "recomputed": "r", "temporaries": "t"}
@@ -74,9 +75,9 @@ def _plans(graph: JointGraph, profile: Profile, variants) -> dict[str, Plan]:
     if "per-block" in variants:
         plans["per-block"] = planned(policy="manual", fates=fates)
     if {"sqrt", "plan"} & {*variants}:
-        plans["sqrt"] = planned(policy="chen-sqrt")
+        plans["sqrt"] = planned(policy=PAPERS["chen-sqrt"])
     if "revolve" in variants:
-        plans["revolve"] = planned(policy="revolve", budget=REVOLVE_BUDGET)
+        plans["revolve"] = planned(policy=PAPERS["revolve"], budget=REVOLVE_BUDGET)
     if "plan" in variants:
         plans["plan"] = planned(budget=plans["sqrt"].peak_bytes)
     return plans

@@ -45,6 +45,10 @@ def in_place(block, x):
     return y
 
 
+def complex_of(y):
+    return torch.view_as_complex(y.unflatten(-1, (-1, 2)))
+
+
 def out(block, x):
     y = block.down(block.hidden(x))
     with torch.no_grad():
@@ -106,6 +110,10 @@ RULES = {  # by name: how the block computes, and its FLOPs relative to torch's 
     "parallel": (lambda b, x: x + b.other(b.norm(x)) + b.down(b.hidden(x)), "less"),
     "in place": (in_place, "equal"),
     "view in place at the end": (lambda b, x: in_place(b, x.view(4, -1, WIDTH).transpose(0, 1)), "equal"),
+    # torch's checkpoint copies the gradients of written views before it recomputes.
+    "unfold": (lambda b, x: in_place(b, x).unfold(0, 2, 2).mul_(2), "equal FLOPs"),
+    "complex": (lambda b, x: torch.view_as_real(complex_of(b.down(b.hidden(x))).mul_(2)), "equal FLOPs"),
+    "conjugate": (lambda b, x: x[:, ::2] + complex_of(b.down(b.hidden(x))).conj().imag, "any"),
     "out=": (out, "equal"),
     "slices": (written_in_slices, "equal"),
     "copy": (lambda b, x: torch.zeros_like(x).copy_(b.down(b.hidden(x))) + x, "equal"),
@@ -168,8 +176,8 @@ def test_a_region_costs_at_most_what_torchs_costs(name, monkeypatch):
     if flops == "any":  # what the code reads or its own functions store has to be computed
         assert ours[0] <= 4 / 3 * plain[0]
     else:
-        assert ours[1] <= of_torch[1]
-        assert ours[0] == of_torch[0] if flops == "equal" else ours[0] < of_torch[0]
+        assert flops == "equal FLOPs" or ours[1] <= of_torch[1]
+        assert ours[0] < of_torch[0] if flops == "less" else ours[0] == of_torch[0]
 
 
 def model_of(kind: str, dropout: float):
@@ -224,6 +232,75 @@ def test_models_cost_at_most_what_torchs_checkpoint_costs(kind, dropout):
         assert all(map(torch.equal, results["plain"][2], results[how][2]))
         assert results[how][0] == results["torch"][0]
         assert results[how][1] <= results["torch"][1]
+
+
+class Chain(nn.Module):
+    """Four blocks, each a region, and perhaps in another one; `other`: what else uses the weights and gradients."""
+
+    def __init__(self, is_nested: bool, other: str):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(lambda b, x: x + b.down(b.hidden(x))) for _ in range(4))
+        self.is_nested, self.other, self.seen = is_nested, other, []
+        if other == "shared":
+            self.blocks[2].up = self.blocks[0].up
+        for parameter in self.parameters():
+            if other == "hooks":
+                parameter.register_hook(lambda gradient: gradient * 2)
+                parameter.register_post_accumulate_grad_hook(lambda p: self.seen.append(p.grad.sum().item()))
+            if other == "node":  # as DDP and FSDP1 have them
+                accumulate = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+                accumulate.register_hook(lambda *_, p=parameter: self.seen.append(p.grad.sum().item()))
+                self.seen.append(accumulate)
+
+    def loss(self, x, call):
+        pairs = zip(self.blocks[::2], self.blocks[1::2])
+        for first, second in pairs:
+            if self.is_nested:
+                x = call(lambda x, a=first, b=second: call(b, call(a, x)), x)
+            else:
+                x = call(second, call(first, x))
+        decay = sum(each.square().sum() for each in self.parameters()) if self.other == "decay" else 0
+        return x.square().mean() + decay
+
+
+@pytest.mark.parametrize("other", ["", "shared", "decay", "hooks", "node"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_gradients_are_added_to_existing_ones_as_soon_as_they_exist(is_nested, other):
+    results = {}
+    for how, call in HOW.items():
+        torch.manual_seed(0)
+        chain, x = Chain(is_nested, other), torch.randn(ROWS, WIDTH)
+
+        def step(chain=chain, x=x, call=call):
+            for _ in range(3):
+                chain.loss(x, call).backward()
+
+        step()
+        grads = [each.grad.clone() for each in chain.parameters() if each.grad is not None]
+        seen = sorted(each for each in chain.seen if type(each) is float)
+        chain.zero_grad()
+        peak = ackpt.measure(step, resident=[chain, x], repeats=0).dynamic_peak_bytes
+        results[how] = grads, seen, peak
+    plain, of_torch, ours = (results[how] for how in HOW)
+    assert all(map(torch.equal, plain[0], ours[0])) and len(plain[0]) == len(ours[0])
+    assert plain[1] == ours[1]
+    if other not in ("hooks", "decay"):
+        assert ours[2] <= of_torch[2]
+
+
+def test_dead_calls_are_those_of_the_dtype_and_the_mode():
+    """Under autocast, and for inputs of another dtype or layout, torch saves other tensors of the same calls."""
+    block, x = Block(lambda b, x: b.down(F.gelu(b.up(x)).float())), torch.randn(ROWS, WIDTH)
+    for dtype in (None, torch.bfloat16, torch.float16, None):
+        for given in (x, x.to(torch.bfloat16), x.view(WIDTH, ROWS).t()):
+            results = []
+            for call in (HOW["plain"], HOW["ackpt"], HOW["ackpt"]):
+                block.zero_grad()
+                is_on = dtype is not None or given.dtype != torch.float32
+                with torch.autocast("cpu", dtype or torch.bfloat16, enabled=is_on):
+                    call(block, given.requires_grad_()).float().square().sum().backward()
+                results.append([each.grad for each in block.parameters() if each.grad is not None])
+            assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
 
 
 @pytest.mark.parametrize("name", ["residual", "post-norm", "parallel", "dropout", "matmul"])

@@ -172,6 +172,33 @@ class PastAutograd(nn.Module):
         return out
 
 
+class Replaces(nn.Module):
+    """Each forward assigns the ``.data`` of a momentum copy, as in MoCo, and of a weight that it clips."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x):
+        self.query.weight.data = self.query.weight.data.clamp(-0.4, 0.4) * 0.9
+        for key, query in zip(self.key.parameters(), self.query.parameters()):
+            key.data = key.data * 0.9 + query.data * 0.1
+        return self.query(x) + self.key(x)
+
+
+class InSlots(nn.Module):
+    """A moving average and a counter in an object with slots, both bound again."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = Slots(torch.ones(4), 1)
+
+    def forward(self, x):
+        self.kept.t = self.kept.t * 0.9 + x.detach().mean(0)
+        self.kept.generator += 1
+        return x.sin() * self.kept.t * self.kept.generator
+
+
 class FakeQuantized(nn.Module):
     """Quantization-aware training: an observer's range moves in the kernel."""
 
@@ -234,6 +261,8 @@ LAYERS = {
     "functional instance norm": lambda: OwnStatistics(F.instance_norm),
     "statistics that are read": reads_statistics,
     "buffer changed through data": lambda: PastAutograd("data"),
+    "parameters whose data is replaced": Replaces,
+    "tensor and number in slots": InSlots,
     "buffer changed through numpy": lambda: PastAutograd("numpy"),
     "fake quantization": FakeQuantized,
     "batch norm": lambda: nn.BatchNorm1d(4),

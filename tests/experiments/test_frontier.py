@@ -14,11 +14,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 
 import ackpt
-from ackpt.metering.plots import png
 from experiments.cli.command_line import main
 from experiments.frontier import FrontierConfig, run_frontier
 from experiments.reports import frontier as report
 from experiments.reports import frontier_times as times
+from experiments.reports.plots import png
 from experiments.results import Record, environment
 from experiments.steps.frontier_models import checked_sizes, workload
 from experiments.steps.frontier_runs import Runs

@@ -5,7 +5,7 @@ import torch
 
 import ackpt
 from ackpt.graph import PlannedStep
-from ackpt.planner.policies import revolve
+from experiments.policies import revolve
 from experiments.sublinear import lowest, measured, pyramid, run, within
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")

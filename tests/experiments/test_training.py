@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from conftest import raises
 
-from ackpt.metering.plots import MIB
 from experiments.lm import LMConfig, run_lm
 from experiments.reports.figures import losses_plot, stacked_plot
+from experiments.reports.plots import MIB
 from experiments.reports.training import PUBLISHED, published_rows
 from experiments.results import Record, environment
 from experiments.steps import training

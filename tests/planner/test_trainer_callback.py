@@ -49,3 +49,15 @@ def test_an_invalid_budget_is_refused_at_once():
         AckptCallback("much")
     with pytest.raises(TypeError, match="sloowdown"):
         AckptCallback("6GiB", sloowdown=0.1)
+
+
+def test_a_training_that_failed_is_followed_by_another_and_a_second_budget_is_refused(tmp_path):
+    model, callback = torch.nn.Linear(2, 2), AckptCallback("1GiB")
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    for _ in range(2):  # on_train_end does not run after an error
+        callback.on_train_begin(arguments, None, None, model, torch.optim.SGD(model.parameters()))
+        assert in_place_of(model) is callback.step
+    with pytest.raises(ValueError, match="the model has a budget"):
+        AckptCallback("1GiB").on_train_begin(arguments, None, None, model)
+    callback.on_train_end(arguments, None, None, model)
+    assert in_place_of(model) is None

@@ -111,19 +111,26 @@ class AssignsLater(Part):
 
 @part(planned=False)
 class AssignsData(Part):
-    """A momentum copy of a weight, whose ``.data`` the forward replaces, as in MoCo."""
+    """A momentum copy of a weight, whose ``.data`` the forward, or a hook of it, replaces, as in MoCo."""
 
     def setup(self, draw, inner):
         self.query = nn.Linear(WIDTH, WIDTH)
         self.key = copy.deepcopy(self.query).requires_grad_(False)
         self.replaces = draw.random() < 0.6
+        self.hooked = draw.random() < 0.3
+        if self.hooked:
+            self.key.register_forward_pre_hook(lambda key, args: self.update())
 
-    def forward(self, x):
+    def update(self):
         for key, query in zip(self.key.parameters(), self.query.parameters()):
             if self.replaces:
                 key.data = key.data * 0.9 + query.data * 0.1
             else:
                 key.data.mul_(0.9).add_(query.data, alpha=0.1)
+
+    def forward(self, x):
+        if not self.hooked:
+            self.update()
         x = channels_last(x)
         return channels_first(self.query(x) + self.key(x))
 

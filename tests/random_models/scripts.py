@@ -134,6 +134,26 @@ def _increase(x: torch.Tensor) -> None:
 _increase.register_fake(lambda x: None)
 
 
+@torch.library.custom_op("random_models::product", mutates_args=())
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x @ weight).float()  # in the dtype of autocast
+
+
+_product.register_fake(lambda x, weight: torch.empty_like(x, dtype=torch.float32))
+
+
+def _keep_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx, gradient):
+    x, weight = ctx.saved_tensors
+    return (gradient @ weight.t()).to(x.dtype), x.flatten(0, -2).float().t() @ gradient.flatten(0, -2)
+
+
+_product.register_autograd(_product_backward, setup_context=_keep_inputs)
+
+
 class _Increased(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -148,12 +168,15 @@ class _Increased(torch.autograd.Function):
 
 @part()
 class OwnOperations(Part):
-    """Custom operations: one draws random numbers without a tag that says so, one writes into its argument."""
+    """Custom operations: one draws random numbers untagged, one writes into its argument, one depends on autocast."""
 
     def setup(self, draw, inner):
         self.draws = draw.random() < 0.6
+        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH)) if draw.random() < 0.4 else None
 
     def forward(self, x):
+        if self.weight is not None:
+            x = channels_first(_product(channels_last(x), self.weight)).tanh()
         return _drop(torch.relu(x) + 0.1) if self.draws else _Increased.apply(x).tanh()
 
 

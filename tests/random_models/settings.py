@@ -1,7 +1,9 @@
 """Parts that read what is neither argument nor tensor: globals, closures, configurations, the environment, modes."""
 
+import contextvars
 import dataclasses
 import os
+import threading
 import types
 
 import numpy as np
@@ -13,6 +15,9 @@ from .part import WIDTH, Part, at_restart, channels_first, channels_last, part
 SCALE = 1.0
 FLAGS = {"sharp": False}
 _VARIABLE = "ACKPT_RANDOM_MODELS"
+OTHER = 0.5
+_CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=0.5)
+_LOCAL = threading.local()
 
 
 @at_restart
@@ -22,6 +27,13 @@ def _restart():
     FLAGS["sharp"] = False
     os.environ.pop(_VARIABLE, None)
     Settings.temperature = 1.0
+    _CONTEXT.set(0.5)
+    vars(_LOCAL).clear()
+    scaled_by_attribute.scale = globals()["OTHER"] = 0.5
+
+
+def scaled_by_attribute(x):
+    return x * scaled_by_attribute.scale
 
 
 @part()
@@ -114,6 +126,39 @@ class ReadsConfiguration(Part):
         found = channels_first(self.linear(channels_last(x))) * self.config.scale
         found = found / getattr(type(self.config), "temperature", 1.0)
         return x + found if self.config.residual else found
+
+
+@part()
+class ReadsObjects(Part):
+    """A number of a context variable, a thread, a function or an object in a container, changed between steps."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.how = draw.choice(["context", "thread", "function", "list", "globals", "anomaly"])
+        self.box = {"all": [Settings(), Settings()]}
+
+    def between(self, step):
+        if self.how == "context":
+            _CONTEXT.set(step + 1.0)
+        elif self.how == "thread":
+            _LOCAL.scale = step + 1.0
+        elif self.how == "function":
+            scaled_by_attribute.scale = step + 1.0
+        elif self.how == "list":
+            self.box["all"][1].scale = step + 1.0
+        elif self.how == "globals":
+            globals()["OTHER"] = step + 1.0
+
+    def forward(self, x):
+        reads = {
+            "context": lambda: _CONTEXT.get(),
+            "thread": lambda: getattr(_LOCAL, "scale", 0.5),
+            "function": lambda: scaled_by_attribute(1.0),
+            "list": lambda: self.box["all"][1].scale,
+            "globals": lambda: globals()["OTHER"],
+            "anomaly": lambda: 0.5 if torch.is_anomaly_enabled() else 1.5,
+        }
+        return torch.tanh(x * reads[self.how]())
 
 
 @part()

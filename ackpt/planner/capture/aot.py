@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -213,6 +214,7 @@ class _Forward:
         self.held: Any = None
         self.returned: tuple = ()
         self._casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
+        self._is_anomaly_enabled = torch.is_anomaly_enabled()  # torch enables it while it captures
         self._attributes: list[tuple[torch.Tensor, str, dict[str, Any]]] = []
 
     def require_same_attributes(self) -> None:
@@ -253,7 +255,8 @@ class _Forward:
         number = _plain if call.symbols is None else call.symbols.number
         branches = Branches(call.values, given, number, held.traced)
         with same_arguments, _stores_none(own[len(pairs) :]) as returned, once, held, held.in_functions():
-            with found_packed(), call.reads.watched(call.leaves):
+            anomaly = mock.patch.object(torch, "is_anomaly_enabled", lambda: self._is_anomaly_enabled)
+            with found_packed(), anomaly, call.reads.watched(call.leaves):
                 with fused_attention_refused(), saving_hooks_refused(), branches:
                     outputs, out_spec = flatten_outputs(in_own_context(lambda: call_own(call.model, *args, **kwargs)))
             returned += outputs

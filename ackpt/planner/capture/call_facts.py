@@ -153,6 +153,7 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "torch.get_num_threads()": torch.get_num_threads,
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.get_default_device()": _default_device,
+    "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
     "torch.get_float32_matmul_precision()": _precision,
     "torch.backends.cudnn.benchmark": torch._C._get_cudnn_benchmark,

@@ -24,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves
 
+from ackpt.checkpointing.autocast import autocast_of
 from ackpt.metering.autograd_engine import INTO_ZEROS, ZEROS, is_dense, sums_own_gradients
 
 from .inspection.source_lines import line, not_repeated
@@ -31,6 +32,7 @@ from .joint_graph import RESIDENT, JointGraph
 from .operations import BACKWARD, with_accesses
 
 _KEY = "ackpt_in_place"
+AUTOCAST = "ackpt_autocast"  # on nodes of operations of others: the autocast under which the model calls them
 _RUNS_IN = "ackpt_autograd_node"  # on nodes of the backward: the autograd node that runs while they are captured
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 _SUM, _SUMS_OWN = "ackpt_gradient_sum", "ackpt_sums_own_gradients"
@@ -55,7 +57,8 @@ def in_place_as_eager():
                 "another kernel there. Freeze the layer by requires_grad_(False) instead"
             )
         writes, autograd_node = _changes_its_first_argument(func), torch._C._current_autograd_node()
-        capture = get_proxy_mode() if writes or autograd_node is not None else None
+        autocast = autocast_of(func) if autograd_node is None else ()
+        capture = get_proxy_mode() if writes or autocast or autograd_node is not None else None
         if capture is None:
             return _with_eager_strides(dispatch, self, func, types, args, kwargs)
         nodes = capture.tracer.graph.nodes
@@ -65,6 +68,8 @@ def in_place_as_eager():
         for node in itertools.takewhile(lambda node: node is not last, reversed(nodes)):
             if writes and _name(node).removesuffix("_functional") in (func._schema.name.removesuffix("_"), _FILLED):
                 node.meta[_KEY] = True
+            if autocast and func in (node.target, *node.args):  # `auto_functionalized` has it as its argument
+                node.meta[AUTOCAST] = autocast
             if autograd_node is not None:
                 node.meta[_RUNS_IN] = autograd_node._sequence_nr()
                 node.meta[_SUM] = from_engine

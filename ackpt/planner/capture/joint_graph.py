@@ -184,12 +184,11 @@ class Analysis:
     def resized(self, graph: JointGraph) -> Analysis:
         """The tables of `graph`, this one with other bytes of its storages; both share tables without bytes."""
         assert not self.restrided
-        for table in ("callers", "effects", "_mask_elements", "allocated", "_batch_norms"):
+        for table in ("callers", "effects", "_mask_elements", "allocated", "batch_norms"):
             getattr(self, table)  # built now, once for all sizes
         resized = copy.copy(self)
         resized.graph, resized.bytes = graph, [storage.bytes for storage in graph.storages]
-        for table in ("masks", "allocated_bytes", "recomputed_bytes"):
-            vars(resized).pop(table, None)
+        vars(resized).pop("masks", None)
         return resized
 
     @property
@@ -372,7 +371,7 @@ class Analysis:
         return [self.reads(node.id, again=node.phase == FORWARD) for node in self.graph.nodes]
 
     def recompute_reads(self, node: int) -> tuple[int, ...]:
-        if node in self._batch_norms:
+        if node in self.batch_norms:
             arguments = self.fx[node].args[:3]
             return tuple(source.meta["ackpt_id"] for source in arguments if isinstance(source, torch.fx.Node))
         return self.graph.nodes[node].inputs
@@ -380,7 +379,7 @@ class Analysis:
     def storages(self, node: int, again: bool = False) -> tuple[int, ...]:
         """The storages that the result of `node` uses, in the forward or `again` in backward."""
         storages = self.graph.nodes[node].storages
-        return storages[:_RESULTS_WITHOUT_STATISTICS] if again and node in self._batch_norms else storages
+        return storages[:_RESULTS_WITHOUT_STATISTICS] if again and node in self.batch_norms else storages
 
     @cached_property
     def allocated(self) -> dict[int, frozenset[int]]:
@@ -424,22 +423,6 @@ class Analysis:
         return {node: op for node, op in operations.items() if len(self.allocated.get(op, ())) > 1}
 
     @cached_property
-    def allocated_bytes(self) -> list[int]:
-        """By node, the bytes that it allocates for its results."""
-        sizes = [0] * len(self.graph.nodes)
-        for storage in self.graph.storages:
-            sizes[storage.producer] += storage.bytes
-        return sizes
-
-    @cached_property
-    def recomputed_bytes(self) -> list[int]:
-        """The same in backward, where a recomputed batch norm returns no running statistics."""
-        sizes = list(self.allocated_bytes)
-        for node in self._batch_norms:
-            sizes[node] = sum(self.bytes[s] for s in self.storages(node, again=True) if s in self.allocated[node])
-        return sizes
-
-    @cached_property
     def accessed(self) -> dict[str, list[tuple[int, ...]]]:
         """By phase and node, the storages that the node reads or writes when it runs there, but for resident ones."""
         nodes = self.graph.nodes
@@ -452,7 +435,7 @@ class Analysis:
         return tables
 
     @cached_property
-    def _batch_norms(self) -> set[int]:
+    def batch_norms(self) -> set[int]:
         return {node for node, fx in self.fx.items() if is_training_batch_norm(fx)}
 
 

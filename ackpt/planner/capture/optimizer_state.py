@@ -101,7 +101,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool
     """A copy of the optimizer without data after one step, its trained parameters, and the prediction of that step."""
     stand_in = copy.copy(optimizer)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _no_autocast():
+        with FakeTensorMode(allow_non_fake_inputs=True), no_autocast():
             stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
             stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
             trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
@@ -231,7 +231,7 @@ def _named(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 @contextlib.contextmanager
-def _no_autocast():
+def no_autocast():
     """Inside, autocast is off: a step planned under autocast has an optimizer that runs outside of it."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield

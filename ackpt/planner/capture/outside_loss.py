@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +20,13 @@ from ackpt.metering.resident import rounded
 from .inspection.calls import call_arguments
 from .inspection.model_checks import forward_names
 from .joint_graph import JointGraph
-from .optimizer_state import CUDA_BLOCK
+from .optimizer_state import CUDA_BLOCK, no_autocast
 
 
 class OutsideLoss:
     """``function(outputs, batch)``, the loss of a training loop, and what it adds to the step of a model.
 
-    It runs once at each size; a batch of other sizes than `batch` has those by which the outputs differ. If it cannot
-    run there, its bytes are in proportion to those of the outputs.
+    It runs once at each size; a batch of other sizes than `batch` has those by which the outputs differ.
     ``step_bytes``: the peak of its forward and backward beyond outputs and batch. ``held_bytes``: of the loss itself.
     """
 
@@ -52,12 +52,7 @@ class OutsideLoss:
         sizes = dict(zip(_flat(self._shapes or shapes), _flat(shapes)))
         batch = tree_map(lambda leaf: _resized(leaf, sizes), self.batch)
         ratio = sum(map(math.prod, shapes)) / max(1, sum(map(math.prod, self._shapes or shapes)))
-        try:
-            step, held = _bytes_of(self.function, outputs, values, batch, graph.on_cpu)
-        except TraceError:
-            if not self._shapes:
-                raise
-            step, held = (math.ceil(ratio * each) for each in (self.step_bytes, self.held_bytes))
+        step, held = _bytes_of(self.function, outputs, values, batch, graph.on_cpu)
         if not self._shapes:
             self.step_bytes, self.held_bytes, self._shapes = step, held, shapes
         return replace(
@@ -89,6 +84,7 @@ def inputs_of(model, batch):
 def cross_entropy_bytes(outputs: Sequence[torch.Tensor]) -> int | None:
     """What a cross-entropy on the largest of `outputs` allocates; None if none can be the logits of one."""
     logits = [each for each in outputs if each.dim() > 1 and all(isinstance(size, int) for size in each.shape)]
+    logits = [each for each in logits if each.is_floating_point()]
     if not logits:
         return None
     largest = max(logits, key=torch.Tensor.numel)
@@ -104,6 +100,8 @@ def cross_entropy_bytes(outputs: Sequence[torch.Tensor]) -> int | None:
 def _bytes_of(function, outputs, values, batch, on_cpu: bool) -> tuple[int, int]:
     """The dynamic peak of `function`, forward and backward, and the bytes of the loss that it returns."""
     held = []
+    active = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+    autocast = nullcontext() if active is None else torch.autocast("cpu", torch.get_autocast_dtype(active))
     with _disable_current_modes(), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [_empty(value, "cpu") for value in values]
         for each in tensors:
@@ -112,19 +110,22 @@ def _bytes_of(function, outputs, values, batch, on_cpu: bool) -> tuple[int, int]
         returned, batch = outputs(tensors), tree_map(lambda leaf: _empty(leaf, "cpu"), batch)
 
         def step():
-            loss = function(returned, batch)
+            with autocast:  # for the loss alone: `predict` refuses it around its own tensors
+                loss = function(returned, batch)
             held[:] = [loss.untyped_storage().nbytes()]
             loss.backward()
 
         resident = [each for each in tree_leaves((tensors, batch)) if isinstance(each, torch.Tensor)]
         device, block = ("cpu", 1) if on_cpu else ("cuda", CUDA_BLOCK)
         try:
-            found = predict(step, resident=resident, warmup=0, device=device, round_to=block)
+            with no_autocast():
+                found = predict(step, resident=resident, warmup=0, device=device, round_to=block)
         except Exception as error:  # of the user's function
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TraceError(
-                f"loss= cannot run without data: {reason}. It gets the outputs and the batch, and must return a scalar "
-                "without reading values; leave it out to plan the model alone."
+                f"loss= cannot run without data: {reason}. It gets the outputs and the batch, whose sizes change as "
+                "those of the outputs do, and must return a scalar without reading values; leave it out to plan the "
+                "model alone."
             ) from error
     return found.dynamic_peak_bytes, rounded(held[0], block)
 

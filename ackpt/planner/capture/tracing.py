@@ -118,7 +118,6 @@ def prepared(module) -> None:
     _require_operations(module.graph)
     _require_dense(module.graph.nodes)
     _require_same_dtypes(module.graph)
-    _require_no_casts(module.graph)
     if any(is_size(node) for node in module.graph.nodes):
         without_full_slices(module)
     move_tangents(module)
@@ -269,23 +268,6 @@ def _require_same_dtypes(graph) -> None:
                 f"{' and '.join(dtypes)}. Convert the inputs or the model, as in x.to(model.dtype) or model.float(), "
                 "or plan and train under torch.autocast."
             )
-
-
-def _require_no_casts(graph) -> None:
-    """Refuse products with 4-bit weights under an autocast that casts inside of the library's kernel.
-
-    Torch switches autocast off in a captured step, and in the dispatch modes that watch the first step of regions.
-    """
-    for node in graph.nodes:
-        if getattr(node.target, "namespace", "") == "bitsandbytes" and _phase(node) == FORWARD:
-            dtype, device = (value := node.args[0].meta["val"]).dtype, value.device.type
-            cast_to = torch.get_autocast_dtype(device)
-            if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != cast_to:
-                raise TraceError(
-                    f"module {_where(node, 'module')!r} multiplies by a 4-bit weight in {dtype} under torch.autocast "
-                    f"to {cast_to}, where bitsandbytes casts inside of its kernel. Set its dtype to that of autocast: "
-                    f"bnb_4bit_compute_dtype={cast_to} in BitsAndBytesConfig, or compute_dtype of Linear4bit."
-                )
 
 
 def _where(node, what: str) -> str:

@@ -1,21 +1,14 @@
-"""`Profile`: the cost of every node, measured or modeled from shapes and the rates of a device."""
+"""`Profile`: the cost of every node, modeled from shapes and the rates of a device."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import math
 import operator
-import os
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.files import read_json, write_text_atomic
 from ackpt.core.progress import shown
 from ackpt.metering.gpus import BLOCK
 from ackpt.metering.kernel_memory import cuda_temporaries
@@ -26,25 +19,6 @@ from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.operation_costs import dtype, elements, flops, traffic
 from ackpt.planner.costs.workspace import value_of, workspace_bytes
 
-ORIGINS = ("measured", "analytic", "given")
-_SCHEMA = {"schema": "ackpt.profile", "version": 1}
-_COUNTS = ("flops", "bytes_in", "bytes_out", "workspace_bytes")  # by node id
-_TIMES = ("seconds", "swap_seconds", "pack_seconds")
-_BY_STORAGE = _TIMES[1:]
-
-
-class ProfileError(ValueError):
-    """A profile that cannot be read, or that was made for another graph.
-
-    Example:
-        >>> from ackpt.graph import Profile, ProfileError
-        >>> try:
-        ...     Profile.from_json({})
-        ... except ProfileError:
-        ...     print("this is no profile")
-        this is no profile
-    """
-
 
 @dataclass(frozen=True)
 class Profile:
@@ -52,16 +26,16 @@ class Profile:
 
     ``flops``: floating-point operations; ``bytes_in``, ``bytes_out``: of all arguments and of the results, where views
     count 0; ``workspace_bytes``: what the operation allocates and frees internally; ``seconds``: run time, None if it
-    is neither measured nor modeled. ``origin``: ``{field: "measured" | "analytic" | "given"}``. ``swap_seconds``: by
-    storage id, one copy between device and host, None as for ``seconds``. ``pack_seconds``: by storage id, packing a
-    dropout mask once, or unpacking it; also None without such masks. ``graph``: the hash of the graph.
+    is not modeled. ``swap_seconds``: by storage id, one copy between device and host, None as for ``seconds``.
+    ``pack_seconds``: by storage id, packing a dropout mask once, or unpacking it; also None without such masks.
+    ``graph``: the hash of the graph.
 
     Example:
         >>> import torch, ackpt
         >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
         >>> costs = ackpt.profile(graph)
-        >>> sum(costs.flops), costs.seconds, costs.origin["flops"]
-        (256, None, 'analytic')
+        >>> sum(costs.flops), costs.seconds
+        (256, None)
         >>> len(costs.flops) == len(graph.nodes)
         True
     """
@@ -72,90 +46,9 @@ class Profile:
     bytes_out: tuple[int, ...]
     workspace_bytes: tuple[int, ...]
     seconds: tuple[float, ...] | None
-    origin: dict[str, str] = field(hash=False)
     swap_seconds: tuple[float, ...] | None = None
     graph: str = ""
     pack_seconds: tuple[float, ...] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, from which `from_json` makes an equal profile."""
-        data = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**_SCHEMA, **{key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Profile:
-        """The profile that `to_json` wrote.
-
-        Raises:
-            ProfileError: if the data are not a profile, or are incomplete.
-        """
-        schema = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
-        if schema != _SCHEMA:
-            raise ProfileError(
-                f"this is not a profile of this version: expected {_SCHEMA}, found {schema}; profile again"
-            )
-        data = {"pack_seconds": None, **data}  # profiles of earlier versions have none
-        if missing := [field.name for field in fields(cls) if field.name not in data]:
-            raise ProfileError(f"this profile is incomplete: it lacks {', '.join(missing)}; profile again")
-        for name in (*_COUNTS, *_TIMES):
-            _check_figures(name, data[name], data["flops"], data["origin"])
-        if not isinstance(data["device"], str) or not isinstance(data["graph"], str):
-            raise ProfileError("this profile is damaged: it does not name its device and graph; profile again")
-        values: dict[str, Any] = {}
-        for each in fields(cls):
-            value = data[each.name]
-            values[each.name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the profile as JSON, completely or not at all.
-
-        Raises:
-            RecordError: if it cannot be written there.
-        """
-        return write_text_atomic(path, json.dumps(self.to_json()) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """The profile that `save` wrote.
-
-        Raises:
-            ProfileError: if the file is no profile, is truncated, or was written by another version.
-        """
-        data = read_json(path, "profile", ProfileError)
-        try:
-            return cls.from_json(data)
-        except ProfileError as error:
-            raise ProfileError(f"{path}: {error}") from error
-
-    def to_csv(self, graph: JointGraph) -> str:
-        """One line per node: the operation, and each cost with its origin; both columns are empty for unknown costs.
-
-        ``swap_seconds`` are those of the storages that the node allocates.
-
-        Raises:
-            ProfileError: if the profile was made for another graph.
-        """
-        if self.graph != graph.hash:
-            raise ProfileError(
-                f"this profile was made for another graph ({self.graph[:12]}, not {graph.hash[:12]}); profile this one"
-            )
-        born = graph.analysis.allocated
-        figures = {name: getattr(self, name) for name in (*_COUNTS, "seconds")}
-        swaps = self.swap_seconds
-        if swaps is not None:
-            swaps = [math.fsum(swaps[storage] for storage in born.get(node.id, ())) for node in graph.nodes]
-        figures["swap_seconds"] = swaps
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        described = ("id", "name", "target", "phase", "module", "source")
-        writer.writerow([*described, *(column for name in figures for column in (name, f"{name}_origin"))])
-        for node in graph.nodes:
-            row = [getattr(node, name) for name in described]
-            for name, values in figures.items():
-                row += ["", ""] if values is None else [values[node.id], self.origin[name]]
-            writer.writerow(row)
-        return text.getvalue()
 
 
 def profile(
@@ -185,8 +78,8 @@ def profile(
         >>> import torch, ackpt
         >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
         >>> costs = ackpt.profile(graph, "h200")
-        >>> sum(costs.flops), costs.origin["seconds"]
-        (256, 'analytic')
+        >>> sum(costs.flops), len(costs.seconds) == len(graph.nodes)
+        (256, True)
     """
     if not isinstance(graph, JointGraph):
         raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
@@ -224,11 +117,9 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         written.append(bytes_out)
         if rates is not None:
             seconds.append(seconds_of(rates, node, args, kwargs, result, computed[-1], bytes_in + bytes_out))
-    origin = dict.fromkeys(("flops", "bytes_in", "bytes_out"), "analytic") | {"workspace_bytes": workspace}
     swaps = packs = None
     if rates is not None:
         packs = _pack_seconds(graph, rates)
-        origin |= dict.fromkeys(_TIMES if packs else _TIMES[:2], "analytic")
         swaps = tuple(storage.bytes / rates.link_bytes_per_second for storage in graph.storages)
     return Profile(
         device="any" if rates is None else rates.name,
@@ -237,7 +128,6 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         bytes_out=tuple(written),
         workspace_bytes=workspace_bytes(graph) if workspace == "measured" else (0,) * len(computed),
         seconds=None if rates is None else tuple(seconds),
-        origin=origin,
         swap_seconds=swaps,
         graph=graph.hash,
         pack_seconds=packs,
@@ -272,7 +162,7 @@ def with_gpu_workspace(graph: JointGraph, costs: Profile) -> Profile:
     sizes = []
     for node, args, kwargs in _calls(graph):
         sizes.append(sum(rounded(size, BLOCK) for size in cuda_temporaries(node.target, args, kwargs)))
-    return replace(costs, workspace_bytes=tuple(sizes), origin={**costs.origin, "workspace_bytes": "analytic"})
+    return replace(costs, workspace_bytes=tuple(sizes))
 
 
 def _calls(graph: JointGraph):
@@ -294,23 +184,6 @@ def rates(device: Any) -> devices.Device | None:
     if device == "cuda" or device.startswith("cuda:"):
         raise ValueError(f"the rates of {device!r} are not known: name one of {', '.join(devices.DEVICES)}")
     return devices.device(device)
-
-
-def _check_figures(name: str, values, flops, origin) -> None:
-    """Refuse fields that are not lists of figures with an origin; each list by node must be as long as the FLOPs."""
-    if values is None and name in _TIMES:
-        return
-    number = int if name in _COUNTS else (int, float)
-    if not isinstance(values, list) or not all(
-        isinstance(value, number) and not isinstance(value, bool) and 0 <= value < math.inf for value in values
-    ):
-        raise ProfileError(f"this profile is damaged: its {name} are not all numbers from 0; profile again")
-    if name not in _BY_STORAGE and len(values) != len(flops):
-        raise ProfileError(
-            f"this profile is damaged: it has {len(flops)} flops and {len(values)} {name}; profile again"
-        )
-    if not isinstance(origin, dict) or origin.get(name) not in ORIGINS:
-        raise ProfileError(f"this profile is damaged: it does not say where its {name} are from; profile again")
 
 
 def fused(graph: JointGraph, costs: Profile, rates: Device) -> Profile:

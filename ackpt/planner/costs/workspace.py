@@ -32,6 +32,7 @@ from ackpt.metering.run_alone import (
 )
 from ackpt.metering.timeline import MeterError
 from ackpt.planner.capture.dynamic_sizes import DynamicModule, expression
+from ackpt.planner.capture.in_place import AUTOCAST
 from ackpt.planner.capture.joint_graph import JointGraph, communicates, once_per_graph
 from ackpt.planner.costs.operation_costs import allocates
 
@@ -67,8 +68,12 @@ def has_users_kernel(node: torch.fx.Node) -> bool:
     operation: Any = node.target
     if not isinstance(operation, torch._ops.OpOverload):
         return False
-    if not is_safe(operation, [each.meta.get("val") for each in node.all_input_nodes]):
+    values = [each.meta.get("val") for each in node.all_input_nodes]
+    if not is_safe(operation, values):
         return True
+    autocast, first = dict(node.meta.get(AUTOCAST, ())), next((v for v in values if isinstance(v, torch.Tensor)), None)
+    if autocast and first is not None and autocast.get(first.device.type) != first.dtype:
+        return True  # it may cast inside
     name = str(operation).removesuffix(".default").replace(".", "/", 1)
     return operation.namespace not in _OWN and any(f"{name}/{key}" in torch.library._impls for key in _KERNELS)
 

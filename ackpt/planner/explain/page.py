@@ -16,7 +16,7 @@ from .saved import SavedLine, StepMemory, by_equal_blocks, cost_text, grouped, l
 
 _POINTS = 600  # of the timeline
 _WIDTH, _HEIGHT = 720, 260
-# The colors of the kinds are those of `ackpt.metering.plots.COLORS`, which needs matplotlib.
+# The colors of the kinds are those of `experiments.reports.plots.COLORS`, which needs matplotlib.
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --text: #1c2430; --faint: #525c6a; --line: #d5dae1; --bar: #dbe7f5;
   --parameters: #4a6fc4; --buffers: #8fa8dd; --inputs: #55b3d9; --optimizer: #8e5cc4; --gradients: #d1568f;

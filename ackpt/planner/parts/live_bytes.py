@@ -22,6 +22,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ackpt.checkpointing.autocast import as_in_eager
 from ackpt.core.autograd_state import phase
 from ackpt.metering.autograd_engine import PRODUCTS, SAVE_NUMBERS, is_dense, number_bytes, references
 from ackpt.metering.resident import storages_of
@@ -113,7 +114,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = as_in_eager(func)(*args, **kwargs)
         self._add_cost(func, args, kwargs, result)
         return result
 
@@ -229,13 +230,14 @@ class LiveBytes(Counter):
     def _run(self, func, args, kwargs) -> tuple[Any, int]:
         """The result of an operation, and its workspace: its peak beyond its results."""
         key = _signature(func, args, kwargs)
+        call = as_in_eager(func)
         if key in self._workspaces:
-            return func(*args, **kwargs), self._workspaces[key]
+            return call(*args, **kwargs), self._workspaces[key]
         if _profiler_enabled():  # by the user, and a thread can have only one
             left, peak = 0, in_new_thread(lambda: _workspace(func, args, kwargs))
-            result = func(*args, **kwargs)
+            result = call(*args, **kwargs)
         else:
-            result, left, peak = run_counted(lambda: func(*args, **kwargs))
+            result, left, peak = run_counted(lambda: call(*args, **kwargs))
         if len(self._workspaces) >= _MOST_WORKSPACES:
             self._workspaces.clear()
         self._workspaces[key] = peak - left

@@ -1,9 +1,8 @@
 """Policies: each turns a graph, its profile and a limit in bytes into one schedule.
 
 ``ackpt.plan`` runs a policy, simulates its schedule, and refuses a schedule that exceeds the budget. `POLICIES` names
-the function of each policy. The files `chen`, `revolve` and `rotor` also contain the algorithms on plain numbers that
-the book uses. ``chains`` has the code that policies for chains of blocks share.
-``search`` has the Pareto frontier and the searches that extend it. Read `full` first, then `auto`.
+the function of each policy. ``chains`` has the code that policies for chains of blocks share, and ``search`` the Pareto
+frontier and the searches that extend it. Read `full` first, then `auto`.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ POLICIES = {
     "full": "full.schedule",
     "manual": "manual.schedule",
     "auto": "auto.schedule",
-    "chen-sqrt": "chen.schedule",
-    "chen-log": "chen.halving_schedule",
-    "revolve": "revolve.schedule",
     "rotor": "rotor.schedule",
     "mu-two": "mu_two.schedule",
     "selective": "selective.schedule",
 }
 Policy = str | Callable[..., Any]  # a name in `POLICIES`, or a function that is called as `schedule` is
-_STUDIES = {"ilp": "ilp.ilp", "min-cut": "min_cut.min_cut"}  # policies of papers, which only a checkout has
+# Policies of papers, which only a checkout has.
+_STUDIES = {"chen-sqrt": "chen.chen_sqrt", "chen-log": "chen.chen_log", "revolve": "revolve.revolve"}
+_STUDIES |= {"ilp": "ilp.ilp", "min-cut": "min_cut.min_cut"}
 _KEYWORDS = ("budget", "policy", "profile", "cache")  # of `ackpt.plan`, which are no options of a policy
 
 

@@ -6,7 +6,7 @@ those in which a saved tensor stays until the backward that reads it. It has O(L
 
 In the policy a block is a stage. The model does not know that the first forward runs anyway, nor that the recomputed
 activations of a block need not all be live at once. So its schedules for every budget, with the overhead of stages and
-without, are simulated with those of ``chen-sqrt``, ``chen-log`` and ``revolve``; the cheapest one that fits is taken.
+without, are simulated with those of ``full``; the cheapest one that fits is taken.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 
 from ackpt.core.errors import BudgetError
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.policies import chen, revolve
 from ackpt.planner.policies.chains.block_options import BlockStep
 from ackpt.planner.policies.chains.blocks import BlockChain, Walk, fine_chain
+from ackpt.planner.policies.full import segmentations
 from ackpt.planner.policies.search.frontier import cheapest, costs
-from ackpt.planner.schedule.schedule import Schedule
+from ackpt.planner.schedule.schedule import Schedule, lower
 
 FORWARD_ALL, FORWARD_CHECKPOINT, FORWARD_NONE = "forward all", "forward checkpoint", "forward none"
 BACKWARD = "backward"
@@ -326,15 +326,13 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 
 
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
-    """rotor's schedules for every budget, and those of the simpler persistent policies."""
+    """rotor's schedules for every budget, and those that save cut points alone."""
     blocks = fine_chain(graph, _MOST_STAGES)
     chain = stages(graph, blocks, profile)
     chains = [chain, replace(chain, forward_overhead=(), backward_overhead=())]
     solutions = dict.fromkeys(s.operations for chain in chains for s in frontier(chain, 2 * _SIZE_UNITS))
-    schedules = [_persistent(graph, blocks, operations) for operations in solutions]
-    for simpler in (chen.candidates, chen.halvings, revolve.candidates):
-        schedules += simpler(graph, profile)
-    return schedules
+    segments = (lower(graph, saved) for saved in segmentations(graph))
+    return [*(_persistent(graph, blocks, operations) for operations in solutions), *segments]
 
 
 def stages(graph: JointGraph, chain: BlockChain, profile) -> Chain:

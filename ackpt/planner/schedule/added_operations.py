@@ -8,7 +8,8 @@ the tensor and passes both to the wait. These are plain Python functions since o
 return tensors only.
 
 A random operation is replayed by saving and restoring the generator's state. Torch has higher-order operators for this,
-but they cannot run under dispatch modes such as a FLOP counter's.
+but they cannot run under dispatch modes such as a FLOP counter's. An operation of others runs under the autocast of the
+model's call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import functools
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
+from ackpt.checkpointing.autocast import run_under
 from ackpt.checkpointing.rng import TorchStream, drawn_from, snapshot
 from ackpt.core.errors import CheckpointError, warn
 from ackpt.offloading.transport import CudaTransport
@@ -142,6 +145,23 @@ def run_again(state, operation, *args, **kwargs):
         return operation(*args, **kwargs)
     finally:
         generator.set_state(now)
+
+
+def run_as_called(operation, module, autocast, dtypes, *args, **kwargs):
+    """``operation(*args, **kwargs)``, an operation of others, under the autocast under which `module` calls it.
+
+    Raises:
+        CheckpointError: if it then returns other `dtypes` than the plan's, those of its fake implementation.
+    """
+    result = run_under(operation, autocast, *args, **kwargs)
+    if (actual := [each.dtype for each in tree_leaves(result) if isinstance(each, torch.Tensor)]) != [*dtypes]:
+        name = args[0] if callable(args[0]) else operation
+        raise CheckpointError(
+            f"under autocast, {name} of module {module!r} returns {', '.join(map(str, actual))}, but its fake "
+            f"implementation {', '.join(map(str, dtypes))}, as this step is planned. Let it compute in the dtype of "
+            "autocast, return the same dtype from both implementations, or plan with regions=True."
+        )
+    return result
 
 
 def _generator(args, kwargs) -> torch.Generator:

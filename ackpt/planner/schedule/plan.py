@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ackpt.core.files import read_json, write_text_atomic
 from ackpt.metering.meter import memory_format
@@ -20,10 +19,6 @@ from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.short_names import common, operation, pattern, short_source
 from ackpt.planner.schedule.schedule import Schedule, ScheduleError, digest, from_json, to_json
 from ackpt.planner.schedule.simulator import follow, saved_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 SAVED, PACKED, RECOMPUTED, OFFLOADED = "saved", "packed", "recomputed", "offloaded"
 _SCHEMA = {"schema": "ackpt.plan", "version": 2}
@@ -250,14 +245,6 @@ class Plan:
         moved = sum(activation.fate == OFFLOADED for activation in self.activations)
         waits = "" if self.exposed_seconds is None else f", {1e3 * self.exposed_seconds:.3g} ms of waiting for copies"
         return [f"offloaded         {moved}, {memory_format(self.host_bytes)} in host memory{waits}"]
-
-    def plot(self, title: str | None = None) -> Figure:
-        """Live bytes over the steps of the plan, as `ackpt.metering.plots.timeline_plot` draws them."""
-        from ackpt.metering.plots import timeline_plot
-
-        share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
-        title = title or f"{self.policy}: {share:.2f} of the baseline's dynamic peak"
-        return timeline_plot(self.timeline.thinned(1000), title, self.resident_bytes)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON, whole or not at all.

@@ -18,12 +18,14 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from ackpt.planner.capture.dynamic_sizes import DynamicModule, Symbols, expression, is_size
+from ackpt.planner.capture.in_place import AUTOCAST
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, is_training_batch_norm
+from ackpt.planner.capture.operations import tensors_of
 from ackpt.planner.capture.patches.kernels import true_results
 from ackpt.planner.schedule.simulator import follow, rng_state_bytes
 
 from . import added_operations
-from .added_operations import run_again, run_and_save
+from .added_operations import run_again, run_and_save, run_as_called
 from .listing import Line, Listing, mapped
 from .proof import RewriteError, fake_results, live_after, storages_in
 from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, Schedule, Step
@@ -229,18 +231,26 @@ class _Builder:
 
     def compute(self, node_id: int, saves_state: bool = False):
         original = self.fx[node_id]
+        target, given = original.target, original.args
+        if autocast := original.meta.get(AUTOCAST):
+            dtypes = tuple(value.dtype for value in tensors_of(original))
+            about = self.analysis.graph.nodes[node_id].module, autocast, dtypes
+            target, given = run_as_called, (target, *about, *given)
         is_recomputed = self.again and self.analysis.graph.nodes[node_id].phase == FORWARD
         if is_recomputed and is_training_batch_norm(original):
             args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
             line = self._added(_BATCH_NORM_AGAIN, args, kwargs, original.meta)
         elif is_recomputed and node_id in self.states:
-            args, kwargs = self._mapped(original.args, original.kwargs)
-            line = self._added(run_again, (self.states[node_id], original.target, *args), kwargs, original.meta)
+            args, kwargs = self._mapped(given, original.kwargs)
+            line = self._added(run_again, (self.states[node_id], target, *args), kwargs, original.meta)
         elif saves_state:
-            args, kwargs = self._mapped(original.args, original.kwargs)
-            both = self._added(run_and_save, (original.target, *args), kwargs)
+            args, kwargs = self._mapped(given, original.kwargs)
+            both = self._added(run_and_save, (target, *args), kwargs)
             self.states[node_id] = self._added(operator.getitem, (both, 0))
             line = self._added(operator.getitem, (both, 1), meta=original.meta)
+        elif autocast:
+            args, kwargs = self._mapped(given, original.kwargs)
+            line = self._added(target, args, kwargs, original.meta)
         else:
             line = self._copied(node_id)
         line.is_recomputed = is_recomputed

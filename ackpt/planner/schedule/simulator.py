@@ -20,6 +20,7 @@ import torch
 
 from ackpt.metering.timeline import Copy, Timeline
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, once_per_graph
+from ackpt.planner.capture.mask_bits import packed_bytes
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.schedule.host_copies import Host, clock
 from ackpt.planner.schedule.schedule import (
@@ -371,9 +372,15 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
     )
 
 
-def peak_of(graph: JointGraph, schedule: Schedule, workspace_bytes) -> int:
-    """The dynamic peak of a valid schedule: the number that `simulate` finds, in a fraction of the time."""
-    forward, backward, at_end = _peaks(graph, schedule, workspace_bytes)
+Sizes = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # see `sizes_of`
+
+
+def peak_of(graph: JointGraph, schedule: Schedule, workspace_bytes, sizes: Sizes | None = None) -> int:
+    """The dynamic peak of a valid schedule: the number that `simulate` finds, in a fraction of the time.
+
+    `sizes`: other bytes of the graph's storages.
+    """
+    forward, backward, at_end = _peaks(graph, schedule, workspace_bytes, sizes)
     return int(max(forward.max(initial=0), backward.max(initial=0), at_end))
 
 
@@ -388,10 +395,12 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
     return forward.tolist(), [*backward.tolist(), at_end]
 
 
-def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.ndarray, np.ndarray, int]:
+def _peaks(
+    graph: JointGraph, schedule: Schedule, workspace_bytes, sizes: Sizes | None = None
+) -> tuple[np.ndarray, np.ndarray, int]:
     """The results of `step_peaks` as arrays, and the bytes at the optimizer's step."""
     analysis = graph.analysis
-    size, bits, allocated, again = _sizes(graph)
+    size, bits, allocated, again = sizes or own_sizes(graph)
     workspace = backward_workspace = np.asarray(workspace_bytes)
     ends: Sequence[int] = ()  # places of steps of backward after which a state is freed
     state = 0
@@ -407,7 +416,7 @@ def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.n
     if graph.outside_loss_bytes:  # as if the last operation of the forward allocated them
         forward[-1] = max(forward[-1], total + graph.outside_loss_bytes)
     total += analysis.incoming_bytes
-    total += sum(analysis.bytes[s] for node_id in analysis.tangents for s in graph.nodes[node_id].storages)
+    total += sum(int(size[s]) for node_id in analysis.tangents for s in graph.nodes[node_id].storages)
     backward, total = _compute_peaks(
         schedule.backward_arrays, total, size, bits, again, backward_workspace, ends, state
     )
@@ -418,13 +427,30 @@ _COMPUTE, _FREE, _PACK, _UNPACK, _PREFETCH = map(KINDS.index, (COMPUTE, FREE, PA
 
 
 @once_per_graph
-def _sizes(graph: JointGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The bytes of every storage, also as a packed mask, and those that every node allocates in each phase."""
+def own_sizes(graph: JointGraph) -> Sizes:
+    """`sizes_of` the graph's own storages."""
+    return sizes_of(graph, np.array(graph.analysis.bytes))
+
+
+def sizes_of(graph: JointGraph, size: np.ndarray) -> Sizes:
+    """The bytes of every storage, also as a packed mask, and those that every node allocates in each phase.
+
+    In backward, a recomputed batch norm returns no running statistics.
+    """
     analysis = graph.analysis
-    bits = np.zeros(len(analysis.bytes), dtype=np.int64)
+    bits = np.zeros(len(size), dtype=np.int64)
     for storage, mask in analysis.masks.items():
-        bits[storage] = mask.packed_bytes
-    return np.array(analysis.bytes), bits, np.array(analysis.allocated_bytes), np.array(analysis.recomputed_bytes)
+        bits[storage] = packed_bytes(size[storage] // mask.dtype.itemsize)
+    allocated = np.bincount(_producers(graph), size, len(graph.nodes)).astype(np.int64)  # exact below 2**53
+    again = allocated.copy()
+    for node in analysis.batch_norms:
+        again[node] = sum(size[s] for s in analysis.storages(node, again=True) if s in analysis.allocated[node])
+    return size, bits, allocated, again
+
+
+@once_per_graph
+def _producers(graph: JointGraph) -> np.ndarray:
+    return np.array([storage.producer for storage in graph.storages])
 
 
 def _compute_peaks(

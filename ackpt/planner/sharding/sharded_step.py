@@ -167,12 +167,21 @@ class ShardedStep:
             self._active = planned
         except Exception as own:
             error = own
-        failed = torch.tensor(0 if error is None else dist.get_rank() + 1)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, self._ranks)
+        least = getattr(error, "least_bytes", None) or 0
+        agreed = torch.tensor([0 if error is None else dist.get_rank() + 1, least])
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, self._ranks)
+        failed, least = agreed.tolist()
         if error is not None:
             raise error
+        if failed and not least:
+            raise TraceError(f"rank {failed - 1} cannot plan its step; its own error says why")
         if failed:
-            raise BudgetError(f"rank {failed.item() - 1} has no plan within the budget; its own error says why")
+            raise BudgetError(
+                f"rank {failed - 1} has no plan within the budget; its own error says why. The smallest feasible "
+                f"budget of the ranks without a plan is {memory_format(least)} ({least} bytes)",
+                least,
+                self._request.budget,
+            )
         assert self._active is not None
         return self._active
 

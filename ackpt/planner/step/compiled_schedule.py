@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -17,6 +18,7 @@ from ackpt.core.progress import stage
 from ackpt.planner.capture.aot import Capture
 from ackpt.planner.capture.chunked_head import WITHHELD
 from ackpt.planner.capture.dynamic_sizes import DynamicModule
+from ackpt.planner.capture.in_place import AUTOCAST
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, Node
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.schedule.listing import Line, Listing, boxed, mapped
@@ -37,6 +39,8 @@ from .backward_checks import (
 from .uncovered import DROPPED, KEPT, SAVED
 
 Strides = Mapping[int, Sequence[int]]
+# Torch: the first call runs in a dispatch mode, which switches autocast off (`_AnalyzeCustomOpInputOutputMode`).
+_CHECK = "check_custom_op_aliasing"
 
 
 def compiled_schedule(
@@ -67,6 +71,8 @@ def compiled_schedule(
             fw_compiler=lambda gm, example_inputs: functions[0],
             bw_compiler=lambda gm, example_inputs: functions[1],
         ).__wrapped__  # without the pytrees of all inputs
+    if any(AUTOCAST in node.meta for node in graph.module.graph.nodes) and hasattr(functorch_config, _CHECK):
+        run = functorch_config.patch(_CHECK, False)(run)
     depends, read = depends_on(graph), _read_later(graph, schedule)
     saved_outputs = _saved_outputs(graph, schedule)
     returned = {info.base_idx for info in captured.joint._aot_state.fw_metadata.output_info}

@@ -436,13 +436,10 @@ class _Steps:
 
     def _evaluate(self, policy: str, batches: Sequence[Shape]) -> None:
         """Find the schedule and the peak at all these shapes."""
-        todo: dict[int, list[Shape]] = {}
         for shape in dict.fromkeys(batches):
             if (policy, shape) not in self.peaks:
-                todo.setdefault(self.captures.index(self.place(shape)[0]), []).append(shape)
-        for at, group in todo.items():
-            found = self.captures[at].with_policy(policy, [self.places[shape][1] for shape in group], self.budget)
-            self.peaks.update({(policy, shape): each for shape, each in zip(group, found)})
+                capture, values = self.place(shape)
+                self.peaks[policy, shape] = capture.with_policy(policy, values, self.budget)
 
     def place(self, shape: Shape) -> tuple[_Capture, Values]:
         """The capture that serves a shape, and the sizes of its dynamic dimensions there."""
@@ -506,18 +503,14 @@ class _Capture(ManySizes):
             return () if sizes == self.own else None
         return self.step.captured.symbols.values_in(sizes)
 
-    def with_policy(self, policy: str, values: list[Values], budget: int | None) -> list[tuple[int, Schedule]]:
+    def with_policy(self, policy: str, values: Values, budget: int | None) -> tuple[int, Schedule]:
         """The peak at these sizes and its schedule: for ``auto`` the cheapest within the budget, else the lowest."""
         schedule = self._full if policy == FULL else everything(self.graph)
-        found = [(int(peak), schedule) for peak in self.peaks(schedule, values)]
+        found = self.peak(schedule, values), schedule
         limit = float("inf") if policy != AUTO or budget is None else budget
-        exceeding = [at for at, (peak, _) in enumerate(found) if peak > limit]
-        for schedule in self._frontier if exceeding else ():
-            peaks = self.peaks(schedule, [values[at] for at in exceeding]).tolist()
-            for at, peak in zip(exceeding, peaks):
-                found[at] = min(found[at], (peak, schedule), key=lambda each: each[0])
-            exceeding = [at for at in exceeding if found[at][0] > limit]
-            if not exceeding:
+        for schedule in self._frontier if found[0] > limit else ():
+            found = min(found, (self.peak(schedule, values), schedule), key=lambda each: each[0])
+            if found[0] <= limit:
                 break
         return found
 

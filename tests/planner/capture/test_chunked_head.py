@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import ackpt
 from ackpt.graph import rewrite, simulate
 from ackpt.planner.capture.chunked_head import chunked
+from ackpt.planner.policies.chains.blocks import coarse_chain, fine_chain
 from ackpt.planner.schedule.schedule import everything
 
 WORDS = 96
@@ -221,6 +222,16 @@ def test_chunks_make_a_small_budget_feasible_for_a_large_vocabulary():
     assert plan.cost < 0.1
     measured = measured_step(model, loss_of, model, batch, warmup=0)
     assert measured.dynamic_peak_bytes == plan.dynamic_peak_bytes < 0.45 * plan.baseline_dynamic_peak_bytes
+
+
+@pytest.mark.parametrize("cut", [fine_chain, coarse_chain])
+def test_what_chunks_add_up_in_is_saved_in_every_plan(cut):
+    """The gradient of the head's weight: the first chunk allocates it, later ones add to it."""
+    model, batch = built("llama")
+    graph = chunked(ackpt.trace(model, **batch), 3)
+    chain = cut(graph)
+    outputs = frozenset().union(*(block.output for block in chain.blocks))
+    assert graph.analysis.must_be_saved and graph.analysis.must_be_saved <= chain.pinned | outputs
 
 
 def test_another_size_has_its_own_capture():

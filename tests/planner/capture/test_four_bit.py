@@ -63,8 +63,6 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_planned_step_is_bit_equal_and_takes_the_planned_bytes(options, autocast):
-    if autocast is not None:
-        options = {**options, "compute_dtype": autocast}
     model, x = quantized(**options), torch.randn(32, 64)
     eager = copy.deepcopy(model)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
@@ -115,18 +113,10 @@ def test_shapes_alone_are_planned_and_predicted_as_the_model_is():
     trained(quantized(quant_type="nf4"), x)  # the library's tables have data
 
 
-@pytest.mark.parametrize(
-    ("change", "autocast", "message"),
-    [
-        (lambda model: model.blocks[0][0].base.weight.__setattr__("requires_grad", True), None, "Freeze it. To plan"),
-        (lambda model: None, torch.bfloat16, "bnb_4bit_compute_dtype=torch.bfloat16"),
-    ],
-    ids=["trained", "another dtype than autocast's"],
-)
-def test_what_no_step_computes_is_refused(change, autocast, message):
+def test_a_trained_weight_is_refused():
     model = quantized(quant_storage=torch.float32, compute_dtype=torch.float32)
-    change(model)
-    with torch.autocast("cpu", autocast, enabled=autocast is not None), pytest.raises(ackpt.TraceError, match=message):
+    model.blocks[0][0].base.weight.requires_grad = True
+    with pytest.raises(ackpt.TraceError, match="Freeze it. To plan"):
         ackpt.apply_budget(model, torch.randn(32, 64), budget=0.9)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 import itertools
 import queue
 import random
@@ -134,6 +135,16 @@ EQUAL = {
     "own error": attempted(lambda self, hidden: hidden.view(7, 7).mean(), RuntimeError),
     "strides": attempted(lambda self, hidden: hidden.t().view(-1).mean(), RuntimeError),
 }
+
+
+def in_a_thread(self, x):
+    drawn = []
+    thread = threading.Thread(target=lambda: drawn.append(torch.rand(())))
+    thread.start()
+    thread.join()
+    return 1.0
+
+
 READS = "looks at the values"
 REFUSED = {
     "item": (attempted(lambda self, hidden: hidden.std().item()), READS),
@@ -142,6 +153,9 @@ REFUSED = {
     "data": (attempted(assigns_data), "replaces the data"),
     "cholesky": (choleskys, "catches errors of linalg_cholesky"),
     "embedding": (attempted(lambda self, hidden: F.embedding(NINE, hidden).mean()), "catches errors of embedding"),
+    "index": (attempted(lambda self, hidden: hidden[:, torch.tensor([9])].mean()), "catches errors of __getitem__"),
+    "version": (lambda self, x: 1.0 + self.a.weight._version, "reads the version of a tensor"),
+    "thread": (in_a_thread, "starts a thread"),
     "counts": (counts, "changes attribute 'weight.scale' of module 'a'"),
     "type": (lambda self, x: 2.0 if type(self.a(x)) in (torch.Tensor, nn.Parameter) else 1.0, "compares a type"),
     "assigns a module": (lambda self, x: setattr(self, "empty", nn.Tanh()) or 1.0, "replaces submodule 'empty'"),
@@ -153,6 +167,7 @@ ITEMS = {
     "tuple": (lambda self, x: next(self.of[0]), lambda: (itertools.cycle([1.0, 0.5]), 1)),
     "method": (lambda self, x: self.of(), lambda: itertools.cycle([1.0, 0.5]).__next__),
     "partial": (lambda self, x: self.of(), lambda: partial(next, itertools.cycle([1.0, 0.5]))),
+    "text": (lambda self, x: float(self.of.readline()), lambda: io.StringIO("1.0\n0.5\n0.25\n")),
     "queue": (lambda self, x: self.of.get_nowait(), lambda: filled(queue.Queue())),
     "caught": (attempted(lambda self, hidden: next(self.of)), lambda: itertools.cycle([1.0, 0.5])),
 }

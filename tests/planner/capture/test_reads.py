@@ -1,10 +1,12 @@
 """Values that a model's code reads outside of its modules are compared at every call."""
 
+import contextvars
 import cProfile
 import dataclasses
 import gc
 import os
 import sys
+import threading
 import types
 import weakref
 
@@ -45,6 +47,8 @@ class Shared:
 CONFIG, OUTER, SLOTS, SHARED = Config(), types.SimpleNamespace(config=Config()), Slots(), Shared()
 MADE, HELD = dataclasses.make_dataclass("Made", [("scale", float, 2.0)])(), types.SimpleNamespace(act=torch.tanh)
 settings.config = Config()
+CONFIGS, VARIABLES, LOCAL = [None, Config()], os.environ, threading.local()
+VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale")
 
 
 def helper(x):
@@ -101,7 +105,7 @@ SEEN = {
     "object": (lambda model, x: x * CONFIG.scale, named(CONFIG, "scale"), (2.0, 4.0)),
     "object of a made class": (lambda model, x: x * MADE.scale, named(MADE, "scale"), (2.0, 4.0)),
     "getattr": (lambda model, x: x * getattr(CONFIG, "scale"), named(CONFIG, "scale"), (2.0, 4.0)),  # noqa: B009
-    "function": (lambda model, x: HELD.act(x), named(HELD, "act"), (torch.tanh, torch.relu)),
+    "function of an object": (lambda model, x: HELD.act(x), named(HELD, "act"), (torch.tanh, torch.relu)),
     "generator": closed_over_by_a_generator(False),
     "suspended generator": closed_over_by_a_generator(True),
     "another object": (lambda model, x: x * CONFIG.scale, named(HERE, "CONFIG"), (CONFIG, Config(4.0))),
@@ -131,6 +135,16 @@ SEEN = {
         lambda value: os.environ.update(ACKPT_TEST_SCALE=value),
         ("2", "4"),
     ),
+    "environment by another name": (
+        lambda model, x: x * float(VARIABLES["ACKPT_TEST_SCALE"]),
+        lambda value: os.environ.update(ACKPT_TEST_SCALE=value),
+        ("2", "4"),
+    ),
+    "name in globals()": (lambda model, x: x * globals()["SCALE"], named(HERE, "SCALE"), (2.0, 4.0)),
+    "function": (lambda model, x: x * helper.scale, named(helper, "scale"), (2.0, 4.0)),
+    "object in a list": (lambda model, x: x * CONFIGS[1].scale, named(CONFIGS[1], "scale"), (2.0, 4.0)),
+    "context variable": (lambda model, x: x * VARIABLE.get(), lambda value: VARIABLE.set(value), (2.0, 4.0)),
+    "thread": (lambda model, x: x * LOCAL.scale, lambda value: setattr(LOCAL, "scale", value), (2.0, 4.0)),
     "class of a module": (lambda model, x: x * model.factor, lambda value: setattr(Model, "factor", value), (2.0, 4.0)),
 }
 
@@ -304,6 +318,11 @@ SETTINGS = {
         *("highest", "high"),
         torch.set_float32_matmul_precision,
         torch.get_float32_matmul_precision,
+    ),
+    "torch.is_anomaly_enabled()": (
+        *(False, True),
+        lambda value: torch.autograd.set_detect_anomaly(value, check_nan=False),
+        lambda: torch.is_anomaly_enabled(),  # noqa: PLW0108 (a capture replaces it)
     ),
     "torch.backends.cudnn.benchmark": (
         *(False, True),

@@ -111,7 +111,7 @@ def test_text_is_readable_in_both_themes():
 
 
 def test_kinds_have_the_colors_of_the_figures():
-    from ackpt.metering.plots import COLORS
+    from experiments.reports.plots import COLORS
 
     names = {"saved": "activations", "outputs": "other"}
     for theme in styles():

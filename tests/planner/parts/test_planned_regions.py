@@ -134,7 +134,7 @@ def test_a_scripted_or_compiled_submodule_needs_no_budget(name, policy, fresh_dy
 
 def test_other_policies_name_those_that_leave_a_scripted_module_out():
     model, batch = built("scripted")
-    for options in ({"policy": "revolve"}, {"regions": False}):
+    for options in ({"policy": "rotor"}, {"regions": False}):
         with pytest.raises(TypeError, match="module '1' .* can stay outside the plan: .* 'auto', 'none' or 'full'"):
             ackpt.compile(model, **options, **batch)
 

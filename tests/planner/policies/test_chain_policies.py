@@ -11,15 +11,16 @@ from planned_models import MODELS, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.planner.policies import chen, revolve, rotor
+from ackpt.planner.policies import rotor
 from ackpt.planner.policies.chains.blocks import fine_chain
 from ackpt.planner.policies.search.frontier import added_cost, costs
 from ackpt.planner.schedule.schedule import recomputed
 from ackpt.planner.schedule.simulator import simulate
+from experiments.policies import PAPERS, chen, revolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-POLICIES = ("chen-sqrt", "chen-log", "revolve", "rotor")
+POLICIES = {name: PAPERS.get(name, name) for name in ("chen-sqrt", "chen-log", "revolve", "rotor")}
 UNIT = 4000
 UNHELPFUL = "resnet18", "revolve"  # the first block is the largest, and all of it must be there beside the states
 
@@ -49,7 +50,7 @@ def runs_again(graph, schedule):
 @pytest.mark.parametrize("n", [6, 14, 30])
 def test_sqrt_segments_are_those_of_the_theory(n):
     graph, profile, blocks = line_of(n)
-    schedule = chen.schedule(graph, profile, None)
+    schedule = chen.chen_sqrt(graph, profile, None)
     counts = chen.sqrt_counts(blocks)
     assert simulate(graph, profile, schedule).peak_bytes // UNIT == counts.peak
     assert runs_again(graph, schedule) == counts.extra_forwards
@@ -58,7 +59,7 @@ def test_sqrt_segments_are_those_of_the_theory(n):
 @pytest.mark.parametrize("n", [6, 14, 30])
 def test_recursive_halves_are_those_of_the_theory(n):
     graph, profile, blocks = line_of(n)
-    schedule = chen.halving_schedule(graph, profile, None)
+    schedule = chen.chen_log(graph, profile, None)
     gradients = 3  # of a layer's input and output, and the layer's output beside what is kept
     assert simulate(graph, profile, schedule).peak_bytes // UNIT <= chen.recursive_peak(blocks) + gradients
     assert chen.recursive_extra_forwards(n) <= runs_again(graph, schedule) <= chen.recursive_extra_forwards(blocks)
@@ -100,7 +101,7 @@ def test_long_chains_are_joined():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_budgets_are_kept_and_a_refusal_names_one_that_works(name, policy):
-    found = plans(name, policy)
+    found = plans(name, POLICIES[policy])
     assert found[-1].dynamic_peak_bytes < found[-1].baseline_dynamic_peak_bytes or (name, policy) == UNHELPFUL
     graph, profile = traced(name)
     cost = costs(graph, profile)
@@ -114,7 +115,7 @@ RUNS = [*(("language_model", policy) for policy in POLICIES), ("resnet18", "roto
 
 @pytest.mark.parametrize("name, policy", RUNS)
 def test_the_step_has_the_planned_peak_and_the_bits_of_eager(name, policy):
-    step_keeps(name, plans(name, policy)[-1])
+    step_keeps(name, plans(name, POLICIES[policy])[-1])
 
 
 @st.composite
@@ -140,7 +141,7 @@ def test_rotor_recomputes_least(model):
     for policy in POLICIES:
         for budget in (1.0, 0.9, 0.7, 0.5, 0.3):
             try:
-                plan = ackpt.plan(graph, budget, policy, profile=profile)
+                plan = ackpt.plan(graph, budget, POLICIES[policy], profile=profile)
             except ackpt.BudgetError:
                 added[policy][budget] = inf
             else:
@@ -159,10 +160,10 @@ def test_a_model_without_cut_points():
 
     graph = ackpt.trace(wide(), torch.ones(64, 4))
     profile = ackpt.profile(graph)
-    for policy in POLICIES:
+    for policy in POLICIES.values():
         plan = ackpt.plan(graph, 1.0, policy, profile=profile)
         assert plan.recompute_flops == 0
-        with pytest.raises(ackpt.BudgetError, match=f"policy '{policy}' cannot keep"):
+        with pytest.raises(ackpt.BudgetError, match=f"policy '{plan.policy}' cannot keep"):
             ackpt.plan(graph, 0.01, policy, profile=profile)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from test_rotor import chains, equal, replay
 
-from ackpt.planner.policies import chen, revolve, rotor
+from experiments.policies import chen, revolve, rotor
 
 
 @pytest.mark.parametrize("n", [2, 5, 9, 16])

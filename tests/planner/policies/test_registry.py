@@ -9,7 +9,8 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import Plan, lower
-from ackpt.planner.policies import POLICIES, function_of, options_of
+from ackpt.planner.policies import POLICIES, check_policy, function_of, options_of
+from experiments.policies import PAPERS
 
 
 def save_first(graph, profile, limit_bytes, count=1):
@@ -116,3 +117,12 @@ def test_a_function_over_its_budget_is_refused():
 def test_a_registered_name_selects_a_function_with_options(name):
     assert callable(function_of(name))
     assert not {"graph", "profile", "limit_bytes"} & set(options_of(name))
+
+
+def test_papers_policies_say_where_they_are():
+    for name, function in PAPERS.items():
+        with pytest.raises(ValueError, match=rf"pass {function.__module__}\.{function.__name__}; the policies"):
+            check_policy(name)
+    for module in ("chen", "revolve"):
+        with pytest.raises(AttributeError, match=f"from experiments.policies import {module}"):
+            getattr(ackpt.policies, module)

@@ -38,7 +38,7 @@ def costs(graph, workspace=None, flops=1, seconds=None):
     count = len(graph.nodes)
     taken = tuple((workspace or {}).get(place, 0) for place in range(count))
     times = None if seconds is None else (seconds,) * count
-    return Profile("cpu", (flops,) * count, (0,) * count, (0,) * count, taken, times, {})
+    return Profile("cpu", (flops,) * count, (0,) * count, (0,) * count, taken, times)
 
 
 def simulated(graph, schedule, **options):

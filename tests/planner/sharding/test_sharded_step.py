@@ -215,8 +215,11 @@ def infeasible(rank):
     model, small, large = sharded(), batch(rank), batch(rank, rows=64)
     least = ackpt.apply_budget(model, small, "1GiB").plan.peak_bytes
     said = "cannot keep the budget|larger batch" if rank else "rank 1 has no plan within the budget"
-    with pytest.raises(ackpt.BudgetError, match=said):
+    with pytest.raises(ackpt.BudgetError, match=said) as raised:
         ackpt.apply_budget(sharded(), large if rank else small, least)
+    of_all = raised.value.least_bytes
+    assert of_all > least and str(of_all) in str(raised.value)
+    ackpt.apply_budget(sharded(), large if rank else small, of_all)
     ackpt.apply_budget(model, small, least)
     model(small)
     with pytest.raises(ackpt.BudgetError, match=said):

@@ -409,3 +409,19 @@ def test_a_loss_that_cannot_be_planned_is_refused(loss, others, kind, said):
     batch = {"x": torch.zeros(4, 16, dtype=torch.int64), "y": torch.zeros(4, 16, dtype=torch.int64)}
     with pytest.raises(kind, match=said):
         ackpt.apply_budget(Model(), batch, budget="100%", loss=loss, **others)
+
+
+def test_a_loss_that_cannot_run_at_other_sizes_is_refused_there():
+    def loss(logits, batch):
+        return entropy(logits, {"y": batch["y"][:, : 16 if logits.shape[1] == 16 else 1]})
+
+    model, batch = Model(), {name: torch.zeros(4, 16, dtype=torch.int64) for name in "xy"}
+    ackpt.apply_budget(model, batch, budget="100%", loss=loss)
+    with pytest.raises(ackpt.TraceError, match="loss= cannot run without data: .*whose sizes change"):
+        model(torch.zeros(4, 12, dtype=torch.int64))
+
+
+def test_planned_under_autocast():
+    model, x = Model(), torch.randint(V, (4, 16))
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="a cross-entropy on them: "):
+        ackpt.compile(model, x, budget=0.99)

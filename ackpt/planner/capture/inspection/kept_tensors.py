@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import threading
 import types
 import weakref
@@ -31,11 +32,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ackpt.checkpointing import reentrant
+from ackpt.checkpointing.recorder import is_users
 from ackpt.core.errors import CheckpointError, TraceError
 from ackpt.metering.without_data.holders import CACHED, holders, removals
 
 from .model_checks import require_plain
-from .source_lines import Where, in_model, line
+from .source_lines import Where, in_model, line, not_repeated
 
 # Operations that use nothing of their first argument but its shape, dtype and device.
 OF_SHAPES = frozenset(
@@ -230,6 +232,7 @@ def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _OF_AUTOGRAD = torch.Tensor.is_leaf.__get__, torch.Tensor.grad_fn.__get__  # pyright: ignore
+_VERSION = torch.Tensor._version.__get__  # pyright: ignore
 # What reaches C++ without a call of a function mode: each reads the implementation of the tensors that it gets
 # (``THPFunction_apply`` in ``torch/csrc/autograd/python_function.cpp``, ``torch/csrc/jit/python/script_init.cpp``,
 # ``Tensor._make_subclass``, ``torch/csrc/functorch/init.cpp``).
@@ -281,6 +284,11 @@ class Held(TorchFunctionMode):
         try:
             args = tuple(map(self._replaced, args))
             kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
+            if func == _VERSION and is_users(sys._getframe(1).f_code.co_filename):
+                raise not_repeated(
+                    f"the model's code reads the version of a tensor{line()}, and a captured step would get the same "
+                    "in every call. Compare a number that your code increments instead"
+                )
             if func is torch.Tensor.register_hook:
                 args = (args[0], *map(self._in_modes, args[1:]))
         except TraceError as error:
@@ -337,6 +345,17 @@ class Held(TorchFunctionMode):
                 call = with_traced(vars(kind)[name], kind is torch.jit.ScriptFunction)
                 stack.enter_context(mock.patch.object(kind, name, call))
             stack.enter_context(mock.patch.object(reentrant, "_run", _refused))
+            start = threading.Thread.start
+
+            def start_elsewhere(new):
+                if threading.get_ident() == thread and in_model():
+                    said = (
+                        f"the forward starts a thread{line()}, which a captured step would not do. Compute without it"
+                    )
+                    self._where.note_error(not_repeated(said))
+                start(new)
+
+            stack.enter_context(mock.patch.object(threading.Thread, "start", start_elsewhere))
             yield
 
     def _replaced(self, value):

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.standing_in import call_own
@@ -166,7 +167,8 @@ def _refuse(func, args, place: str) -> None:
             "of earlier steps. Compute what depends on them outside of the model, and pass it as a tensor argument."
         )
     name = getattr(func, "__name__", "")
-    if name.startswith(_RAISES_BY_VALUES) or (name == "__getitem__" and isinstance(args[1], torch.Tensor)):
+    index = tree_leaves(args[1]) if name == "__getitem__" else ()
+    if name.startswith(_RAISES_BY_VALUES) or any(isinstance(each, torch.Tensor) for each in index):
         if _is_caught(sys._getframe(2)):
             raise not_repeated(
                 f"the model's code catches errors of {name} at {place}, which depend on values, and which a captured "

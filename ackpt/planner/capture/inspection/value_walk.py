@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import functools
 import gc
@@ -43,7 +44,7 @@ from .attributes import (
 )
 from .source_lines import not_repeated
 
-_DEPTH = 2  # attributes of attributes, and containers in containers
+_DEPTH, _DEEPEST = 2, 5  # containers in containers, and attributes of attributes
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _SEED = 1_795_364_021  # of generators while a forward runs that must not seed them
 _BOUND = types.MethodType, types.MethodWrapperType, types.BuiltinMethodType
@@ -135,6 +136,7 @@ class Walk:
                 if name not in OF_EVERY_MODULE and self._has_attributes(value):
                     self.note(vars(module), name, f"attribute {name!r} of {label}", 0)
                 elif name not in OF_EVERY_MODULE:
+                    self._add_items(value, f"attribute {name!r} of {label}", 0)
                     self._guard(vars(module), name, f"attribute {name!r} of {label}")
         for leaf in leaves:
             self.add(leaf, "an argument")
@@ -148,15 +150,15 @@ class Walk:
                 "get another answer, because the tensors of a capture are of a subclass. Use isinstance"
             )
         read, written = global_names(code)
-        for name in sorted({*read, *written}):
+        texts = [text for text in code.co_consts if isinstance(text, str)]  # for getattr and globals()
+        for name in sorted({*read, *written, *(texts if "globals" in code.co_names else ())}):
             label = f"global {name!r} of {namespace.get('__name__')}"
             self.note(namespace, name, label, 0, is_optional=name in written)
         if rebound_names(code) and closes_over(code):
             self.close_over(functions_of([code]))
         if not _READS_ENVIRONMENT.isdisjoint(code.co_names):
             self.note(_ENVIRONMENT, "variables", "the environment", 0)
-        names = (*code.co_names, *(text for text in code.co_consts if isinstance(text, str)))  # strings: for getattr
-        new = {name for name in names if name not in self._names and not name.startswith("__")}
+        new = {name for name in (*code.co_names, *texts) if name not in self._names and not name.startswith("__")}
         self._names |= new
         for value, label, depth in list(self._objects.values()):
             self._attributes(value, label, depth, new)
@@ -182,14 +184,23 @@ class Walk:
             self.values[id(namespace), name] = Value(namespace, name, label, value, owner)
             self._guard(namespace, name, label)
             self.add(value, label, depth)
+            self._add_items(value, label, depth)
+            if isinstance(value, contextvars.ContextVar):
+                self.note(_Namespace(lambda name, default: value.get(default), None, None), "value", label, depth)
+            if value is os.environ:  # by another name
+                self.note(_ENVIRONMENT, "variables", "the environment", 0)
             if isinstance(value, CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
                 self.enter(wrapped.__code__, wrapped.__globals__)  # its results depend on what it reads
 
     def add(self, value, label: str, depth: int = 0) -> None:
         """Record the attributes of an object that are named in entered code; `enter` adds those of later code."""
-        if depth < _DEPTH and id(value) not in self._objects and self._has_attributes(value):
+        if depth < _DEEPEST and id(value) not in self._objects and self._has_attributes(value):
             self._objects[id(value)] = value, label, depth
             self._attributes(value, label, depth, self._names)
+
+    def _add_items(self, value, label: str, depth: int) -> None:
+        for item in (item for container in _containers(value) for item in _items(container)):
+            self.add(item, label, depth + 1)
 
     def _guard(self, namespace, name: str, label: str) -> None:
         """Guard iterators, queues and random number generators: a value, or those in its lists and dicts."""
@@ -247,8 +258,12 @@ class Walk:
     def _has_attributes(self, value) -> bool:
         if isinstance(value, types.ModuleType):
             return is_of_model(getattr(value, "__file__", None) or "")
-        if isinstance(value, (torch.Tensor, types.FunctionType)) or id(value) in self._compared:
+        if isinstance(value, torch.Tensor) or id(value) in self._compared:
             return False
+        if isinstance(value, types.FunctionType):
+            return bool(vars(value)) and is_of_model(value.__code__.co_filename)
+        if isinstance(value, threading.local):
+            return True
         return _is_class_of_model(value if isinstance(value, type) else type(value))
 
     def _attributes(self, value, label: str, depth: int, names: set[str]) -> None:
@@ -271,7 +286,11 @@ class Walk:
                     slots = _Namespace(get, put, pop)
                     self.note(slots, name, f"attribute {name!r} of {label}", depth + 1, owner=value)
         instance = None if isinstance(value, type) else getattr(value, "__dict__", None)
-        if isinstance(instance, dict):
+        if isinstance(value, threading.local):  # each thread has another dict
+            instance = _Namespace(*(functools.partial(each, value) for each in (_slot, setattr, delattr)))
+            for name in names:
+                self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, True, value)
+        elif isinstance(instance, dict):
             for name in names & (instance.keys() | shared):
                 self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, name in shared, value)
 
@@ -344,7 +363,9 @@ def _advances(value) -> bool:
     kind = type(value)
     take = getattr(kind, "__next__", getattr(kind, "get", None) if hasattr(kind, "put") else None)
     is_models = isinstance(take, types.FunctionType) and is_of_model(take.__code__.co_filename)
-    is_advancing = take is not None and not is_models and not isinstance(value, io.IOBase)
+    is_written = isinstance(value, io.IOBase) and not isinstance(value, (io.BytesIO, io.StringIO))
+    is_written = is_written and (value.closed or value.writable())
+    is_advancing = take is not None and not is_models and not is_written
     return is_advancing or (stream_of(value) is not None and not isinstance(value, torch.Generator))
 
 

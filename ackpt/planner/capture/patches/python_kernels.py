@@ -15,6 +15,7 @@ import torch
 from torch._decomp import decompositions
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
@@ -50,11 +51,8 @@ def _put(kernels) -> None:
 # it captures; in eager, ``cached_cast`` in ``aten/src/ATen/autocast_mode.cpp`` keeps them. Test:
 # ``test_autocast_casts_a_weight_once_as_eager_does`` in ``tests/planner/backend/test_backend.py``.
 _TO = torch.ops.aten.to.dtype
-_DEVICES = ("cpu", "cuda")
-
 _weights: dict[int, torch.Tensor] = {}  # traced, by their ids
 _made: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-_region: dict[str, bool] = {}  # whether autocast is on, by device, as the code sees that is captured
 
 
 def is_weight(tensor) -> bool:
@@ -98,7 +96,10 @@ def _to(x, dtype, *args, **kwargs):
 
 def _autocast_asks(device: str) -> bool:
     """Only autocast's own kernels switch autocast off while they cast."""
-    return _region.get(device, False) and not torch.is_autocast_enabled(device)
+    if torch.is_autocast_enabled(device):
+        return False
+    with enable_reentrant_dispatch():  # in the state of the call
+        return torch.is_autocast_enabled(device)
 
 
 # Operations that torch's capture would decompose in Python with different rounding keep their C++. Some decompositions
@@ -380,7 +381,7 @@ def eager_kernels():
     kernels = {(operation, key): kernel for operation, kernel in _COMPOSITE.items() for key in _KEYS}
     kernels |= {(operation, _KEY): kernel for operation, kernel in {_TO: _to, _LINEAR: _linear, **_DRAWS}.items()}
     kernels |= {(operation, _AUTOGRAD): _whole(operation, differs) for operation, differs in _DIFFERS.items()}
-    clear, switch = torch.clear_autocast_cache, torch.set_autocast_enabled
+    clear = torch.clear_autocast_cache
     capturing_thread = threading.get_ident()
 
     def noting_clear():
@@ -388,16 +389,10 @@ def eager_kernels():
             _made.clear()
         clear()
 
-    def noting_switch(device, enabled):
-        if threading.get_ident() == capturing_thread:
-            _region[device] = enabled
-        switch(device, enabled)
-
-    _region.update({device: torch.is_autocast_enabled(device) for device in _DEVICES})
-    torch.clear_autocast_cache, torch.set_autocast_enabled = noting_clear, noting_switch
+    torch.clear_autocast_cache = noting_clear
     try:
         with put(kernels), mock.patch.object(decompositions, "should_fold", _folds):
             yield
     finally:
-        torch.clear_autocast_cache, torch.set_autocast_enabled = clear, switch
+        torch.clear_autocast_cache = clear
         stop_casting_once()

@@ -21,7 +21,7 @@ from ackpt.planner.policies.search.frontier import Point
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded, packed
 from ackpt.planner.schedule.plan import Decision
 from ackpt.planner.schedule.schedule import Schedule, bases_of, missing_for, recomputed, scheduled, storages_of, uses_of
-from ackpt.planner.schedule.simulator import peak_of, step_peaks
+from ackpt.planner.schedule.simulator import own_sizes, peak_of, step_peaks
 
 # Nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries.
 _REFINED_NODES = 600_000
@@ -103,7 +103,7 @@ def runs(graph: JointGraph, schedule: Schedule, order: list[int], workspace_byte
     """Dynamic bytes at every compute step, int64[steps], and the recomputations in the backward `order` of nodes."""
     forward, backward = step_peaks(graph, schedule, workspace_bytes)
     positions, starts = _last_uses(graph, schedule.forward_arrays.computed, order)
-    sizes, views, recomputations = graph.analysis.recomputed_bytes, _views(graph, order), []
+    sizes, views, recomputations = own_sizes(graph)[3].tolist(), _views(graph, order), []
     for position, start in zip(positions.tolist(), starts.tolist()):
         node, of_views, at = order[position], views[position], position + len(forward)
         if of_views is not None:

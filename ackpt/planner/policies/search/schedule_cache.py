@@ -96,7 +96,7 @@ def _key(graph: JointGraph, profile: Profile, about: Mapping[str, Any]) -> dict[
     parts: dict[str, Any] = {
         "names": [(node.name, node.module) for node in graph.nodes],
         "loop": [getattr(graph, name) for name in _LOOP],
-        "profile": profile.to_json(),
+        "profile": vars(profile),
         "about": about,
     }
     hashes = {name: _hash(part) for name, part in parts.items()}

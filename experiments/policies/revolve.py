@@ -105,7 +105,16 @@ def _check(steps, snapshots) -> None:
             raise ValueError(f"{name} must be a whole number, at least 1; got {number!r}")
 
 
-def schedule(graph, profile, limit_bytes) -> Schedule:
+def revolve(graph, profile, limit_bytes) -> Schedule:
+    """The cheapest number of snapshots within the limit.
+
+    Example:
+        >>> import torch, ackpt
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)]
+        >>> graph = ackpt.trace(torch.nn.Sequential(*layers), torch.ones(4, 8))
+        >>> ackpt.plan(graph, "100%", revolve).recompute_flops
+        0
+    """
     if limit_bytes is None:
         return candidates(graph, profile)[-1]
     return cheapest(graph, profile, limit_bytes, candidates)

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from ackpt.planner.policies import revolve
+from experiments.policies import revolve
 
 SNAPSHOTS = (1, 2, 3, 4, 5, 6, 8, 10)
 TABLE = {

@@ -63,7 +63,7 @@ def timeline_plot(timeline: Timeline, title: str, resident_bytes: int = 0) -> Fi
         A Figure with the peak marked by its value, and a line where backward begins.
 
     Example:
-        >>> from ackpt.metering.plots import timeline_plot
+        >>> from experiments.reports.plots import timeline_plot
         >>> from ackpt.metering.timeline import Timeline
         >>> live = (0, 2**20, 2**21, 0)
         >>> step = Timeline(live, {"activations": live}, boundary=2)
@@ -116,7 +116,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
     Example:
         >>> import tempfile
-        >>> from ackpt.metering.plots import save, timeline_plot
+        >>> from experiments.reports.plots import save, timeline_plot
         >>> from ackpt.metering.timeline import Timeline
         >>> figure = timeline_plot(Timeline((0, 2**20, 0), {"activations": (0, 2**20, 0)}, boundary=1), "One block")
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -4,9 +4,9 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from ackpt.metering import plots
-from ackpt.metering.plots import MIB, png, save, timeline_plot
 from ackpt.metering.timeline import build_timeline
+from experiments.reports import plots
+from experiments.reports.plots import MIB, png, save, timeline_plot
 
 
 def actions():

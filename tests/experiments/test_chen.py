@@ -6,7 +6,7 @@ from conftest import raises
 
 import ackpt
 from ackpt.checkpointing.sequential import segment_lengths
-from ackpt.planner.policies import chen
+from experiments.policies import chen
 
 TABLE = {16: (4, 3, 9, 7), 25: (5, 4, 16, 9), 64: (8, 7, 49, 15), 100: (10, 9, 81, 19)}
 RECURSIVE = {1: 1, 3: 2, 7: 3, 15: 4, 31: 5, 63: 6, 127: 7, 1023: 10}

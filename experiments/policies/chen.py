@@ -1,12 +1,12 @@
-"""Policies `chen-sqrt` and `chen-log`, of Chen et al. 2016 (arXiv:1604.06174).
+"""Policies `chen_sqrt` and `chen_log`, of Chen et al. 2016 (arXiv:1604.06174).
 
-`chen-sqrt` saves the boundaries of segments and recomputes their interiors. Without a budget, section 4.1: sqrt(n)
+`chen_sqrt` saves the boundaries of segments and recomputes their interiors. Without a budget, section 4.1: sqrt(n)
 segments of equally many blocks, O(sqrt n) memory for less than one extra forward. With a budget, algorithm 3: save a
 single-tensor cut point whenever the bytes since the last one exceed a threshold; the cheapest threshold that fits is
 taken. The last segment is saved. It is not optimal: segments that get shorter towards the end need sqrt(2 n)
 (`ackpt.checkpointing.sequential.segment_lengths`), and `revolve` recomputes least for every number of saved states.
 
-`chen-log`, section 4.2, splits the chain of blocks recursively in half. On a chain of n equal blocks it needs O(log n)
+`chen_log`, section 4.2, splits the chain of blocks recursively in half. On a chain of n equal blocks it needs O(log n)
 memory and O(n log n) recomputation (`recursive_peak`, `recursive_extra_forwards`). Without a budget the recursion goes
 down to single blocks. With a budget it stops at the cheapest depth that fits; below that depth, consecutive blocks are
 recomputed together. Halves have the same number of blocks, not the same bytes, so the plan is not optimal.
@@ -91,8 +91,16 @@ def _check(n) -> None:
         raise ValueError(f"a chain has a whole number of layers, at least 1; got {n!r}")
 
 
-def schedule(graph, profile, limit_bytes) -> Schedule:
-    """The schedule of policy ``chen-sqrt``."""
+def chen_sqrt(graph, profile, limit_bytes) -> Schedule:
+    """Saves the ends of segments, and the last segment.
+
+    Example:
+        >>> import torch, ackpt
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)]
+        >>> graph = ackpt.trace(torch.nn.Sequential(*layers), torch.ones(4, 8))
+        >>> ackpt.plan(graph, policy=chen_sqrt).recompute_flops > 0
+        True
+    """
     if limit_bytes is None:
         return lower(graph, _equal_segments(graph))
     return cheapest(graph, profile, limit_bytes, candidates)
@@ -123,8 +131,16 @@ def _ends(blocks: int, length: int, longer: int) -> list[int]:
     return ends[1:]
 
 
-def halving_schedule(graph, profile, limit_bytes) -> Schedule:
-    """The schedule of policy ``chen-log``."""
+def chen_log(graph, profile, limit_bytes) -> Schedule:
+    """Saves the middle of the chain, then those of its halves, and so on.
+
+    Example:
+        >>> import torch, ackpt
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)]
+        >>> graph = ackpt.trace(torch.nn.Sequential(*layers), torch.ones(4, 8))
+        >>> ackpt.plan(graph, policy=chen_log).recompute_flops > 0
+        True
+    """
     if limit_bytes is None:
         return halvings(graph, profile)[-1]
     return cheapest(graph, profile, limit_bytes, halvings)
