@@ -18,29 +18,33 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ackpt.metering.gpus import BLOCK
 from ackpt.metering.kernel_memory import cuda_temporaries
 from ackpt.metering.resident import rounded
+from ackpt.planner.capture.call_facts import Sizes
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.choose import default_profile
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.operation_costs import allocates, flops, traffic
 from ackpt.planner.costs.profiles import Profile, default_rates, profile, seconds_of, with_gpu_workspace
 from ackpt.planner.costs.workspace import TensorLayout, evaluated, key_of, layout_of, numbers_of, tensor_of, value_of
-from ackpt.planner.policies.search.frontier import packing_cost
-from ackpt.planner.schedule.schedule import Schedule, recomputed
+from ackpt.planner.policies import auto, full
+from ackpt.planner.policies.search.frontier import frontier, packing_cost
+from ackpt.planner.schedule.schedule import Schedule, everything, recomputed
 from ackpt.planner.schedule.simulator import peak_of, sizes_of
 
 from .plans import CapturedStep
 
+FULL, AUTO = "full", "auto"  # policies
 Values = tuple[int, ...]  # the sizes of the dynamic dimensions of a capture
 
 
 class ManySizes:
     """The step of one capture at all sizes that it serves.
 
-    ``graph``: at the captured sizes, as a GPU allocates it if `gpu` is its rates; ``profile``: its costs.
+    ``graph``: at the captured sizes, as a GPU allocates it if `gpu` is its rates; ``profile``: its costs. ``own``: the
+    layouts of the captured call.
     """
 
-    def __init__(self, step: CapturedStep, graph: JointGraph, gpu: Device | None = None):
-        self.step, self.graph, self.gpu = step, graph, gpu
+    def __init__(self, step: CapturedStep, graph: JointGraph, gpu: Device | None = None, own: Sizes = ()):
+        self.step, self.graph, self.gpu, self.own = step, graph, gpu, own
         sizes = [storage.bytes for storage in step.reference.storages]
         expressions = sizes if step.module is None else step.module.storage_sizes
         self._kinds = tuple(dict.fromkeys(expressions))
@@ -71,6 +75,31 @@ class ManySizes:
         dynamic = peak_of(self.graph, schedule, workspace, sizes_of(self.graph, storages))
         resident = int(storages[self._resident].sum())
         return dynamic + resident + self.graph.optimizer_bytes + self.graph.accumulated_bytes
+
+    def values(self, sizes: Sizes) -> Values | None:
+        """The sizes of the dynamic dimensions in a call with these layouts; None if the capture does not serve it."""
+        if self.step.captured.symbols is None:
+            return () if sizes == self.own else None
+        return self.step.captured.symbols.values_in(sizes)
+
+    def with_policy(self, policy: str, values: Values, budget: int | None) -> tuple[int, Schedule]:
+        """The peak at these sizes and its schedule: for ``auto`` the cheapest within the budget, else the lowest."""
+        schedule = self._full if policy == FULL else everything(self.graph)
+        found = self.peak(schedule, values), schedule
+        limit = float("inf") if policy != AUTO or budget is None else budget
+        for schedule in self._frontier if found[0] > limit else ():
+            found = min(found, (self.peak(schedule, values), schedule), key=lambda each: each[0])
+            if found[0] <= limit:
+                break
+        return found
+
+    @cached_property
+    def _full(self) -> Schedule:
+        return full.schedule(self.graph, self.profile, None)
+
+    @cached_property
+    def _frontier(self) -> list[Schedule]:
+        return [point.schedule for point in frontier(self.graph, self.profile, auto.candidates)]
 
     @cached_property
     def _resident(self) -> list[int]:

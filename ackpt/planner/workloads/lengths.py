@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,8 @@ from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
 from ackpt.planner.capture.shapes import Shapes
 from ackpt.planner.costs.devices import Device, device
-from ackpt.planner.policies import auto, full
-from ackpt.planner.policies.search.frontier import frontier
-from ackpt.planner.schedule.schedule import Schedule, everything
-from ackpt.planner.step.many_sizes import ManySizes, Values
+from ackpt.planner.schedule.schedule import Schedule
+from ackpt.planner.step.many_sizes import AUTO, FULL, ManySizes, Values
 from ackpt.planner.step.plans import CapturedStep
 
 from .device_memory import device_memory
@@ -54,7 +52,7 @@ _WORDS = {
     TOKENS: "of at most {:,} tokens, padding included",
     PACKED: "of one row of at most {:,} tokens, packed",
 }
-NONE, FULL, AUTO = "none", "full", "auto"
+NONE = "none"
 _TITLES = {NONE: "without checkpointing", FULL: "per-block checkpointing", AUTO: "plan within the budget"}
 _MOST_CAPTURES = 8
 _MOST_REPLAYS = 16  # of one epoch
@@ -333,8 +331,8 @@ class _Steps:
     capturing: Callable[[], contextlib.AbstractContextManager[Any]]
     finish: Callable[[JointGraph], JointGraph]
     context_bytes: int | None = None
-    captures: list[_Capture] = field(default_factory=list)
-    places: dict[Shape, tuple[_Capture, Values]] = field(default_factory=dict)
+    captures: list[ManySizes] = field(default_factory=list)
+    places: dict[Shape, tuple[ManySizes, Values]] = field(default_factory=dict)
     peaks: dict[tuple[str, Shape], tuple[int, Schedule]] = field(default_factory=dict)
     replayed: dict[tuple[str, Shape], bool] = field(default_factory=dict)
 
@@ -441,13 +439,13 @@ class _Steps:
                 capture, values = self.place(shape)
                 self.peaks[policy, shape] = capture.with_policy(policy, values, self.budget)
 
-    def place(self, shape: Shape) -> tuple[_Capture, Values]:
+    def place(self, shape: Shape) -> tuple[ManySizes, Values]:
         """The capture that serves a shape, and the sizes of its dynamic dimensions there."""
         if self._served(shape) is None:
             self.places[shape] = self._captured(shape)
         return self.places[shape]
 
-    def _served(self, shape: Shape) -> tuple[_Capture, Values] | None:
+    def _served(self, shape: Shape) -> tuple[ManySizes, Values] | None:
         """As `place`, but None without a capture that serves the shape."""
         if shape not in self.places:
             sizes = self._sizes(*shape)
@@ -460,7 +458,7 @@ class _Steps:
             leaves = tree_leaves(call_arguments(self.make(size, length)))
         return tuple(map(layout, filter(is_sized, leaves)))
 
-    def _captured(self, shape: Shape) -> tuple[_Capture, Values]:
+    def _captured(self, shape: Shape) -> tuple[ManySizes, Values]:
         """A new capture, in which the dimensions that change with the shape are dynamic if they are at least 2."""
         size, length = shape
         if len(self.captures) == _MOST_CAPTURES:
@@ -486,41 +484,8 @@ class _Steps:
         if step.reference.analysis.restrided:
             raise TraceError("the model returns a tensor whose strides leave gaps: return the loss, or a copy of it")
         graph = allocated_on(self.where, step.reference)
-        self.captures.append(_Capture(step, self.finish(graph), self.where, call.sizes))
+        self.captures.append(ManySizes(step, self.finish(graph), self.where, call.sizes))
         return self.captures[-1], step.sizes
-
-
-class _Capture(ManySizes):
-    """One capture with the schedules of each method; ``own``: the layouts of the captured call."""
-
-    def __init__(self, step: CapturedStep, graph: JointGraph, where: Device | None, own: Sizes):
-        super().__init__(step, graph, where)
-        self.own = own
-
-    def values(self, sizes: Sizes) -> Values | None:
-        """The sizes of the dynamic dimensions in a call with these layouts; None if the capture does not serve it."""
-        if self.step.captured.symbols is None:
-            return () if sizes == self.own else None
-        return self.step.captured.symbols.values_in(sizes)
-
-    def with_policy(self, policy: str, values: Values, budget: int | None) -> tuple[int, Schedule]:
-        """The peak at these sizes and its schedule: for ``auto`` the cheapest within the budget, else the lowest."""
-        schedule = self._full if policy == FULL else everything(self.graph)
-        found = self.peak(schedule, values), schedule
-        limit = float("inf") if policy != AUTO or budget is None else budget
-        for schedule in self._frontier if found[0] > limit else ():
-            found = min(found, (self.peak(schedule, values), schedule), key=lambda each: each[0])
-            if found[0] <= limit:
-                break
-        return found
-
-    @cached_property
-    def _full(self) -> Schedule:
-        return full.schedule(self.graph, self.profile, None)
-
-    @cached_property
-    def _frontier(self) -> list[Schedule]:
-        return [point.schedule for point in frontier(self.graph, self.profile, auto.candidates)]
 
 
 Batching = tuple[str, int]  # one of the keywords of `fits` that make batches, and its number
