@@ -81,9 +81,6 @@ class Saved:
     def __init__(self, tensor):
         self.tensor = tensor
 
-    def unpack(self):
-        return self.tensor
-
 
 class Liveness:
     """Watches the calls of a first forward; `dead` gives those that its recomputation can leave out.
@@ -106,12 +103,8 @@ class Liveness:
             call = self._running = _Watched(func, self._counts[func], set(map(self._memory, tensors)))
             versions = [*map(version, tensors)]
         self._counts[func] += 1
-        # Around each call, as ``torch.func`` refuses to begin inside of hooks, and disables them for what it calls.
-        is_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
-        self.is_doubtful = self.is_doubtful or not is_enabled
         try:
-            with saved_tensors_hooks(self.pack, Saved.unpack) if is_enabled else contextlib.nullcontext():
-                result = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             self._running = None
         with torch._C.DisableTorchFunction():
@@ -259,7 +252,7 @@ def _outside(pack):
     """The hook `pack` of the user's code, run outside of the mode that replaces kernels."""
 
     def packed(tensor):
-        mode = _pop_mode()
+        mode: Any = _pop_mode()
         try:
             return pack(tensor)
         finally:

@@ -296,7 +296,7 @@ class Recorder(TorchFunctionMode):
         for each in results:
             if each.grad_fn is None and id(each) not in self.inputs and id(each) not in self.reads:
                 self._made[id(each)] = weakref.ref(each), _reads_in(sources)
-        if node is None:
+        if tensor is None or node is None:
             return
         number = node._sequence_nr()
         if number < started:  # an existing tensor, such as `contiguous` may return

@@ -36,7 +36,6 @@ from .tree import Slot, Tensors, fill, is_plain, strip_arguments, strip_result
 MOST_USES = 8
 _PythonNode = torch.autograd.function.BackwardCFunction
 _NOTHING = contextlib.nullcontext()
-_NOT_WALKED = ReachableState()
 _any_autocast = torch._C._is_any_autocast_enabled
 _set_compiler = torch._C._dynamo.eval_frame.set_eval_frame  # pyright: ignore[reportAttributeAccessIssue]
 _swap: Any = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
@@ -86,7 +85,7 @@ class Region:
         self.needs_grad = [tensor.requires_grad for tensor in inputs]
         self.is_computed = [not tensor.is_leaf and tensor.layout is torch.strided for tensor in inputs]
         is_walked = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
-        reachable = ReachableState(self.function, self.template) if is_walked else _NOT_WALKED
+        reachable = ReachableState(self.function, self.template) if is_walked else ReachableState()
         if self.guarantees.unchanged:
             subject: Any = subject_of(self.function)
             self.subject = subject
@@ -303,6 +302,8 @@ class Region:
 
     def _saved_tensor_hooks(self):
         """Hooks that replace outer ones, such as those of offload, for a graph that is dropped at once."""
+        if self.recorder is not None and self.recorder.dead_calls is not None:
+            return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, lambda saved: saved.tensor)
         if top_hooks(False) is None:
             return _NOTHING
         return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -246,11 +247,14 @@ class Chain(nn.Module):
         for parameter in self.parameters():
             if other == "hooks":
                 parameter.register_hook(lambda gradient: gradient * 2)
-                parameter.register_post_accumulate_grad_hook(lambda p: self.seen.append(p.grad.sum().item()))
+                parameter.register_post_accumulate_grad_hook(self.note)
             if other == "node":  # as DDP and FSDP1 have them
-                accumulate = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-                accumulate.register_hook(lambda *_, p=parameter: self.seen.append(p.grad.sum().item()))
+                accumulate: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # pyright: ignore
+                accumulate.register_hook(lambda *_, p=parameter: self.note(p))
                 self.seen.append(accumulate)
+
+    def note(self, parameter):
+        self.seen.append(parameter.grad.sum().item())
 
     def loss(self, x, call):
         pairs = zip(self.blocks[::2], self.blocks[1::2])
