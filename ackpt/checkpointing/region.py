@@ -550,21 +550,19 @@ class Region:
         return None not in present and all(int(before) == int(now) for before, now in zip(self.checksums, present))
 
     def _signature(self, tensor):
-        needs_grad = tensor.requires_grad or not self.guarantees.exact_graph
-        return tensor.shape, tensor.dtype, tensor.device, needs_grad
+        return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad or not self.guarantees.exact_graph
 
     def check_unchanged(self, leaves):
         """Raise if a tensor that the recomputation must read has changed; the recomputation checks the others."""
         self.unread_changes, self.unfrozen = {}, []
         needed = set(map(id, leaves))
-        for change in () if self.watch is None else self.watch.changes():
-            tensor, name, how = change
+        for tensor, name, how in () if self.watch is None else self.watch.changes():
             if how == "unfrozen":
                 self.unfrozen.append(tensor)
             elif (self.recorder is None and not self.is_small) or type(name) is int or id(tensor) in needed:
-                raise guards.changed_between(*change)
+                raise guards.changed_between(tensor, name, how)
             else:
-                self.unread_changes[id(tensor)] = change
+                self.unread_changes[id(tensor)] = tensor, name, how
 
 
 def _existing(leaf):
