@@ -197,6 +197,7 @@ class _Forward:
         """`forward` with its name and signature, for which something stands in, as long as it does."""
         if getattr(forward, "__code__", None) in _CODES:  # a library kept it, and has put it back
             return forward
+        _break_graph()
         if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
             return _function(module, forward)
         return types.MethodType(stood_in if forward.__func__ is function else _method(forward.__func__), module)
@@ -279,9 +280,19 @@ def _of_class(function) -> Any:
     return forward
 
 
+def _break_graph() -> None:
+    """Say in Dynamo's error of ``fullgraph=True`` what to do; without it, a graph ends here in any case."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(  # pyright: ignore[reportAttributeAccessIssue]
+            msg="A module with a region or a plan of ackpt cannot be part of a graph. With fullgraph=True, compile what "
+            "runs inside, as by block.compile(fullgraph=True) for each checkpointed block."
+        )
+
+
 def _method(function) -> Any:
     @functools.wraps(function)
     def forward(self, /, *args, **kwargs):
+        _break_graph()
         return _call(self, types.MethodType(function, self), args, kwargs)
 
     return forward

@@ -267,6 +267,10 @@ def test_a_compiled_model_that_is_wrapped_and_a_compiled_function_in_a_region(fr
 def test_fullgraph_is_refused_by_name(fresh_dynamo):
     function = torch.compile(lambda x: ackpt.checkpoint(torch.sin, x), backend="eager", fullgraph=True)
     raises(torch._dynamo.exc.Unsupported, "ackpt.checkpoint runs outside of compiled code", lambda: function(batch()))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    ackpt.apply_activation_checkpointing(layers)
+    compiled = torch.compile(layers, backend="eager", fullgraph=True)
+    raises(torch._dynamo.exc.Unsupported, "compile what runs inside, as by block.compile", lambda: compiled(batch()))
 
 
 class Dropping(nn.Sequential):
@@ -299,6 +303,17 @@ def test_regions_run_around_blocks_that_are_compiled(fresh_dynamo, order, fullgr
     assert min(sizes) >= 6
     assert ackpt.remove_activation_checkpointing(layers) == ["0", "1"]
     assert layers[0]._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize("chosen", [None, Dropping])
+def test_a_region_contains_the_code_that_torch_compile_returned(fresh_dynamo, chosen):
+    own = [Dropping(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
+    layers, x = nn.Sequential(*(torch.compile(each, backend="eager", fullgraph=True) for each in own)), batch()
+    seed()
+    expected = torch.autograd.grad(total(own[1](own[0](x))), x)
+    assert ackpt.apply_activation_checkpointing(layers, chosen) == ["0", "1"]
+    seed()
+    assert_equal([*expected], [*torch.autograd.grad(total(layers(x)), x)], "gradient")
 
 
 def compiled(backend, fullgraph):
