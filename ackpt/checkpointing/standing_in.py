@@ -284,7 +284,7 @@ def _break_graph() -> None:
     """Say in Dynamo's error of ``fullgraph=True`` what to do; without it, a graph ends here in any case."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(  # pyright: ignore[reportAttributeAccessIssue]
-            msg="A module with a region or a plan of ackpt cannot be part of a graph. With fullgraph=True, compile what "
+            msg="A module with a region or plan of ackpt cannot be part of a graph. With fullgraph=True, compile what "
             "runs inside, as by block.compile(fullgraph=True) for each checkpointed block."
         )
 
