@@ -347,12 +347,12 @@ def _is_random(value) -> bool:
     return type(value).__name__ == "cython_function_or_method" or stream_of(_owner(value)) is not None
 
 
-def _owner(value):
+def _owner(value) -> Any:
     """The object of a bound method, such as ``count().__next__``; other objects as they are."""
     return value.__self__ if isinstance(value, _BOUND) else value
 
 
-def _advances(value) -> bool:
+def _advances(value: Any) -> bool:
     """Whether using `value` changes what it gives next: an iterator, a queue or random numbers, not of a model's class.
 
     So do functions that are bound to one.
