@@ -12,10 +12,12 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from ackpt.core import __version__
 from ackpt.core.errors import CheckpointError, OffloadError, did_you_mean
+from ackpt.core.files import check_folder
 
 
 class UsageError(ValueError):
@@ -43,6 +45,17 @@ def add_set(add, example: str) -> None:
         metavar="FIELD=VALUE",
         help=f"fields of the model's configuration, with values as in JSON: {example}",
     )
+
+
+def writable(folder: str | None, option: str) -> Path | None:
+    """The folder, created if need be; None stays None; UsageError if nothing can be written there."""
+    if folder is None:
+        return None
+    try:
+        check_folder(folder)
+    except OSError as error:
+        raise UsageError(f"{option}: cannot write to {folder} ({error.strerror}); name another folder") from error
+    return Path(folder)
 
 
 def run(

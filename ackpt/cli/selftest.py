@@ -21,8 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
+from ackpt.core.files import write_text_atomic
 from ackpt.core.machine import machine
 from ackpt.planner.costs.devices import DEVICES, rates_of
+
+from .command_line import writable
 
 BASELINE, OFFLOAD, PLAN, BUDGET = "baseline", "regions, offload", "plan", 0.5
 PASSED, WARNING, FAILED = "passed", "warning", "FAILED"
@@ -38,13 +41,19 @@ def add_selftest(commands) -> None:
     summary = "check gradients, peaks and a budget on this machine, GPU or CPU, in about a minute"
     parser = commands.add_parser("selftest", help=summary, description=f"{summary}. Exits with status 1 if one fails.")
     parser.add_argument("--device", choices=tuple(SIZES), help="default: the GPU if torch sees one")
-    parser.add_argument("--json", action="store_true", help="print a JSON record with device, versions and date")
+    parser.add_argument("--out", metavar="FOLDER", help="write a JSON record with device, versions and date there")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of lines")
     parser.set_defaults(run=run_selftest_command)
 
 
 def run_selftest_command(arguments, command: str) -> int:
-    record = run_selftest(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"), command)
-    print(json.dumps(record, indent=1, sort_keys=True) if arguments.json else text_of(record))
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    folder = writable(arguments.out, "--out")
+    record = run_selftest(device, command)
+    text = json.dumps(record, indent=1, sort_keys=True)
+    if folder is not None:
+        write_text_atomic(folder / f"selftest-{device}.json", text + "\n")
+    print(text if arguments.json else text_of(record))
     for line in failed(record):
         print(f"ackpt selftest: {line}", file=sys.stderr)
     return 1 if failed(record) else 0

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ackpt.cli.command_line import UsageError, add_set, field
-from ackpt.core.files import check_folder
+from ackpt.cli.command_line import UsageError, add_set, field, writable
 from experiments.results import GPU_FOLDER, devices_in
 
 TIERS = ("cpu", "gpu")
@@ -129,17 +128,6 @@ def folder_for(out: str | None, device: str) -> Path | None:
             "another folder, or give --device"
         )
     return writable(out, "--out")
-
-
-def writable(folder: str | None, option: str) -> Path | None:
-    """The folder, created if need be; None stays None; UsageError if nothing can be written there."""
-    if folder is None:
-        return None
-    try:
-        check_folder(folder)
-    except OSError as error:
-        raise UsageError(f"{option}: cannot write to {folder} ({error.strerror}); name another folder") from error
-    return Path(folder)
 
 
 def save_and_print(groups, report, folder: Path | None, arguments) -> int:

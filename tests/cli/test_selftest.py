@@ -61,10 +61,10 @@ def test_deterministic_algorithms_are_put_back(monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_the_command_prints_a_record_and_its_status_says_what_failed(record, capsys, monkeypatch):
+def test_the_command_writes_a_record_and_its_status_says_what_failed(record, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ackpt.cli.selftest.run_selftest", lambda device, command: record)
-    assert main(["selftest", "--device", "cpu", "--json"]) == 0
-    written = json.loads(capsys.readouterr().out)
+    assert main(["selftest", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "selftest-cpu.json").read_text())
     assert written == json.loads(json.dumps(record)) and written["environment"]["torch"]
     broken = [{"check": "budget of plan", "result": FAILED, "found": "2 of 1 bytes"}]
     monkeypatch.setitem(record["metrics"], "checks", broken)
