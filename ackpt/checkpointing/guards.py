@@ -234,7 +234,7 @@ class MutableState:
         if self._hook_count:
             self._contents += [(each, each.copy()) for each in self._hooks if each]
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._parameters: list[tuple[torch.Tensor, str]] = []
         self._before = []
         for tensor, name in reachable.tensors.values():
@@ -279,13 +279,13 @@ class MutableState:
         if recorder is not None:
             self._changed = recorder.copies[::-1]  # where views overlap, the oldest value is set last
             copied = {memory(tensor) for tensor, _ in self._changed}
-            self._replaced = [*recorder.replaced.values()]
+            self.replaced = [*recorder.replaced.values()]
             recorder.copies, recorder.replaced = [], {}
-            self.is_repeatable &= copied.isdisjoint(recorder.written) and not self._replaced
+            self.is_repeatable &= copied.isdisjoint(recorder.written) and not self.replaced
             if recorder.copies_writes:
                 reads = [(read.value, read.name, read.version, None) for read in recorder.reads.values()]
                 self._before += [each for each in reads if id(each[0]) not in walked]
-        unseen, changed = False, {id(tensor) for tensor, _ in self._replaced}
+        unseen, changed = False, {id(tensor) for tensor, _ in self.replaced}
         for tensor, name, mark, copy in self._before:
             if copied and memory(tensor) in copied:
                 changed.add(id(tensor))
@@ -318,19 +318,7 @@ class MutableState:
 
     def forget(self) -> None:
         """Free the copies of old values, after the last recomputation that reads them."""
-        self._changed = self._replaced = []
-
-    @contextlib.contextmanager
-    def data_restored(self):
-        """Inside, tensors have the ``.data`` that the forward replaced."""
-        present = [(tensor, tensor.data) for tensor, _ in self._replaced]
-        try:
-            for tensor, old in self._replaced:
-                tensor.data = old
-            yield
-        finally:
-            for tensor, data in present:
-                tensor.data = data
+        self._changed = self.replaced = []
 
     def is_as_before(self) -> bool:
         """Whether there is nothing to restore."""

@@ -10,6 +10,7 @@ the recomputation took a different path than the forward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import numbers
@@ -370,6 +371,19 @@ class Recorder(TorchFunctionMode):
             self._storages.add(memory(value))
             self.reads[key] = read
         return read
+
+
+@contextlib.contextmanager
+def data_restored(replaced: list[tuple[torch.Tensor, torch.Tensor]]):
+    """Inside, tensors have the ``.data`` that the forward replaced: pairs of a tensor and its former data."""
+    present = [(tensor, tensor.data) for tensor, _ in replaced]
+    try:
+        for tensor, old in replaced:
+            tensor.data = old
+        yield
+    finally:
+        for tensor, data in present:
+            tensor.data = data
 
 
 def _reads_in(sources) -> dict[int, _Read]:

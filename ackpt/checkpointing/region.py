@@ -28,7 +28,7 @@ from .closures import DetachClosedOver, frozen
 from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping, top_hooks
 from .evidence import RECORDED_RUNS, SMALL_BYTES, checksum, evidence_of, is_opaque, names_of, number_ends, subject_of
 from .reachable import ReachableState, graph_of, is_data, tensors_in
-from .recorder import Path, Recorder, check_same_path
+from .recorder import Path, Recorder, check_same_path, data_restored
 from .tree import Slot, Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
@@ -412,7 +412,7 @@ class Region:
                 recorder.dead_calls = Skipping(self.dead)
         recomputation_begins()
         try:
-            data = _NOTHING if self.state is None else self.state.data_restored()
+            data = _NOTHING if self.state is None else data_restored(self.state.replaced)
             with data, detached or _NOTHING, recorder or _NOTHING:
                 result = self._repeat_call(inputs, is_last and not self.dead)
         except CheckpointError:
@@ -466,7 +466,7 @@ class Region:
                 present = Path(None if self.path.calls is None else recorder, nodes, evidence)
                 self.is_other = bool(self.dead) and path.has_other_calls(present)
                 check_same_path(path, present, recorder, self.function)
-                if self.subject is not None and self.path.calls is not None:
+                if self.subject is not None and self.state is not None and self.path.calls is not None:
                     self.subject.add(self.path.evidence, evidence, self.state.is_repeatable)
         self.is_recomputed, self.is_over = True, is_last
         if is_last:
