@@ -412,10 +412,10 @@ print("ReLU:", saved_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # ## A model for the whole book
 #
 # Most chapters end with the same step: Llama 3 8B in bf16, two sequences of 8,192 tokens, AdamW with fused kernels, on
-# one H100 with 80 GB. Nothing runs on a GPU: the bytes come from shapes, as in `ackpt plan`, and the time is the least
-# that the data sheet of the GPU allows.
+# one H100 with 80 GB, of which torch reports 79.1 GiB. Nothing runs on a GPU: bytes follow from shapes, as in
+# `ackpt plan`, and times from the rates of the GPU's data sheet.
 
-# %% tags=["hide-input"] alt="One stacked bar. Weights and optimizer state take 45 GiB, logits 23, attention 10, MLPs 56, norms and residuals 33. The sum is twice the memory of the GPU."
+# %% tags=["hide-input"] alt="One stacked bar. Weights and optimizer state take 45 GiB, logits 23, attention 10, MLPs 56, norms and residuals 33. The sum, 166.9 GiB, is more than twice the memory of the GPU."
 from experiments.running_model import bars
 
 figure = bars(1)
@@ -423,13 +423,11 @@ path = plots.save(figure, "results/figures/01_running_model.png")
 figure
 
 # %% [markdown]
-# *Llama 3 8B: memory at the peak of a step, by kind, and its time; predicted. The record is made by `nox -s running`.*
+# *Llama 3 8B: memory at the peak of a step, by kind, and the time of the step; predicted by `nox -s running`.*
 #
-# The baseline, which recomputes nothing, needs 166.9 GiB, twice the memory of the GPU. Weights and the state of AdamW take 45 GiB.
-# No gradient is in the bar: at its peak, where backward begins, there is none. Everything else is activations, nearly
-# half of them in MLPs.
-#
-# You can now say which part of a step's memory grows with the batch, and compute it.
+# The baseline recomputes nothing and needs 166.9 GiB, more than twice the memory of the GPU. Weights and the state of
+# AdamW take 45 GiB: in bf16, 6 bytes per parameter. The bar has no gradients, because the peak is where backward begins.
+# Everything else is activations and logits; the MLPs alone need a third of the peak.
 #
 # ## Summary
 #
@@ -438,6 +436,8 @@ figure
 # - If activations outweigh gradients, the peak comes soon after backward begins.
 # - With $f = 4 d$, above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They can be recomputed: the
 #   subject of the next chapters.
+#
+# You can now say which part of a step's memory grows with the batch, and compute it.
 #
 # ## Sources
 #

@@ -187,8 +187,8 @@ figure
 # The peak is in the backward of the last region, the first that backward reaches: **$k - 1$ boundaries, $n / k - 1$
 # recomputed activations and one gradient**. (Nothing reads the region's output again, so it is freed at once. Its
 # gradient, the broadcast 1 of `sum()`, needs no memory. In every other region, two gradients are live, of an operation's
-# output and input. So the region before it reaches the same sum, with one boundary fewer.) The loss and its gradient add
-# 8 bytes:
+# output and input. So the region before it reaches the same sum, with one boundary fewer.) The loss and its gradient
+# add 8 bytes:
 #
 # $$ \text{peak} = \Bigl( k + \frac{n}{k} - 1 \Bigr) S + 8 \text{ bytes} $$
 
@@ -483,8 +483,8 @@ for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer b
 
 # %% [markdown]
 # For the tiny region, every checkpoint takes several times as long as the baseline. For the block, most of the added
-# time is recomputation. The reentrant checkpoint recomputes the last matrix product of the block, which the others leave
-# out.
+# time is recomputation. The reentrant checkpoint recomputes the last matrix product of the block, which the others
+# leave out.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -564,12 +564,12 @@ path = plots.save(figure, "results/figures/02_running_model.png")
 figure
 
 # %% [markdown]
-# *The step of {doc}`chapter 1 <01_where_memory_goes>` with per-block checkpointing: every block is a region; predicted.*
+# *The step of {doc}`chapter 1 <01_where_memory_goes>` with per-block checkpointing: every block is a region;
+# predicted.*
 #
-# The peak falls from 166.9 to 72.9 GiB, and the step fits on one GPU. Of each block, only the input is saved. The time
+# The peak falls from 166.9 to 72.9 GiB, less than the GPU has. But the allocator reserves more than the step
+# allocates, so {doc}`../out_of_memory` suggests a budget of 65 GiB. Only the input of each block is saved. The time
 # rises by 25 %.
-#
-# You can now write a checkpoint, and say when its second run differs from the first.
 #
 # ## Summary
 #
@@ -577,10 +577,12 @@ figure
 #   One of its inputs must require grad.
 # - A chain of $n$ layers needs about $2 \sqrt n$ activations with one level of regions, $3 \sqrt[3] n$ with two.
 # - Backward does not read everything that a region computes. `ackpt` recomputes only what backward needs.
-# - The ten lines fail wherever the second run differs from the first. Most of these errors are silent, even in
+# - The ten lines fail wherever the recomputation differs from the forward. Most of these errors are silent, even in
 #   PyTorch's own checkpoint.
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases
 #   <not-guaranteed>`. Its code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
+#
+# You can now write a checkpoint, and say when its recomputation differs from the forward.
 #
 # ## Sources
 #

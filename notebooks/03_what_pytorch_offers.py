@@ -744,12 +744,11 @@ path = plots.save(figure, "results/figures/03_running_model.png")
 figure
 
 # %% [markdown]
-# *The same step if regions also save the results of attention and of every second matrix product; predicted.*
+# *The step of {doc}`chapter 1 <01_where_memory_goes>`, if every block is a region that also saves the outputs of
+# attention and of every second matrix product; predicted.*
 #
-# It takes 13 % longer than without checkpointing, instead of 25 %, but needs 95.9 GiB: too much for this GPU. Such options
-# are steps; none of them is a budget.
-#
-# You can now choose among PyTorch's tools, and recognize the steps in which they go wrong.
+# The step takes 13 % longer than the baseline, instead of 25 %, but needs 95.9 GiB: too much for this GPU. Such options
+# offer a few fixed peaks, and possibly none that fits.
 #
 # ## Summary
 #
@@ -757,3 +756,5 @@ figure
 # - They fail where the recomputation differs from the forward, where gradients arrive in parts, and where a check or an
 #   effect is missing. Most of these failures are silent.
 # - In every exhibit, `ackpt` is right or raises an error. Its budget in bytes bounds the measured peak.
+#
+# You can now choose among PyTorch's tools, and recognize the steps in which they go wrong.

@@ -54,7 +54,7 @@ measure_here("synthetic", "reference", device=device, tier=tier, dataset=dataset
 
 # %% [markdown]
 # A Transformer learns to reproduce random input: mean squared error, AdamW, one sequence of $T$ tokens per batch. The
-# published experiment (sources below) has $L = 12$ blocks of width $d = 1024$ with $f = 4096$ in the MLP, sequences of
+# published experiment (see Sources) has $L = 12$ blocks of width $d = 1024$ with $f = 4096$ in the MLP, sequences of
 # 2,048 to 16,384 tokens, and runs on a GPU. We divide $d$, $f$ and $T$ by 16, so weights and activations shrink
 # 256-fold.
 #
@@ -96,7 +96,7 @@ def build(method, *lengths):
 
 
 # %% [markdown]
-# We train with both methods from the same weights, on the same batches, and measure one further step:
+# We train with both methods from the same weights, on the same batches, and measure one more step:
 
 # %%
 lengths, methods = (256, 512, 1024), ("baseline", "checkpoint")
@@ -283,11 +283,11 @@ for method in methods:
     assert predicted.peak_bytes == runs[method, T].peak_bytes
 
 # %% [markdown]
-# ## The published table
+# ## Predicting the published peaks
 #
-# Do such predictions hold for another implementation, on a GPU? The published repository (see Sources) has ten peaks.
-# Its model has other layers, another norm and another AdamW than ours. `experiments.published` contains its step, with
-# weights in fp32 and matrix products in bf16. We predict it at the longest sequence:
+# Do such predictions hold for another implementation, on a GPU? The published experiment has ten peaks. Its model has
+# other layers, another norm and another AdamW than ours. `experiments.published` contains its step, with weights in
+# fp32 and matrix products in bf16. We predict it at the longest sequence:
 
 # %%
 profiles = {}
@@ -438,8 +438,9 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
 #
 # :::{admonition} Exercise 3: what fits
 # :class: note
-# A GPU has 24 GiB. How many tokens may a sequence of our model have, without and with checkpointed blocks? Estimate
-# both from the table, then check with `predict_experiment`. Mind the bend between the last two lengths.
+# A GPU has 24 GiB. How many tokens may a sequence of our model have at the published sizes, without and with
+# checkpointed blocks? Estimate both from {ref}`the table <tab-synthetic-published>`, then check with
+# `predict_experiment`. Mind the bend between the last two lengths.
 # :::
 
 # %% tags=["solution"]
@@ -459,10 +460,9 @@ for method in methods:
 #   step needs a boundary for every layer.
 # - The ten published peaks of the synthetic experiment are predicted to within 1,024 bytes.
 #
-# You can now compute the peak of a Transformer by hand. What the head of a language model adds is the question of
-# {doc}`04_logits`.
+# You can now compute the peak of a Transformer by hand. {doc}`04_logits` adds the head of a language model.
 #
-# The numbers on this page were measured here:
+# The numbers on this page were produced in this environment:
 
 # %% tags=["hide-input", "measured-time", "nbval-ignore-output"]
 environment("cpu", SOURCE)

@@ -11,7 +11,7 @@
 # Memory at the peak of one step on a CPU, with four methods: only the loss in chunks reduces the logits.
 # ```
 #
-# Goal: compute a loss without ever allocating all logits.
+# Goal: know whether the blocks of a model or its logits set the peak, and compute a loss without allocating all logits.
 
 # %% tags=["hide-input"]
 import math
@@ -57,10 +57,10 @@ measure_here("lm", device=device, tier=tier, dataset=dataset, minutes=minutes)
 # %% [markdown]
 # ## A language model
 #
-# The published experiment reads wikitext-103. So do `python -m experiments lm --dataset wikitext` and, on a GPU, this
-# page with `dataset = "wikitext"`; both use the package `datasets`. Otherwise this page needs no network: its corpus,
-# `embedded`, consists of the names of Unicode's characters. A byte-pair encoding is trained on it.
-# The model reads $T$ tokens and predicts the next one at each position.
+# The published experiment (see Sources) reads wikitext-103. So do `python -m experiments lm --dataset wikitext` and, on
+# a GPU, this page with `dataset = "wikitext"`; both use the package `datasets`. Otherwise this page needs no network:
+# its corpus, `embedded`, consists of the names of Unicode's characters. A byte-pair encoding is trained on it. The
+# model reads $T$ tokens and predicts the next one at each position.
 
 # %%
 lm_config = TransformerConfig(dim=128, ff_dim=512, layers=4, head_dim=32, vocab_size=4096)
@@ -71,9 +71,9 @@ print(f"{len(stream):,} tokens; the first batch reads {batches[0].tokens[:4].tol
 print(f"and predicts {batches[0].targets[:4].tolist()}...")
 
 # %% [markdown]
-# The model has causal attention, an embedding before the blocks, and after them a head of $V \times d$ weights for a
-# vocabulary of $V$ entries. The head computes the *logits*, one score per token and entry. We compare the baseline,
-# checkpointed blocks, a loss in chunks, and both together.
+# The model has causal attention, an embedding before its $L$ blocks of width $d$, and after them a head of $V \times d$
+# weights for a vocabulary of $V$ entries. The head computes the *logits*, one score per token and entry. We compare the
+# baseline, checkpointed blocks, a loss in chunks, and both together.
 
 # %%
 def forward(model, x, offsets, longest, method):
@@ -128,7 +128,8 @@ for method in lm_methods:
     print(f"{method:24} losses {lm_losses[method][0]:.4f} ... {lm_losses[method][-1]:.4f}")
 
 # %% [markdown]
-# Again, checkpointed losses are bit-identical. The chunked loss sums in another order, so its last digits may differ.
+# Checkpointed losses equal the baseline's, bit for bit. The chunked loss sums in another order, so its last digits may
+# differ.
 
 # %%
 base, checkpointed, chunked, both = lm_losses.values()
@@ -155,7 +156,7 @@ path = plots.save(figure, "results/figures/04_losses.png")
 figure
 
 # %% [markdown]
-# *Loss without and with checkpointing. On a CPU they are equal to the last bit at every step.*
+# *Loss without and with checkpointing. On a CPU, both are equal to the last bit at every step.*
 #
 # ## What the head costs
 
@@ -192,7 +193,7 @@ print(f"{T} x {V} x 4 bytes x 3 copies = {T * V * 4 * 3:,}")
 print(f"measured {baseline.dynamic_peak_bytes:>32,}")
 
 # %% [markdown]
-# ## The logits, in chunks
+# ## The loss in chunks
 #
 # The forward can already compute the gradient of the cross-entropy. A bar marks a gradient of the loss. For one token
 # with logits $z$,
@@ -294,8 +295,9 @@ path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows
 # %% [markdown]
 # ## The whole step
 #
-# The blocks save $L A$ elements per token, or only the boundaries, $L d$. The last norm saves its input and a scale,
-# $d + 1$; its output, $d$, is the head's input. With the loss in one piece, the peak is in the head:
+# The blocks save $L A$ elements per token ({doc}`04_experiments`), or with checkpointing only their inputs, $L d$. The
+# last norm saves its input and a scale, $d + 1$; its output, $d$, is the head's input. With the loss in one piece, the
+# peak is in the head:
 #
 # $$ 4 \, T \, (L A + 2 d + 1) + 12 \, T V \qquad \text{or} \qquad 4 \, T \, (L d + 2 d + 1) + 12 \, T V. $$
 #
@@ -357,8 +359,8 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# Here the chunked loss (33 % against 27 %); at the published sizes below checkpointing. The first figure shows what is
-# live at these peaks. Neither method is enough alone: checkpointing leaves the logits, chunking the activations.
+# Here, the chunked loss (33 % against 27 %); at the published sizes below, checkpointing. The figure at the top shows
+# what is live at these peaks. Neither method is enough: checkpointing leaves the logits, chunking the activations.
 
 # %% tags=["hide-input"]
 logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 4 * math.ceil(T / chunks) * V}
@@ -394,7 +396,7 @@ for method, ratio in times.ratios.items():
 # %% [markdown]
 # ## The published language model
 #
-# With GPT-2's vocabulary, 50,257 entries, our model has:
+# At the published sizes, with GPT-2's vocabulary of 50,257 entries, our model has:
 
 # %%
 published_lm = lm.GPU
@@ -434,12 +436,12 @@ path = write_text_atomic("results/tables/04_chunked.md", markdown_table(rows, co
 print(f"largest error: {max(abs(row['error']) for row in configured):.3%}")
 
 # %% [markdown]
-# Published and predicted peaks differ by at most this error. Here the peak of `checkpoint` grows with the tokens,
-# because the logits do:
+# Published and predicted peaks differ by at most this error. The peak of `checkpoint` grows with the tokens, because
+# the logits do:
 #
 # ```{include} ../../results/tables/04_lm_published.md
 # ```
-#
+
 # %% tags=["hide-input"] alt="Live memory of a published step of the language model at 8,192 tokens, side by side. In both, the forward ends with a steep spike of logits, the peak, at about 16 GiB for the baseline and 10 GiB with checkpointing. Before it, memory rises in a ramp of activations for the baseline and in a low ramp of boundaries with checkpointing. After it, the baseline falls in a ramp, and checkpointing in twelve teeth."
 lm_profiles = {}
 for method in lm_methods[:2]:
@@ -517,7 +519,6 @@ path = write_text_atomic("results/tables/04_lm_causes.md", markdown_table(rows, 
 # - Autocast converts the common input of separate projections three times.
 # - Two of the unfused norms read fp32 here and copy no input: $2 \cdot 2 d$ bytes less than in
 #   {ref}`the synthetic experiment <tab-synthetic-causes>`.
-# - The final norm is applied after every block.
 # - A logit needs 14 bytes: bf16, referenced by a variable (2), and the log-probability and two gradients in fp32.
 # - Gradients are never set to zero, so they are live when the loss is computed.
 # - Embedding and head share one weight, which saves 12 bytes per element.
@@ -529,7 +530,7 @@ path = write_text_atomic("results/tables/04_lm_causes.md", markdown_table(rows, 
 # :::{admonition} Exercise 1: a larger vocabulary
 # :class: note
 # With $V = 128{,}256$ and 8,192 tokens, how many GiB do weights, gradients and Adam states of our model need, and how
-# many its logits, at 10 bytes each? Predict the peaks of `checkpoint` and `checkpoint+chunked-loss`.
+# many do its logits need, at 10 bytes each? Predict the peaks of `checkpoint` and `checkpoint+chunked-loss`.
 # :::
 
 # %% tags=["solution"]
@@ -588,21 +589,22 @@ path = plots.save(figure, "results/figures/04_running_model.png")
 figure
 
 # %% [markdown]
-# *The same step with per-block checkpointing, and head and loss in 8 chunks of tokens; predicted.*
+# *The step of {doc}`chapter 1 <01_where_memory_goes>` with per-block checkpointing, and head and loss in 8 chunks of
+# tokens; predicted.*
 #
-# Logits took a third of the peak. In chunks they take .1 GiB, and the peak moves to the end of backward, where the
-# gradients are nearly complete: 62.2 GiB. Weights, gradients and the state of AdamW, 59.8 GiB, are what no checkpointing
-# reduces.
-#
-# You can now say whether the blocks of a model or its logits set the peak.
+# With per-block checkpointing alone, logits took a third of the peak. In chunks, they take 0.1 GiB, and the peak moves
+# to the end of backward: 62.2 GiB. Weights, nearly complete gradients and the state of AdamW are 58.6 GiB of it, and
+# checkpointing reduces none of these.
 #
 # ## Summary
 #
 # - Logits cost tokens times vocabulary times 10 to 14 bytes; a loss in chunks allocates one chunk.
-# - With checkpointed blocks, logits dominate dynamic memory. With a chunked loss too, at 8,192 tokens, 88 % of the
+# - With checkpointed blocks, logits dominate dynamic memory. With a chunked loss too, at 8,192 tokens, 89 % of the
 #   peak is weights, gradients and Adam states.
 #
-# The numbers on this page were measured here:
+# You can now say whether the blocks of a model or its logits set the peak.
+#
+# The numbers on this page were produced in this environment:
 
 # %% tags=["hide-input", "measured-time", "nbval-ignore-output"]
 environment("cpu", SOURCE)

@@ -159,9 +159,9 @@ def halves(blocks, x):
 # $$ g(n) = 1 + g\Bigl(\frac{n - 1}{2}\Bigr) \approx \log_2 n , \qquad
 # \text{recomputed blocks} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
 #
-# ## Measuring both
+# ## Measured peaks and recomputation
 #
-# We run a chain of 64 blocks by each method. Without gradients of parameters, and the loss and its gradient, the peak
+# We run a chain of 64 blocks with each method. Without gradients of parameters, and the loss and its gradient, the peak
 # should be a whole number of $S$, and the FLOPs in excess of the baseline's a whole number of matrix products.
 
 # %%
@@ -294,8 +294,8 @@ path = plots.save(figure, "results/figures/06_timelines.png")  # the figure at t
 # Here, *step* means a block, and *state* its output; the chain's input is state 0. Revolve (Griewank and Walther 2000,
 # [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states, *snapshots*, at any
 # time, including state 0. *Reversing* a step means to recompute it, and then to run its backward. Any other run of a
-# step is an *advance*, and only advances count. In the figure at the top, a rising line is a run of advances, and a
-# falling line is a run of reversals.
+# step is an *advance*, and only advances count. In the zigzag below, a rising line is a run of advances, and
+# a falling line is a run of reversals.
 #
 # **A worked example: 4 steps, 2 snapshots.** The first snapshot is state 0:
 
@@ -578,18 +578,20 @@ path = plots.save(figure, "results/figures/06_running_model.png")
 figure
 
 # %% [markdown]
-# *The same step in segments of about √32 blocks, with its head in chunks; predicted.*
+# *The step of {doc}`chapter 1 <01_where_memory_goes>` in segments of about √32 blocks, with its head in chunks;
+# predicted.*
 #
-# Segments of several blocks need 70.2 GiB, segments of one block 62.2 GiB. The activations inside a block have 3 GiB,
-# the inputs of all 32 blocks 4 GiB. A longer segment saves fewer inputs, but recomputes more activations at a time.
-#
-# You can now bound the memory of a chain, and say when the bound misleads.
+# With the head in chunks, segments of several blocks need 70.2 GiB, and segments of one block 62.2 GiB. One block has
+# 3 GiB of activations, and the inputs of all 32 blocks together have 4 GiB. Longer segments save fewer inputs, but
+# recompute more activations at a time.
 #
 # ## Summary
 #
 # - $\sqrt n$ segments save $2 \sqrt n - 1$ activations, recursive halving about $\log_2 n$.
 # - Revolve is optimal if only states are saved.
 # - On real models the formulas err in both directions: bytes decide, and the largest block sets a minimum.
+#
+# You can now bound the memory of a chain, and say when the bound misleads.
 #
 # ## Sources
 #

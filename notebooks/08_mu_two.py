@@ -378,9 +378,9 @@ print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for 
 # Both peaks are within the budget. With little memory, $C_0$ dominates, and no method gains much. (The added time is
 # estimated from the measured rates of a CPU.)
 #
-# ## The published table
+# ## A published reproduction
 #
-# One reproduction of mu-TWO reports memory and time of a ResNet-152 without and with it, and claims:
+# A reproduction of mu-TWO reports memory and time of a ResNet-152 without and with it, and claims:
 
 # %%
 reference = load_reference("mu-two-resnet")
@@ -450,8 +450,8 @@ figure
 # of 30,000).*
 #
 # mu-TWO's greedy choices add 26 % to the Transformer's step, per-block checkpointing and the plan 14 %. Recomputation
-# cannot free the logits, so its peak falls by at most 36 %. How much larger does the batch become? These batches fit
-# into the largest published memory:
+# cannot free the logits, so the Transformer's peak falls by at most 36 %. How much larger does the batch become? These
+# batches fit into the largest published memory:
 
 # %%
 memory = without[64]["peak"] * MIB
@@ -541,12 +541,11 @@ path = plots.save(figure, "results/figures/08_running_model.png")
 figure
 
 # %% [markdown]
-# *The same step with its head in chunks, by mu-TWO within 65 GiB; predicted.*
+# *The step of {doc}`chapter 1 <01_where_memory_goes>`, planned by mu-TWO within 65 GiB, with its head in chunks;
+# predicted.*
 #
-# mu-TWO keeps the budget, but the step takes 30 % longer than without checkpointing. It swaps more than the link can
-# copy while the step computes, and waits for the rest.
-#
-# You can now compare a swap with a recomputation, and say why the best choice depends on the device.
+# mu-TWO keeps the budget, but the step takes 30 % longer than the baseline. It recomputes only 7 % of the FLOPs; most of
+# the added time is waiting for copies.
 #
 # ## Summary
 #
@@ -555,6 +554,8 @@ figure
 # - The choices are greedy. On a small network the exact optimum recomputes less for the same budget, because a ratio
 #   ignores when the bytes are live.
 # - A copy is free if it overlaps with compute, as on slow devices and in wide models.
+#
+# You can now compare a swap with a recomputation, and say why the best choice depends on the device.
 #
 # ## Sources
 #

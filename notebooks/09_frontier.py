@@ -532,7 +532,8 @@ path = plots.save(figure, "results/figures/09_decisions.png")
 figure
 
 # %% [markdown]
-# *Thresholds from {doc}`01_where_memory_goes`, {doc}`04_logits` and {doc}`05_offload`.* What the answers cost:
+# *The thresholds are derived in {doc}`01_where_memory_goes`, {doc}`04_logits` and {doc}`05_offload`.* What the methods
+# cost:
 
 # %% tags=["hide-input"]
 choices = frontier_times.choices(records)
@@ -553,12 +554,10 @@ path = plots.save(figure, "results/figures/09_running_model.png")
 figure
 
 # %% [markdown]
-# *The same step by a plan within 65 GiB, with its head in chunks; predicted.*
+# *The step of {doc}`chapter 1 <01_where_memory_goes>`, planned within 65 GiB, with its head in chunks; predicted.*
 #
-# The plan needs 39 % of the memory of the first bar, in 9 % more time. Per-block checkpointing takes 25 % more. The
-# budget is the one that {doc}`../out_of_memory` suggests for this GPU.
-#
-# You can now read a plan, and judge how far a method is from the optimum.
+# The plan needs 39 % of the baseline's memory and 9 % more time. Per-block checkpointing takes 25 % more time.
+# {doc}`../out_of_memory` suggests this budget for the GPU.
 #
 # ## Summary
 #
@@ -567,6 +566,8 @@ figure
 # - On it, no policy and no PyTorch tool recomputes fewer FLOPs than a plan within the same peak.
 # - A block of BERT saves $10 d + 2 f + 3 h T_\text{seq} + 4$ elements per token where attention is materialized. More than
 #   half of them can be recomputed without a matrix product. With fused attention, most of these are gone.
+#
+# You can now read a plan, and judge how far a method is from the optimum.
 #
 # The numbers on this page were produced in this environment:
 
