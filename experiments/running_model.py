@@ -63,8 +63,8 @@ METHODS = (
     Method(4, "per-block, head in chunks", "selective", CHUNKS),
     Method(5, "per-block, inputs of blocks offloaded", "selective", 1, {"offload": True}),
     Method(6, "segments of √L blocks, head in chunks", "chen-sqrt", CHUNKS),
-    Method(8, "mu-TWO within 65 GiB", "mu-two", CHUNKS, {"budget": BUDGET}),
-    Method(9, "plan within 65 GiB", "auto", CHUNKS, {"budget": BUDGET}),
+    Method(8, "mu-TWO within 65 GiB, head in chunks", "mu-two", CHUNKS, {"budget": BUDGET}),
+    Method(9, "plan within 65 GiB, head in chunks", "auto", CHUNKS, {"budget": BUDGET}),
 )
 
 

@@ -91,7 +91,7 @@ def test_the_errors_of_predictions_are_those_of_the_badge() -> None:
     badge = (ROOT / "results" / "cpu" / "11_badge.md").read_text(encoding="utf-8")
     found = re.search(r"validated on (\d+) published measurements, median error (\S+) %, largest \+(\d+)\.\d %", badge)
     assert found is not None
-    said = "Of {} published measurements, the median error is {} %, the largest {} %.".format(*found.groups())
+    said = "checked against {} published measurements (median error {} %, largest {} %).".format(*found.groups())
     assert said in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
