@@ -212,7 +212,7 @@ def calculator(session: nox.Session) -> None:
 
 @shared
 def running(session: nox.Session) -> None:
-    """Predict the step of Llama 3 8B that the chapters of the book share, in about three minutes."""
+    """Predict the step of Llama 3 8B that the chapters of the book share, in about a minute."""
     run(session, "python", "-m", "experiments.running_model")
 
 

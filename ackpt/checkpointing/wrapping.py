@@ -235,8 +235,9 @@ def callable_members(module, name):
 
 
 def _is_container(module) -> bool:
-    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)  # of torch.compile
-    return not _is_scripted(module) and not has_forward
+    if _is_scripted(module) or "forward" in vars(module):  # torch.compile sets it
+        return False
+    return type(module).forward is nn.Module.forward
 
 
 def _is_scripted(module) -> bool:

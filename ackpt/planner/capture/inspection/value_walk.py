@@ -200,7 +200,8 @@ class Walk:
 
     def _add_items(self, value, label: str, depth: int) -> None:
         for item in (item for container in _containers(value) for item in _items(container)):
-            self.add(item, label, depth + 1)
+            if not isinstance(item, torch.nn.Module):  # a module that is not registered has its own walk
+                self.add(item, label, depth + 1)
 
     def _guard(self, namespace, name: str, label: str) -> None:
         """Guard iterators, queues and random number generators: a value, or those in its lists and dicts."""

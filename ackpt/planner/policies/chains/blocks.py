@@ -228,7 +228,7 @@ def _forward_blocks(analysis: Analysis, births) -> dict[int, int]:
 def _pinned(analysis: Analysis, outputs, block_of, skips) -> frozenset[int]:
     """Storages that are always saved: outputs of the model, `skips`, fixed ones, and those that other blocks read."""
     graph = analysis.graph
-    pinned = storages_of(graph, analysis.outputs) & analysis.savable | skips | analysis.must_be_saved
+    pinned = storages_of(graph, analysis.outputs) & analysis.savable | skips
     for node in graph.nodes:
         if node.id in analysis.effects and not node.is_random:
             continue

@@ -33,7 +33,7 @@ def substituted(graph: JointGraph, chain: BlockChain, profile, cost) -> list[Sch
     """
     analysis = graph.analysis
     options = options_of_blocks(graph, chain, tuple(cost), tuple(profile.workspace_bytes))
-    always_saved = chain.pinned.union(*(block.output for block in chain.blocks))
+    always_saved = chain.pinned.union(analysis.must_be_saved, *(block.output for block in chain.blocks))
     choices = [[(option.cost, option.saved_bytes) for option in block_options] for block_options in options]
     rows = [
         [block_options[index].saved for block_options, index in zip(options, row)] for row in rows_by_price(choices)
