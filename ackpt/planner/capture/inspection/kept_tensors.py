@@ -245,6 +245,12 @@ _WITHOUT_MODES: tuple[tuple[Any, str], ...] = (
 )
 
 
+def _is_called_by_user(frame) -> bool:
+    while frame.f_code.co_name == "__torch_function__":  # of the modes inside this one
+        frame = frame.f_back
+    return is_users(frame.f_code.co_filename)
+
+
 class HoldsTensors(Exception):
     """The model's code references tensors that must become inputs of the capture: (tensor, line) of each, by its id."""
 
@@ -284,7 +290,7 @@ class Held(TorchFunctionMode):
         try:
             args = tuple(map(self._replaced, args))
             kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
-            if func == _VERSION and is_users(sys._getframe(1).f_code.co_filename):
+            if func == _VERSION and _is_called_by_user(sys._getframe(1)):
                 raise not_repeated(
                     f"the model's code reads the version of a tensor{line()}, and a captured step would get the same "
                     "in every call. Compare a number that your code increments instead"
