@@ -26,6 +26,7 @@ from .results import environment, write_text_atomic
 
 GIB = 2**30
 PRESET, GPU, BATCH, LENGTH, OPTIMIZER, BUDGET, CHUNKS = "llama-3-8b", "h100-80g", 2, 8192, "adamw-fused", "65GiB", 8
+MODEL = next(preset for preset in PRESETS if preset.name == PRESET)
 RECORD = Path("results/calculator/running_model.json")
 SCHEMA = {"schema": "ackpt.running-model", "version": 1}
 ORANGE = plots.COLORS["activations"]
@@ -70,8 +71,7 @@ METHODS = (
 
 def compute(layers: int | None = None) -> Iterator[dict]:
     """The row of each method: bytes at the peak by kind, and seconds at the rates of the GPU's data sheet."""
-    preset = next(preset for preset in PRESETS if preset.name == PRESET)
-    made = run_plan(plan_config(preset, HALF, GPU, BATCH, LENGTH, layers, optimizer=OPTIMIZER))
+    made = run_plan(plan_config(MODEL, HALF, GPU, BATCH, LENGTH, layers, optimizer=OPTIMIZER))
     chunked = in_chunks(made.graph, device(GPU), CHUNKS)
     for method in METHODS:
         graph, profile, plan = method.plan_of(made, chunked)
@@ -121,10 +121,9 @@ def write(path: Path = RECORD) -> None:
 
 def decisions() -> plots.Figure:
     """The decision chart, with the thresholds of this model."""
-    preset = next(preset for preset in PRESETS if preset.name == PRESET)
     parameters = record()["rows"][0]["at_peak"]["weights"] // 2
-    here = f"{preset.label} in bf16 with AdamW, {BATCH} sequences of {LENGTH:,} tokens, one GPU with 80 GB"
-    return chart(questions(preset.fields, BATCH, LENGTH, parameters), here)
+    here = f"{MODEL.label} in bf16 with AdamW, {BATCH} sequences of {LENGTH:,} tokens, one GPU with 80 GB"
+    return chart(questions(MODEL.fields, BATCH, LENGTH, parameters), here)
 
 
 def bars(chapter: int, data: dict | None = None) -> plots.Figure:

@@ -247,9 +247,9 @@ def unknown(used, states: list) -> list:
 
 
 def ended_elsewhere(facts) -> str:
-    """The name of the first stream that is neither where it began nor where it ended before; empty if there is none.
+    """The name of the first stream whose state differs from those at the beginning and end of the first run, or "".
 
-    `facts`: each stream, and the `mark_of` its state at the begin and at the end of the first run.
+    `facts`: each stream, and `mark_of` these two states.
     """
     return next((stream.name for stream, *marks in facts if stream.mark_of(stream.get()) not in marks), "")
 
