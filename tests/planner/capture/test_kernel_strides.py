@@ -59,6 +59,7 @@ OPERATIONS = {
     "hardshrink_bw": lambda x, g: aten.hardshrink_backward(g, x, 0.5),
     "logsigmoid": lambda x, g: aten.log_sigmoid_forward(x),
     "elu_bw": lambda x, g: aten.elu_backward(g, 1.0, 1.0, 1.0, False, x),
+    "rrelu_bw": lambda x, g: aten.rrelu_with_noise_backward(g, x, x, 0.1, 0.3, True, False),
     "logit_bw": lambda x, g: aten.logit_backward(g, x.clamp(0.1, 0.9)),
     "softmax": lambda x, g: aten._softmax(x, 1, False),
     "softmax_bw": lambda x, g: aten._softmax_backward_data(g, x, 1, torch.float32),

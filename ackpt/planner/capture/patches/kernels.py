@@ -170,6 +170,11 @@ def _elementwise(result, gradient, *rest):
     return torch.empty_like(torch.add(gradient, x), dtype=result.dtype)
 
 
+def _rrelu_backward(result, gradient, x, noise, lower, upper, training, *rest):
+    """In training, the kernel is the product of noise and gradient, in this order."""
+    return torch.empty_like(torch.mul(noise, gradient)) if training else result
+
+
 def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
     """For one image whose channels are last, the kernels keep the strides of `x`, which are not unique then."""
     is_known = isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides and x.device.type == "cpu"
@@ -299,6 +304,7 @@ _OURS = {
     aten.masked_fill.Tensor: _corrected(_contiguous_first),
     **{resize.default: _corrected(_in_format_of_input) for resize in _RESIZED},
     aten._prelu_kernel.default: _corrected(_prelu),
+    aten.rrelu_with_noise_backward.default: _corrected(_rrelu_backward),
     **{loss: _corrected(in_whole_memory, ("cpu", "cuda")) for loss in LOSSES},
     aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy, ("cpu", "cuda")),
     **{resize.default: _resize_backward for resize in _RESIZES},
