@@ -27,6 +27,7 @@ from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from ackpt.core import autograd_state
 from ackpt.core.autograd_state import phase, version
 from ackpt.core.errors import CheckpointError
 
@@ -340,7 +341,8 @@ class Recorder(TorchFunctionMode):
         the reads that a tensor without gradients was made from; None if unknown."""
         if not isinstance(value, torch.Tensor):
             if isinstance(value, torch.Generator) and id(value) not in self.streams:
-                self.streams[id(value)] = weakref.ref(value), value.get_state() if self._expected is None else None
+                state = autograd_state.generator_state(value) if self._expected is None else None
+                self.streams[id(value)] = weakref.ref(value), state
             return None
         key = id(value)
         if key in self.inputs:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ackpt.core import autograd_state
 from ackpt.core.errors import CheckpointError
 
 
@@ -77,7 +78,8 @@ class TorchStream(Stream):
     name = "torch"
 
     def __init__(self, generator: torch.Generator):
-        self.generator, self.get, self.set = generator, generator.get_state, generator.set_state
+        self.generator, self.set = generator, generator.set_state
+        self.get = lambda: autograd_state.generator_state(generator)
 
     def comparable(self, state: torch.Tensor) -> bytes:
         with torch._C.DisableTorchFunction():  # the recorder of an outer region would take this for a possible write

@@ -61,6 +61,11 @@ def recomputation_ends() -> None:
         observer(("recomputed",))
 
 
+def generator_state(generator: torch.Generator) -> torch.Tensor:
+    """The state of a generator, read through this module: `ackpt.predict` counts the bytes of states that regions save."""
+    return generator.get_state()
+
+
 def version(tensor: torch.Tensor) -> int:
     """The version counter of a tensor, which every in-place operation increments; 0 for inference tensors."""
     try:

@@ -67,11 +67,12 @@ class InPlace:
 
     def learn(self) -> None:
         """Observe one sum that the engine would make in place; call this under the same modes as the step."""
-        x = torch.empty((), device="meta", requires_grad=True)
-        y = x.sin()
         self._learning = True
         try:
-            torch.autograd.grad(y.sin() + y.cos(), x)
+            with torch.autocast("cpu", enabled=False):  # which the modes refuse on the meta device
+                x = torch.empty((), device="meta", requires_grad=True)
+                y = x.sin()
+                torch.autograd.grad(y.sin() + y.cos(), x)
         finally:
             self._learning = False
 

@@ -15,6 +15,7 @@ import gc
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ackpt.core import autograd_state
 from ackpt.core.progress import shown
 
 from .autograd_engine import InPlace, SavedNumbers
@@ -75,6 +77,7 @@ class Storages(TorchDispatchMode):
         self.before: dict[int, tuple[str, int]] = {}
         self._followed: dict[int, tuple[weakref.ref, int]] = {}
         self._loaded: list[weakref.ref] = []
+        self._states: dict[torch.Generator, torch.Tensor] = {}  # of the model's own generators, from before
         self._with_workspace: set[str] = set()  # threads that multiplied matrices
         self._follows_attention = False
         self._in_place = InPlace()
@@ -110,9 +113,8 @@ class Storages(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func._schema.name
-        if self.follow_real and draws and kwargs.get("generator") is None:
-            with _disable_current_modes():  # as in a real step, so that regions keep the state that they replay
-                torch.rand(1)
+        if self.follow_real and draws:
+            self._draw(next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None))
         if func in LOSSES:
             result = in_whole_memory(result, *args)
         if self.active:
@@ -131,6 +133,13 @@ class Storages(TorchDispatchMode):
             elif self.gpu is not None and inputs and not any(map(self._is_real, inputs)):
                 self._kernel(self.gpu, func, args, kwargs)
         return result
+
+    def _draw(self, generator: torch.Generator | None) -> None:
+        """Advance the generator of an operation, as in a real step, so that regions keep the state that they replay."""
+        if generator is not None and generator not in self._states:
+            self._states[generator] = generator.get_state()
+        with _disable_current_modes():
+            torch.rand(1, generator=generator, device=None if generator is None else generator.device)
 
     def _temporaries(self, sizes: list[int]) -> None:
         blocks = [(("temporary", number), rounded(size, self.round_to)) for number, size in enumerate(sizes) if size]
@@ -223,8 +232,10 @@ class Storages(TorchDispatchMode):
 
     @contextlib.contextmanager
     def hooks(self):
-        """A context that follows RNG states and optimizers' steps; gradient scalers find no infinite gradients."""
-        get_rng_state = torch.get_rng_state
+        """A context that follows RNG states and optimizers' steps; gradient scalers find no infinite gradients.
+
+        At its end, the model's own generators have their states from before.
+        """
 
         def starts(optimizer, *_):
             self.optimizers.add(optimizer)
@@ -237,23 +248,27 @@ class Storages(TorchDispatchMode):
         def step(scaler, optimizer, state, *args, **kwargs):
             return optimizer.step(*args, **kwargs)
 
-        def rng_state():  # which torch allocates below its dispatcher
-            state = get_rng_state()
+        def followed(read, *generator):  # a state, which torch allocates below its dispatcher
+            state = read(*generator)
             if self.active and torch._C._len_torch_dispatch_stack():  # else `Workspaces` asks
                 with torch._C.DisableTorchFunction():  # the recorder of a region would take this for its code
                     self._record(state, (), _EMPTY)
             return state
 
+        reads = [(module, "get_rng_state") for module in (torch, torch.random)]
         handles = [register_optimizer_step_pre_hook(starts), register_optimizer_step_post_hook(ends)]
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", step))
-                for module in (torch, torch.random):
-                    stack.enter_context(mock.patch.object(module, "get_rng_state", rng_state))
+                for module, name in (*reads, (autograd_state, "generator_state")):
+                    read = partial(followed, getattr(module, name))
+                    stack.enter_context(mock.patch.object(module, name, read))
                 yield
         finally:
             for handle in handles:
                 handle.remove()
+            for generator, state in self._states.items():
+                generator.set_state(state)
 
 
 def with_sorted_frees(actions, casts):
@@ -449,6 +464,7 @@ def _removed(made: Made, owned: Resident, storages: Storages):
     try:
         yield
     finally:
+        torch.clear_autocast_cache()  # of the casts of weights, which an autocast around `predict` keeps
         made.note_objects()
         states = tree_leaves([[*each.state.values()] for each in storages.optimizers])
         gradients = [leaf.grad for leaf in owned.trainable()]

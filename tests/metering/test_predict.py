@@ -119,6 +119,44 @@ def test_regions_are_equal_to_the_byte_with_prefetches_and_rng_states(run):
     assert predicted.peak_bytes == measured.peak_bytes
 
 
+class OwnGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.generator = nn.Linear(16, 16), torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        draws = torch.rand(x.shape, generator=self.generator), torch.poisson(x.abs(), self.generator)
+        return self.linear(x * (draws[0] > 0.3) + draws[1])
+
+
+def test_the_states_of_own_generators_count_and_are_as_before():
+    def make():
+        return nn.Sequential(OwnGenerator(), OwnGenerator()), torch.ones(4, 16, requires_grad=True), loss_of
+
+    def loss_of(model, x):
+        return ackpt.checkpoint_sequential(model, 2, x).sum()
+
+    measured, predicted = both(make)
+    assert predicted.dynamic_peak_bytes == measured.dynamic_peak_bytes
+    with FakeTensorMode():
+        model, x, _ = make()
+    states = [block.generator.get_state() for block in model]
+    predict(lambda: loss_of(model, x).backward(), resident=(model, x))
+    assert all(torch.equal(state, block.generator.get_state()) for state, block in zip(states, model))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_step_inside_an_active_autocast(cached):
+    """In which casts of weights last from step to step; none of the prediction is left after it."""
+    results = []
+    for meter, mode in ((measure, contextlib.nullcontext()), (predict, FakeTensorMode())):
+        with mode:
+            model, x, loss_of = mlp()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            results.append(meter(lambda: loss_of(model, x).backward(), resident=(model, x)))  # noqa: B023
+    assert results[0].categories == results[1].categories
+
+
 def test_other_threads_change_no_bytes(monkeypatch):
     """While others run, regions compare outputs to find out who drew random numbers; that needs values."""
     with torch.device("meta"):
