@@ -62,7 +62,7 @@ def recomputation_ends() -> None:
 
 
 def generator_state(generator: torch.Generator) -> torch.Tensor:
-    """The state of a generator, read through this module: `ackpt.predict` counts the bytes of states that regions save."""
+    """The state of a generator; `ackpt.predict` replaces this function to count the states that regions save."""
     return generator.get_state()
 
 

@@ -108,3 +108,13 @@ def test_the_gradient_operation_runs_below_dispatch_modes(dtype):
     for found in (run(), without_grad, below_mode, with_grad):
         assert torch.equal(found, leaf.grad)
         assert not found.requires_grad
+
+
+def test_the_baseline_counts_no_more_than_eager_allocates_for_a_gradient():
+    def forward(h, w):
+        return torch.maximum(h.transpose(0, 1), h.sin().transpose(0, 1)).sum() * w
+
+    model, x = Model(forward), torch.randn(32, 16, 4)
+    eager = ackpt.measure(lambda: model(x).backward(), resident=[model, x])
+    plan = ackpt.compile(model, x, policy="none", regions=False).plan
+    assert plan.baseline_dynamic_peak_bytes <= eager.dynamic_peak_bytes

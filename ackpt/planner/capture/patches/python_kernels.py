@@ -15,6 +15,7 @@ import torch
 from torch._decomp import decompositions
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -287,8 +288,8 @@ def _gradient(gradient, call: str, tensors, place: int):
         leaf = tensors[place].detach().requires_grad_()
         given = [leaf if at == place else tensor.detach() for at, tensor in enumerate(tensors)]
         with torch.enable_grad():
-            result = eval(call, {"torch": torch, "aten": aten, "t": given})  # noqa: S307
-        made = torch.autograd.grad(result, leaf, gradient)[0]
+            result = get_gradient_edge(eval(call, {"torch": torch, "aten": aten, "t": given}))  # noqa: S307
+        made = torch.autograd.grad(result, leaf, gradient)[0]  # while, as in eager, no more of the result is live
     is_laid_out = call.startswith(_EXTREMES) or made.stride() == leaf.stride()
     return made if is_laid_out else torch.empty_like(leaf).copy_(made)
 
