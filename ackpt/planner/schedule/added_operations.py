@@ -15,15 +15,19 @@ model's call.
 from __future__ import annotations
 
 import functools
+import types
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ackpt.checkpointing.autocast import run_under
+from ackpt.checkpointing.reachable import ReachableState
+from ackpt.checkpointing.recorder import is_users
 from ackpt.checkpointing.rng import TorchStream, drawn_from, snapshot
 from ackpt.core.errors import CheckpointError, warn
 from ackpt.offloading.transport import CudaTransport
+from ackpt.planner.capture.inspection.outside_values import on_every_call
 from ackpt.planner.capture.operations import is_tagged
 
 
@@ -121,9 +125,22 @@ def run_and_save(operation, *args, **kwargs):
     state = generator.get_state()
     if isinstance(state, FakeTensor) or any(isinstance(each, FakeTensor) for each in (*args, *kwargs.values())):
         return state, operation(*args, **kwargs)
-    others = [] if is_tagged(operation) else snapshot()
-    result = operation(*args, **kwargs)
-    for stream, _ in drawn_from(others):
+    if is_tagged(operation):
+        return state, operation(*args, **kwargs)
+    before, entered = snapshot(), set()
+
+    def called(frame, event, _):
+        code = frame.f_code
+        if event == "call" and is_users(code.co_filename) and code not in entered:
+            entered.add(code)
+            cells = tuple(types.CellType(frame.f_locals.get(name)) for name in code.co_freevars)
+            function = types.FunctionType(code, frame.f_globals, closure=cells)
+            streams = ReachableState(function, tuple(frame.f_locals.values())).streams
+            before.extend((stream, stream.get()) for stream in streams)
+
+    with on_every_call(called):
+        result = operation(*args, **kwargs)
+    for stream, _ in drawn_from(before):
         if not isinstance(stream, TorchStream) or stream.generator is not generator:
             raise CheckpointError(
                 f"{operation if not args or not callable(args[0]) else args[0]} draws random numbers, but not from the "

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from conftest import assert_as_eager, model_of, raises
@@ -68,6 +69,26 @@ def masked_by_python(x: torch.Tensor) -> torch.Tensor:
     return x * random.randrange(1, 3)
 
 
+class Own:
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def mask(self, x):
+        return torch.empty_like(x).bernoulli_(0.5, generator=self.generator)
+
+
+_own, _numpy = Own(), np.random.default_rng()
+masked_by_its_own = torch.library.custom_op(
+    "ackpt_tests::masked_by_its_own", lambda x: _own.mask(x) * x, mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+masked_by_numpy = torch.library.custom_op(
+    "ackpt_tests::masked_by_numpy",
+    lambda x: x * int(_numpy.integers(1, 3)),
+    mutates_args=(),
+    schema="(Tensor x) -> Tensor",
+)
+
+
 def _setup(ctx, inputs, output):
     ctx.save_for_backward(output)
 
@@ -77,7 +98,7 @@ def _gradient(ctx, gradient):
 
 
 mask_.register_fake(lambda x: None)
-for operation in (masked, masked_by_python):
+for operation in (masked, masked_by_python, masked_by_its_own, masked_by_numpy):
     operation.register_fake(torch.empty_like)
     operation.register_autograd(_gradient, setup_context=_setup)
 
@@ -110,7 +131,8 @@ def test_custom_operations_with_undeclared_draws_are_bit_equal(function, policy)
     assert_as_eager(model, step, x)
 
 
-def test_a_custom_operation_that_draws_from_pythons_generator_is_not_recomputed():
-    model, x = nn.Sequential(*[with_custom(masked_by_python) for _ in range(4)]), torch.randn(64, 16)
+@pytest.mark.parametrize("operation", [masked_by_python, masked_by_its_own, masked_by_numpy])
+def test_a_custom_operation_that_draws_from_another_generator_is_not_recomputed(operation):
+    model, x = nn.Sequential(*[with_custom(operation) for _ in range(4)]), torch.randn(64, 16)
     step = ackpt.compile(model, x, policy="full", regions=False)
-    raises(ackpt.CheckpointError, "masked_by_python.default draws random numbers, but not from the", lambda: step(x))
+    raises(ackpt.CheckpointError, f"{operation._name}.default draws random numbers, but not from", lambda: step(x))

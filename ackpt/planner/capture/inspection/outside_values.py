@@ -108,7 +108,7 @@ class Reads:
                         self._closures.add(frame)
 
         try:
-            with _on_every_call(called) as self._watching:
+            with on_every_call(called) as self._watching:
                 yield
         finally:
             self._watching = None
@@ -261,8 +261,9 @@ class Reads:
 def warn_of_checkpoints() -> None:
     """Warn that the model calls torch's own checkpoint, which its plan ignores."""
     warn(
-        "The model calls torch.utils.checkpoint itself. The plan alone decides what is recomputed, and a fractional "
-        "budget is relative to the peak without torch's checkpointing, which differs from the model's own peak.",
+        "The model calls torch.utils.checkpoint itself. The plan alone decides what is recomputed: running statistics "
+        "of batch norms change once per step, not twice as in torch's checkpoint, and a fractional budget is relative "
+        "to the peak without torch's checkpointing, which differs from the model's own peak.",
     )
 
 
@@ -331,7 +332,7 @@ def _kept_message(made: str) -> str:
 
 
 @contextlib.contextmanager
-def _on_every_call(called):
+def on_every_call(called):
     """Run ``called(frame, event, argument)`` at every call inside; yields ``(hook, called)`` to pause and resume."""
     previous: Any = sys.getprofile()
     is_free = previous is None or callable(previous) or hasattr(previous, "enable")
