@@ -50,8 +50,7 @@ class PlannedStep(nn.Module):
     among the arguments. They include attributes of modules, such as a dropout's ``p``, also in lists, dicts and a
     ``SimpleNamespace``, and plain values that the model's code reads from globals, closures, environment variables and
     attributes of objects, such as ``SCALE`` or ``cfg.model.scale``. The 64 most recently used plans are stored; pass
-    what changes at every step as a tensor. Longer chains of attributes, objects in containers, and what properties and
-    extensions in C return stay as they were captured. Other effects of the model's code, such as printing or calling
+    what changes at every step as a tensor. Longer chains of attributes, and what properties and extensions in C return, stay as they were captured. Other effects of the model's code, such as printing or calling
     hooks of submodules, happen during the capture, on tensors without data. If nothing requires grad, the model itself
     runs. Copies and pickles have the model and the planner, and replan.
 

@@ -55,6 +55,10 @@ def helper(x):
     return x * SCALE
 
 
+def with_default(model, x, scales=TABLE["nested"], *, config=CONFIG):
+    return x * scales[1] * config.scale
+
+
 def closed_over():
     scale = 2.0
 
@@ -143,6 +147,12 @@ SEEN = {
     "name in globals()": (lambda model, x: x * globals()["SCALE"], named(HERE, "SCALE"), (2.0, 4.0)),
     "function": (lambda model, x: x * helper.scale, named(helper, "scale"), (2.0, 4.0)),
     "object in a list": (lambda model, x: x * CONFIGS[1].scale, named(CONFIGS[1], "scale"), (2.0, 4.0)),
+    "default argument": (
+        lambda model, x: with_default(model, x),
+        lambda value: TABLE["nested"].__setitem__(1, value),
+        (2.0, 4.0),
+    ),
+    "object as a default argument": (with_default, named(CONFIG, "scale"), (2.0, 4.0)),
     "context variable": (lambda model, x: x * VARIABLE.get(), lambda value: VARIABLE.set(value), (2.0, 4.0)),
     "thread": (lambda model, x: x * LOCAL.scale, lambda value: setattr(LOCAL, "scale", value), (2.0, 4.0)),
     "class of a module": (lambda model, x: x * model.factor, lambda value: setattr(Model, "factor", value), (2.0, 4.0)),

@@ -48,6 +48,7 @@ _DEPTH, _DEEPEST = 2, 5  # containers in containers, and attributes of attribute
 _METHODS = types.FunctionType, staticmethod, classmethod, property, CACHED, torch.Tensor
 _SEED = 1_795_364_021  # of generators while a forward runs that must not seed them
 _BOUND = types.MethodType, types.MethodWrapperType, types.BuiltinMethodType
+_WRAPPING = types.MethodType, staticmethod, classmethod
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
 _CONTAINERS = frozenset((list, tuple, deque, set, frozenset, dict, OrderedDict, defaultdict, Counter))
@@ -123,6 +124,7 @@ class Walk:
                 for module in (numpy.random, numpy.random.mtrand):
                     self._guard_module(module, "numpy.random")
         self._snapshots = [*module_snapshots(model)] if runs else []
+        self._functions: set[types.FunctionType] = set()
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
         self._classes: dict[type, _Namespace] = {}
@@ -136,6 +138,7 @@ class Walk:
                 if name not in OF_EVERY_MODULE and self._has_attributes(value):
                     self.note(vars(module), name, f"attribute {name!r} of {label}", 0)
                 elif name not in OF_EVERY_MODULE:
+                    self.add(value, f"attribute {name!r} of {label}")
                     self._add_items(value, f"attribute {name!r} of {label}", 0)
                     self._guard(vars(module), name, f"attribute {name!r} of {label}")
         for leaf in leaves:
@@ -192,8 +195,22 @@ class Walk:
             if isinstance(value, CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
                 self.enter(wrapped.__code__, wrapped.__globals__)  # its results depend on what it reads
 
+    def _defaults(self, function: types.FunctionType, label: str) -> None:
+        """Record the default arguments of a function that can change in place."""
+        code, defaults = function.__code__, function.__defaults__ or ()
+        named = dict(zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults))
+        named |= function.__kwdefaults__ or {}
+        for name, value in named.items() if is_of_model(code.co_filename) else ():
+            if self._has_attributes(value) or any(True for _ in _containers(value)):
+                self.note(named, name, f"default argument {name!r} of {label}", 0)
+
     def add(self, value, label: str, depth: int = 0) -> None:
         """Record the attributes of an object that are named in entered code; `enter` adds those of later code."""
+        wrapped = {functools.partial: "func", **dict.fromkeys(_WRAPPING, "__func__")}.get(type(value))
+        function = value if wrapped is None else getattr(value, wrapped)
+        if type(function) is types.FunctionType and function not in self._functions:
+            self._functions.add(function)
+            self._defaults(function, label)
         if depth < _DEEPEST and id(value) not in self._objects and self._has_attributes(value):
             self._objects[id(value)] = value, label, depth
             self._attributes(value, label, depth, self._names)
