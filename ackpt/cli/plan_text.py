@@ -13,7 +13,7 @@ from ackpt.core.errors import BudgetError, TraceError
 from ackpt.metering.meter import memory_format
 from ackpt.planner.explain.explanation import Explanation, explained
 from ackpt.planner.workloads.optimizers import optimizer_kind
-from ackpt.planner.workloads.planned_shapes import FULL, PlanConfig, Planned, in_chunks
+from ackpt.planner.workloads.planned_shapes import PlanConfig, Planned, in_chunks
 from ackpt.planner.workloads.step_request import TrainingStep
 
 LARGEST = 10
@@ -205,9 +205,9 @@ def _least_of_full(planned: Planned) -> int | None:
     """The peak of policy full, if the plan does not fit the device."""
     if planned.memory is None or planned.memory.fits:
         return None
-    if planned.plan.policy == FULL:
+    if planned.plan.policy == "full":
         return planned.plan.peak_bytes
-    return ackpt.plan(planned.graph, policy=FULL, profile=planned.profile).peak_bytes
+    return ackpt.plan(planned.graph, policy="full", profile=planned.profile).peak_bytes
 
 
 def _inputs(step: TrainingStep) -> dict[str, str]:

@@ -376,6 +376,9 @@ def _bound(graph, schedule: Schedule, cost, baseline: Baseline, profile) -> floa
     return None if bound is None else baseline.share(bound)
 
 
+_RESIDENT = "parameters", "buffers", "inputs", "optimizer state"
+
+
 def _refusal(graph, profile, schedule, policy, budget, limit, simulated: Simulation, baseline_bytes: int, cost) -> str:
     least = simulated.peak_bytes + simulated.resident_bytes
     share = least_share(simulated.peak_bytes, baseline_bytes)
@@ -383,13 +386,18 @@ def _refusal(graph, profile, schedule, policy, budget, limit, simulated: Simulat
     blocks = allocations(graph, schedule, profile.workspace_bytes)
     more = {"optimizer state": graph.optimizer_bytes, "accumulated gradients": graph.accumulated_bytes}
     more["targets"] = graph.target_bytes
-    resident = ["parameters", "buffers", "inputs", *(name for name, size in more.items() if size)]
-    held = f"{memory_format(simulated.resident_bytes)} of {', '.join(resident[:-1])} and {resident[-1]}"
-    leaves = f"it leaves {memory_format(limit)} for what the step allocates, in addition to {held}"
-    if limit < 0:
-        leaves = f"{held} alone exceed it by {memory_format(-limit)}"
+    resident = ("parameters", "buffers", "inputs", *(name for name, size in more.items() if size))
     return (
-        f"policy {policy!r} cannot keep the budget {budget!r}: {leaves}. {unit_hint(budget)}"
+        f"policy {policy!r} {cannot_keep(budget, limit, simulated.resident_bytes, resident)}{unit_hint(budget)}"
         f"The smallest feasible budget of this policy is {readable(least)} ({least} bytes){fraction}; it makes the "
         f"step {cost:.0%} longer. {peak_in_words(graph, blocks)}"
     )
+
+
+def cannot_keep(budget, limit: int, resident_bytes: int, resident=_RESIDENT) -> str:
+    """The part of the error for an infeasible budget that says what it leaves beside the `resident` memory."""
+    held = f"{memory_format(resident_bytes)} of {', '.join(resident[:-1])} and {resident[-1]}"
+    leaves = f"it leaves {memory_format(limit)} for what the step allocates, in addition to {held}"
+    if limit < 0:
+        leaves = f"{held} alone exceed it by {memory_format(-limit)}"
+    return f"cannot keep the budget {budget!r}: {leaves}. "

@@ -44,7 +44,7 @@ def test_a_sharded_plan_prints_its_parts(capsys):
     [
         (["--fsdp", "0"], "--fsdp 0: shard over at least 2 ranks"),
         (["--fsdp", "2", "--policy", "rotor"], "policy 'rotor' does not plan shards"),
-        (["--fsdp", "2", "--budget", "1kB"], "cannot keep the budget '1kB' on a rank"),
+        (["--fsdp", "2", "--budget", "1kB"], "on a rank, policy 'auto' cannot keep the budget '1kB'"),
         (["--fsdp", "2", "--shard-dtype", "int4"], "--shard-dtype 'int4' is not a dtype"),
         (["--reduce-dtype", "float32"], "--reduce-dtype says how --fsdp shards: give --fsdp as well"),
         (["--fsdp", "2", "--output", "plan.json"], "not one of the whole step: leave out --output; --json prints"),

@@ -69,15 +69,15 @@ CAPTURING = threading.RLock()
 _HELD = "held by the model's code"  # not a valid attribute name
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Capture:
     """A captured step, and how a call of the model maps to it.
 
     ``joint``: torch's joint graph with descriptors. ``given``: indices of the step's input tensors among the leaves of
     a call's arguments, each tensor once; ``numbers``: those of integers that are dynamic, for each of which an empty
-    tensor of that length is an input; ``held``: input tensors that the model's code references itself. ``spec``:
-    the pytree of the model's outputs; ``constants``: ``{index in it: value}`` for outputs that are not tensors;
-    ``refused``: indices of outputs that were captured without a gradient although the model gives them one;
+    tensor of that length is an input; ``held``: input tensors that the model's code references itself, with their
+    facts. ``spec``: the pytree of the model's outputs; ``constants``: ``{index in it: value}`` for outputs that are not
+    tensors; ``refused``: indices of outputs that were captured without a gradient although the model gives them one;
     ``branches``: what the model's code decides by the values of integer arguments.
     ``made_for``: the call in words, from `ackpt.planner.capture.inspection.calls`; ``has_data``: whether no
     tensor of the call or the model is fake or on the meta device; ``reads``: values outside of its modules that the
@@ -88,6 +88,7 @@ class Capture:
     joint: Any
     given: tuple[int, ...]
     held: tuple[torch.Tensor, ...]
+    held_facts: list[tuple]
     spec: TreeSpec
     constants: dict[int, Any]
     refused: tuple[int, ...]
@@ -99,9 +100,6 @@ class Capture:
     symbols: Symbols | None
     numbers: frozenset[int]
     keeps_outputs: bool
-
-    def __post_init__(self):
-        self._held_facts = self._facts_of_held()
 
     def serves(self, leaves: Sequence[Any]) -> bool:
         """Whether the model takes the same way in a call with `leaves`, which has the sizes of the capture."""
@@ -124,10 +122,7 @@ class Capture:
         return label or ("" if self._is_current() else "a tensor that is neither a parameter nor a buffer")
 
     def _is_current(self) -> bool:
-        return self.reads.are_same() and self._facts_of_held() == self._held_facts
-
-    def _facts_of_held(self):
-        return [(tensor_facts(tensor), tensor_attributes(tensor)) for tensor in self.held]
+        return self.reads.are_same() and _facts_of(self.held) == self.held_facts
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""
@@ -160,6 +155,10 @@ class Capture:
         for index in self.refused:
             leaves[index] = no_gradient(leaves[index])
         return tree_unflatten(leaves, self.spec)
+
+
+def _facts_of(tensors: Sequence[torch.Tensor]) -> list[tuple]:
+    return [(tensor_facts(tensor), tensor_attributes(tensor)) for tensor in tensors]
 
 
 def _plain(size, leaves):
@@ -518,7 +517,7 @@ def _exported(stack, call: _Call, held) -> Capture:
     forward.held = None
     call.reads.kept.add_backward()
     shared = {name: getattr(call, name) for name in _SHARED}
-    return Capture(joint, given, held, *forward.returned, **shared)
+    return Capture(joint, given, held, _facts_of(held), *forward.returned, **shared)
 
 
 _SHARED = tuple({each.name for each in fields(Capture)} & {each.name for each in fields(_Call)})

@@ -37,6 +37,7 @@ from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import has_data, is_tensor
 from ackpt.planner.capture.inspection.source_lines import running_modules
 from ackpt.planner.capture.optimizer_state import CUDA_BLOCK, loop_bytes
+from ackpt.planner.choose import cannot_keep
 from ackpt.planner.request import Request
 
 from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes, with_peak
@@ -289,11 +290,9 @@ class PlannedRegions:
         limit, least, resident = planned.plan.limit_bytes, planned.plan.least_peak_bytes, planned.plan.resident_bytes
         if limit is not None and least is not None and least - resident > limit:
             self.request.report(
-                f"the first step shows that planned regions cannot keep the budget {self.budget!r}: it leaves "
-                f"{memory_format(max(0, limit))} for what the step allocates, in addition to {memory_format(resident)} "
-                "of parameters, buffers, inputs and optimizer state. With all blocks checkpointed, the peak of this "
-                f"step is {readable(least)} ({least} bytes), which is the smallest feasible budget. The model is not "
-                f"one graph: {self.reason}.",
+                f"the first step shows that planned regions {cannot_keep(self.budget, limit, resident)}"
+                f"With all blocks checkpointed, the peak of this step is {readable(least)} ({least} bytes), which is "
+                f"the smallest feasible budget. The model is not one graph: {self.reason}.",
                 least,
             )
 

@@ -20,6 +20,7 @@ from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planner.choose import cannot_keep
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies.chains.block_options import BlockStep
 from ackpt.planner.policies.chains.blocks import cut_at, inner_cuts
@@ -447,9 +448,9 @@ class Table:
 
 
 def _refusal(budget, policy: str, limit: int, peak: int, resident_bytes: int) -> str:
+    resident = "shards", "buffers", "inputs", "optimizer state"
     return (
-        f"policy {policy!r} cannot keep the budget {budget!r} on a rank: it leaves {memory_format(max(0, limit))} for "
-        f"what the step allocates, in addition to {memory_format(resident_bytes)} of shards, buffers, inputs and "
-        f"optimizer state. The smallest feasible budget of this policy is {readable(peak + resident_bytes)} "
-        f"({peak + resident_bytes} bytes): shard over more ranks, or take a smaller batch"
+        f"on a rank, policy {policy!r} {cannot_keep(budget, limit, resident_bytes, resident)}The smallest feasible "
+        f"budget of this policy is {readable(peak + resident_bytes)} ({peak + resident_bytes} bytes): shard over more "
+        "ranks, or take a smaller batch"
     )

@@ -44,7 +44,6 @@ from .optimizers import EIGHT_BIT, optimizer_kind
 from .step_request import DTYPES, StepRequest, TrainingStep, autocast, training_step
 
 NEEDS_FATES = "manual"
-FULL = "full"
 
 
 @dataclass(frozen=True)
