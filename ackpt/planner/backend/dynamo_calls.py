@@ -24,14 +24,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch._dynamo import config
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
 from ackpt.core.errors import TraceError
-from ackpt.planner.capture.patches.graph_breaks import break_graphs_at
 
 from .options import checked
 from .without_dynamo import WithoutDynamo
@@ -77,7 +75,7 @@ def _outside_of_graphs(context: OptimizeContext, function: Any) -> Any:
     compiled: Any = context(function)
     if isinstance(compiled, OptimizedModule):
         return _CompiledModule(compiled._orig_mod, compiled.dynamo_ctx)
-    break_graphs_at(_has_plan)
+    _break_graphs()
     return _outside(compiled)
 
 
@@ -91,9 +89,30 @@ def _outside(compiled: Any) -> Any:
     return outside
 
 
-def _has_plan(model: nn.Module) -> bool:
-    """Whether the model was compiled in place, by ``model.compile``."""
-    return hasattr(model._compiled_call_impl, "ackpt_has_plan")
+@functools.cache
+def _break_graphs() -> None:
+    """From here on, Dynamo does not trace into modules that were compiled in place, by ``model.compile``.
+
+    Torch: ``UnspecializedNNModuleVariable.call_function`` in ``torch/_dynamo/variables/nn_module.py`` inlines every
+    module, and does not look at ``_compiled_call_impl``. Versions: 2.11 to 2.13.
+    """
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    traced = UnspecializedNNModuleVariable.call_function
+
+    @functools.wraps(traced)
+    def call_function(self, tx, args, kwargs) -> Any:
+        if hasattr(self.value._compiled_call_impl, "ackpt_has_plan"):
+            unimplemented(
+                gb_type="Call of a model with a plan of ackpt",
+                context=type(self.value).__name__,
+                explanation="Dynamo cannot trace a planned step: it runs as planned, outside the compiled graph.",
+                hints=["Without fullgraph=True, the code before and after the call is compiled."],
+            )
+        return traced(self, tx, args, kwargs)
+
+    UnspecializedNNModuleVariable.call_function = call_function
 
 
 class _Convert:

@@ -26,7 +26,6 @@ from ackpt.planner.capture.inspection.model_checks import (
 )
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import check_optimizer
-from ackpt.planner.capture.patches.graph_breaks import break_graphs_at
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 
@@ -50,9 +49,10 @@ class PlannedStep(nn.Module):
     among the arguments. They include attributes of modules, such as a dropout's ``p``, also in lists, dicts and a
     ``SimpleNamespace``, and plain values that the model's code reads from globals, closures, environment variables and
     attributes of objects, such as ``SCALE`` or ``cfg.model.scale``. The 64 most recently used plans are stored; pass
-    what changes at every step as a tensor. Longer chains of attributes, and what properties and extensions in C return, stay as they were captured. Other effects of the model's code, such as printing or calling
-    hooks of submodules, happen during the capture, on tensors without data. If nothing requires grad, the model itself
-    runs. Copies and pickles have the model and the planner, and replan.
+    what changes at every step as a tensor. Longer chains of attributes, and what properties and extensions in C return,
+    stay as they were captured. Other effects of the model's code, such as printing or calling hooks of submodules,
+    happen during the capture, on tensors without data. If nothing requires grad, the model itself runs. Copies and
+    pickles have the model and the planner, and replan.
 
     Args:
         model: an ``nn.Module``; it is shared, not copied.
@@ -196,17 +196,12 @@ class PlannedStep(nn.Module):
 def put_in_place(step: Any) -> None:
     """Let every call of the model's forward run `step`, a `PlannedStep` or a step of a sharded model."""
     standing_in.put_in_place(step._ackpt_model, functools.partial(_run, step))
-    break_graphs_at(_has_plan)
 
 
 def in_place_of(model: nn.Module) -> Any:
     """The step that calls of `model` run; None if they run the model itself."""
     run = standing_in.in_place_of(model)
     return None if run is None else run.args[0]
-
-
-def _has_plan(model: nn.Module) -> bool:
-    return standing_in.in_place_of(model) is not None
 
 
 def take_away(model: nn.Module) -> None:
