@@ -11,9 +11,10 @@ limit of the plan, less what the arguments take in addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ from ackpt.planner.policies.search.frontier import baseline_cost, costs, frontie
 from ackpt.planner.request import Request, named_tensors
 from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
-from ackpt.planner.schedule.schedule import Schedule, everything
+from ackpt.planner.schedule.schedule import COMPUTE, Schedule, Step, everything
 from ackpt.planner.schedule.simulator import peak_of, saved_bytes
 from ackpt.planner.step.backward_checks import gradient_strides
 from ackpt.planner.step.compiled_schedule import Strides, compiled_schedule
@@ -146,15 +147,25 @@ class Choice(NamedTuple):
     head_chunks: int = 1
 
 
+_ALIAS = "aten.alias.default"
 PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
 
 
-def plan_function(step: CapturedStep, request: Request, expected: Sequence[tuple[int, ...]] = ()) -> PlanAt:
+EarlierPlans = Mapping[tuple[int, ...], PlanAt]  # by the sizes of captures, whose searches are not repeated
+_NOTHING: EarlierPlans = MappingProxyType({})
+
+
+def plan_function(
+    step: CapturedStep,
+    request: Request,
+    expected: Sequence[tuple[int, ...]] = (),
+    earlier_plans: EarlierPlans = _NOTHING,
+) -> PlanAt:
     """The function from sizes to what `request` runs `step` with; `expected`: sizes that occurred or are declared."""
     if request.plan is not None:
         return SavedPlan(step, request.plan)
     if request.planner is None:
-        return Plans(step, request, expected)
+        return Plans(step, request, expected, earlier_plans)
     planner = request.planner
 
     def by_function(sizes: tuple[int, ...]) -> Choice:
@@ -170,8 +181,10 @@ def plan_function(step: CapturedStep, request: Request, expected: Sequence[tuple
 class Plans:
     """The plans of a policy: those of one search for all sizes of `step` where the policy allows it."""
 
-    def __init__(self, step: CapturedStep, request: Request, expected: Sequence[tuple[int, ...]]):
-        self.step, self.request, self.expected = step, request, expected
+    def __init__(
+        self, step: CapturedStep, request: Request, expected: Sequence[tuple[int, ...]], earlier_plans: EarlierPlans
+    ):
+        self.step, self.request, self.expected, self.earlier_plans = step, request, expected, earlier_plans
         self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
         self._is_share = request.budget is not None and is_share(request.budget)
@@ -226,8 +239,13 @@ class Plans:
     def _add_frontier(self, sizes: tuple[int, ...]) -> None:
         """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(sizes)
+        earlier: Any = self.earlier_plans.get(sizes)
+        translation = earlier and Translation.between(earlier.step.reference, graph)
+        graph, profile = earlier._at(()) if translation else (graph, profile)
         points = frontier(graph, profile, candidates_of_auto(self.request))
         baseline = baseline_cost(graph, profile)
+        if translation:
+            points = [point._replace(schedule=translation.translated(point.schedule)) for point in points]
         added = [(point.cost / baseline, _for_graph(point.schedule, self.step.reference)) for point in points]
         self._candidates = sorted([*self._candidates, *added], key=lambda each: each[0])
 
@@ -278,6 +296,49 @@ class Plans:
 def _for_graph(schedule: Schedule, graph: JointGraph) -> Schedule:
     """`schedule` as one of `graph`, which has the same operations at other sizes."""
     return replace(schedule, graph=graph.hash)
+
+
+class Translation(NamedTuple):
+    """The nodes and storages of a graph with symbols, `graph`, by those of a graph of the same step without any.
+
+    The latter may have an alias where the former has nothing: torch's indexing returns one for a slice of everything.
+    """
+
+    graph: str
+    nodes: dict[int, int]
+    storages: dict[int, int]
+
+    @staticmethod
+    def between(one: JointGraph, other: JointGraph) -> Translation | None:
+        """From `one` to `other`, which is an instance of a capture with symbols; None if they differ otherwise."""
+        nodes, storages, left = {}, {}, iter(one.nodes)
+        place: dict[int, int] = {}  # also of what has no node of its own
+        for node in other.nodes:
+            for match in left:
+                if match.target != _ALIAS or node.target == _ALIAS:
+                    break
+                place[match.id] = place[match.inputs[0]]
+            else:
+                return None
+            if match.target != node.target or tuple(dict.fromkeys(place[i] for i in match.inputs)) != node.inputs:
+                return None
+            nodes[match.id] = place[match.id] = node.id
+            storages.update(zip(match.storages, node.storages))
+        is_same = all(one.storages[s].bytes == other.storages[t].bytes for s, t in storages.items())
+        is_same &= all(each.target == _ALIAS for each in left)
+        return Translation(other.hash, nodes, storages) if is_same else None
+
+    def translated(self, schedule: Schedule) -> Schedule:
+        """`schedule`, of the graph without symbols, as one of `graph`."""
+
+        def steps(some):
+            for kind, number in some:
+                if kind != COMPUTE or number in self.nodes:
+                    yield Step(kind, (self.nodes if kind == COMPUTE else self.storages)[number])
+
+        saved, replayed = (self.storages[s] for s in schedule.saved), (self.nodes[n] for n in schedule.replayed)
+        halves = tuple(steps(schedule.forward)), tuple(steps(schedule.backward))
+        return Schedule(self.graph, *halves, tuple(sorted(saved)), tuple(sorted(replayed)))
 
 
 def saved_dimensions(plan: Plan, call: Call) -> set[Dimension]:

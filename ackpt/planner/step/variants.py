@@ -93,7 +93,8 @@ class _Group:
     ``variants``: by the sizes of calls, the latest first; several where values differ that the code reads.
     ``captures``: those with dynamic dimensions, which may serve other sizes, the latest first, each with what it runs
     there. ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at a size that may
-    be special, such as the length of a whole table; ``refusal``: the latest reason.
+    be special, such as the length of a whole table; ``refusal``: the latest reason. ``fixed_plans``: sizes and plans
+    of the latest capture without dynamic dimensions, whose search serves the first one with some.
     """
 
     variants: dict[Sizes, list[Variant]] = field(default_factory=dict)
@@ -101,6 +102,7 @@ class _Group:
     refused: set[Dimension] = field(default_factory=set)
     suspected: set[Dimension] = field(default_factory=set)
     refusal: str = ""
+    fixed_plans: tuple[Sizes, PlanAt] | None = None
 
     @property
     def alone(self) -> list[tuple[Sizes, Variant]]:
@@ -115,7 +117,7 @@ class _Group:
         """The number of sizes that a capture with dynamic dimensions runs."""
         return sum(variant.captured is step.captured for each in self.variants.values() for variant in each)
 
-    def move_latest_capture(self, variant: Variant, sizes: Sizes, other: _Group) -> None:
+    def hand_over(self, variant: Variant, sizes: Sizes, other: _Group) -> None:
         """Move the capture that was made last, which runs `variant` only, to `other`."""
         self.variants[sizes].remove(variant)
         if not self.variants[sizes]:
@@ -123,6 +125,7 @@ class _Group:
         other.variants.setdefault(sizes, []).insert(0, variant)
         if self.captures and self.captures[0][0].captured is variant.captured:
             other.captures.insert(0, self.captures.pop(0))
+        other.fixed_plans, self.fixed_plans = self.fixed_plans, None
         other.refused |= self.refused
         other.suspected |= self.suspected
         other.refusal = self.refusal or other.refusal
@@ -222,7 +225,7 @@ class Variants:
                 facts = self.call(call.args, call.kwargs).facts
                 if facts != call.facts:  # the others were captured with the attributes as they were
                     after = self._groups.pop(facts, None) or _Group()
-                    group.move_latest_capture(variant, call.sizes, after)
+                    group.hand_over(variant, call.sizes, after)
                     if not group.variants:
                         del self._groups[call.facts]
                     self._groups[facts] = after
@@ -292,7 +295,9 @@ class Variants:
                 start = time.perf_counter()
         with self._capture(call) as captured:
             step = CapturedStep(captured, call, self.model, self.request.loop)
-            variant = self._add_variant(group, step, plan_function(step, self.request), call, ())
+            plan_at = plan_function(step, self.request)
+            variant = self._add_variant(group, step, plan_at, call, ())
+            group.fixed_plans = None if self.request.dynamic is False else (call.sizes, plan_at)
         seconds = time.perf_counter() - start
         self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group, group_of_causes))
         return variant
@@ -337,7 +342,10 @@ class Variants:
         bounds = declared_bounds(self.request.dynamic, self.model, call)
         largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.dimensions, sizes))
         expected = [each for each in (sizes, largest, *earlier) if symbols.holds(each)]
-        plan_at = plan_function(step, self.request, expected)
+        fixed_plans, group.fixed_plans = group.fixed_plans, None
+        at = None if fixed_plans is None else symbols.values_in(fixed_plans[0])
+        earlier_plans = {} if at is None or fixed_plans is None else {at: fixed_plans[1]}
+        plan_at = plan_function(step, self.request, expected, earlier_plans)
         group.captures.insert(0, (step, plan_at))
         try:
             variant = self._add_variant(group, step, plan_at, call, sizes)

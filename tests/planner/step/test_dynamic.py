@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ackpt
+from ackpt.graph import lower
 from ackpt.planner.capture.aot import CAPTURING, capture
 from ackpt.planner.capture.call_facts import WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import Dimension
@@ -28,6 +29,7 @@ from ackpt.planner.policies import auto, full
 from ackpt.planner.policies.search.frontier import frontier
 from ackpt.planner.schedule.schedule import everything, recomputed
 from ackpt.planner.schedule.simulator import simulate
+from ackpt.planner.step import plans
 from ackpt.planner.step.many_sizes import ManySizes
 from ackpt.planner.step.plans import CapturedStep
 from ackpt.planner.workloads.planned_shapes import allocated_on, calls_as_on
@@ -216,20 +218,34 @@ class Indexed(Words):
 
 
 @pytest.mark.parametrize("kind", [Words, Indexed])
-def test_the_search_at_the_largest_length_serves_the_others(kind, monkeypatch):
+def test_the_search_of_the_first_capture_serves_the_first_dynamic_one_at_its_sizes(kind, monkeypatch):
     searches, recomputing = [], auto.recomputing
     monkeypatch.setattr(auto, "recomputing", lambda *args: (searches.append(args[0]), recomputing(*args))[1])
     model = kind(2)
     step = ackpt.compile(model, ids(8, 44), budget="450kB")
-    check(step, model, ids(8, 32))
     at_first = len(searches)
-    for length in (38, 44):
+    for length in (32, 38, 44):
         check(step, model, ids(8, length))
     assert at_first > 0 and len(searches) == at_first
     assert kinds(step) == ["capture", "dynamic capture", "plan"]
     own = ackpt.compile(model, ids(8, 38), budget="450kB", dynamic={"ids": {1: (4, 44)}})
+    assert len(searches) > at_first
     step.prepare(ids(8, 38))
     assert (own.plan.cost, own.plan.peak_bytes) == (step.plan.cost, step.plan.peak_bytes)
+    step = ackpt.compile(model, ids(8, 20), budget="450kB")
+    at_first = len(searches)
+    step.prepare(ids(8, 44))
+    assert len(searches) > at_first  # at these larger sizes
+    check(step, model, ids(8, 44))
+
+
+def test_graphs_that_differ_in_more_than_an_alias_share_no_schedules():
+    one, other = (ackpt.trace(nn.Sequential(nn.Linear(8, 8), act), torch.ones(4, 8)) for act in (nn.Tanh(), nn.ReLU()))
+    larger = ackpt.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(5, 8))
+    assert plans.Translation.between(one, other) is None and plans.Translation.between(one, larger) is None
+    schedule = lower(one, ())
+    translation = plans.Translation.between(one, one)
+    assert translation is not None and translation.translated(schedule) == schedule
 
 
 def test_at_each_length_the_cheapest_schedule_of_the_search_runs():
