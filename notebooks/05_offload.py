@@ -28,7 +28,6 @@ generator = torch.manual_seed(0)
 
 # %% tags=["hide-input"]
 import contextlib
-import dataclasses
 import functools
 import math
 import textwrap
@@ -36,33 +35,15 @@ import threading
 import time
 
 from ackpt.metering.meter import measure
-from ackpt.metering.timeline import Timeline
 from ackpt.models import Block, TransformerConfig
 from ackpt.offloading import transport
 from ackpt.planner.costs import devices
-from experiments import offload
-from experiments.graph_profile import overlaid_plot
 from experiments.pitfalls import copies as pitfalls
-from experiments.predicted_curves import Timelines
-from experiments.published import Predictions, time_ratios
-from experiments.published import rows as published_peaks
 from experiments.reports import offload as offload_report
 from experiments.reports import plots
-from experiments.reports.gpu_records import gpu_records
-from experiments.results import Record, environment, load_reference, markdown_table, write_text_atomic
-from experiments.suite.chapters import measure_here
+from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 SOURCE = "notebooks/05_offload.py"
-
-# %% [markdown]
-# With a GPU, for example on Colab, the next two cells also run the published experiment on it, within the limit of
-# `minutes` ({doc}`12_your_gpu`). Without a GPU they do nothing.
-
-# %% tags=["parameters"]
-device, tier, dataset, minutes = "auto", "auto", "embedded", 10
-
-# %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("offload", device=device, tier=tier, dataset=dataset, minutes=minutes)
 
 # %% [markdown]
 # :::{admonition} Without a GPU
@@ -131,7 +112,7 @@ for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
 
 # %% tags=["hide-input"]
 from experiments.reports import schematics
-from experiments.reports.figures import bar_plot, line_plot
+from experiments.reports.figures import line_plot
 from experiments.widgets.offload_lanes import offload_lanes
 
 schematics.publish(offload_lanes(), "05_lanes")
@@ -655,6 +636,7 @@ print(textwrap.fill(str(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 # If the link cannot carry all activations, offload those with the longest *inactive time*, between the last use in the
 # forward and the first use in backward. In a chain, these are the first activations, so the engine copies in the order
 # of the forward. {doc}`08_mu_two` decides between copying and recomputing for each activation.
+# {doc}`14_published` predicts a published experiment on a T4, peaks and times.
 #
 # ## Llama 3 8B with offload
 
@@ -683,116 +665,3 @@ figure
 #
 # - {cite:t}`rhu2016`: copies to the host that overlap with compute, and when they overlap completely.
 # - {cite:t}`purandare2023`: which activations to swap.
-
-# %% [markdown]
-# ## Appendix: the published experiment on a T4
-#
-# The repository `polkadot21/activation-ckpt-offload` trains 12 blocks in fp16 on a T4, with 12,000 tokens in 48
-# sequences. We predict its peaks and our model's from shapes alone:
-
-# %% tags=["hide-input"]
-reference = load_reference("offload")
-modes = tuple(row["method"] for row in reference["rows"])
-predicted = offload.predict_offload(dataclasses.replace(offload.GPU, methods=modes), SOURCE)
-for record in predicted:
-    path = record.save(f"results/cpu/05_{offload_report.file_name(record)}")
-peaks = [Predictions().of(row) for row in published_peaks() if row["step"] == "reference-offload"]
-ratios = load_reference(time_ratios.REFERENCE)["rows"]
-times = [time_ratios.compared(row, time_ratios.Times()) for row in ratios if row["url"].endswith("/offload.json")]
-gpu = gpu_records("offload", total_tokens=offload.GPU.total_tokens)
-rows = offload_report.published_rows(reference, peaks, times, predicted, gpu)
-if on_gpu := {record.config["method"]: record.metrics for record in gpu if "timeline" in record.metrics}:
-    by_method = {record.config["method"]: record.metrics for record in predicted}
-    plots.save(overlaid_plot(by_method, on_gpu), "results/figures/05_measured.png")
-columns = {"method": "method", "peak": "published, MiB", "peak_change": "vs baseline, %"}
-columns |= {"classic_change": "vs ckpt_classic, %", "predicted": "predicted, MiB", "error": "error, %"}
-columns |= {"ours": "ours, MiB", "gpu_peak": "on a GPU, MiB"}
-caption = (
-    "Peaks of the offload experiment: published by others for a T4, predicted from shapes for the published "
-    "configuration, and predicted for our model (ours). The source prints MiB as MB."
-)
-path = write_text_atomic("results/tables/05_published.md", markdown_table(rows, columns, caption, "tab-offload-peaks"))
-columns = {"method": "method", "ms": "published, ms", "ms_change": "vs baseline, %"}
-columns |= {"predicted_change": "predicted vs baseline, %", "gpu_ms": "ours on a GPU, ms"}
-caption = "Times of the same steps, published and predicted with the T4's rates relative to the baseline."
-path = write_text_atomic("results/tables/05_times.md", markdown_table(rows, columns, caption, "tab-offload-times"))
-
-# %% [markdown]
-# ```{include} ../../results/tables/05_published.md
-# ```
-#
-# Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer.
-
-# %% tags=["hide-input"] alt="Bars of the peaks of four methods: published, predicted, and predicted for our model. Published and predicted bars have equal heights: near 11,000 MiB for the baseline, 2,759 with classic checkpointing, and about 2,260 with sync and with async offload."
-def numbers(key):
-    """A column of the table; None where nothing was measured."""
-    return [None if row[key] is None else float(str(row[key]).replace(",", "")) for row in rows]
-
-
-peak_bars = {"published": numbers("peak"), "predicted": numbers("predicted"), "ours, predicted": numbers("ours")}
-peak_bars |= {"ours, on a GPU": numbers("gpu_peak")} if gpu else {}
-figure = bar_plot(modes, peak_bars, "", ylabel="peak (MiB)", unit=1)
-path = plots.save(figure, "results/figures/05_peak_bars.png")
-figure
-
-# %% tags=["hide-input"] alt="Three memory timelines of a step of 12 blocks, one above the other. Classic checkpointing: the forward is a ramp of inputs, and backward is a sawtooth that rises with each block. With sync and with async offload, which look the same, the forward is flat, and the sawtooth rises half as steeply to a peak about 500 MiB lower."
-shown = ("ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload")
-figure = offload_report.timelines_plot(Timelines().records("reference-offload", shown), "", shown)
-path = plots.save(figure, "results/figures/05_t4.png")
-figure
-
-# %% [markdown]
-# *The first step of the published experiment, predicted from shapes. Adam's states do not exist yet, so peaks are lower
-# than in {ref}`the table <tab-offload-peaks>`. Recomputed activations count as temporaries.*
-#
-# The sawtooth rises with each block by the block's gradients. `ckpt_classic` rises twice as fast, because backward
-# frees neither blocks' inputs nor the inputs' gradients. So offload lowers this peak by about $2 (k - 1)$ inputs.
-#
-# %%
-for record in Timelines().records("reference-offload", shown):
-    timeline = Timeline.from_json(record.metrics["timeline"])
-    forward_peak = max(timeline.live[: timeline.boundary + 1]) + record.metrics["resident_bytes"]
-    print(f"{record.config['method']:20} highest in the forward: {forward_peak / 2**20:,.1f} MiB")
-
-# %% [markdown]
-# One source claims that async offload needs less memory in the forward than sync offload. We predict the same value for
-# both.
-#
-# ```{include} ../../results/tables/05_times.md
-# ```
-
-# %% tags=["hide-input"] alt="Bars of the time of a step for four methods, published and predicted: 3,348 ms for the baseline, and between 3,700 and 3,950 ms for the others. The published sync offload is the slowest; the predictions hardly differ."
-ms = numbers("ms")
-predicted_ms = [ms[0], *(ms[0] * (1 + float(row["predicted_change"]) / 100) for row in rows[1:])]
-time_bars = {"published": ms, "predicted": predicted_ms} | ({"ours, on a GPU": numbers("gpu_ms")} if gpu else {})
-figure = bar_plot(modes, time_bars, "", ylabel="time of a step (ms)", unit=1)
-path = plots.save(figure, "results/figures/05_time_bars.png")
-figure
-
-# %% [markdown]
-# *Published times of a step, and those predicted from the published baseline.*
-#
-# Why is recomputation so cheap here? We divide the baseline's FLOPs by its published time:
-
-# %%
-(baseline,) = Timelines().records("reference-offload", ["baseline"])
-flops, t4 = baseline.metrics["flops"], devices.device("t4")
-published_seconds = reference["rows"][0]["milliseconds"] / 1e3
-share = flops / published_seconds / t4.flops_per_second["float16"]
-qkv = 12_000 * 3 * 1024 * 2  # bytes of the packed queries, keys and values of a block
-slices = 12 * 3 * 48 * 4 * qkv / t4.memory_bytes_per_second
-copies = 12 * 12_000 * 1024 * 2 / t4.link_bytes_per_second
-print(f"{flops / 1e12:.1f} TFLOP in {published_seconds:.2f} s: {share:.1%} of the T4's rate in fp16")
-print(f"gradients of slices: {slices:.2f} s; copying all inputs once: {1e3 * copies:.0f} ms")
-
-# %% [markdown]
-# By the T4's data sheet, gradients of slices take half of the time. The attention loop slices queries, keys and values
-# of each sequence out of one tensor, and the backward of each of the 144 slices per block writes a gradient as large as
-# the *whole* tensor. Checkpointing does not repeat this part, and `torch.split` avoids it.
-#
-# `ckpt_sync_offload` copies into pageable memory and waits: 204 ms more than `ckpt_classic`. (The prediction, with the
-# link's full rate, misses most of them.) `ckpt_async_offload` has pinned buffers and a second stream: 17 ms more, about
-# one copy of all inputs, because its copies back run in the compute stream.
-
-# %% tags=["measured-time", "nbval-ignore-output"]
-predicted[0].environment

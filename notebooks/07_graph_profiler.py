@@ -19,9 +19,7 @@
 # So far, we chose by hand what to recompute. From here on, a planner chooses, and it must know every operation.
 
 # %% tags=["hide-input"]
-import collections
 import copy
-import textwrap
 from types import SimpleNamespace
 
 import torch
@@ -33,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ackpt
 from ackpt import models
-from ackpt.graph import PlannedStep, lower, rewrite, scheduled, simulate
+from ackpt.graph import PlannedStep, lower, scheduled, simulate
 from experiments import graph_profile
 from experiments.models import ResNet, ResNetConfig
 from experiments.reports import plots, schematics
@@ -358,43 +356,6 @@ path = plots.save(figure, "results/figures/07_orders.png")
 # not enough, recompute more than once.
 # :::
 #
-# ## One id for each operation
-#
-# `ackpt` gives each operation an *id*, its position $i$ in the captured graph, and every copy of the node carries it.
-# `rewrite` turns a schedule into two modules, forward and backward. In the on-demand order, backward runs one operation
-# three times; the copies have three names and one id:
-
-# %% tags=["hide-input"]
-names = collections.defaultdict(list)
-for node in rewrite(graph, on_demand).backward.graph.nodes:
-    if node.op == "call_function":
-        names[node.meta["ackpt_id"]].append(node.name)
-often = max(names, key=lambda i: len(names[i]))
-print(f"node {often}, {graph.nodes[often].name} in the capture, runs as {names[often]}")
-
-# %% [markdown]
-# We rewrite the step of the two-layer network so that it recomputes the output of ReLU:
-
-# %% tags=["hide-input"] alt="The graph of the two-layer network after the rewrite. The row of backward has two more boxes, addmm again and relu again, between mm and threshold backward, which read relu again. No thick arrow leads from relu in forward to backward, and relu is not marked as saved."
-(relu,) = (s.id for s in tiny_graph.storages if tiny_graph.nodes[s.producer].target == "aten.relu.default")
-rewritten = lower(tiny_graph, [s for s in ackpt.plan(tiny_graph, policy="none").schedule.saved if s != relu])
-figure = schematics.joint_figure(graph_profile.scheduled_operations(tiny_graph, rewritten))
-path = plots.save(figure, "results/figures/07_rewritten.png")
-figure
-
-# %% [markdown]
-# *The rewritten step. `threshold_backward`, the backward of ReLU, reads the output of `mm` and the recomputed output of
-# ReLU.*
-#
-# A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
-# The hash ignores the values of weights, but not the number of rows. Applying a plan to another graph raises an error.
-# When sizes change, `ackpt.compile` replans, or simulates an existing schedule at the new sizes before it runs it.
-
-# %%
-weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
-weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
-
-# %% [markdown]
 # ## Dropout and BatchNorm in recomputation
 #
 # Two kinds of operations must not simply run a second time. Dropout would draw another mask, and BatchNorm in training
@@ -515,44 +476,5 @@ print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the base
 #   peak. The allocator agrees to the byte, for the baseline and for planned steps.
 # - A plan is an order: in three orders, one set of saved activations has three peaks.
 #
-# ## Appendix: names, positions, shapes
-#
-# If profiler, planner and rewriter each capture the model in their own form, they need a key to look up operations. Most
-# keys fail without an error:
-#
-# - **Names** differ between captures, and a rewritten graph contains one operation under several names, as above.
-# - **Positions** shift as soon as operations are recomputed.
-# - **Operations and shapes** are rarely unique in a model of equal blocks.
-# - **Addresses** are reused by the allocator during a step.
-# - **Tensors** share storages. Queries, keys and values are often views of one product: saving one view saves all.
-
-# %% tags=["hide-input"]
-values = {node.meta["ackpt_id"]: node.meta.get("val") for node in lm_graph.module.graph.nodes}
-kinds = collections.Counter()
-for node in lm_graph.nodes[: lm_graph.boundary]:
-    if node.inputs and torch.is_tensor(values[node.id]):
-        kinds[node.target, tuple(values[node.id].shape)] += 1
-alone = sum(count == 1 for count in kinds.values())
-print(f"{alone} of {sum(kinds.values())} outputs in the forward have a unique operation and shape")
-widest = max(lm_graph.storages, key=lambda s: len(s.nodes))
-print(f"nodes of storage {widest.id}:", ", ".join(lm_graph.nodes[i].name for i in widest.nodes))
-
-# %% [markdown]
-# ## Appendix: checking a rewrite
-#
-# Before the rewritten modules run, `ackpt` runs both once on fake tensors. After every operation, the live bytes must
-# equal the simulated ones, with lifetimes derived from the modules and not from the schedule. Here we replace ReLU by its
-# in-place form after planning:
-
-# %% tags=["hide-input"]
-tampered = ackpt.trace(tiny, x, labels)
-schedule = lower(tampered, ())
-node = next(n for n in tampered.module.graph.nodes if n.target is torch.ops.aten.relu.default)
-node.target = torch.ops.aten.relu_.default
-try:
-    rewrite(tampered, schedule)
-except ackpt.graph.RewriteError as error:
-    print(textwrap.fill(str(error).split(". This")[0], 76))
-
-# %% [markdown]
-# This check covers bytes. Tests compare values, for random programs and saved sets.
+# You can now predict the peak of a step, and of a step that recomputes, from its list of operations.
+# {doc}`../architecture` shows how `ackpt` runs such a list: ids, hashes, and the check of a rewritten step.

@@ -28,7 +28,6 @@ import logging
 import os
 import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,11 +37,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ackpt
 from experiments.calculator.sample import difference, rows_of
 from experiments.calculator.settings import Setting, by_formula, by_plan
-from experiments.data import packed_batches, token_stream
-from experiments.published import Predictions, all_predicted, excluded, reference, report, rows, time_ratios
+from experiments.published import Predictions, all_predicted, excluded, report, rows, time_ratios
 from experiments.reports import plots
 from experiments.reports.figures import stacked_plot
-from experiments.results import load_reference, markdown_table, write_text_atomic
+from experiments.results import markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls transformers by its old names
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
@@ -223,123 +221,7 @@ for row in compared:
 # the time. The T4 ran at 86 % of the roofline: half of its time is spent on gradients of slices, which bandwidth limits
 # ({doc}`05_offload`). The language model ran at an eighth of the roofline of an H100, but with and without checkpointing
 # alike, so its ratios agree. The synthetic steps ran even further below: their time includes what a profiler records and
-# exports.
-#
-# ## Errors in the published sources
-#
-# The book regenerates the tables of three small public projects. A table does not state everything that its numbers
-# depend on, so we wrote the same models from the sources, in `experiments/published/reference.py`:
-
-# %%
-experiments = {
-    "reference-synthetic": "synthetic experiment",
-    "reference-language-model": "language model",
-    "reference-offload": "offload on a T4",
-    "reference-resnet": "ResNet-152, without checkpointing",
-}
-for kind, name in experiments.items():
-    chosen = [row for row in found if row["step"] == kind]
-    largest = max(chosen, key=lambda row: abs(row["error"]))
-    missing = largest["bytes"] - largest["predicted"]
-    print(f"{name:34} {len(chosen):2} peaks, largest error {largest['error']:+.4%}, {missing / 2**20:.4f} MiB missing")
-
-# %% [markdown]
-# The GPU of the first two experiments is not stated. We infer a Hopper GPU: the peaks contain two cuBLAS workspaces of
-# 32 MiB; on other GPUs, the predictions would be 48 MiB lower.
-#
-# **The language model reads the tokens that it has to predict.** `model.py` calls flash-attn without `causal=True`. And
-# it encodes no positions: each token sees the *set* of all tokens of its sequence. So its losses cannot be compared with
-# those of other language models. A small version:
-
-# %%
-def attend(qkv, offsets):
-    q, k, v = qkv.transpose(0, 2).unbind(1)
-    return F.scaled_dot_product_attention(q, k, v).transpose(0, 1)
-
-
-def small_model():
-    torch.manual_seed(0)
-    model = reference.LanguageModel(256, 64, 256, 2, 16, attend)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
-    return model
-
-
-model = small_model().double()
-tokens, offsets, order = torch.randint(256, (64,)), torch.tensor([0, 64]), torch.randperm(64)
-changed = tokens.clone()
-changed[40] += 1
-with torch.no_grad():
-    first, later, permuted = (model(x, offsets, False) for x in (tokens, changed % 256, tokens[order]))
-print(f"token 40 changes the prediction for token 21: {not torch.equal(first[20], later[20])}")
-print(f"the order of the tokens changes nothing: {torch.allclose(permuted, first[order])}")
-
-# %% [markdown]
-# **Its gradients are never set to zero** in `run_lm_model.py`. They add up over 499 steps, a momentum that never decays,
-# and they occupy memory during the forward:
-
-# %%
-batches = list(packed_batches(token_stream("embedded", 256), 256, batch_size=1, steps=120))
-
-
-def train(zero):
-    """The mean loss of the last ten steps, and the norm of the gradients at the end."""
-    model, losses = small_model(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for batch in batches:
-        if zero:
-            optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch.tokens, batch.cu_seqlens, False), batch.targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    return sum(losses[-10:]) / 10, float(norm)
-
-
-for zero in (True, False):
-    loss, norm = train(zero)
-    print(f"gradients {'' if zero else 'never '}set to zero: loss {loss:.2f}, norm of the gradients {norm:.1f}")
-weights = reference.parameters_of_language_model()
-print(f"resident in the published run: {4 * weights / 2**20:.0f} MiB of gradients")
-
-# %% [markdown]
-# **The loop's variables are part of the peak.** In `run_syntetic.py`, `loss` refers to the result of `mse_loss` until the
-# next forward has ended, in a storage as large as the input: 4,096 bytes per token. In `checkpoint.py` of the offload
-# experiment, attributes of autograd nodes refer to the blocks' inputs.
-#
-# **The ResNet's columns "without" and "with" are different measurements.** Next to the report (commit `2aa6c7f`),
-# `measure_memory_and_time` in `starter_code/ac_comparison.py` runs *forwards only*, and a forward does not recompute
-# anything:
-
-# %%
-blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
-x = torch.randn(512, 64, requires_grad=True)
-
-
-def forward():
-    return ackpt.checkpoint_sequential(blocks, 8, x)
-
-
-def baseline():
-    return blocks(x)
-
-
-parts = {"forward": lambda run: run(), "forward and backward": lambda run: run().sum().backward()}
-for name, part in parts.items():
-    flops = [ackpt.measure(partial(part, run), resident=(blocks, x), repeats=0).flops for run in (baseline, forward)]
-    print(f"{name:21} checkpointed {flops[1] / flops[0]:.2f} of the FLOPs")
-resnet = load_reference("mu-two-resnet")["rows"]
-even = {m: all(row["peak"] % 2 == 0 for row in resnet if row["method"] == m) for m in ("without", "with")}
-print("all peaks are even whole MiB:", even)
-
-# %% [markdown]
-# "Without" agrees with a forward *and* a backward while a second model is resident. "With" has even numbers only:
-# allocated bytes are multiples of 512 bytes, but *reserved* bytes of large blocks are multiples of 2 MiB. So the columns
-# probably come from different versions of the script, which would explain a step that is 20 % to 26 % faster with
-# checkpointing. The pipeline did not run mu-TWO either: its rewriter fell back to `torch.utils.checkpoint`.
-#
-# **BERT's memory is an average** of what `nvidia-smi` showed during a run, and a mean is below the peak.
+# exports. {doc}`14_published` tells what else the tables of the three small projects among our sources measured.
 #
 # ## Omitted figures
 

@@ -38,9 +38,9 @@ assert failed(record) == []
 # %% [markdown]
 # ## Records of the published experiments
 #
-# Chapters 4, 5, 8 and 9 compare predictions with published measurements. On a GPU, they also run the published
-# experiments, the longest sequences first, and show our measurements in the columns *on a GPU*. On Colab, open a chapter
-# with its badge. To run all chapters on your own GPU:
+# {doc}`04_logits`, {doc}`08_mu_two`, {doc}`09_frontier` and {doc}`14_published` show predictions for published
+# experiments. On a GPU, they also run these, the longest sequences first, and show our measurements in the columns *on
+# a GPU*. On Colab, open a chapter with its badge. To run all chapters on your own GPU:
 #
 # ```bash
 # nox -s reproduce -- --device cuda --minutes 60
