@@ -12,15 +12,14 @@
 # gradients until it ends.
 # ```
 #
+# Activations are largest when backward begins, gradients when it ends, so the peak is less than the sum of both maxima: it
+# comes soon after backward begins. This chapter predicts resident memory and saved activations to the byte.
+#
 # - **Far left:** `zero_grad` frees the gradients of the previous step.
 # - **Up to the dashed line,** the forward: every operation saves what its backward will read.
 # - **Right of it,** backward reads the activations in reverse order and frees them, while the gradients grow to their
 #   full size. The sawtooth on top shows *temporaries*, such as gradients of activations, each freed after its last use.
-# - **At the end,** the optimizer updates one parameter tensor after another.
-#
-# Activations are largest when backward begins, gradients when it ends, so the peak is less than the sum of both maxima.
-# It comes soon after backward begins, in the backward of the last block's MLP ({doc}`04_experiments`). This chapter
-# predicts resident memory and saved activations to the byte.
+# - **At the end,** the optimizer updates the parameters. Its fused kernel allocates nothing.
 #
 # A *storage* is the memory that a tensor refers to. Several tensors (views) can share one storage, so we count the
 # bytes of storages, here in fp32: 4 bytes per element. Parameters, optimizer state and inputs are *resident*; all other
@@ -48,7 +47,7 @@ generator = torch.manual_seed(0)
 config = TransformerConfig(dim=256, ff_dim=1024, layers=4, head_dim=64)
 T, L, d, f, h = 1024, config.layers, config.dim, config.ff_dim, config.heads
 model = Transformer(config)
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 x = torch.randn(T, d)
 sequences = torch.arange(0, T + 1, 256, dtype=torch.int32)
 
@@ -294,9 +293,9 @@ figure
 # *With checkpointing, the inner activations of at most one block are live at a time: teeth instead of a triangle.*
 #
 # The teeth before the dashed line (temporaries) are activations that each block drops. The teeth after it are
-# *recomputed* activations. At this length, the peak is in the rightmost tooth, the first block's backward: gradients
-# are nearly complete. With more tokens, it is in the last block's ({doc}`04_experiments`). When backward begins, only
-# the inputs of blocks (the first is resident), the last norm's input and scale, its output, and the loss are live:
+# *recomputed* activations. At this length, the peak is in the rightmost tooth: gradients are nearly complete. With more
+# tokens, it is in the leftmost ({doc}`04_experiments`). When backward begins, only the inputs of blocks (the first is
+# resident), the last norm's input and scale, its output, and the loss are live:
 
 # %%
 counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
@@ -323,17 +322,18 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```
 
 # %% [markdown]
-# The price is recomputation: every block runs its forward twice. A backward costs about two forwards, because each
-# matrix product of the forward has two in backward. So the step grows from the FLOPs of three forwards to those of
-# four, by a factor of at most $4 / 3$.
+# The price is recomputation. A backward costs about two forwards, because each matrix product of the forward has two in
+# backward. So the step grows from the FLOPs of three forwards to those of at most four, by a factor of at most $4 / 3$:
 
 # %%
 print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in FLOPs")
 
 # %% [markdown]
+# It is less here, because the last product of each block is not recomputed: no backward reads its result
+# ({doc}`02_reentrant_checkpoint`).
+#
 # Shapes are enough to count the bytes of a step. The calculator on the [first page](../index.md) does it for models of
-# up to 70 billion parameters. Try Llama 3 8B with 1024 and 8192 tokens, and with LoRA: which parts grow, and which
-# disappear?
+# up to 70 billion parameters. Try Llama 3 8B with 1,024 and 8,192 tokens, and with LoRA.
 
 # %% tags=["hide-input"]
 where = environment("cpu", "notebooks/01_where_memory_goes.py")

@@ -12,8 +12,9 @@
 # saves its input. Its backward recomputes the function, builds the inner graph, and frees it at the end.
 # ```
 #
-# This chapter writes activation checkpointing in twenty lines of plain PyTorch, and predicts a chain's peak to the
-# byte.
+# A checkpoint saves the input of a region, and recomputes in backward what the derivatives need. Twenty lines of
+# PyTorch do that, and $\sqrt n$ regions turn the $n$ activations of a chain into $2 \sqrt n$; but a recomputation that
+# sees anything else than the forward did gives wrong gradients, silently.
 
 # %% tags=["hide-input"]
 import torch
@@ -76,9 +77,9 @@ class TenLines(torch.autograd.Function):
 
 
 # %% [markdown]
-# The forward runs without a graph, so it saves no intermediate tensor. The backward turns the saved input into a new
-# leaf, recomputes the function with a graph, and backpropagates the gradient through it. That second backward runs
-# *inside* the first one and enters the autograd engine again, so the checkpoint is called *reentrant*.
+# The forward runs without a graph, so it saves no intermediate tensor. The backward recomputes the function from a new
+# leaf, with a graph, and backpropagates the gradient through it. That second backward enters the autograd engine again,
+# *inside* the first one, so the checkpoint is called *reentrant*.
 #
 # Compare four sines in a row with and without a checkpoint:
 
@@ -123,8 +124,8 @@ for run in (four_sines, checkpointed):
     print(f"{saved_bytes(run):,} bytes saved; 3 S = {3 * S:,}")
 
 # %% [markdown]
-# The price is recomputation: a baseline step costs three forwards ({doc}`01_where_memory_goes`), a checkpointed one
-# four. We count the FLOPs of PyTorch's reentrant checkpoint:
+# The price is recomputation: a baseline step costs three forwards ({doc}`01_where_memory_goes`), with PyTorch's
+# reentrant checkpoint four:
 
 # %%
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -137,7 +138,7 @@ round(flops / baseline_flops, 3)
 # :::{admonition} Takeaway
 # :class: tip
 # A checkpoint saves the region's input in place of its activations, for at most one more forward: a third more FLOPs in
-# that part of the step. A later section shows which operations need no recomputation.
+# that part of the step.
 # :::
 
 # %% tags=["hide-input"]
@@ -185,10 +186,9 @@ figure
 # the first forward with a graph, for reasons given below, hence the teeth on the left.)
 #
 # The peak is in the backward of the last region, the first that backward reaches: **$k - 1$ boundaries, $n / k - 1$
-# recomputed activations and one gradient**. (Nothing reads the region's output again, so it is freed at once. Its
-# gradient, the broadcast 1 of `sum()`, needs no memory. In every other region, two gradients are live, of an operation's
-# output and input. So the region before it reaches the same sum, with one boundary fewer.) The loss and its gradient
-# add 8 bytes:
+# recomputed activations and one gradient**. (Nothing reads the region's output again, and its gradient, the broadcast 1
+# of `sum()`, needs no memory. The region before it reaches the same sum: one boundary fewer, but two gradients.) The
+# loss and its gradient add 8 bytes:
 #
 # $$ \text{peak} = \Bigl( k + \frac{n}{k} - 1 \Bigr) S + 8 \text{ bytes} $$
 
@@ -208,7 +208,7 @@ figure
 
 # %% [markdown]
 # So with $\sqrt n$ regions, $n$ activations become about $2 \sqrt n$, for one more forward of the chain.
-# {doc}`06_sublinear_memory` compares this count with others, and reduces the peak further.
+# {doc}`06_sublinear_memory` reduces the peak further.
 
 # %% [markdown]
 # ## Why one input must require grad
@@ -225,9 +225,8 @@ print(y.requires_grad, [str(warning.message) for warning in caught])
 # %% [markdown]
 # Autograd makes a node for an `autograd.Function` only if one of its input tensors requires grad. The inputs here are
 # the arguments of the call, not the parameters that the function uses. Without a node, the output does not require
-# grad, backward never reaches the region, and its parameters do not learn. With a node, the region's backward
-# recomputes the output and calls `backward` on it, which adds to the `.grad` of the parameters. (The ten lines never
-# train parameters; the longer version below, only a module's.)
+# grad, backward never reaches the region, and its parameters do not learn. (The ten lines never train parameters; the
+# longer version below, only a module's.)
 #
 # So one *input* must require grad. There are three ways out: call `x.requires_grad_()`, as `enable_input_require_grads`
 # of `transformers` does on the output of frozen embeddings; use the non-reentrant form ({doc}`03_what_pytorch_offers`);
@@ -476,7 +475,7 @@ def repeated(times, call, *arguments):
 for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer block", 1, (block, *inputs))):
     steps = {label: functools.partial(repeated, times, call, *arguments) for label, call in contenders.items()}
     flops = {label: ackpt.count_flops(step) for label, step in steps.items()}
-    print(f"{name}: a forward and a backward, relative to the baseline, median and range of 7 rounds")
+    print(f"{name}, relative to the baseline, median and range of 7 rounds")
     for label, ratio in compare_seconds(steps, repeats=7, clock="processor").ratios.items():
         time = f"time x {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
         print(f"  {label:20} {time:30} FLOPs x {flops[label] / flops['baseline']:.2f}")

@@ -14,8 +14,9 @@
 # first three steps; their recomputed tensors count as temporaries.)
 # ```
 #
-# This chapter rebuilds most of these tools in a few lines each. All tensors are in fp32. All results and failures come
-# from this version of torch:
+# None of PyTorch's tools takes a bound on the peak, and most of them have steps on which they are wrong without an
+# error. This chapter rebuilds them in a few lines each, measures them, and shows these steps. All tensors are in fp32,
+# and all results come from this version of torch:
 
 # %% tags=["hide-input"]
 import contextlib
@@ -339,10 +340,10 @@ assert flops["`ackpt` regions"] == flops["non-reentrant"] < flops["reentrant"]
 # - *Non-reentrant* and `ackpt` regions recompute less than *reentrant*. *Non-reentrant* stops at the last saved tensor.
 #   `ackpt` regions also leave out unneeded operations before it ({doc}`02_reentrant_checkpoint`); this model's blocks
 #   have none.
-# - *Selective* recomputes no matrix product, but most of the baseline's peak remains. It is not measurably faster than
+# - *Selective* recomputes no matrix product, but 83 % of the baseline's peak remain. It is not measurably faster than
 #   *non-reentrant* (the ranges below overlap), because it handles every operation in Python.
-# - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies. *Non-reentrant* peaks in the first
-#   block's backward; `save_on_cpu` does not help there, because no other block's input is live.
+# - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies. It does not help *non-reentrant*,
+#   which peaks in the first block's backward: no other block's input is live there.
 # - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it recomputes more than at 0.5 and
 #   peaks higher: it ignores when tensors are recomputed, so many may be live together. {doc}`07_graph_profiler` shows
 #   three peaks of one saved set.

@@ -36,8 +36,8 @@ SOURCE = "notebooks/04_experiments.py"
 # experiment was published for a GPU, with $L = 12$ blocks of width $d = 1024$, $f = 4096$ in the MLP, and sequences of
 # 2,048 to 16,384 tokens. We divide $d$, $f$ and $T$ by 16, so weights and activations shrink 256-fold.
 #
-# Sequences are *packed*: a batch is one matrix of $T$ rows without padding, and `offsets` says where each sequence
-# begins. With `ackpt.checkpoint`, each block is a region ({doc}`02_reentrant_checkpoint`).
+# Sequences are concatenated: a batch is one matrix of $T$ rows without padding, and `offsets` says where each begins.
+# With `ackpt.checkpoint`, each block is a region ({doc}`02_reentrant_checkpoint`).
 
 # %%
 config = TransformerConfig(dim=64, ff_dim=256, layers=12, head_dim=16)
@@ -128,7 +128,7 @@ def of_block(config):
 d, f, L = config.dim, config.ff_dim, config.layers
 A, P_block = of_block(config)
 P = L * P_block + d
-states = 12 * P + 4 * (8 * L + 1) + 8  # 8: the two offsets of the packed sequence
+states = 12 * P + 4 * (8 * L + 1) + 8  # 8: the two offsets of the sequence
 gradients = 4 * (1 + d + d * f)  # 1: the gradient of the loss
 
 # %% [markdown]
@@ -166,7 +166,7 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
 # %% [markdown]
 # ## Two slopes and a bend
 #
-# The formulas with the sizes of our model:
+# With the sizes of our model:
 
 # %%
 T_bend = P_block / d
@@ -271,7 +271,8 @@ for method in methods:
 #
 # :::{admonition} Exercise 1: one sequence or two
 # :class: note
-# Pack two sequences of 512 tokens instead of one of 1,024. How do the peak and the FLOPs change? Predict, then measure.
+# Concatenate two sequences of 512 tokens instead of one of 1,024. How do the peak and the FLOPs change? Predict, then
+# measure.
 # :::
 
 # %% tags=["solution"]

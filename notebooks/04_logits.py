@@ -11,7 +11,8 @@
 # Memory at the peak of one step on a CPU, with four methods: only the loss in chunks reduces the logits.
 # ```
 #
-# Goal: know whether the blocks of a model or its logits set the peak, and compute a loss without allocating all logits.
+# The logits fill it: with a large vocabulary, they need as much memory as all blocks together, and checkpointing does
+# not reduce them. A loss in chunks of tokens does, without recomputing anything.
 
 # %% tags=["hide-input"]
 import math
@@ -54,10 +55,9 @@ measure_here("lm", device=device, tier=tier, dataset=dataset, minutes=minutes)
 # %% [markdown]
 # ## A language model
 #
-# The published experiment (see Sources) reads wikitext-103. So do `python -m experiments lm --dataset wikitext` and, on
-# a GPU, this page with `dataset = "wikitext"`; both use the package `datasets`. Otherwise this page needs no network:
-# its corpus, `embedded`, consists of the names of Unicode's characters. A byte-pair encoding is trained on it. The
-# model reads $T$ tokens and predicts the next one at each position.
+# The published experiment (see Sources) reads wikitext-103. This page needs no network: its corpus, `embedded`,
+# consists of the names of Unicode's characters, on which a byte-pair encoding is trained. The model reads $T$ tokens
+# and predicts the next one at each position.
 
 # %%
 lm_config = TransformerConfig(dim=128, ff_dim=512, layers=4, head_dim=32, vocab_size=4096)
@@ -333,7 +333,7 @@ for method in lm_methods:
     measured, predicted = lm_runs[method].peak_bytes, metered(ackpt.predict, batch).peak_bytes
     residual = measured - by_hand(method, T)
     assert residual == 0 and measured == predicted
-    print(f"{method:24} measured - by hand: {residual} bytes, measured - predicted: {measured - predicted} bytes")
+    print(f"{method:24} measured - by hand: {residual} bytes, - predicted: {measured - predicted}")
 
 # %% [markdown]
 # Which alone lowers the peak more, checkpointing or the chunked loss?
@@ -451,13 +451,13 @@ figure
 lm_ours = {(p.config["method"], p.config["seq_len"]): p.metrics for p in lm_predictions}
 best = lm_ours["checkpoint+chunked-loss", 8192]
 share = sum(best["categories"][name] for name in ("parameters", "gradients", "optimizer")) / best["peak_bytes"]
-print(f"at 8,192 tokens, weights, gradients and Adam states are {share:.0%} of the lowest peak")
+print(f"8,192 tokens: weights, gradients, Adam states are {share:.0%} of the lowest peak")
 
 # %% [markdown]
 # At which vocabulary do the logits need as much memory as all blocks? Under autocast, $2 d + 3 h + 2$ of a block's $A$
-# elements per token remain in fp32: the inputs of the norms of attention and MLP, all norms' scales, and the
-# attention's log-sum-exp. The others have 2 bytes each, so a block saves $24 d + 4 f + 12 h + 8$ bytes. A boundary has
-# $4 d$. A logit then needs 10, not 12: the log-probability in bf16, and its copy and gradient in fp32.
+# elements per token remain in fp32 (the inputs of the norms of attention and MLP, all norms' scales, the log-sum-exp of
+# attention), and the others have 2 bytes each. So a block saves $24 d + 4 f + 12 h + 8$ bytes, and a boundary has $4
+# d$. A logit needs 10, not 12: the log-probability in bf16, and its copy and gradient in fp32.
 
 # %%
 block_bytes = 24 * D + 4 * FF + 12 * H + 8
@@ -497,8 +497,9 @@ for record in answers:
 # %% [markdown]
 # :::{admonition} Exercise 2: how many chunks?
 # :class: note
-# At the published sizes and 8,192 tokens, with checkpointed blocks: at how many chunks does the predicted peak stop
-# falling? Why?
+# At the published sizes and 8,192 tokens, with checkpointed blocks: a block saves 41,064 bytes per token, and a logit
+# needs 10 bytes. From how many chunks on are the logits of a chunk smaller than one recomputed block? Estimate on paper.
+# The solution predicts the peak for several numbers of chunks.
 # :::
 
 # %% tags=["solution"]
@@ -508,8 +509,9 @@ for count in (2, 4, 8, 16):
     print(f"{count:2} chunks: {metrics['peak_bytes'] / 2**20:7.1f} MiB")
 
 # %% [markdown]
-# Once the logits of a chunk are small enough, the peak is in the recomputation of the first block, with most gradients
-# complete.
+# All logits have 12 times the bytes of a block, $10 \cdot 50{,}257 / 41{,}064$. The peak stops falling already at 8
+# chunks: in the head, the gradients of the blocks are not allocated yet, and in the first block's backward, most
+# gradients are complete.
 #
 # :::{admonition} Exercise 3: one matrix for both ends
 # :class: note

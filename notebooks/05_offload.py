@@ -11,7 +11,9 @@
 # Live memory and copies of one checkpointed step on a CPU: without offload, with sync and with async offload.
 # ```
 #
-# The model computes on the *device*. Offloaded activations are copied to the *store*: host memory, or a disk.
+# If regions offload their inputs, the peak no longer grows with the depth of the model. The copies cost no time if a
+# region computes longer than its input's copy takes, as in wide models or with long sequences. The model computes on
+# the *device*; offloaded activations are copied to the *store*: host memory, or a disk.
 
 # %% tags=["hide-input"]
 import torch
@@ -48,9 +50,9 @@ SOURCE = "notebooks/05_offload.py"
 # %% [markdown]
 # :::{admonition} Without a GPU
 # :class: note
-# On this page the CPU simulates the device. The store gets its memory directly from the operating system, so its bytes
-# are counted separately. Worker threads simulate the streams of a GPU. The code that decides when to copy and free is
-# the same on a GPU.
+# On this page the CPU simulates the device, and worker threads the streams of a GPU. The store gets its memory directly
+# from the operating system, so its bytes are counted separately. The code that decides when to copy and free is the
+# same on a GPU.
 # :::
 #
 # ## Saved tensors on the host
@@ -390,8 +392,7 @@ path = write_text_atomic("results/tables/05_ways.md", markdown_table(way_rows, c
 # ```
 #
 # Offloading the inputs lowers the checkpointed peak by ten inputs, $(k - 1 - k_0) \, S$. Offloading all activations
-# gives the lowest peak: the device needs the tensors of one *operation* at a time, not of a region. But twenty times
-# the bytes must be copied out and back.
+# gives the lowest peak, but copies twenty times the bytes.
 
 # %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below the last two are copies: with sync each ends at once, with async they overlap with compute."
 figure = offload_report.timelines_plot(records, "", [*ways][2:])

@@ -11,6 +11,10 @@
 # Live memory of one step of a chain of 64 blocks: with everything saved, with eight segments, and with recursive
 # halving. Brown is recomputed.
 # ```
+#
+# A chain of $n$ equal blocks needs about $2 \sqrt n$ activations for less than one extra forward, and about $\log_2 n$
+# for half an extra forward per doubling of $n$. Blocks of real models save more than their output, so these numbers
+# mislead: what counts is bytes.
 
 # %% tags=["hide-input"]
 from functools import partial
@@ -43,8 +47,7 @@ schematics.publish(chain_steps(), "06_chain")
 
 # %% [markdown]
 # A *schedule* is the ordered list of what a training step computes, frees and recomputes. The animation runs a chain of
-# $n = 12$ layers under schedules of this chapter, and under a plan of `ackpt` ({doc}`07_graph_profiler`) with the peak
-# of $\sqrt n$ segments.
+# $n = 12$ layers under schedules of this chapter, and under a plan of `ackpt` with the peak of $\sqrt n$ segments.
 #
 # ```{schematic-explorer} ../../results/explorer/06_chain.json
 # :image: ../../results/figures/06_chain.png
@@ -121,18 +124,8 @@ def in_segments(blocks, lengths, x):
 # the boundary, which is saved, and PyTorch stops a recomputation as soon as it has all tensors that backward reads.
 # This leaves $n - n / k - (k - 1)$ products, or $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward.
 #
-# Other chapters count other tensors:
-#
-# :::{table} Four formulas for the peak of $k$ equal segments.
-# :name: tab-segment-peaks
-#
-# | where | peak | counted | at $k = \sqrt n$ |
-# |---|---|---|--:|
-# | {doc}`02_reentrant_checkpoint` | $k + n / k$ | $k - 1$ boundaries, $n / k$ activations and one gradient, in a chain without weights | $2 \sqrt n$ |
-# | {doc}`07_graph_profiler` | $(n / \ell - 1) + (\ell - 1) + 2$ | saved and recomputed activations, and two gradients, with segments of length $\ell = n / k$ | $2 \sqrt n$ |
-# | above | $k - 1 + n / k$ | saved and recomputed activations alone | $2 \sqrt n - 1$ |
-# | measured below | $k - 1 + n / k + 3$ | also input, product and output of the last block, at the end of the forward | $2 \sqrt n + 2$ |
-# :::
+# (Other chapters count other tensors: $k + n / k$ in {doc}`02_reentrant_checkpoint` includes one gradient, the sum in
+# {doc}`07_graph_profiler` two. The measurement below adds three tensors of the last block.)
 #
 # While backward processes the segments nearest the input, few boundaries are live, so these segments may be longer.
 # With decreasing lengths $\ell_1 > \ell_2 > \dots$, about $\sqrt{2 n}$ activations are enough
@@ -195,7 +188,7 @@ for method in METHODS:
     run, live, recomputed = run_chain(64, method)
     start = run.timeline.boundary  # the index at which backward begins
     forward, backward = (max(part) // S for part in (run.timeline.live[:start], run.timeline.live[start:]))
-    print(f"{method:19}  peak {live:2} S (forward {forward:2}, backward {backward:2}), {recomputed:3} blocks recomputed")
+    print(f"{method:19} peak {live:2} S (forward {forward:2}, backward {backward:2}), {recomputed:3} recomputed")
 
 # %% [markdown]
 # Every method reaches its peak in the last addition of the forward. Three *other* tensors are live there: the last
@@ -289,15 +282,15 @@ path = plots.save(figure, "results/figures/06_timelines.png")  # the figure at t
 # :::
 
 # %% [markdown]
-# ## Revolve: the optimum for equal steps
+# ## Revolve: the optimum for equal blocks
 #
-# Here, *step* means a block, and *state* its output; the chain's input is state 0. Revolve (Griewank and Walther 2000,
+# A *state* is the output of a block; the chain's input is state 0. Revolve (Griewank and Walther 2000,
 # [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states, *snapshots*, at any
-# time, including state 0. *Reversing* a step means to recompute it, and then to run its backward. Any other run of a
-# step is an *advance*, and only advances count. In the zigzag below, a rising line is a run of advances, and
-# a falling line is a run of reversals.
+# time, including state 0. *Reversing* a block means to recompute it, and then to run its backward. Any other run of a
+# block is an *advance*, and only advances count. In the zigzag below, a rising line is a run of advances, and a falling
+# line is a run of reversals.
 #
-# **A worked example: 4 steps, 2 snapshots.** The first snapshot is state 0:
+# **A worked example: 4 blocks, 2 snapshots.** The first snapshot is state 0:
 
 # %%
 saved, advances = set(), 0
@@ -305,14 +298,14 @@ for kind, state, *to in revolve.actions(4, 2):
     if kind == "save":
         saved.add(state)
     advances += to[0] - state if kind == "advance" else 0
-    words = {"advance": f"advance to state {to[0] if to else 0}", "step": f"reverse step {state}"}
-    print(f"{words.get(kind, f'{kind} state {state}'):18}  saved: {sorted(saved)}  advances: {advances}")
-    if kind == "step":  # the state before this step is not needed again
+    names = {"advance": f"advance to state {to[0] if to else 0}", "step": f"reverse block {state}"}
+    print(f"{names.get(kind, f'{kind} state {state}'):18}  saved: {sorted(saved)}  advances: {advances}")
+    if kind == "step":  # the state before this block is not needed again
         saved.discard(state - 1)
 
 # %% [markdown]
-# Once the steps after a snapshot are reversed, its memory can hold an earlier state. Let $E(n, s)$ be the fewest
-# advances for $n$ steps with $s$ snapshots. Revolve saves its second snapshot after $j$ advances. The part after it is
+# Once the blocks after a snapshot are reversed, its memory can hold an earlier state. Let $E(n, s)$ be the fewest
+# advances for $n$ blocks with $s$ snapshots. Revolve saves its second snapshot after $j$ advances. The part after it is
 # reversed with one snapshot fewer, because the first remains saved; the part before it follows with all $s$ snapshots:
 #
 # $$ E(n, s) = \min_{1 \le j < n} \; j + E(n - j, s - 1) + E(j, s) , \qquad
@@ -320,8 +313,8 @@ for kind, state, *to in revolve.actions(4, 2):
 #
 # In the example, $j = 2$ gives the minimum, $2 + E(2, 1) + E(2, 2) = 2 + 1 + 1 = 4$.
 #
-# The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each step before its reversal, one can
-# reverse $\beta(s, r) = \binom{s + r}{s}$ steps. With the smallest $r$ for which $\beta(s, r) \ge n$,
+# The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each block before its reversal, one can
+# reverse $\beta(s, r) = \binom{s + r}{s}$ blocks. With the smallest $r$ for which $\beta(s, r) \ge n$,
 #
 # $$ E(n, s) = r \, n - \beta(s + 1, r - 1) . $$
 #
@@ -333,7 +326,7 @@ rows = []
 for n in (64, 256, 1000):
     rows.append({"n": f"{n:,}"} | {str(s): f"{revolve.advances(n, s):,}" for s in SNAPSHOTS})
 columns = {"n": "$n$"} | {str(s): f"$s = {s}$" for s in SNAPSHOTS}
-caption = "Revolve: the fewest advances $E(n, s)$ that reverse $n$ steps with $s$ snapshots."
+caption = "Revolve: the fewest advances $E(n, s)$ that reverse $n$ blocks with $s$ snapshots."
 table = markdown_table(rows, columns, caption, "tab-revolve")
 path = write_text_atomic("results/tables/06_revolve.md", table)
 
@@ -341,16 +334,16 @@ path = write_text_atomic("results/tables/06_revolve.md", table)
 # ```{include} ../../results/tables/06_revolve.md
 # ```
 
-# %% tags=["hide-input"] alt="State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
-steps, snapshots = 16, 3
-figure = figures.schedule_plot(revolve.actions(steps, snapshots), steps, "")
+# %% tags=["hide-input"] alt="State of the chain over the blocks that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
+length, snapshots = 16, 3
+figure = figures.schedule_plot(revolve.actions(length, snapshots), length, "")
 path = plots.save(figure, "results/figures/06_revolve.png")
-most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
-print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {most} times before its reversal")
+most = next(r for r in range(length) if revolve.beta(snapshots, r) >= length)
+print(f"{revolve.advances(length, snapshots)} advances; no block runs more than {most} times before its reversal")
 figure
 
 # %% [markdown]
-# *Revolve reverses 16 steps with three snapshots and runs no step forward more than three times before its reversal.*
+# *Revolve reverses 16 blocks with three snapshots and runs none forward more than three times before its reversal.*
 #
 # A *policy* of `ackpt` chooses the schedule for a model. The first $n - 1$ advances belong to the forward that every
 # training step runs, and the run within a reversal skips its product, as above. So the policy `revolve` recomputes
@@ -397,8 +390,7 @@ path = write_text_atomic("results/tables/06_depth.md", table)
 #
 # :::{admonition} Takeaway
 # :class: tip
-# With $s$ snapshots and $r$ runs, Revolve reverses $\beta(s, r)$ steps: a thousand steps with ten snapshots and four
-# runs.
+# With $s$ snapshots and $r$ runs, Revolve reverses $\beta(s, r)$ blocks: a thousand with ten snapshots and four runs.
 # :::
 
 # %% [markdown]
@@ -458,9 +450,9 @@ figure
 # *Sixteen Transformer blocks: the lowest peak is at 16 segments, not at $\sqrt n = 4$. The measured points are higher
 # than the line by the temporaries of one block's backward.*
 #
-# **Real blocks differ, and a graph has other blocks than its model.** In a graph, a block is the operations between
-# two *cut points*, tensors through which the whole gradient passes. A *pyramid* narrows from front to back: ours has
-# four stages of eight blocks, and three blocks between stages, which halve the activations. The policy *chen-sqrt* cuts
+# **Real blocks differ, and a graph has other blocks than its model.** In a graph, a block is the operations between two
+# *cut points*, tensors through which the whole gradient passes. A *pyramid* narrows from front to back: ours has four
+# groups of eight blocks, and three blocks between groups, which halve the activations. The policy *chen-sqrt* cuts
 # equal segments; *rotor* finds the best schedule of a chain:
 
 # %% tags=["hide-input"]
@@ -555,8 +547,8 @@ for k in (2, 4, 8, 16):
 #
 # :::{admonition} Exercise 2: two runs
 # :class: note
-# How many snapshots does Revolve need for 1,000 steps if no step may run forward more than twice before its reversal?
-# Compare with segments of decreasing length.
+# How many snapshots does Revolve need for 1,000 blocks if none may run forward more than twice before its reversal?
+# Solve it on paper with $\beta(s, 2)$. Compare with segments of decreasing length.
 # :::
 
 # %% tags=["solution"]

@@ -13,8 +13,8 @@
 # peak. The weight, 1 MiB, is resident.
 # ```
 #
-# After this chapter you can split a training step into operations and storages, say when each byte is allocated and
-# freed, and predict the peak of a step before it runs.
+# Capture the step as a list of operations, note when each allocates and frees: the largest sum is the peak, to the byte.
+# The same saved tensors have different peaks in different orders, so a plan must be an order.
 #
 # So far, we chose by hand what to recompute. From here on, a planner chooses, and it must know every operation.
 
@@ -181,7 +181,8 @@ ackpt.plan(tiny_graph, policy="none").saved_bytes
 #
 # `ackpt.profile` finds the FLOPs, the bytes moved, the seconds and the workspace of every node. FLOPs and bytes follow
 # from shapes: a matrix product takes 2 × rows × columns × summed elements FLOPs. Seconds follow from the rates of a
-# device, as in the roofline model ({cite:t}`williams2009`).
+# device by the *roofline* model ({cite:t}`williams2009`): an operation takes as long as its FLOPs or its memory
+# traffic, whichever is longer.
 #
 # Workspaces do not follow from shapes and do not appear in the graph. On the CPU, `workspace="measured"` runs each
 # different operation once and measures its workspace. We try it on a small language model:
@@ -194,7 +195,7 @@ call, targets = (tokens, offsets, 512), {"targets": tokens.roll(-1)}
 lm_graph = ackpt.trace(lm, *call, **targets)
 lm_profile = ackpt.profile(lm_graph, workspace="measured")
 for size, node in sorted(zip(lm_profile.workspace_bytes, lm_graph.nodes), key=lambda pair: -pair[0])[:4]:
-    print(f"{size:7,} B of workspace in {node.target}")
+    print(f"{size:7,} B of workspace in {node.target.removeprefix('aten.')}")
 baseline = ackpt.plan(lm_graph, policy="none", profile=lm_profile).schedule
 predicted = simulate(lm_graph, lm_profile, baseline).peak_bytes
 lm_step = measured(lm, lm, *call, **targets)
@@ -338,8 +339,8 @@ for name, schedule in {"early": early, "late": late, "on demand": on_demand}.ite
     computed = [graph.nodes[one.id].target for one in schedule.backward if one.kind == "compute"]
     runs = computed.count("aten.tanh.default")
     peak = simulate(graph, profile, schedule).peak_bytes
-    nbytes = f"simulated {peak:,} B, measured {real.dynamic_peak_bytes:,} B"
-    print(f"{name:9} {nbytes} = {peak / S:.1f} S, {runs} tanh recomputed")
+    nbytes = f"simulated {peak:,}, measured {real.dynamic_peak_bytes:,} B"
+    print(f"{name:9} {nbytes} = {peak / S:.1f} S, {runs} recomputed")
     assert peak == real.dynamic_peak_bytes
 
 # %%
@@ -387,7 +388,8 @@ ways = {
 states = {name: train(way) for name, way in ways.items()}
 for name, state in states.items():
     wrong = [key for key, value in states["baseline"].items() if not torch.equal(value, state[key])]
-    print(f"{name:10} {state['1.num_batches_tracked']} batches, wrong: {', '.join(wrong) or 'nothing'}")
+    wrong = ", ".join(key.removeprefix("1.") for key in wrong)
+    print(f"{name:10} {state['1.num_batches_tracked']} batches, wrong: {wrong or 'nothing'}")
 
 # %% [markdown]
 # PyTorch's checkpoint updates the statistics twice per step. Operations that change their arguments, and collectives,

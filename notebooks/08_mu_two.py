@@ -13,8 +13,8 @@
 # the host. The copies overlap with compute, so the swapped step is faster.
 # ```
 #
-# After this chapter you can decide for each activation whether to save, swap or recompute it, and you know how much
-# larger a batch a plan allows. Only the published figures were measured on a GPU.
+# Swap what stays inactive long enough for its copies to overlap with compute, and recompute what frees many bytes per
+# second. A slow device or a wide model favors copies, a fast device and narrow layers favor recomputation.
 #
 # {doc}`06_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
 # 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every activation individually, and may also *swap* it:
@@ -128,16 +128,16 @@ figure
 # the copy back with backward, as for `tanh_1`, a swap is free. If a copy ends too late, compute waits. `addmm_5` is the
 # output of the network.*
 #
-# `ackpt` computes both quantities for every activation of a graph ({doc}`07_graph_profiler`). The copy out can overlap
-# with all of forward after the activation is computed, its last use included; the copy back with all of backward before
-# its first use:
+# `ackpt` computes both quantities for every activation of a graph ({doc}`07_graph_profiler`; `rank` is the paper's word
+# for the position of an operation). The copy out can overlap with all of forward after the activation is computed; the
+# copy back with all of backward before its first use:
 
 # %%
 intermediates = mu_two.intermediates_of(graph, profile)
 for i in intermediates:
     out, back = slice(i.rank + 1, graph.boundary), slice(graph.boundary, i.first_bw_access)
     overlap = " + ".join(f"{1e6 * sum(profile.seconds[part]):4.1f}" for part in (out, back))
-    idle = f"inactive for {1e6 * i.inactive_time:4.1f} µs, copies can overlap with {overlap} µs"
+    idle = f"inactive {1e6 * i.inactive_time:4.1f} µs, copies overlap {overlap} µs"
     print(f"{graph.nodes[i.rank].name:8} {i.memory_size // 1024:3} KiB, {idle}, {i.recompute_ratio / 1e9:4.1f} GB/s")
 assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(intermediates, ratios))
 
@@ -148,16 +148,16 @@ assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(int
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
 lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=3))
 tokens = torch.randint(256, (512,))
-words = tokens, torch.tensor([0, 512], dtype=torch.int32), 512, tokens.roll(-1)
+arguments = tokens, torch.tensor([0, 512], dtype=torch.int32), 512, tokens.roll(-1)
 
 # %% alt="Scatter plot of the activations of the language model. Horizontal axis: inactive time in milliseconds. Vertical axis, logarithmic: gigabytes freed per second of recomputation. Outputs of products and elementwise operations are between 15 and 220, above the dashed line of the link at eight gigabytes per second. The small outputs of norms and sums are below it, the loss lowest."
-lm_graph = ackpt.trace(lm, *words)
+lm_graph = ackpt.trace(lm, *arguments)
 lm_profile = ackpt.profile(lm_graph, t4)
 kinds = {"products and attention": [], "sums and norms": [], "other elementwise": []}
 for i in mu_two.intermediates_of(lm_graph, lm_profile):
     target = lm_graph.nodes[i.rank].target
     kind = "products and attention" if any(lm_profile.flops[n] for n in i.recomp_nodes) else "other elementwise"
-    if kind != "products and attention" and any(word in target for word in ("mean", "rsqrt", "sum", "softmax", "loss")):
+    if kind != "products and attention" and any(part in target for part in ("mean", "rsqrt", "sum", "softmax", "loss")):
         kind = "sums and norms"
     kinds[kind].append((1e3 * i.inactive_time, i.recompute_ratio / 1e9))
 figure = ratio_plot({kind: pairs for kind, pairs in kinds.items() if pairs}, link / 2 / 1e9, "")
@@ -197,14 +197,14 @@ while candidates := [i for i in retained if i not in swaps]:
 # Swapping wins where the copies add little time, for `tanh_1` none. Compute would wait longer for the large `tanh` and
 # `tanh_2`, so these are recomputed.
 #
-# The paper stops as soon as its estimate of the peak fits: every further choice would only add time.
-# `ackpt.plan(graph, budget, policy="mu-two")` continues to the end, because an estimate may be wrong. It simulates the
-# schedule after every choice, and takes the cheapest of these that fits.
+# The paper stops as soon as its estimate of the peak fits: every further choice would only add time. `ackpt.plan(graph,
+# budget, policy="mu-two")` continues to the end, because an estimate may be wrong: it simulates the schedule after
+# every choice, and takes the cheapest that fits.
 #
 # ## Each choice changes the other ratios
 #
-# Suppose that there is no link to the host. Then mu-TWO, run to its end, recomputes everything. The table shows the
-# ratio of each activation after every choice, in GB/s:
+# Without a link to the host, mu-TWO, run to its end, recomputes everything. The ratio of each activation after every
+# choice, in GB/s:
 
 # %%
 no_link = replace(profile, swap_seconds=None)
@@ -244,8 +244,7 @@ print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes /
 # ## The exact optimum
 #
 # The network is small enough for an exact answer. The policy `ilp` solves an integer program: no plan for this order of
-# operations adds less time. The default policy `auto`, *plan* in the tables, finds the useful sets of tensors to save in
-# each block and combines them over all blocks. A local search improves these plans. {doc}`13_rotor` describes both. The
+# operations adds less time. `auto`, *plan* in the tables, is the default policy; {doc}`13_rotor` describes both. The
 # budget is 80 % of the baseline's dynamic peak:
 
 # %%
@@ -431,11 +430,10 @@ figure
 memory = max(row["peak"] for row in reference["rows"]) * MIB
 points = curves["lm"].items()
 fitting = {method: int(np.interp(memory, [at[method]["peak_bytes"] for _, at in points], [*curves["lm"]])) for method in NAMES}
-print(", ".join(f"{NAMES[method]} {batch} ({batch / fitting['without']:.2f}x)" for method, batch in fitting.items()))
+print(*(f"{NAMES[method]:9} {batch} ({batch / fitting['without']:.2f}x)" for method, batch in fitting.items()), sep="\n")
 
 # %% [markdown]
-# So the batch of the Transformer grows by about half. The next figure shows what a plan changes in the step of a
-# ResNet-50:
+# So the batch of the Transformer grows by about half. What a plan changes in the step of a ResNet-50:
 
 # %% tags=["hide-input"] alt="Live memory of a step of a ResNet-50, without and with a plan, side by side. Baseline: a ramp up to the peak where backward begins, and a ramp down. Plan: a ramp half as high, and many small teeth on the way down, none higher than the budget."
 with FakeTensorMode():
@@ -577,6 +575,6 @@ paths, as_set = mu_two.along_paths(every, last), end.recomp_time["exp_5"]
 print(f"D: the last exp takes {1e9 * paths:.0f} ns along all paths, {1e9 * as_set:.0f} ns as a set")
 first, *_, end = mu_two.choices(graph, no_link)
 print(
-    f"G: the estimate of the peak goes from {first.printed_bytes:,} to {end.printed_bytes:,} bytes if all are dropped"
+    f"G: if all are dropped, the estimate goes from {first.printed_bytes:,} to {end.printed_bytes:,} bytes"
 )
 print(f"   the simulated peak goes from {first.each_bytes:,} to {end.each_bytes:,} bytes")

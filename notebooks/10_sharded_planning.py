@@ -12,8 +12,8 @@
 # Simulated, not measured: memory at the peak of one rank of Llama 3 70B on 64 GPUs, with three methods.
 # ```
 #
-# After this appendix you can say how much memory one GPU of many needs for a step of a large Llama, and which plan fits.
-# Each *rank*, a process with its GPU, has its own batch: activations are not sharded here.
+# More GPUs divide parameters, gradients and optimizer state, but not the activations of a rank's own batch: those need
+# a plan. A *rank* is a process with its GPU; each has its own batch, so activations are not sharded here.
 
 # %% tags=["hide-input"]
 import warnings
@@ -180,8 +180,8 @@ for policy, plan in plans.items():
     budget = plans["full"].peak_bytes if policy == "auto" else None
     found = whole.plan(Sharding(4), budget, policy)
     same = found.timeline == plan.timeline and found.runs == plan.runs
-    peaks = f"from {CAPTURED} blocks: {plan.peak_bytes:,}   from all 6: {found.peak_bytes:,}"
-    print(f"{names[policy]:9}  {peaks}   every event equal: {same}")
+    peaks = f"from {CAPTURED} blocks: {plan.peak_bytes:,}, from 6: {found.peak_bytes:,}"
+    print(f"{names[policy]:9}  {peaks}, every event equal: {same}")
 
 # %% [markdown]
 # The choices for one block are those of {doc}`13_rotor`: useful sets of activations to save, from all to none. The
@@ -227,7 +227,7 @@ path = write_text_atomic("results/tables/10_llama.md", table)
 # ```
 #
 # On 8 GPUs, the baseline of 8B is within 80 GiB. That of 70B fits on no number of GPUs: activations are not sharded.
-# With per-block checkpointing, 70B fits on 32 GPUs, but about a third of the FLOPs are recomputed however much memory
+# With per-block checkpointing, 70B fits on 32 GPUs, but a quarter of the FLOPs are recomputed however much memory
 # remains unused. A plan recomputes only as much as the budget requires, here on 64 GPUs:
 
 # %%
@@ -284,7 +284,8 @@ print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 # :::{admonition} Exercise 1: the floor
 # :class: note
 # How much memory does a rank of Llama 3 8B need in the limit of many GPUs, with per-block checkpointing? What is
-# largest? `sharded_llama.layers(plan)` lists the parts of a plan's peak.
+# largest? `large["8B"].plan(sharded_llama.mixed(8192), policy="full")` plans for 8,192 ranks, and
+# `sharded_llama.layers` lists the parts of a plan's peak; both come with `from experiments import sharded_llama`.
 # :::
 
 # %% tags=["solution"]
@@ -301,8 +302,8 @@ print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f}
 #
 # :::{admonition} Exercise 2: reduction in bf16
 # :class: note
-# Reduce gradients in bf16 instead of float32. How much smaller is the reduction buffer of a block on a rank of 70B, and
-# how many fewer bytes does a rank send?
+# On paper: reduce the gradients of 70B in bf16 instead of float32. How much smaller is a rank's reduction buffer of one
+# block (855,654,400 parameters), and how many fewer bytes does a rank of 64 send?
 # :::
 
 # %% tags=["solution"]
@@ -317,8 +318,10 @@ for reduction in (torch.float32, torch.bfloat16):
 # ## Summary
 #
 # - A rank stores $16 P / N$ bytes, and temporarily the root and about four times a block, however large $N$ is.
-# - Without recomputation, Llama 3 70B fits within 80 GiB on no number of GPUs. On 64, per-block checkpointing recomputes
-#   32 % of the FLOPs, and a plan 14 %.
+# - Without recomputation, Llama 3 70B fits within 80 GiB on no number of GPUs. On 64, per-block checkpointing
+#   recomputes 25 % of the FLOPs, and a plan 14 %.
+#
+# You can now say what a rank stores, what it gathers, and which part of it a plan can reduce.
 #
 # ## Sources
 #

@@ -12,8 +12,8 @@
 # Errors of all predictions of published measurements, by source. Most predictions of allocated bytes are exact.
 # ```
 #
-# After this appendix you can say how far to trust a prediction from shapes alone: allocated bytes mostly to the byte,
-# reserved bytes within 10 % to 20 %. And you know what makes a prediction fail. Three metrics are published:
+# Trust predictions of allocated bytes mostly to the byte, those of reserved bytes within 10 % to 20 %. They fail where
+# versions, descriptions or libraries differ. Three metrics are published:
 #
 # - *allocated*: `torch.cuda.max_memory_allocated`, the bytes that tensors and workspaces occupied at the peak;
 # - *reserved*: `torch.cuda.max_memory_reserved`, allocated bytes and the allocator's cached free blocks;
@@ -53,9 +53,9 @@ torch.set_num_threads(2)
 # ## One figure by hand
 #
 # The first figure of our list comes from the benchmarks of Liger-Kernel: the cross-entropy of logits for 16,384 tokens
-# and 4,096 words in float32, forward and backward, on an A100. We write the same step on fake tensors, which have shapes
-# but no data. `ackpt.predict` follows, on any machine, every allocation as an A100's caching allocator would serve
-# it.
+# and 4,096 entries in float32, forward and backward, on an A100. We write the same step on fake tensors, which have
+# shapes but no data. `ackpt.predict` follows, on any machine, every allocation as an A100's caching allocator would
+# serve it.
 
 # %%
 fake = FakeTensorMode()
@@ -178,10 +178,10 @@ print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**2
 #
 # ## Times: how much slower is checkpointing?
 #
-# Data sheets predict the times of kernels that run at the printed rates: the *roofline*. The *ratio* of a step's times
-# with and without checkpointing assumes less: kernels miss the rates by the same factor in both. For each
-# published pair of times, we capture the step from shapes, make the schedules of the two methods, and divide their times.
-# Nothing was fitted; communication between GPUs and the launch of kernels are left out.
+# Data sheets predict the times of kernels that run at the printed rates, the *roofline* ({doc}`07_graph_profiler`). The
+# *ratio* of a step's times with and without checkpointing assumes less: kernels miss the rates by the same factor in
+# both. For each published pair of times, we capture the step from shapes, make the schedules of the two methods, and
+# divide their times. Nothing was fitted; communication between GPUs and the launch of kernels are left out.
 
 # %%
 compared = time_ratios.ratios()
@@ -213,8 +213,8 @@ _ = write_text_atomic("results/tables/11_time_ratios.md", ratio_table)
 for row in compared:
     if abs(row["error"]) > 0.10 or row["what"].startswith(("language model", "offload")):
         first, second = time_ratios.shares(row)
-        name = f"{row['what']}: {row['method']}"
-        print(f"{row['error']:+6.1%}  {name:59} {first:4.0%} of the roofline, baseline {second:3.0%}")
+        print(f"{row['error']:+6.1%}  {row['what']}: {row['method']}")
+        print(f"        {first:.0%} of the roofline, baseline {second:.0%}")
 
 # %% [markdown]
 # Small batches reach a lower share of the roofline, most of all in float16, where launching kernels takes a large part of
@@ -281,7 +281,8 @@ path = plots.save(figure, "results/figures/11_calculator.png")
 # :::{admonition} Exercise 1: three modes
 # :class: note
 # Liger-Kernel's scripts measure a gated MLP, whole or in 4 parts, in three modes: forward, backward, and both (full).
-# Compare their peaks at 2 sequences of 1,024 tokens on the RTX 4090. Why is backward as large as full?
+# Compare their peaks at 2 sequences of 1,024 tokens on the RTX 4090: each row of `found` has the keys `step`
+# (`"gated-mlp"`), `gpu`, `sizes`, `bytes` and `predicted`. Why is backward as large as full?
 # :::
 
 # %% tags=["solution"]
@@ -318,6 +319,8 @@ for device in ("a100-80g", "h100-80g"):
 # %% [markdown]
 # The layer: its matrix products need cuBLAS workspaces, which are larger on an H100. (With the layer, the peak is lower
 # because the logits are freed early and have no gradient of a previous step.)
+#
+# You can now say how far to trust a predicted peak, and a predicted ratio of times.
 #
 # ## Sources
 #

@@ -13,8 +13,8 @@
 # which also reaches the lowest peak.
 # ```
 #
-# This appendix explains how to find the best plan of a chain (*rotor*) and of a graph (an integer program), a lower bound
-# on the cost of every plan, and how the default policy searches.
+# A dynamic program (*rotor*) finds the best plan of a chain, an integer program that of a small graph. For other
+# graphs, `ackpt` searches, and a linear program bounds from below what any plan costs.
 #
 # The *cost* $c_i$ of an operation is its FLOPs, plus ten FLOPs for each byte that it reads or writes, as a fraction of
 # the baseline's. A plan's cost is the sum over what it recomputes. Peaks and budgets $M$ are fractions of the baseline's
@@ -42,14 +42,14 @@ generator = torch.manual_seed(0)
 # ## Chains of unequal blocks
 #
 # In real networks, blocks differ in the bytes that they save and in the time that they take. *rotor* (Beaumont et al.
-# 2019, [arXiv:1911.13214](https://arxiv.org/abs/1911.13214)) describes each stage by four numbers: the times of its
-# forward and backward, the bytes of its output, and the bytes of everything that its forward saves, including the output.
-# The forward of a stage runs in one of three ways. It saves everything (`all`), only its input as a checkpoint (`ckpt`),
-# or nothing (`none`). A dynamic program finds the fastest schedule within a budget among all *persistent* schedules, in
-# which a saved tensor stays live until it is used.
+# 2019, [arXiv:1911.13214](https://arxiv.org/abs/1911.13214)) describes each block by four numbers: the times of its
+# forward and backward, the bytes of its output, and the bytes of everything that its forward saves, including the
+# output. The forward of a block runs in one of three ways. It saves everything (`all`), only its input as a checkpoint
+# (`ckpt`), or nothing (`none`). A dynamic program finds the fastest schedule within a budget among all *persistent*
+# schedules, in which a saved tensor stays live until it is used.
 
 # %%
-stages = rotor.Chain(
+blocks = rotor.Chain(
     forward=(2, 1, 4, 3),
     backward=(4, 2, 8, 6),
     output_bytes=(1, 2, 1, 2),
@@ -57,13 +57,13 @@ stages = rotor.Chain(
 )
 short = {rotor.FORWARD_ALL: "all", rotor.FORWARD_CHECKPOINT: "ckpt", rotor.FORWARD_NONE: "none"}
 for budget in (16, 13, 11, 9, 8):
-    best = rotor.solve(stages, budget)
-    ways = [f"{short[kind]} {stage}" for kind, stage in best.operations if kind in short]
+    best = rotor.solve(blocks, budget)
+    ways = [f"{short[kind]} {block}" for kind, block in best.operations if kind in short]
     print(f"{budget:2} bytes, time {best.time}: {', '.join(ways)}")
 
 # %% [markdown]
-# A stage runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. A slightly
-# smaller budget recomputes only stage 1, whose forward saves 5 bytes and takes 1.
+# A block runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. A slightly
+# smaller budget recomputes only block 1, whose forward saves 5 bytes and takes 1.
 #
 # Like a convolutional network, our next chain narrows from front to back: it has four groups of eight blocks, and the
 # activations halve from group to group, at equal FLOPs per block. We run rotor's plan for a budget of 60 %:
@@ -127,7 +127,7 @@ for budget in (7, 6, 5, 4, 3):
         best = ilp.solve(line(6), budget)
         print(f"{budget} bytes: cost {best.cost}, proved {best.optimal}")
     except ackpt.BudgetError as error:
-        print(error)
+        print(str(error).replace("; ", ";\n"))
 
 # %% [markdown]
 # An exact solver does not scale: the number of unknowns grows with the square of the number of operations. The policy
@@ -288,7 +288,7 @@ environment("cpu", "notebooks/13_rotor.py")
 #
 # :::{admonition} Exercise 1: save or recompute
 # :class: note
-# Take eight equal stages, with all sizes and times equal to 1. How long do rotor's schedules take for budgets from 3 to
+# Take eight equal blocks, with all sizes and times equal to 1. How long do rotor's schedules take for budgets from 3 to
 # 10, and Revolve's for 1 to 8 snapshots? Count every forward and every backward, with `rotor.solve` and
 # `revolve.advances`. Why is rotor faster?
 # :::
@@ -299,8 +299,8 @@ print([rotor.solve(unit, budget).time for budget in range(3, 11)])
 print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 
 # %% [markdown]
-# Revolve runs every step once more to reverse it, even with a snapshot of each state. rotor may save all activations of
-# a stage, whose backward then needs no recomputation.
+# Revolve runs every block once more to reverse it, even with a snapshot of each state. rotor may save all activations
+# of a block, whose backward then needs no recomputation.
 #
 # :::{admonition} Exercise 2: by hand
 # :class: note
@@ -313,11 +313,13 @@ for budget in (5, 4, 3):
     try:
         print(f"{budget} bytes: cost {ilp.solve(line(4), budget).cost}")
     except ackpt.BudgetError as error:
-        print(error)
+        print(str(error).replace("; ", ";\n"))
 
 # %% [markdown]
 # With four bytes, one forward is recomputed. The backward of a layer reads three results and computes one, so four
 # results are live even if everything else is freed.
+#
+# You can now say for which graphs the cheapest plan is known, and bound it for the others.
 #
 # ## Sources
 #
