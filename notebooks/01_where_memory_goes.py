@@ -74,9 +74,9 @@ P = L * P_block + d  # plus the norm after the last block
 print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 
 # %% [markdown]
-# Every parameter needs three more elements: its gradient and AdamW's two running averages. That makes $16 P$ bytes,
-# independent of the batch. The parameters and the averages, $12 P$ bytes, are resident. The gradients, $4 P$ bytes, are
-# dynamic, because `zero_grad` frees them and backward allocates them again.
+# Every parameter needs three more elements: its gradient and AdamW's two running averages. The parameters and the
+# averages, $12 P$ bytes, are resident. The gradients, $4 P$ bytes, are dynamic, because `zero_grad` frees them and
+# backward allocates them again.
 #
 # `ackpt.measure` runs the step a few times and reads the allocator's events. The input `x` is resident, too.
 
@@ -276,8 +276,7 @@ figure
 #     x = torch.utils.checkpoint.checkpoint(block, x, sequences, 256, use_reentrant=False)
 # ```
 #
-# `ackpt.apply_activation_checkpointing` does this in place. First estimate the new peak: which bytes vanish, and when
-# does the peak occur?
+# `ackpt.apply_activation_checkpointing` does this in place.
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
@@ -431,11 +430,8 @@ figure
 #
 # ## Summary
 #
-# - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and for activations $4 A$ bytes per token
-#   and block.
-# - If activations outweigh gradients, the peak comes soon after backward begins.
-# - With $f = 4 d$, above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They can be recomputed: the
-#   subject of the next chapters.
+# - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and $4 A$ bytes per token and block.
+# - With $f = 4 d$, activations outweigh the rest above about $\tfrac{8}{3} d$ tokens. They can be recomputed.
 #
 # You can now say which part of a step's memory grows with the batch, and compute it.
 #

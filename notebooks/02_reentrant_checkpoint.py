@@ -54,9 +54,9 @@ def measured(function, *resident):
 # ## Ten lines
 #
 # A region computes $y = \phi(x)$. Its backward computes $\bar x = J^\top \bar y$, where a bar marks a gradient of the
-# loss and $J$ is the derivative of $\phi$ at $x$. PyTorch never forms $J$. It multiplies by the derivative of one
-# operation after another, and each operation saves the tensors that its own derivative needs. But all these tensors are
-# functions of $x$. A checkpoint therefore saves $x$ alone, and recomputes the rest when $\bar y$ arrives:
+# loss and $J$ is the derivative of $\phi$ at $x$. PyTorch multiplies by the derivative of one operation after another,
+# and each operation saves the tensors that its own derivative needs. All these tensors are functions of $x$, so a
+# checkpoint saves $x$ alone, and recomputes the rest when $\bar y$ arrives:
 
 
 # %%
@@ -100,9 +100,8 @@ torch.equal(*gradients)
 # %% [markdown]
 # The gradients are bit-identical; autograd's graph differs (figure at the top).
 #
-# How many bytes are saved when backward begins? A sine saves its input. The first input is $x$, which is allocated
-# anyway, so the baseline saves three activations of $S$ bytes each, and the checkpoint none. The other 8 bytes are the
-# loss and its gradient.
+# A sine saves its input. The first input is $x$, which is allocated anyway, so the baseline saves three activations of
+# $S$ bytes each, and the checkpoint none. The other 8 bytes are the loss and its gradient.
 
 # %% tags=["hide-input"]
 from experiments.reports import schematics
@@ -148,8 +147,7 @@ from experiments.widgets.chain_steps import chain_steps
 schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 
 # %% [markdown]
-# The animation shows a chain of 12 layers, each a linear operation and a GELU, with and without one region per layer. A
-# region drops the activation between its two operations and recomputes it just before the layer's backward.
+# The animation shows a chain of 12 layers, each a linear operation and a GELU, with and without one region per layer:
 #
 # ```{schematic-explorer} ../../results/explorer/02_chain.json
 # :image: ../../results/figures/02_chain.png
@@ -162,7 +160,7 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 #
 # A single region around all $n$ layers of a chain gains nothing: its forward and its backward need all activations. One
 # region per layer saves all $n$ inputs. The optimum is in between: cut the chain into $k$ regions of $n / k$ layers
-# ({cite:t}`chen2016` call them segments). This is the step with $n = 64$ and $k = 8$:
+# ({cite:t}`chen2016` call them segments), here with $n = 64$ and $k = 8$:
 
 # %%
 def chain(lengths, a):
@@ -237,8 +235,7 @@ print(y.requires_grad, [str(warning.message) for warning in caught])
 #
 # ### In-place updates before backward
 #
-# GANs and asynchronous pipelines change a weight between a forward and its backward. The gradient of the input must
-# equal the forward's weight, so this ratio must be 1:
+# GANs and asynchronous pipelines change a weight between a forward and its backward. This ratio must be 1:
 
 # %%
 linear, data = nn.Linear(1, 1, bias=False), torch.ones(1, 1, requires_grad=True)
@@ -266,8 +263,7 @@ y.tolist(), x.grad.tolist()
 
 # %% [markdown]
 # The gradient belongs to another dropout mask. The fix: save the state of the random number generator, and set it for
-# the recomputation inside `fork_rng`, which afterwards restores the current state. Otherwise, later steps draw the same
-# numbers again.
+# the recomputation inside `fork_rng`, which afterwards restores the current state.
 #
 # ### Autocast
 #
@@ -365,17 +361,17 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ```
 #
 # In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside autograd's
-# own graph, which can be differentiated again, and it reads the tensors that the recomputation saves, not its outputs.
+# own graph, and reads the tensors that the recomputation saves, not its outputs.
 #
 # `ackpt.checkpoint` is the twenty lines with these additions:
 #
 # - **The first forward runs in grad mode**, and its graph is dropped when the region ends. So code that checks the grad
-#   mode takes the same path as without a checkpoint. The graph also shows which outputs require grad and which
-#   parameters the region uses, even through a closure.
+#   mode takes the same path as without a checkpoint, and the graph shows which parameters the region uses, even through
+#   a closure.
 # - **Every random number stream** that the region draws from is replayed: torch's, Python's, NumPy's, and your own
 #   generators.
 # - **State changes once per step.** Buffers such as BatchNorm's statistics get their old values for the recomputation,
-#   and afterwards the new ones. The mode of each module is also restored.
+#   and afterwards the new ones.
 # - **A closure's variables** are saved, so a lambda in a loop calls the layer that it called in the forward.
 # - **Tensors in dicts, lists, tuples, dataclasses and keyword arguments** are inputs of the autograd node.
 # - **Both runs are compared**, operation by operation, with their numeric arguments. A difference raises an error.
@@ -572,17 +568,9 @@ figure
 #
 # ## Summary
 #
-# - A reentrant checkpoint is ten lines: save the input, run without a graph, and recompute with a graph in backward.
-#   One of its inputs must require grad.
 # - A chain of $n$ layers needs about $2 \sqrt n$ activations with one level of regions, $3 \sqrt[3] n$ with two.
-# - Backward does not read everything that a region computes. `ackpt` recomputes only what backward needs.
-# - The ten lines fail wherever the recomputation differs from the forward. Most of these errors are silent, even in
-#   PyTorch's own checkpoint.
-# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases
+# - The ten lines fail wherever the recomputation differs from the forward, mostly in silence, and so does PyTorch's own
+#   checkpoint. `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases
 #   <not-guaranteed>`. Its code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
 #
 # You can now write a checkpoint, and say when its recomputation differs from the forward.
-#
-# ## Sources
-#
-# - {cite:t}`chen2016` introduce segments and their recursion.

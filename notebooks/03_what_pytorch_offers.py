@@ -124,8 +124,7 @@ for run in (non_reentrant, torch_non_reentrant, reentrant):
 
 # %% [markdown]
 # The non-reentrant form keeps the real graph, so gradients accumulate and hooks run as without a checkpoint. It assumes
-# that the recomputation saves the same tensors in the same order. PyTorch compares their shapes and dtypes, but not
-# their values.
+# that the recomputation saves the same tensors in the same order; PyTorch compares shapes and dtypes only.
 #
 # ## Selective checkpointing
 #
@@ -337,16 +336,13 @@ assert flops["`ackpt` regions"] == flops["non-reentrant"] < flops["reentrant"]
 # ```{include} ../../results/tables/03_tools.md
 # ```
 #
-# - *Non-reentrant* and `ackpt` regions recompute less than *reentrant*. *Non-reentrant* stops at the last saved tensor.
-#   `ackpt` regions also leave out unneeded operations before it ({doc}`02_reentrant_checkpoint`); this model's blocks
-#   have none.
+# - *Non-reentrant* and `ackpt` regions recompute less than *reentrant*: they stop at the last saved tensor.
 # - *Selective* recomputes no matrix product, but 83 % of the baseline's peak remain. It is not measurably faster than
 #   *non-reentrant* (the ranges below overlap), because it handles every operation in Python.
 # - `save_on_cpu` recomputes nothing and has the lowest peak. Its price is copies. It does not help *non-reentrant*,
 #   which peaks in the first block's backward: no other block's input is live there.
-# - The *memory budget* bounds saved bytes, not the peak (figure at the top). At 0.2 it recomputes more than at 0.5 and
-#   peaks higher: it ignores when tensors are recomputed, so many may be live together. {doc}`07_graph_profiler` shows
-#   three peaks of one saved set.
+# - The *memory budget* bounds saved bytes, not the peak. At 0.2 it recomputes more than at 0.5 and peaks higher,
+#   because many recomputed tensors are live together. {doc}`07_graph_profiler` shows three peaks of one saved set.
 # - The *plan* of 0.45 has a lower peak than both, and recomputes less than the memory budget of 0.2.
 
 # %% tags=["hide-input"]
@@ -518,9 +514,8 @@ def router_gradient(call):
 assert exhibit("a mixture of experts", router_gradient) == {"reentrant": "wrong", "non-reentrant": "error"}
 
 # %% [markdown]
-# In the reentrant form, the router's gradient belongs to the recomputation's choices, and the second update of the bias
-# cancels the first. The non-reentrant form raises an error: the experts get different numbers of tokens. `ackpt`
-# restores the bias for the recomputation and updates it once.
+# In the reentrant form, the second update of the bias cancels the first. The non-reentrant form raises an error: the
+# experts get different numbers of tokens. `ackpt` restores the bias for the recomputation.
 #
 # ### Dropout under a memory budget
 #
@@ -583,8 +578,8 @@ failures = {"list [linear]": "no effect", "MUST_CPU_OFFLOAD": "no effect", "ackp
 assert exhibit("a choice that has no effect", some_effect, tools, failure="no effect") == failures
 
 # %% [markdown]
-# No. Both are ignored without a warning, and the step recomputes everything. The names also depend on the device:
-# attention is another operation on a GPU. A manual plan of `ackpt` raises an error if a name does not exist.
+# Both are ignored without a warning, and the step recomputes everything. A manual plan of `ackpt` raises an error if a
+# name does not exist.
 #
 # ### A change that hooks hide
 #
@@ -754,8 +749,6 @@ figure
 # ## Summary
 #
 # - PyTorch's tools are short: hooks on saved tensors, a dispatch mode, a minimum cut. None bounds the peak in bytes.
-# - They fail where the recomputation differs from the forward, where gradients arrive in parts, and where a check or an
-#   effect is missing. Most of these failures are silent.
 # - In every exhibit, `ackpt` is right or raises an error. Its budget in bytes bounds the measured peak.
 #
 # You can now choose among PyTorch's tools, and recognize the steps in which they go wrong.

@@ -51,8 +51,7 @@ MIB = 2**20
 SOURCE = "notebooks/09_frontier.py"
 
 # %% [markdown]
-# With a GPU, for example on Colab, the next two cells also run the published experiment on it, within the limit of
-# `minutes` ({doc}`12_your_gpu`). Without a GPU they do nothing.
+# On a GPU, the next two cells also run the published experiments, for at most `minutes` ({doc}`12_your_gpu`).
 
 # %% tags=["parameters"]
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10

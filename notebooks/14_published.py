@@ -54,8 +54,7 @@ SOURCE = "notebooks/14_published.py"
 stored = Predictions()
 
 # %% [markdown]
-# With a GPU, for example on Colab, the next two cells also run the published experiments on it, within the limit of
-# `minutes` ({doc}`12_your_gpu`). Without a GPU they do nothing.
+# On a GPU, the next two cells also run the published experiments, for at most `minutes` ({doc}`12_your_gpu`).
 
 # %% tags=["parameters"]
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
