@@ -30,7 +30,6 @@ generator = torch.manual_seed(0)
 
 # %% tags=["hide-input"]
 import contextlib
-import functools
 import math
 import textwrap
 import threading
@@ -99,9 +98,8 @@ for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
 # %% [markdown]
-# Both peaks are in the backward of the square, with four temporaries of $S$ bytes and all weights' gradients, together
-# $S$. The baseline adds the 16 activations that autograd saved besides `rows`; the pair adds one, the square's input.
-# Three flaws remain, also in `save_on_cpu`:
+# Both peaks are in the backward of the square. The baseline adds the 16 activations that autograd saved besides `rows`;
+# the pair adds one, the square's input. Three flaws remain, also in `save_on_cpu`:
 #
 # 1. **It waits.** Compute stops for every copy.
 # 2. **It copies weights.** A linear layer also saves its weight, as the view `w.t()`. Copying it frees nothing.
@@ -127,9 +125,9 @@ schematics.publish(offload_lanes(), "05_lanes")
 #
 # *A step of 12 blocks, checkpointed in the first two schedules, with times predicted for an H200.*
 #
-# A program uses the copy engines through a second *stream*, a queue whose work runs in order. It submits work and
-# continues. *Events* synchronize two streams: an event marks the end of a piece of work, and work in another stream can
-# wait for it. On a CPU, one worker thread per queue does the same:
+# A program uses them through a second *stream*, a queue whose work runs in order. *Events* synchronize two streams: an
+# event marks the end of a piece of work, and work in another stream can wait for it. On a CPU, one worker thread per
+# queue does the same:
 
 # %%
 compute, copies = Stream("compute"), Stream("copies")
@@ -176,8 +174,7 @@ all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_asyn
 # ## Five rules for copies
 #
 # In `pack_async`, the submitted work refers to `tensor` until the copy has run. Without this reference, the allocator
-# could give the memory to the next tensor before it is copied. Here this *race* always corrupts the copy, because the
-# copy is delayed until the next tensor has been written:
+# could give the memory to the next tensor before it is copied. Here this *race* always corrupts the copy:
 
 # %%
 def race(wait_for_copy):
@@ -269,14 +266,13 @@ for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes
 # - the last region's, which backward needs first;
 # - the $k_0$ inputs that something else also references, usually only the batch.
 #
-# Region $i$'s backward needs only its own input. Its copy back starts halfway through region $i + 1$'s backward, when
-# half of the recomputed activations are freed. So the peak falls:
+# The copy back of region $i$'s input starts halfway through region $i + 1$'s backward, when half of the recomputed
+# activations are freed. So the peak falls:
 #
 # $$ \text{peak}_\text{checkpoint} - \text{peak}_\text{offload} = (k - 1 - k_0) \, S $$
 #
-# (Here the gradients exist before the step. If backward allocates them, the peak may be elsewhere:
-# {doc}`04_experiments`.) We check regions of four SiLU functions with $k_0 = 1$. Zeros mean that the formula holds, in
-# both modes:
+# (If backward allocates gradients, the peak may be elsewhere: {doc}`04_experiments`.) We check regions of four SiLU
+# functions with $k_0 = 1$. Zeros mean that the formula holds, in both modes:
 
 # %%
 x = torch.randn(2**16, requires_grad=True)
@@ -404,57 +400,7 @@ figure
 #
 # With `store="disk"`, the store is a disk.
 #
-# :::{admonition} Exercise 2: fix a script that exceeds its budget
-# :class: note
-# This step also computes a validation loss on a second batch of the same size. Predict its dynamic peak from the table.
-# First fit it into 32 MiB without recomputing or copying anything, then into 6 MiB.
-#
-# ```python
-# def loss_of(a):
-#     for block in blocks:
-#         a = block(a, offsets, 512)
-#     return a.square().mean()
-#
-# loss = loss_of(tokens)
-# validation = loss_of(others)
-# loss.backward()
-# ```
-# :::
-
-# %% tags=["solution"]
-# Autograd saves the activations of both forwards: less than twice the baseline, because the gradients and the
-# temporaries of backward count once. A validation needs no graph. Within 6 MiB, the blocks are checkpointed and their
-# inputs offloaded.
-others = torch.randn(512, 64)
-offloaded = functools.partial(ackpt.checkpoint, offload="async")
-
-
-def script(validating, call=nn.Module.__call__):
-    def loss_of(a):
-        for block in blocks:
-            a = call(block, a, offsets, 512)
-        return a.square().mean()
-
-    loss = loss_of(tokens)
-    with validating:
-        validation = loss_of(others)
-    loss.backward()
-    return validation.item()
-
-
-def peak_in_mib(step):
-    return measure(step, resident=(*resident, others), warmup=1, repeats=0).dynamic_peak_bytes / 2**20
-
-
-variants = {"script": (contextlib.nullcontext(),), "no_grad": (torch.no_grad(),)}
-variants["no_grad, checkpoint, offload"] = torch.no_grad(), offloaded
-script_peaks = {name: peak_in_mib(functools.partial(script, *arguments)) for name, arguments in variants.items()}
-for peak, budget in zip(script_peaks.values(), (64, 32, 6), strict=True):
-    assert budget / 2 < peak <= budget
-{name: round(peak, 1) for name, peak in script_peaks.items()}
-
-# %% [markdown]
-# :::{admonition} Exercise 3: fit your own model within a budget
+# :::{admonition} Exercise 2: fit your own model within a budget
 # :class: note
 # Halve the dynamic peak of the 12 blocks, or of your own model, with as little recomputation as possible: `check_fn` of
 # `apply_activation_checkpointing` chooses the blocks that become regions. How many? The first blocks or the last?
@@ -532,13 +478,11 @@ path = write_text_atomic("results/tables/05_pays.md", markdown_table(width_rows,
 # ```{include} ../../results/tables/05_pays.md
 # ```
 #
-# In 16 bits, copies of block inputs add no time on any of the three at width 4,096, and on a T4 at width 512. Copies of
-# all activations add time at both, unless sequences are very long. A real GPU is slower than its data sheet: at half
-# the rate, half the width is enough.
+# In 16 bits, copies of block inputs add no time on any of the three at width 4,096, and on a T4 at width 512. A real
+# GPU is slower than its data sheet: at half the rate, half the width is enough.
 #
 # With measured times, `ackpt.offload_pays` evaluates the condition. To see a crossover on this machine, we use
-# attention alone, and copies that sleep to simulate a slow link. With its bandwidth, a copy at 1,024 tokens takes just
-# the time measured as available; the fitted curves may cross elsewhere:
+# attention alone, and copies that sleep to simulate a slow link:
 
 # %%
 def attend(a):
@@ -618,7 +562,7 @@ line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="
 # In this model, offload adds no time if copying a region's input takes no longer than its forward.
 # :::
 #
-# :::{admonition} Exercise 4: how wide must a model be?
+# :::{admonition} Exercise 3: how wide must a model be?
 # :class: note
 # A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. Above which width do the
 # copies of block inputs overlap completely at any length? And at $d = 1024$, above which length? Then ask
@@ -635,9 +579,8 @@ print(textwrap.fill(str(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 # ## Which activations to offload
 #
 # If the link cannot carry all activations, offload those with the longest *inactive time*, between the last use in the
-# forward and the first use in backward. In a chain, these are the first activations, so the engine copies in the order
-# of the forward. {doc}`08_mu_two` decides between copying and recomputing for each activation.
-# {doc}`14_published` predicts a published experiment on a T4, peaks and times.
+# forward and the first use in backward: in a chain, the first ones. {doc}`08_mu_two` decides between copying and
+# recomputing for each activation. {doc}`14_published` predicts a published experiment on a T4, peaks and times.
 #
 # ## Llama 3 8B with offload
 
@@ -661,8 +604,3 @@ figure
 # - Copies of inputs add no time if $S / \lambda \le t_\text{fwd}$: in wide models or with long sequences.
 #
 # You can now say from width, bandwidth and compute rate whether a copy is free.
-#
-# ## Sources
-#
-# - {cite:t}`rhu2016`: copies to the host that overlap with compute, and when they overlap completely.
-# - {cite:t}`purandare2023`: which activations to swap.

@@ -55,8 +55,7 @@ schematics.publish(chain_steps(), "06_chain")
 # :start: sqrt
 # ```
 #
-# Why do $\sqrt n$ segments need less memory than per-block checkpointing *and* recompute less? Per-block checkpointing
-# saves the output of every layer and recomputes all 12 matrix products. $\sqrt n$ segments save few outputs, and the
+# $\sqrt n$ segments need less memory than per-block checkpointing *and* recompute less: they save few outputs, and the
 # last segment is not recomputed.
 
 # %% [markdown]
@@ -91,9 +90,8 @@ print("saved:", *saved.values())
 
 # %% [markdown]
 # Apart from the parameter, a block saves one tensor, $\tanh(x_{i-1})$: the derivative of tanh is computed from its
-# output, and the gradient of $W_i$ needs the same tensor. So a baseline step saves $n$ activations, and each block can
-# be recomputed from $x_{i-1}$. This is the unit chain of the theory: every activation has $S$ bytes, and every block
-# costs one matrix product.
+# output, and the gradient of $W_i$ needs the same tensor. This is the unit chain of the theory: every activation has
+# $S$ bytes, and every block costs one matrix product.
 #
 # ## Segments: the square root
 #
@@ -193,8 +191,6 @@ for method in METHODS:
 # %% [markdown]
 # Every method reaches its peak in the last addition of the forward. Three *other* tensors are live there: the last
 # block's input, product and output. For recursive halving there are two, because this input is itself a boundary.
-# Backward has up to three gradients instead, but not the last boundary, which autograd does not save. With decreasing
-# segments and recursive halving, backward reaches the same peak.
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
@@ -272,8 +268,6 @@ figure = graph_profile.orders_plot(
 path = plots.save(figure, "results/figures/06_timelines.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# The figure at the top shows steps of 64 blocks: one tooth for each of eight segments, and many small ones with
-# recursive halving.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -304,9 +298,8 @@ for kind, state, *to in revolve.actions(4, 2):
         saved.discard(state - 1)
 
 # %% [markdown]
-# Once the blocks after a snapshot are reversed, its memory can hold an earlier state. Let $E(n, s)$ be the fewest
-# advances for $n$ blocks with $s$ snapshots. Revolve saves its second snapshot after $j$ advances. The part after it is
-# reversed with one snapshot fewer, because the first remains saved; the part before it follows with all $s$ snapshots:
+# Let $E(n, s)$ be the fewest advances for $n$ blocks with $s$ snapshots. Revolve saves its second snapshot after $j$
+# advances. The part after it is reversed with one snapshot fewer, the part before it with all $s$:
 #
 # $$ E(n, s) = \min_{1 \le j < n} \; j + E(n - j, s - 1) + E(j, s) , \qquad
 # E(n, 1) = \frac{n (n - 1)}{2} , \quad E(1, s) = 0 . $$
@@ -365,9 +358,8 @@ figure
 # %% [markdown]
 # *Measured peak and recomputation of 64 blocks; Revolve with seven numbers of snapshots, 3 to 32.*
 #
-# Revolve never saves the inside of a block, so it wastes spare memory. Recursive halving saves it for the last block of
-# each part, and recomputes fewer blocks at the same peak of 9. The policy *rotor* ({doc}`13_rotor`) decides this for
-# each block and handles unequal sizes.
+# Revolve never saves the inside of a block, so it wastes spare memory. The policy *rotor* ({doc}`13_rotor`) decides
+# this for each block and handles unequal sizes.
 #
 # How deep a chain fits into $s$ activations? The depth grows with the square of $s$ for decreasing segments, with its
 # $r$-th power for Revolve, and exponentially for recursive halving:
@@ -494,7 +486,7 @@ path = write_text_atomic("results/tables/06_models.md", table)
 # ```{include} ../../results/tables/06_models.md
 # ```
 #
-# - For equal blocks, `rotor` needs $6 \, S$ in all, as promised, but the baseline $39 \, S$, not 36: 15 %, not 17 %.
+# - For equal blocks, `rotor` needs $6 \, S$, as promised, but the baseline $39 \, S$, not 36.
 # - The pyramid and ResNet-18 need *more* than the formulas promise. Their first blocks are the largest, and all
 #   activations of one must be live at once.
 # - The language model needs *less* than $\sqrt n$ promises. Most blocks are halves of layers, attention and MLP, and
@@ -579,13 +571,7 @@ figure
 #
 # ## Summary
 #
-# - $\sqrt n$ segments save $2 \sqrt n - 1$ activations, recursive halving about $\log_2 n$.
 # - Revolve is optimal if only states are saved.
 # - On real models the formulas err in both directions: bytes decide, and the largest block sets a minimum.
 #
 # You can now bound the memory of a chain, and say when the bound misleads.
-#
-# ## Sources
-#
-# - {cite:t}`chen2016`: $\sqrt n$ segments and recursive halving.
-# - {cite:t}`griewank2000`: Revolve.

@@ -16,7 +16,6 @@
 # Capture the step as a list of operations, note when each allocates and frees: the largest sum is the peak, to the byte.
 # The same saved tensors have different peaks in different orders, so a plan must be an order.
 #
-# So far, we chose by hand what to recompute. From here on, a planner chooses, and it must know every operation.
 
 # %% tags=["hide-input"]
 import copy
@@ -79,10 +78,9 @@ figure
 # *The operations of one step and the bytes that each allocates. Backward runs from right to left and reads what forward
 # saved (thick arrows). Parameters, inputs and views are left out.*
 #
-# Forward ends with the loss; backward begins with `ones_like`. Each layer has one product in forward (`addmm`). The
-# second layer has two in backward: `mm` is the gradient of its input and `mm_1` that of its weight. The first layer needs
-# only `mm_2`, because the input of the model needs no gradient. The graph also has nodes that compute nothing, such as
-# transposes:
+# Each layer has one product in forward (`addmm`). The second layer has two in backward: `mm` is the gradient of its
+# input and `mm_1` that of its weight. The first layer needs only `mm_2`, because the input of the model needs no
+# gradient. The graph also has nodes that compute nothing, such as transposes:
 
 # %% tags=["hide-cell"]
 for node in joint.nodes:
@@ -265,8 +263,7 @@ for saved in ([x1, x2, x3, x4], [x1, x3, x4]):
     print(f"{len(saved)} activations saved: peak {peak / 2**20:.1f} activations")
 
 # %% [markdown]
-# Recomputing one activation adds one line to backward, `compute tanh_1`, right before its only reader. Its bytes are not
-# live at the peak, where backward begins.
+# Recomputing one activation adds one line to backward, `compute tanh_1`, right before its only reader.
 #
 # ## A plan is an order, not a set
 #
@@ -360,10 +357,9 @@ path = plots.save(figure, "results/figures/07_orders.png")
 # ## Dropout and BatchNorm in recomputation
 #
 # Two kinds of operations must not simply run a second time. Dropout would draw another mask, and BatchNorm in training
-# updates its running statistics, which must happen once per step. A planned step *replays* dropout: forward saves the RNG
-# state, and recomputation restores it. It recomputes BatchNorm with an operation that does not update the statistics. We
-# train for three steps, first planned with nothing saved, then with PyTorch's checkpoint, and compare all parameters and
-# statistics bit for bit with the baseline's:
+# updates its running statistics, which must happen once per step. A planned step *replays* dropout: forward saves the
+# RNG state, and recomputation restores it. It recomputes BatchNorm with an operation that does not update the
+# statistics. We train for three steps and compare all parameters and statistics bit for bit with the baseline's:
 
 # %%
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
@@ -398,8 +394,7 @@ for name, state in states.items():
 # ## Predicted peaks equal measured peaks
 #
 # All planning relies on one claim: the simulated peak is the measured peak. We check it for two models: without
-# recomputation, with per-block checkpointing, and with a randomly chosen saved set. Every step is planned, rewritten, run
-# and measured on this CPU, and its gradients are compared with the baseline's.
+# recomputation, with per-block checkpointing, and with a randomly chosen saved set.
 
 # %% tags=["hide-input"]
 config = ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)

@@ -68,8 +68,8 @@ measure_here("batch-size", device=device, tier=tier, dataset=dataset, minutes=mi
 # %% [markdown]
 # ## Three fates and their times
 #
-# In plain PyTorch, a part of a model can save its activations, recompute them, or copy them to the host. The fate
-# changes memory and time, but not the gradients:
+# A part of a model can save its activations, recompute them, or copy them to the host. The fate does not change the
+# gradients:
 
 # %%
 class Net(nn.Sequential):
@@ -167,7 +167,6 @@ figure
 # *Inactive time and recompute ratio of the activations of a language model, with the rates of a T4. The device recomputes
 # those above the dashed line faster than the link moves them out and back.*
 #
-# The outputs of sums and norms have few bytes, but recomputing one reads a whole tensor.
 #
 # ## The algorithm
 #
@@ -193,8 +192,7 @@ while candidates := [i for i in retained if i not in swaps]:
     print("recompute" if seconds < waits else "swap")
 
 # %% [markdown]
-# Swapping wins where the copies add little time, for `tanh_1` none. Compute would wait longer for the large `tanh` and
-# `tanh_2`, so these are recomputed.
+# Swapping wins where the copies add little time, for `tanh_1` none.
 #
 # The paper stops as soon as its estimate of the peak fits: every further choice would only add time. `ackpt.plan(graph,
 # budget, policy="mu-two")` continues to the end, because an estimate may be wrong: it simulates the schedule after
@@ -220,8 +218,8 @@ for state in states(graph, no_link):
 #   has lost its source: recomputing it would now take two layers.
 # - `tanh_1` loses its source when `tanh` is dropped, and its ratio halves when `tanh_2` is.
 #
-# The choices do not yet fix the order of recomputation. A chain of dropped activations can be recomputed *once*, with
-# each member live until its last use, or for *each* of its members, as in the paper. With everything dropped:
+# A chain of dropped activations can be recomputed *once*, with each member live until its last use, or for *each* of
+# its members, as in the paper. With everything dropped:
 
 # %%
 for name, schedule in zip(("once", "each"), schedules_of(graph, no_link, state)):
@@ -263,8 +261,7 @@ assert plans["ilp"].cost <= plans["mu-two"].cost
 # ## When a copy is free
 #
 # Whether copies overlap with compute depends on the device, too. Take a language model of two blocks with 4,096 tokens,
-# and halve its dynamic peak. The plans follow from shapes and data sheets, and are **simulated** on three streams:
-# compute, copies out, copies in.
+# and halve its dynamic peak. The plans are **simulated** on three streams: compute, copies out, copies in.
 
 # %% tags=["hide-input"]
 def wide_graph(width):
@@ -306,15 +303,10 @@ path = write_text_atomic("results/tables/08_link.md", table)
 # link copies their outputs: at width 256, mu-TWO even costs more with the link than without. mu-TWO follows one greedy
 # path; the plan without swaps is not on it.
 #
-# From which width on do all copies overlap? With $T$ tokens, a layer of width $d$ computes $2 T d^2$ FLOPs in forward, at
-# a rate of $\rho$ FLOPs per second. Its output has $4 T d$ bytes in fp32, and the link moves $\lambda$ bytes per second in
-# one direction. The copy of one output overlaps completely with the product if
-#
-# $$ \frac{4 T d}{\lambda} \;\le\; \frac{2 T d^2}{\rho} \qquad\Longleftrightarrow\qquad d \;\ge\; \frac{2 \rho}{\lambda} , $$
-#
-# for any number of tokens. {ref}`The table <tab-offload-pays>` in {doc}`05_offload` evaluates this for three devices,
-# also in 16 bits, as *outputs of layers*. For *inputs of blocks*, $d$ may be smaller: a block computes twelve times as
-# much.
+# {doc}`05_offload` derives from which width on all copies overlap. In fp32, the outputs of a layer of width $d$ do if
+# $d \ge 2 \rho / \lambda$, where $\rho$ is the device's rate in FLOPs per second, and $\lambda$ the link's in bytes per
+# second ({ref}`a table <tab-offload-pays>` for three devices). For *inputs of blocks*, $d$ may be smaller: a block computes
+# twelve times as much.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -373,8 +365,7 @@ assert max(size, planned_size) <= budget
 print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time")
 
 # %% [markdown]
-# Both peaks are within the budget. With little memory, $C_0$ dominates, and no method gains much. (The added time is
-# estimated from the measured rates of a CPU.)
+# Both peaks are within the budget. (The added time is estimated from the measured rates of a CPU.)
 #
 # ## A ResNet-152
 #
@@ -523,10 +514,7 @@ figure
 #
 # ## Summary
 #
-# - mu-TWO compares two overheads: the part of a copy that does not overlap with compute, and the time of a recomputation.
-#   Each choice changes the overheads of the others.
-# - The choices are greedy. On a small network the exact optimum recomputes less for the same budget, because a ratio
-#   ignores when the bytes are live.
+# - mu-TWO's choices are greedy, and its ratio ignores when the bytes are live.
 # - A copy is free if it overlaps with compute, as on slow devices and in wide models.
 #
 # You can now compare a swap with a recomputation, and say why the best choice depends on the device.

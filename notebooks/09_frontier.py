@@ -116,9 +116,9 @@ print("gap at:", ", ".join(f"{budget} {gap:.1%}" for budget, gap in gaps.items()
 #
 # ## Plans and PyTorch's tools, in FLOPs
 #
-# Now we run plans and PyTorch's tools ({doc}`03_what_pytorch_offers`) from the same parameters, on the same batch.
-# Bytes come from the allocator, and FLOPs are counted during execution. Those of Inductor's fused code cannot be
-# counted, so PyTorch's memory budget runs here with a backend that executes its graphs operation by operation.
+# Plans and PyTorch's tools ({doc}`03_what_pytorch_offers`) run from the same parameters, on the same batch. FLOPs of
+# Inductor's fused code cannot be counted, so PyTorch's memory budget runs here with a backend that executes its graphs
+# operation by operation.
 
 # %% tags=["hide-input"]
 config = FrontierConfig(
@@ -137,8 +137,8 @@ figure
 # *Plans reach lower peaks than PyTorch's tools, and recompute no more FLOPs at any peak that these reach. Line: the
 # frontier in cost, predicted; dashed: the lower bound. Marks: measured.*
 #
-# Is any point below the line? Does each planned step have the predicted peak to the byte, within the budget, the
-# predicted FLOPs, and the baseline's gradients, bit for bit?
+# Each planned step has the predicted peak to the byte, within the budget, the predicted FLOPs, and the baseline's
+# gradients, bit for bit:
 
 # %%
 for row in (*record.metrics["peers"], *points):
@@ -153,21 +153,17 @@ print(f"{len(points)} plans with {len(peaks)} different peaks are as predicted; 
 #   activation functions, sums.
 # - **rotor** saves all activations of a block, its input, or nothing.
 # - **mu-TWO** drops one tensor at a time. The more it drops, the more often each is recomputed to obtain others.
-# - **PyTorch: selective** recomputes no matrix product. It takes no budget: one point.
-# - **PyTorch's memory budget** bounds the bytes saved at the end of forward, not the live bytes. Below a setting of 0.6
-#   its peak rises; {doc}`03_what_pytorch_offers` shows this.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# On this model no policy and no PyTorch tool is below the frontier of plans. Every planned peak was measured as
-# predicted, to the byte.
+# On this model no policy and no PyTorch tool is below the frontier of plans.
 # :::
 #
 # ## In measured time
 #
 # Equal FLOPs can take different times. The figure at the top shows measured time: each step alternates with the
-# baseline's, and every round gives their ratio. This takes minutes, so the page reads the records of
-# `python -m experiments frontier`. The second line below is a control:
+# baseline's, and every round gives their ratio. The page reads the records of `python -m experiments frontier`. The
+# second line below is a control:
 
 
 # %% tags=["hide-input"]
@@ -220,10 +216,9 @@ path = write_text_atomic("results/tables/09_models.md", table)
 # ```{include} ../../results/tables/09_models.md
 # ```
 #
-# Here, plans minimize seconds at the rates of this CPU. The lower bound holds for every plan within half of the peak. The
-# Transformer has six layers, the compiled one two. The timed processes keep freed memory, as a GPU's caching allocator
-# does. Otherwise, glibc returns large blocks to the operating system, and the step with the larger peak causes more page
-# faults.
+# Here, plans minimize seconds at the rates of this CPU. The Transformer has six layers, the compiled one two. The timed
+# processes keep freed memory, as a GPU's caching allocator does; otherwise, the step with the larger peak causes more
+# page faults.
 #
 # ### With Inductor
 #
@@ -253,9 +248,8 @@ figure
 #
 # ## Exploring the frontier
 #
-# `ackpt.plan` searches one frontier per graph, and a budget selects the cheapest plan on it that fits. Choose a budget to
-# see its plan for the Transformer: live memory, the point on the frontier, cost, lower bound, and the fate of every
-# activation.
+# Choose a budget to see the plan for the Transformer: live memory, the point on the frontier, cost, lower bound, and
+# the fate of every activation.
 
 # %% tags=["hide-input"]
 data = explorer.explorer(graph, profile, record)
@@ -396,10 +390,10 @@ print(f"attention's matrices are {3 * h * T_seq / A:.0%} of it")
 print(f"recomputed without a matrix product: {(2 * h * T_seq + f + 4 * d) / A:.0%} of it")
 
 # %% [markdown]
-# Per-block checkpointing saves one of these tensors per block, its input, and recomputes everything else, including the
-# matrix products. A planner decides about single operations: the RNG state reproduces dropout masks, the weights after
-# dropout are weights times mask, and the outputs of GELU and of the norms follow from their inputs. None of these
-# $2 h T_\text{seq} + f + 4 d$ elements per token needs a matrix product.
+# Per-block checkpointing recomputes everything but the input of a block, including the matrix products. A planner
+# decides about single operations: the RNG state reproduces dropout masks, the weights after dropout are weights times
+# mask, and the outputs of GELU and of the norms follow from their inputs. None of these $2 h T_\text{seq} + f + 4 d$
+# elements per token needs a matrix product.
 #
 # How many blocks save each activation in plans for four budgets? Time is modeled.
 
@@ -432,8 +426,7 @@ print(textwrap.fill(f"saved by all blocks at every budget: {'; '.join(always)}",
 # ```
 #
 # The dropout mask of the attention weights and the output of GELU are the first to be recomputed, and the weights after
-# dropout are next: all three are large and need no matrix product. The attention weights follow, for which queries and
-# keys are multiplied again. The outputs of projections come last.
+# dropout are next: all three are large and need no matrix product. The outputs of projections come last.
 
 
 # %%
@@ -571,9 +564,6 @@ figure
 #
 # ## Summary
 #
-# - Every plan with a budget carries a lower bound of its cost. On the Transformer, the optimality gap is below two
-#   percent down to 40 percent of the peak; at the smallest budget it is large.
-# - On it, no policy and no PyTorch tool recomputes fewer FLOPs than a plan within the same peak.
 # - A block of BERT saves $10 d + 2 f + 3 h T_\text{seq} + 4$ elements per token where attention is materialized. More than
 #   half of them can be recomputed without a matrix product. With fused attention, most of these are gone.
 #
@@ -587,8 +577,5 @@ environment("cpu", SOURCE)
 # %% [markdown]
 # ## Sources
 #
-# - {cite:t}`purandare2023`: mu-TWO.
-# - {cite:t}`devlin2018`: model and task.
-# - {cite:t}`chen2016`: per-block checkpointing.
-# - {cite:t}`dao2022`, {cite:t}`dao2023`: recomputation inside attention.
-# - {cite:t}`korthikanti2022`: manual recomputation of attention's core; the same way of counting what a block saves.
+# - {cite:t}`purandare2023`: mu-TWO. {cite:t}`devlin2018`: model and task. {cite:t}`dao2022`, {cite:t}`dao2023`:
+#   recomputation inside attention. {cite:t}`korthikanti2022`: the same way of counting what a block saves.

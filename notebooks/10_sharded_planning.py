@@ -42,10 +42,9 @@ GIB = 2**30
 # %% [markdown]
 # ## What a rank stores
 #
-# In mixed precision with AdamW, a step needs 16 bytes per parameter, so a model of more than about five billion
-# parameters does not fit on one GPU of 80 GiB. But a rank needs a parameter only while its block runs. Fully sharded
-# training ({cite}`rajbhandari2020`; {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each of $N$ ranks. For $P$
-# parameters with $e_\text{shard} = 4$ bytes per element, a rank stores
+# In mixed precision with AdamW, a step needs 16 bytes per parameter. But a rank needs a parameter only while its block
+# runs. Fully sharded training ({cite}`rajbhandari2020`; {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each of
+# $N$ ranks. For $P$ parameters with $e_\text{shard} = 4$ bytes per element, a rank stores
 #
 # $$ \underbrace{e_\text{shard} P / N}_\text{parameters} + \underbrace{e_\text{shard} P / N}_\text{gradients} +
 #    \underbrace{2 e_\text{shard} P / N}_\text{AdamW} \;=\; 16 P / N \text{ bytes.} $$
@@ -104,8 +103,8 @@ figure
 #    reduce-scatter, which returns one shard. That buffer stays allocated until the next reduction.
 # 4. *The root* is gathered first, stays gathered for the whole step, and is reduced last.
 #
-# None of these sizes depends on the batch, and they hardly depend on $N$ (FSDP2 pads a tensor whose first dimension $N$
-# does not divide). Their sum is a floor that no number of GPUs lowers:
+# None of these sizes depends on the batch, and they hardly depend on $N$. Their sum is a floor that no number of GPUs
+# lowers:
 
 # %% alt="Two stacked bars, for Llama 3 8B and 70B. The parts are the root, one block, the buffer of the next block's gather, and the buffer of a reduction, which is twice as high as a block. The root is more than half of the bar for 8B, and more than a third for 70B."
 groups = {size: [GroupBytes(group, sharded_llama.mixed(64)) for group in model.groups[:2]] for size, model in large.items()}
@@ -165,8 +164,8 @@ path = write_text_atomic("results/tables/10_check.md", table)
 # ## A plan per block
 #
 # A plan must not recompute an operation while the parameters of its block are sharded: that would need a third gather.
-# So each block has its own plan, and recomputes only in its own backward. Equal blocks behave alike, so `ackpt` captures
-# only four of them: the first, the last, and two in between. To check that four blocks predict six, we capture all six:
+# So each block recomputes only in its own backward. Equal blocks behave alike, so `ackpt` captures only four of them.
+# To check that four blocks predict six, we capture all six:
 
 # %%
 names = {"none": "baseline", "full": "per-block", "auto": "plan"}
@@ -184,9 +183,9 @@ for policy, plan in plans.items():
     print(f"{names[policy]:9}  {peaks}, every event equal: {same}")
 
 # %% [markdown]
-# The choices for one block are those of {doc}`13_rotor`: useful sets of activations to save, from all to none. The
-# first blocks get one choice and the rest another. The plan is the cheapest such combination within the budget; it is
-# optimal among these combinations, not among all plans. On the command line, for Llama 3 70B on 64 GPUs:
+# The choices for one block are those of {doc}`13_rotor`: useful sets of activations to save. The first blocks get one
+# choice and the rest another; the plan is the cheapest such combination within the budget. On the command line, for
+# Llama 3 70B on 64 GPUs:
 #
 # ```bash
 # ackpt plan hf:LlamaConfig --set hidden_size=8192 intermediate_size=28672 num_hidden_layers=80 \

@@ -75,16 +75,14 @@ print(f"published {published['bytes']:,}, predicted {peak:,} bytes")
 assert abs(peak - published["bytes"]) <= published["rounding"]
 
 # %% [markdown]
-# Five tensors have 256 MiB each: the logits, the log-softmax, the gradient of each, and the gradient of the previous
-# step, to which backward adds.
+# Five tensors have 256 MiB each: logits, log-softmax, the gradient of each, and the gradient of the previous step.
 #
 # ## All figures
 #
-# `results/reference/published-peaks.json` lists the published figures: source, GPU, sizes of the step, metric and bytes.
-# We wrote each step from its description, in `experiments/published/`. No constant of the predictor comes from these
-# rows. Early comparisons showed that some of our steps were wrong; we corrected these after reading the
-# scripts. What a source means by MB or GB follows from its code. For NVML, we add the size of the CUDA context to the
-# reserved bytes.
+# `results/reference/published-peaks.json` lists the published figures: source, GPU, sizes of the step, metric and
+# bytes. We wrote each step from its description, in `experiments/published/`. No constant of the predictor comes from
+# these rows, but some of our steps were corrected after a comparison, by reading the scripts. For NVML, we add the size
+# of the CUDA context to the reserved bytes.
 
 # %%
 found = all_predicted()
@@ -118,9 +116,8 @@ _ = write_text_atomic("results/cpu/11_badge.md", report.badge(found, "notebooks/
 # ```{include} ../../results/tables/11_by_metric.md
 # ```
 #
-# Allocated bytes follow from shapes and from the order of operations. Reserved bytes also depend on where the allocator
-# placed every earlier block. NVML adds what the allocator does not manage. By source, as in
-# {ref}`the figure at the top <fig-errors>`:
+# Allocated bytes follow from shapes and from the order of operations; reserved bytes also depend on where the allocator
+# placed every earlier block. By source, as in {ref}`the figure at the top <fig-errors>`:
 #
 # ```{include} ../../results/tables/11_by_source.md
 # ```
@@ -172,9 +169,9 @@ print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**2
 # predictions lack 6 % to 9 % of the reserved bytes, often just one attention matrix: the real allocator did not reuse a
 # free block of that size.
 #
-# **Unknown causes.** For `vit-large`, `course-transformer` and `flux2-adapters`, only reserved bytes are published, so we
-# cannot tell whether free blocks or tensors differ. For the dynamic tanh of `layer-alone`, the predictions lack one tensor
-# of the input's size at three lengths, and are exact at the fourth.
+# **Unknown causes.** For `vit-large`, `course-transformer` and `flux2-adapters`, only reserved bytes are published. For
+# the dynamic tanh of `layer-alone`, the predictions lack one tensor of the input's size at three lengths, and are exact
+# at the fourth.
 #
 # ## Times: how much slower is checkpointing?
 #
@@ -217,11 +214,11 @@ for row in compared:
         print(f"        {first:.0%} of the roofline, baseline {second:.0%}")
 
 # %% [markdown]
-# Small batches reach a lower share of the roofline, most of all in float16, where launching kernels takes a large part of
-# the time. The T4 ran at 86 % of the roofline: half of its time is spent on gradients of slices, which bandwidth limits
-# ({doc}`05_offload`). The language model ran at an eighth of the roofline of an H100, but with and without checkpointing
-# alike, so its ratios agree. The synthetic steps ran even further below: their time includes what a profiler records and
-# exports. {doc}`14_published` tells what else the tables of the three small projects among our sources measured.
+# Small batches reach a lower share of the roofline, most of all in float16, where launching kernels takes a large part
+# of the time. The T4 ran at 86 % of the roofline. The language model ran at an eighth of the roofline of an H100, but
+# with and without checkpointing alike, so its ratios agree. The synthetic steps ran even further below: their time
+# includes what a profiler records and exports. {doc}`14_published` tells what else the tables of the three small
+# projects among our sources measured.
 #
 # ## Omitted figures
 

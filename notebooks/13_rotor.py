@@ -65,8 +65,8 @@ for budget in (16, 13, 11, 9, 8):
 # A block runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. A slightly
 # smaller budget recomputes only block 1, whose forward saves 5 bytes and takes 1.
 #
-# Like a convolutional network, our next chain narrows from front to back: it has four groups of eight blocks, and the
-# activations halve from group to group, at equal FLOPs per block. We run rotor's plan for a budget of 60 %:
+# Like a convolutional network, our next chain narrows from front to back: four groups of eight blocks, whose
+# activations halve from group to group. We run rotor's plan for a budget of 60 %:
 
 # %%
 pyramid, pyramid_x = sublinear.pyramid(4, 8, 8), torch.randn(4096, 8)
@@ -96,8 +96,8 @@ axes = {"xlabel": "dynamic peak, % of the baseline's", "ylabel": "cost, % of the
 path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/figures/13_pyramid.png")
 
 # %% [markdown]
-# {ref}`The figure at the top <fig-pyramid>` compares the policies. rotor is cheapest at every budget. The others only
-# count blocks: they ignore that activations in the first group are eight times as large as those in the last.
+# In {ref}`the figure at the top <fig-pyramid>`, the other policies only count blocks: they ignore that activations in
+# the first group are eight times as large as those in the last.
 #
 # ## The optimum of a graph
 #
@@ -271,12 +271,10 @@ path = write_text_atomic("results/tables/13_parts.md", table)
 # ```{include} ../../results/tables/13_parts.md
 # ```
 #
-# The options *within* each block gain most at 0.6 and 0.4, parts of recomputed blocks at 0.3, and plans between two
-# neighbors at 0.24; the fourth and fifth rows add nothing here. The search cuts the
-# graph where a single tensor separates earlier from later operations. For each block, it finds the useful sets of tensors
-# to save: no other set is better in saved bytes, peak and cost at once. Then the recursion of rotor combines them over
-# the chain, with one difference. A block that is recomputed only to reach a later one may save a *part* of its
-# activations for its own backward. Each solution is simulated as a schedule.
+# The search cuts the graph where a single tensor separates earlier from later operations. For each block, it finds the
+# useful sets of tensors to save: no other set is better in saved bytes, peak and cost at once. Then the recursion of
+# rotor combines them over the chain, with one difference: a block that is recomputed only to reach a later one may save
+# a *part* of its activations for its own backward.
 #
 # The numbers of this page were measured here:
 

@@ -15,8 +15,8 @@
 # The peaks do: we predict 23 of 25 within 1 %, in code that their authors wrote for other purposes. But two models
 # learned something else than their tables suggest, and one pair of columns comes from two different measurements.
 #
-# To predict a table, we wrote its step again from the sources, in `experiments/published/reference.py`. That is how the
-# rest of this page was found: a prediction that misses points at a line of code.
+# We wrote each step again from its sources, in `experiments/published/reference.py`. A prediction that misses points at
+# a line of code.
 
 # %% tags=["hide-input"]
 import warnings
@@ -81,8 +81,8 @@ print(f"{close} of {sum(map(len, every.values()))} within 1 %")
 # ## A Transformer on random input: exact peaks
 #
 # The first repository trains twelve blocks of width 1,024 to reproduce random input, as in {doc}`04_experiments`. It
-# does not name the GPU. Its peaks do: they contain two workspaces of cuBLAS of 32 MiB, as on a Hopper GPU; on others,
-# the predictions would be 48 MiB lower. With weights in fp32 and matrix products in bf16, at the longest sequence:
+# does not name the GPU. Its peaks do: they contain two workspaces of cuBLAS of 32 MiB, as on a Hopper GPU. At the
+# longest sequence, with matrix products in bf16:
 
 # %%
 profiles = {}
@@ -445,10 +445,9 @@ even = {m: all(row["peak"] % 2 == 0 for row in resnet_figures["rows"] if row["me
 print("all peaks are even whole MiB:", even)
 
 # %% [markdown]
-# "Without" agrees with a forward *and* a backward while a second model is resident. "With" has even numbers only:
-# allocated bytes are multiples of 512 bytes, but *reserved* bytes of large blocks are multiples of 2 MiB. So the columns
-# probably come from different versions of the script. Nor did the pipeline run mu-TWO: its rewriter fell back to
-# `torch.utils.checkpoint`.
+# "Without" agrees with a forward *and* a backward while a second model is resident. "With" has even numbers of MiB
+# only, as *reserved* bytes do. So the columns probably come from different versions of the script. Nor did the pipeline
+# run mu-TWO: its rewriter fell back to `torch.utils.checkpoint`.
 #
 # ## An average is not a peak
 #
