@@ -84,7 +84,10 @@ print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 measured = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
 resident = {"parameters": 4 * P, "optimizer": 8 * P, "inputs": 4 * T * d}
 for name, size in resident.items():
-    print(f"{name:10}  predicted {size:>10,}  measured {measured.categories[name]:>10,}")
+    print(
+        f"{name:10}  predicted {size:>10,}  "
+        f"measured {measured.categories[name]:>10,}"
+    )
 counters = 4 * len(list(model.parameters()))
 assert measured.categories["optimizer"] == 8 * P + counters
 
@@ -155,9 +158,13 @@ def saved_by_block(block, x, **more):
 A = 10 * d + 2 * f + 3 * h + 2
 block = Block(config)
 counted = {
-    "this block": saved_by_block(block, x, cu_seqlens=sequences, max_seqlen=256),
+    "this block": saved_by_block(
+        block, x, cu_seqlens=sequences, max_seqlen=256
+    ),
     "GPT-2": saved_by_block(GPT2Block(gpt2, 0), batch),
-    "Llama": saved_by_block(LlamaDecoderLayer(llama, 0), batch, position_embeddings=rotations),
+    "Llama": saved_by_block(
+        LlamaDecoderLayer(llama, 0), batch, position_embeddings=rotations
+    ),
 }
 elements = [A, 8 * d + 2 * f + h + 4, 10 * d + 4 * f + h + 2]
 for (name, size), per_token in zip(counted.items(), elements):
@@ -193,7 +200,10 @@ schematics.publish(block_stack(), "01_stack")
 # %%
 predicted = 4 * T * (L * A + d + 1)
 counted = measured.timeline.at(measured.timeline.boundary)["activations"]
-print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predicted:,}")
+print(
+    f"predicted {predicted:,}  measured "
+    f"{counted:,}  missing {counted - predicted:,}"
+)
 
 # %% [markdown]
 # The prediction is 1 MiB and 4 bytes too low. The 4 bytes are the gradient of the loss, a single 1. The 1 MiB is the
@@ -202,7 +212,10 @@ print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predic
 # %%
 loss = F.mse_loss(model(x, sequences, max_seqlen=256), x)
 loss_bytes = loss.untyped_storage().nbytes()
-print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted - predicted - loss_bytes}")
+print(
+    f"{loss.numel()} element in {loss_bytes:,} bytes; "
+    f"still missing: {counted - predicted - loss_bytes}"
+)
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -246,7 +259,10 @@ def saved_by(tokens):
 tokens = [128, 512, 1024]
 saved = [saved_by(n) for n in tokens]
 formula = [4 * n * (L * A + d + 1) for n in tokens]
-print("measured minus predicted bytes:", [a - b for a, b in zip(saved, formula)])
+print(
+    "measured minus predicted bytes:",
+    [a - b for a, b in zip(saved, formula)],
+)
 
 # %% tags=["hide-input"] alt="Memory over the number of tokens: the saved activations are on the straight line of the formula and cross the constant 16 bytes per parameter near 670 tokens."
 figure = line_plot(
@@ -280,8 +296,15 @@ figure
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
-checkpointed = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
-print("peak", memory_format(measured.peak_bytes), "->", memory_format(checkpointed.peak_bytes))
+checkpointed = ackpt.measure(
+    step, resident=[model, optimizer, x], repeats=0
+)
+print(
+    "peak",
+    memory_format(measured.peak_bytes),
+    "->",
+    memory_format(checkpointed.peak_bytes),
+)
 
 # %% tags=["hide-input"] alt="Live memory of the same step with checkpointed blocks: activations grow by a small step per block, and during backward the memory rises and falls once per block, a row of teeth instead of one triangle."
 figure = plots.timeline_plot(checkpointed.timeline.thinned(1000), "", checkpointed.resident_bytes)
@@ -297,8 +320,13 @@ figure
 # resident), the last norm's input and scale, its output, and the loss are live:
 
 # %%
-counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
-print(f"predicted {4 * T * ((L + 1) * d + 1) + loss_bytes + 4:,}  measured {counted:,}")
+counted = checkpointed.timeline.at(checkpointed.timeline.boundary)[
+    "activations"
+]
+print(
+    f"predicted {4 * T * ((L + 1) * d + 1) + loss_bytes + 4:,} "
+    f" measured {counted:,}"
+)
 
 # %% tags=["hide-input"]
 runs = {"baseline": measured, "checkpointed": checkpointed}
@@ -325,7 +353,10 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # backward. So the step grows from the FLOPs of three forwards to those of at most four, by a factor of at most $4 / 3$:
 
 # %%
-print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in FLOPs")
+print(
+    "checkpointed / baseline = "
+    f"{checkpointed.flops / measured.flops:.4f} in FLOPs"
+)
 
 # %% [markdown]
 # It is less here, because the last product of each block is not recomputed: no backward reads its result

@@ -94,7 +94,10 @@ def checkpointed(x):
 
 
 x = torch.ones(2**14, requires_grad=True)
-gradients = [torch.autograd.grad(run(x).sum(), x)[0] for run in (four_sines, checkpointed)]
+gradients = [
+    torch.autograd.grad(run(x).sum(), x)[0]
+    for run in (four_sines, checkpointed)
+]
 torch.equal(*gradients)
 
 # %% [markdown]
@@ -130,7 +133,9 @@ for run in (four_sines, checkpointed):
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 rows = torch.randn(128, 64, requires_grad=True)
 baseline_flops = ackpt.count_flops(lambda: mlp(rows).sum().backward())
-flops = ackpt.count_flops(lambda: torch_checkpoint(mlp, rows, use_reentrant=True).sum().backward())
+flops = ackpt.count_flops(
+    lambda: torch_checkpoint(mlp, rows, use_reentrant=True).sum().backward()
+)
 round(flops / baseline_flops, 3)
 
 # %% [markdown]
@@ -166,7 +171,10 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 def chain(lengths, a):
     for length in lengths:
         region = nn.Sequential(*[nn.SiLU()] * length)
-        a = ackpt.checkpoint(region, a, preserve_rng_state=False)  # the layers draw no random numbers
+        # the layers draw no random numbers
+        a = ackpt.checkpoint(
+            region, a, preserve_rng_state=False
+        )
     return a
 
 
@@ -238,7 +246,10 @@ print(y.requires_grad, [str(warning.message) for warning in caught])
 # GANs and asynchronous pipelines change a weight between a forward and its backward. This ratio must be 1:
 
 # %%
-linear, data = nn.Linear(1, 1, bias=False), torch.ones(1, 1, requires_grad=True)
+linear, data = (
+    nn.Linear(1, 1, bias=False),
+    torch.ones(1, 1, requires_grad=True),
+)
 y = TenLines.apply(linear, data)
 weight_in_forward = linear.weight.item()
 with torch.no_grad():
@@ -300,24 +311,29 @@ class TwentyLines(torch.autograd.Function):
         ctx.function = function
         ctx.save_for_backward(x, *parameters)
         ctx.rng_state = torch.get_rng_state()
-        ctx.autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        enabled = torch.is_autocast_enabled("cpu")
+        ctx.autocast = torch.get_autocast_dtype("cpu"), enabled
         with torch.no_grad():
             return function(x)
 
     @staticmethod
     def backward(ctx, grad):
-        x, *parameters = ctx.saved_tensors  # raises an error if one has changed in place
+        # raises an error if one of them has changed in place
+        x, *parameters = ctx.saved_tensors
         x = x.detach().requires_grad_(x.requires_grad)
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", *ctx.autocast):
+        autocast = torch.autocast("cpu", *ctx.autocast)
+        with torch.enable_grad(), torch.random.fork_rng([]), autocast:
             torch.set_rng_state(ctx.rng_state)
             y = ctx.function(x)
-        inputs = [x, *parameters]
-        gradients = iter(torch.autograd.grad(y, [t for t in inputs if t.requires_grad], grad, allow_unused=True))
-        return None, *(next(gradients) if t.requires_grad else None for t in inputs)
+        wanted = [t for t in (x, *parameters) if t.requires_grad]
+        found = torch.autograd.grad(y, wanted, grad, allow_unused=True)
+        gradients = dict(zip(map(id, wanted), found))
+        return None, *(gradients.get(id(t)) for t in (x, *parameters))
 
 
 def checkpoint(function, x):
-    parameters = function.parameters() if isinstance(function, nn.Module) else ()
+    is_module = isinstance(function, nn.Module)
+    parameters = function.parameters() if is_module else ()
     return TwentyLines.apply(function, x, *parameters)
 
 
@@ -326,13 +342,18 @@ def checkpoint(function, x):
 # dropout under autocast now equal the baseline's:
 
 # %%
-model, data = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64)), torch.randn(8, 64)
+model, data = (
+    nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64)),
+    torch.randn(8, 64),
+)
 results = []
 for run in (model, functools.partial(checkpoint, model)):
     torch.manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16):
         y = run(data)
-    results.append(torch.autograd.grad(y.float().sum(), [*model.parameters()]))
+    results.append(
+        torch.autograd.grad(y.float().sum(), [*model.parameters()])
+    )
 [torch.equal(a, b) for a, b in zip(*results)]
 
 # %% [markdown]
@@ -420,8 +441,13 @@ def nested(regions, function, a):
 
 x = torch.ones(2**14, requires_grad=True)
 outer = functools.partial(nested, 4, inner)
-nested_peak = measured(functools.partial(nested, 4, outer)).dynamic_peak_bytes
-print(f"4 x 4 x 4 layers: peak {4 + 4 + 4 - 2} S + {nested_peak - 10 * S} bytes")
+nested_peak = measured(
+    functools.partial(nested, 4, outer)
+).dynamic_peak_bytes
+print(
+    f"4 x 4 x 4 layers: peak {4 + 4 + 4 - 2} "
+    f"S + {nested_peak - 10 * S} bytes"
+)
 print(f"{len(calls)} = 3 n forwards")
 
 # %% [markdown]

@@ -64,7 +64,9 @@ def build(method, *lengths):
     offsets = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
 
     def step(x):
-        loss = F.mse_loss(forward(model, x, offsets, max(lengths), method), x)
+        loss = F.mse_loss(
+            forward(model, x, offsets, max(lengths), method), x
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -83,11 +85,18 @@ for T in lengths:
     losses = {}
     for method in methods:
         step, resident = build(method, T)
-        losses[method] = [step(torch.randn(T, config.dim)) for _ in range(4)]
+        losses[method] = [
+            step(torch.randn(T, config.dim)) for _ in range(4)
+        ]
         x = torch.randn(T, config.dim)
         steps[method, T] = partial(step, x)
-        runs[method, T] = ackpt.measure(steps[method, T], resident=(*resident, x), repeats=0)
-    print(f"T = {T:4}  losses equal at all 4 steps: {losses['baseline'] == losses['checkpoint']}")
+        runs[method, T] = ackpt.measure(
+            steps[method, T], resident=(*resident, x), repeats=0
+        )
+    print(
+        f"T = {T:4}  losses equal at all 4 steps: "
+        f"{losses['baseline'] == losses['checkpoint']}"
+    )
 
 # %% [markdown]
 # The losses are bit-identical.
@@ -122,7 +131,9 @@ path = plots.save(figure, "results/figures/04_side_by_side.png")  # the figure a
 def of_block(config):
     """A and P_block."""
     d, f, h = config.dim, config.ff_dim, config.heads
-    return 10 * d + 2 * f + 3 * h + 2, 4 * d**2 + 2 * d * f + 2 * d + 2 * (d // h)
+    return 10 * d + 2 * f + 3 * h + 2, 4 * d**2 + 2 * d * f + 2 * d + 2 * (
+        d // h
+    )
 
 
 d, f, L = config.dim, config.ff_dim, config.layers
@@ -149,7 +160,12 @@ def baseline_peak(T):
 
 
 def peak_at_block(T, i):
-    return states + gradients + 4 * T * (A + (i + 1) * d + f) + 4 * (L - i) * P_block
+    return (
+        states
+        + gradients
+        + 4 * T * (A + (i + 1) * d + f)
+        + 4 * (L - i) * P_block
+    )
 
 
 def checkpoint_peak(T):
@@ -161,7 +177,10 @@ def checkpoint_peak(T):
 
 # %%
 for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
-    print(f"{method:10}", [runs[method, T].peak_bytes - formula(T) for T in lengths])
+    print(
+        f"{method:10}",
+        [runs[method, T].peak_bytes - formula(T) for T in lengths],
+    )
 
 # %% [markdown]
 # ## Two slopes and a bend
@@ -171,9 +190,18 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
 # %%
 T_bend = P_block / d
 print("bytes per token")
-print(f"baseline:                 4 x ({L} x {A} + 2 x {d} + {f}) = {4 * (L * A + 2 * d + f):6}")
-print(f"checkpointed, T < T_bend: 4 x ({A} + 2 x {d} + {f})      = {4 * (A + 2 * d + f):6}")
-print(f"checkpointed, T > T_bend: 4 x ({A} + {L + 1} x {d} + {f})     = {4 * (A + (L + 1) * d + f):6}")
+print(
+    f"baseline:                 4 x ({L} x {A} + "
+    f"2 x {d} + {f}) = {4 * (L * A + 2 * d + f):6}"
+)
+print(
+    f"checkpointed, T < T_bend: 4 x ({A} + 2 x "
+    f"{d} + {f})      = {4 * (A + 2 * d + f):6}"
+)
+print(
+    f"checkpointed, T > T_bend: 4 x ({A} + {L + 1} x "
+    f"{d} + {f})     = {4 * (A + (L + 1) * d + f):6}"
+)
 print(f"T_bend = P_block / d = {T_bend:.0f} tokens")
 
 # %% tags=["hide-input"] alt="Peak memory of the checkpointed step over 256 to 2,048 tokens. Three measured points are on the predicted line, which bends upwards at 770 tokens. A second dashed line continues its first part and is clearly lower at 2,048 tokens."
@@ -231,11 +259,23 @@ path = write_text_atomic("results/tables/04_synthetic.md", markdown_table(rows, 
 
 # %%
 for T in lengths:
-    matrices, last, attention = 2 * T * L * (4 * d**2 + 2 * d * f), 2 * T * L * d * f, 4 * T**2 * L * d
-    base, recomputed = 3 * matrices + 3.5 * attention, 4 * matrices - last + 4.5 * attention
-    equal = [base, recomputed] == [runs[method, T].flops for method in methods]
+    matrices, last, attention = (
+        2 * T * L * (4 * d**2 + 2 * d * f),
+        2 * T * L * d * f,
+        4 * T**2 * L * d,
+    )
+    base, recomputed = (
+        3 * matrices + 3.5 * attention,
+        4 * matrices - last + 4.5 * attention,
+    )
+    equal = [base, recomputed] == [
+        runs[method, T].flops for method in methods
+    ]
     assert equal
-    print(f"T = {T:4}: equal to the count: {equal}, ratio {recomputed / base:.4f}")
+    print(
+        f"T = {T:4}: equal to the count: "
+        f"{equal}, ratio {recomputed / base:.4f}"
+    )
 
 # %% [markdown]
 # With $f = 4 d$, checkpointing costs $11 / 9$ of the FLOPs where matrices dominate, and $9 / 7$ where attention does. Its
@@ -244,8 +284,13 @@ for T in lengths:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for T in (lengths[0], lengths[-1]):
-    ratio = ackpt.compare_seconds({m: steps[m, T] for m in methods}, repeats=5).ratios["checkpoint"]
-    print(f"T = {T:4}: checkpointed x {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
+    ratio = ackpt.compare_seconds(
+        {m: steps[m, T] for m in methods}, repeats=5
+    ).ratios["checkpoint"]
+    print(
+        f"T = {T:4}: checkpointed x {ratio.median:.2f} "
+        f"({ratio.low:.2f} to {ratio.high:.2f})"
+    )
 
 # %% [markdown]
 # ## Peaks from shapes alone
@@ -260,7 +305,10 @@ for method in methods:
         step, resident = build(method, T)
         x = torch.randn(T, d)
     predicted = ackpt.predict(partial(step, x), resident=(*resident, x))
-    print(f"{method:10} predicted {predicted.peak_bytes:,}, measured {runs[method, T].peak_bytes:,} bytes")
+    print(
+        f"{method:10} predicted {predicted.peak_bytes:,}, "
+        f"measured {runs[method, T].peak_bytes:,} bytes"
+    )
     assert predicted.peak_bytes == runs[method, T].peak_bytes
 
 # %% [markdown]

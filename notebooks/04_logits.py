@@ -49,7 +49,9 @@ SOURCE = "notebooks/04_logits.py"
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("lm", device=device, tier=tier, dataset=dataset, minutes=minutes)
+measure_here(
+    "lm", device=device, tier=tier, dataset=dataset, minutes=minutes
+)
 
 # %% [markdown]
 # ## A language model
@@ -59,11 +61,16 @@ measure_here("lm", device=device, tier=tier, dataset=dataset, minutes=minutes)
 # and predicts the next one at each position.
 
 # %%
-lm_config = TransformerConfig(dim=128, ff_dim=512, layers=4, head_dim=32, vocab_size=4096)
+lm_config = TransformerConfig(
+    dim=128, ff_dim=512, layers=4, head_dim=32, vocab_size=4096
+)
 T, V, chunks = 512, lm_config.vocab_size, 8
 stream = token_stream("embedded", V)
 batches = list(packed_batches(stream, T, batch_size=1, steps=10))
-print(f"{len(stream):,} tokens; the first batch reads {batches[0].tokens[:4].tolist()}...")
+print(
+    f"{len(stream):,} tokens; the first batch "
+    f"reads {batches[0].tokens[:4].tolist()}..."
+)
 print(f"and predicts {batches[0].targets[:4].tolist()}...")
 
 # %% [markdown]
@@ -82,9 +89,17 @@ def forward(model, x, offsets, longest, method):
 
 
 def loss_of(model, batch, method):
-    x = forward(model, model.embedding(batch.tokens), batch.cu_seqlens, batch.max_seqlen, method)
+    x = forward(
+        model,
+        model.embedding(batch.tokens),
+        batch.cu_seqlens,
+        batch.max_seqlen,
+        method,
+    )
     if "chunked-loss" in method:
-        return ackpt.chunked_cross_entropy(x, model.head.weight, batch.targets, chunks=chunks)
+        return ackpt.chunked_cross_entropy(
+            x, model.head.weight, batch.targets, chunks=chunks
+        )
     return F.cross_entropy(model.head(x), batch.targets)
 
 
@@ -104,7 +119,16 @@ def build_lm(method, tied=False):
         return loss.detach()
 
     def metered(meter, batch):
-        return meter(partial(step, batch), resident=(model, optimizer, batch.tokens, batch.targets, batch.cu_seqlens))
+        return meter(
+            partial(step, batch),
+            resident=(
+                model,
+                optimizer,
+                batch.tokens,
+                batch.targets,
+                batch.cu_seqlens,
+            ),
+        )
 
     return step, metered
 
@@ -113,15 +137,25 @@ def build_lm(method, tied=False):
 # A model that knows nothing assigns the same probability to all $V$ tokens; its loss is $\ln V$.
 
 # %%
-lm_methods = ("baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss")
+lm_methods = (
+    "baseline",
+    "checkpoint",
+    "chunked-loss",
+    "checkpoint+chunked-loss",
+)
 lm_runs, lm_steps, lm_losses = {}, {}, {}
 measure = partial(ackpt.measure, repeats=0)
 print(f"ln V = {math.log(V):.4f}")
 for method in lm_methods:
     lm_steps[method], metered = build_lm(method)
-    lm_losses[method] = [float(lm_steps[method](batch)) for batch in batches]
+    lm_losses[method] = [
+        float(lm_steps[method](batch)) for batch in batches
+    ]
     lm_runs[method] = metered(measure, batches[0])
-    print(f"{method:24} losses {lm_losses[method][0]:.4f} ... {lm_losses[method][-1]:.4f}")
+    print(
+        f"{method:24} losses {lm_losses[method][0]:.4f} "
+        f"... {lm_losses[method][-1]:.4f}"
+    )
 
 # %% [markdown]
 # Checkpointed losses equal the baseline's, bit for bit. The chunked loss sums in another order, so its last digits may
@@ -131,20 +165,37 @@ for method in lm_methods:
 base, checkpointed, chunked, both = lm_losses.values()
 print(f"checkpoint equal to baseline: {base == checkpointed}")
 print(f"checkpoint+chunked-loss equal to chunked-loss: {chunked == both}")
-print(f"chunked-loss within 0.00001 of baseline: {max(abs(a - b) for a, b in zip(base, chunked)) < 1e-5}")
+print(
+    "chunked-loss within 0.00001 of baseline: "
+    f"{max(abs(a - b) for a, b in zip(base, chunked)) < 1e-5}"
+)
 
 # %% [markdown]
 # We run the experiment of `python -m experiments lm` with a smaller model at three lengths:
 
 # %%
-small = replace(lm.CPU, seq_lens=(128, 256, 512), steps=120, methods=lm_methods[:2], dim=64, ff_dim=256, head_dim=16)
+small = replace(
+    lm.CPU,
+    seq_lens=(128, 256, 512),
+    steps=120,
+    methods=lm_methods[:2],
+    dim=64,
+    ff_dim=256,
+    head_dim=16,
+)
 small = replace(small, vocab_size=2048, tokenizer_vocab=2048)
 curves = {}
 for records in lm.run_lm(small, timed_rounds=0):
     name = f"{records[0].config['seq_len']} tokens"
-    curves[name] = {record.config["method"]: record.metrics["losses"] for record in records}
+    curves[name] = {
+        record.config["method"]: record.metrics["losses"]
+        for record in records
+    }
     differences = {a - b for a, b in zip(*curves[name].values())}
-    print(f"{name}: {len(curves[name]['baseline'])} steps, differences {differences}")
+    print(
+        f"{name}: {len(curves[name]['baseline'])} "
+        f"steps, differences {differences}"
+    )
 
 # %% tags=["hide-input"] alt="Loss over the training steps at three lengths, in three pairs of axes. In each, the loss falls, and the dashed curve with checkpointing coincides with the baseline's."
 figure = losses_plot(report.measured_losses(gpu_records("lm")) or curves, "")
@@ -184,7 +235,9 @@ def baseline_head():
     F.cross_entropy(head(hidden), targets).backward()
 
 
-baseline = ackpt.measure(baseline_head, resident=[hidden, head, targets], repeats=0)
+baseline = ackpt.measure(
+    baseline_head, resident=[hidden, head, targets], repeats=0
+)
 print(f"{T} x {V} x 4 bytes x 3 copies = {T * V * 4 * 3:,}")
 print(f"measured {baseline.dynamic_peak_bytes:>32,}")
 
@@ -200,7 +253,7 @@ print(f"measured {baseline.dynamic_peak_bytes:>32,}")
 
 # %%
 def chunked_loss(hidden, weight, targets, chunks):
-    """The mean loss and the gradients of states and weight; the logits of one chunk at a time."""
+    """The mean loss, and the gradients of states and weight."""
     loss, grad_weight, grad_states = 0, torch.zeros_like(weight), []
     for x, y in zip(hidden.chunk(chunks), targets.chunk(chunks)):
         logits = x @ weight.T
@@ -235,13 +288,25 @@ def chunked_bytes(T, V, chunks):
 
 def chunked_head(chunks):
     hidden.grad = head.weight.grad = None
-    ackpt.chunked_cross_entropy(hidden, head.weight, targets, chunks=chunks).backward()
+    ackpt.chunked_cross_entropy(
+        hidden, head.weight, targets, chunks=chunks
+    ).backward()
 
 
 for count in (2, 8, 32):
-    run = ackpt.measure(partial(chunked_head, count), resident=[hidden, head, targets], repeats=0)
-    off, more = run.dynamic_peak_bytes - chunked_bytes(T, V, count), run.flops - baseline.flops
-    print(f"{count:2} chunks: {run.dynamic_peak_bytes:>10,} bytes, formula off by {off}, {more} more FLOPs")
+    run = ackpt.measure(
+        partial(chunked_head, count),
+        resident=[hidden, head, targets],
+        repeats=0,
+    )
+    off, more = (
+        run.dynamic_peak_bytes - chunked_bytes(T, V, count),
+        run.flops - baseline.flops,
+    )
+    print(
+        f"{count:2} chunks: {run.dynamic_peak_bytes:>10,} "
+        f"bytes, formula off by {off}, {more} more FLOPs"
+    )
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -303,10 +368,14 @@ path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows
 
 # %%
 f_lm, L_lm = lm_config.ff_dim, lm_config.layers
+
+
 def of_block(config):
     """A and P_block."""
     d, f, h = config.dim, config.ff_dim, config.heads
-    return 10 * d + 2 * f + 3 * h + 2, 4 * d**2 + 2 * d * f + 2 * d + 2 * (d // h)
+    return 10 * d + 2 * f + 3 * h + 2, 4 * d**2 + 2 * d * f + 2 * d + 2 * (
+        d // h
+    )
 
 
 A_lm, P_block_lm = of_block(lm_config)
@@ -314,13 +383,26 @@ P_lm = L_lm * P_block_lm + d_lm + 2 * V * d_lm
 
 
 def by_hand(method, T):
-    resident = 12 * P_lm + 4 * (8 * L_lm + 3) + 8 * (T + 1) + 8  # parameters and Adam states, step counts, ids, offsets
-    saved = 4 * T * ((L_lm * d_lm if "checkpoint" in method else L_lm * A_lm) + 2 * d_lm + 1)
+    # parameters and Adam states, step counts, ids, offsets
+    resident = (
+        12 * P_lm + 4 * (8 * L_lm + 3) + 8 * (T + 1) + 8
+    )
+    saved = (
+        4
+        * T
+        * (
+            (L_lm * d_lm if "checkpoint" in method else L_lm * A_lm)
+            + 2 * d_lm
+            + 1
+        )
+    )
     if "chunked" not in method:
         return resident + saved + 12 * T * V + 8
     if method == "chunked-loss":
         return resident + saved + chunked_bytes(T, V, chunks)
-    gradients = 4 * (V * d_lm + d_lm + (L_lm - 1) * P_block_lm + d_lm * f_lm)
+    gradients = 4 * (
+        V * d_lm + d_lm + (L_lm - 1) * P_block_lm + d_lm * f_lm
+    )
     return resident + gradients + 4 * T * (A_lm + d_lm + f_lm) + 8
 
 
@@ -328,11 +410,22 @@ for method in lm_methods:
     with FakeTensorMode():
         _, metered = build_lm(method)
         ids = torch.empty(T + 1, dtype=torch.int64)
-        batch = replace(batches[0], tokens=ids[:-1], targets=ids[1:], cu_seqlens=torch.empty(2, dtype=torch.int32))
-    measured, predicted = lm_runs[method].peak_bytes, metered(ackpt.predict, batch).peak_bytes
+        batch = replace(
+            batches[0],
+            tokens=ids[:-1],
+            targets=ids[1:],
+            cu_seqlens=torch.empty(2, dtype=torch.int32),
+        )
+    measured, predicted = (
+        lm_runs[method].peak_bytes,
+        metered(ackpt.predict, batch).peak_bytes,
+    )
     residual = measured - by_hand(method, T)
     assert residual == 0 and measured == predicted
-    print(f"{method:24} measured - by hand: {residual} bytes, - predicted: {measured - predicted}")
+    print(
+        f"{method:24} measured - by hand: {residual} "
+        f"bytes, - predicted: {measured - predicted}"
+    )
 
 # %% [markdown]
 # Which alone lowers the peak more, checkpointing or the chunked loss?
@@ -378,20 +471,31 @@ path = plots.save(figure, "results/figures/04_at_the_peak.png")  # the figure at
 # for the last product of each.
 
 # %%
-blocks_forward = 2 * T * L_lm * (4 * d_lm**2 + 2 * d_lm * f_lm) + 4 * T**2 * L_lm * d_lm
+blocks_forward = (
+    2 * T * L_lm * (4 * d_lm**2 + 2 * d_lm * f_lm) + 4 * T**2 * L_lm * d_lm
+)
 last_products = 2 * T * L_lm * d_lm * f_lm
 print(f"the head is {6 * T * V * d_lm / base.flops:.0%} of the baseline")
 print(f"chunking adds {lm_runs['chunked-loss'].flops - base.flops} FLOPs")
 added = lm_runs["checkpoint"].flops - base.flops
-print(f"checkpointing adds {added:,}; by hand {blocks_forward - last_products:,}")
+print(
+    f"checkpointing adds {added:,}; by hand "
+    f"{blocks_forward - last_products:,}"
+)
 
 # %% [markdown]
 # The times as ratios to the baseline's:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-times = ackpt.compare_seconds({m: partial(step, batches[0]) for m, step in lm_steps.items()}, repeats=5)
+times = ackpt.compare_seconds(
+    {m: partial(step, batches[0]) for m, step in lm_steps.items()},
+    repeats=5,
+)
 for method, ratio in times.ratios.items():
-    print(f"{method:24} x {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
+    print(
+        f"{method:24} x {ratio.median:.2f} "
+        f"({ratio.low:.2f} to {ratio.high:.2f})"
+    )
 
 # %% [markdown]
 # ## The published language model
@@ -400,10 +504,19 @@ for method, ratio in times.ratios.items():
 
 # %%
 published_lm = lm.GPU
-H, layers, vocabulary = published_lm.model().heads, published_lm.layers, published_lm.vocab_size
+H, layers, vocabulary = (
+    published_lm.model().heads,
+    published_lm.layers,
+    published_lm.vocab_size,
+)
 D, FF = published_lm.dim, published_lm.ff_dim
-parameters = layers * of_block(published_lm.model())[1] + D + 2 * vocabulary * D
-print(f"{parameters:,} parameters; weights, gradients and Adam states {16 * parameters / 2**20:,.0f} MiB")
+parameters = (
+    layers * of_block(published_lm.model())[1] + D + 2 * vocabulary * D
+)
+print(
+    f"{parameters:,} parameters; weights, gradients "
+    f"and Adam states {16 * parameters / 2**20:,.0f} MiB"
+)
 
 # %% tags=["hide-input"]
 lm_predictions = [record for group in predict_experiment(published_lm, SOURCE) for record in group]
@@ -447,10 +560,22 @@ figure
 # *The published steps at 8,192 tokens, predicted from shapes. Checkpointing removes the ramp; the logits remain.*
 
 # %%
-lm_ours = {(p.config["method"], p.config["seq_len"]): p.metrics for p in lm_predictions}
+lm_ours = {
+    (p.config["method"], p.config["seq_len"]): p.metrics
+    for p in lm_predictions
+}
 best = lm_ours["checkpoint+chunked-loss", 8192]
-share = sum(best["categories"][name] for name in ("parameters", "gradients", "optimizer")) / best["peak_bytes"]
-print(f"8,192 tokens: weights, gradients, Adam states are {share:.0%} of the lowest peak")
+share = (
+    sum(
+        best["categories"][name]
+        for name in ("parameters", "gradients", "optimizer")
+    )
+    / best["peak_bytes"]
+)
+print(
+    "8,192 tokens: weights, gradients, Adam "
+    f"states are {share:.0%} of the lowest peak"
+)
 
 # %% [markdown]
 # At which vocabulary do the logits need as much memory as all blocks? Under autocast, $2 d + 3 h + 2$ of a block's $A$
@@ -461,7 +586,10 @@ print(f"8,192 tokens: weights, gradients, Adam states are {share:.0%} of the low
 # %%
 block_bytes = 24 * D + 4 * FF + 12 * H + 8
 print(f"V = {layers * block_bytes / 10:,.0f}; GPT-2 has {vocabulary:,}")
-print(f"with checkpointed blocks, logits / boundaries = {10 * vocabulary / (layers * 4 * D):.1f}")
+print(
+    "with checkpointed blocks, logits / boundaries "
+    f"= {10 * vocabulary / (layers * 4 * D):.1f}"
+)
 
 # %% [markdown]
 # :::{admonition} Takeaway

@@ -92,8 +92,13 @@ def unpack(host):
 
 
 S = rows.nbytes
-for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
-    step = measure(lambda: train(context), resident=(mlp, rows), warmup=0, repeats=0)
+for context in (
+    contextlib.nullcontext(),
+    saved_tensors_hooks(pack, unpack),
+):
+    step = measure(
+        lambda: train(context), resident=(mlp, rows), warmup=0, repeats=0
+    )
     peak = step.dynamic_peak_bytes
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
@@ -134,7 +139,9 @@ compute, copies = Stream("compute"), Stream("copies")
 order, passed = [], threading.Event()
 copied = copies.submit(lambda: (passed.wait(), order.append("a long copy")))
 compute.submit(lambda: (order.append("computing"), passed.set()))
-compute.submit(order.append, "computing after the copy", after=[copied]).wait()
+compute.submit(
+    order.append, "computing after the copy", after=[copied]
+).wait()
 order
 
 # %% [markdown]
@@ -157,7 +164,13 @@ def unpack_async(packed):
     return host.clone()
 
 
-all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_async))))
+all(
+    map(
+        torch.equal,
+        expected,
+        train(saved_tensors_hooks(pack_async, unpack_async)),
+    )
+)
 
 # %% [markdown]
 # On a GPU, the same lines are
@@ -181,7 +194,10 @@ def race(wait_for_copy):
     block, host, passed = torch.ones(4), torch.zeros(4), threading.Event()
     copied = copies.submit(lambda: (passed.wait(0.2), host.copy_(block)))
     after = [copied] if wait_for_copy else []
-    reused = compute.submit(lambda: (block.fill_(2), passed.set()), after=after)  # the next tensor
+    # the next tensor
+    reused = compute.submit(
+        lambda: (block.fill_(2), passed.set()), after=after
+    )
     copied.wait(), reused.wait()
     return host.tolist()
 
@@ -219,7 +235,12 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 # overlaps the copies and prefetches for backward:
 
 # %%
-{mode: all(map(torch.equal, expected, train(ackpt.offload_saved_tensors(mode)))) for mode in ("sync", "async")}
+{
+    mode: all(
+        map(torch.equal, expected, train(ackpt.offload_saved_tensors(mode)))
+    )
+    for mode in ("sync", "async")
+}
 
 # %% [markdown]
 # It copies *storages*, not tensors. Queries, keys and values are often views of one matrix product's output, whose
@@ -234,7 +255,10 @@ with ackpt.offload_saved_tensors(keep_last=0) as engine:
     loss = (queries * keys * values).sum()
 counts = engine.stats()
 del loss  # and with its graph, the bytes in the store
-{name: counts[name] for name in ("copies_out", "shared", "bytes_out")}, (3 + 1) * 256 * 256 * 4
+(
+    {name: counts[name] for name in ("copies_out", "shared", "bytes_out")},
+    (3 + 1) * 256 * 256 * 4,
+)
 
 # %% [markdown]
 # It does not copy:
@@ -247,11 +271,19 @@ del loss  # and with its graph, the bytes in the store
 # the last output.
 
 # %%
-for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes": S + 1}:
+for options in (
+    {"keep_last": 0},
+    {"keep_last": 1},
+    {"keep_last": 4},
+    {"min_bytes": S + 1},
+):
     engine.reset_stats()
     train(ackpt.offload_saved_tensors(**options))
     counts = engine.stats()
-    print(f"{options!s:20} {counts['copies_out']:2} copies, {counts['bytes_out'] / S:.0f} S")
+    print(
+        f"{options!s:20} {counts['copies_out']:2} "
+        f"copies, {counts['bytes_out'] / S:.0f} S"
+    )
 
 # %% [markdown]
 # ## How much offload lowers the peak
@@ -287,7 +319,10 @@ def region(a):
 
 def chain(k, mode, a=x):
     for _ in range(k):
-        a = ackpt.checkpoint(region, a, offload=mode, preserve_rng_state=False)  # it draws no random numbers
+        # it draws no random numbers
+        a = ackpt.checkpoint(
+            region, a, offload=mode, preserve_rng_state=False
+        )
     return a
 
 
@@ -298,19 +333,33 @@ def peak_of(forward):
         y.square().sum().backward()
 
     x.grad = torch.zeros_like(x)
-    return measure(step, resident=[x], warmup=0, repeats=0).dynamic_peak_bytes
+    return measure(
+        step, resident=[x], warmup=0, repeats=0
+    ).dynamic_peak_bytes
 
 
 ks = [4, 8, 16, 32]
-peaks = {str(mode): [peak_of(lambda: chain(k, mode)) for k in ks] for mode in (None, "sync", "async")}
-[(without - sync - (k - 2) * S, sync - overlapped) for k, without, sync, overlapped in zip(ks, *peaks.values())]
+peaks = {
+    str(mode): [peak_of(lambda: chain(k, mode)) for k in ks]
+    for mode in (None, "sync", "async")
+}
+[
+    (without - sync - (k - 2) * S, sync - overlapped)
+    for k, without, sync, overlapped in zip(ks, *peaks.values())
+]
 
 # %% alt="Dynamic peak against the number of regions: without offload it rises by one input per region along the predicted line; with offload it is the same horizontal line in both modes."
 constant = [peaks["sync"][0]] * len(ks)
 ramp = [constant[0] + (k - 2) * S for k in ks]
-shown = {"no offload": peaks["None"], "sync": peaks["sync"], "async": peaks["async"]}
+shown = {
+    "no offload": peaks["None"],
+    "sync": peaks["sync"],
+    "async": peaks["async"],
+}
 lines = {"no offload": ramp, "sync": constant}
-figure = line_plot(ks, shown, lines, "", xlabel="regions", ylabel="dynamic peak (MiB)")
+figure = line_plot(
+    ks, shown, lines, "", xlabel="regions", ylabel="dynamic peak (MiB)"
+)
 path = plots.save(figure, "results/figures/05_regions.png")
 figure
 
@@ -351,10 +400,16 @@ offsets = torch.tensor([0, 512], dtype=torch.int32)
 def train_blocks(checkpointed, offload_inputs=None, offload_all=None):
     blocks.zero_grad(set_to_none=False)
     a = tokens
-    with ackpt.offload_saved_tensors(offload_all) if offload_all else contextlib.nullcontext():
+    with (
+        ackpt.offload_saved_tensors(offload_all)
+        if offload_all
+        else contextlib.nullcontext()
+    ):
         for block in blocks:
             if checkpointed:
-                a = ackpt.checkpoint(block, a, offsets, 512, offload=offload_inputs)
+                a = ackpt.checkpoint(
+                    block, a, offsets, 512, offload=offload_inputs
+                )
             else:
                 a = block(a, offsets, 512)
         loss = (a - tokens).square().mean()
@@ -362,10 +417,20 @@ def train_blocks(checkpointed, offload_inputs=None, offload_all=None):
     return [weight.grad.clone() for weight in blocks.parameters()]
 
 
-ways = {"baseline": (False,), "offload": (False, None, "async"), "checkpoint": (True,)}
-ways |= {"checkpoint, sync offload": (True, "sync"), "checkpoint, async offload": (True, "async")}
+ways = {
+    "baseline": (False,),
+    "offload": (False, None, "async"),
+    "checkpoint": (True,),
+}
+ways |= {
+    "checkpoint, sync offload": (True, "sync"),
+    "checkpoint, async offload": (True, "async"),
+}
 expected = train_blocks(False)
-{way: all(map(torch.equal, expected, train_blocks(*arguments))) for way, arguments in ways.items()}
+{
+    way: all(map(torch.equal, expected, train_blocks(*arguments)))
+    for way, arguments in ways.items()
+}
 
 # %% tags=["hide-input"]
 way_rows, records = [], []
@@ -541,17 +606,40 @@ transport._move = real_move
 # %% tags=["measured-time", "nbval-ignore-output"]
 fits = []
 for T in lengths:
-    pays = ackpt.offload_pays(bytes_per_token, forward, backward_seconds=backward, bandwidth=link, tokens=T)
+    pays = ackpt.offload_pays(
+        bytes_per_token,
+        forward,
+        backward_seconds=backward,
+        bandwidth=link,
+        tokens=T,
+    )
     fits.append(pays)
-    print(f"{T:4} tokens: predicted overlap {pays.overlapped_share:4.0%}, measured {shares[T][0]:4.0%}")
+    print(
+        f"{T:4} tokens: predicted overlap "
+        f"{pays.overlapped_share:4.0%}, measured {shares[T][0]:4.0%}"
+    )
 print(textwrap.fill(str(pays), 76))
 
 # %% tags=["measured-time", "nbval-ignore-output"] alt="Milliseconds per region against tokens: the copy is a straight line; forward and half of backward are curves that start below it and cross it between 512 and 1536 tokens. Measured points scatter around the lines."
-points = {"copy": [shares[T][1] for T in lengths], "forward": list(forward.values())}
+points = {
+    "copy": [shares[T][1] for T in lengths],
+    "forward": list(forward.values()),
+}
 points["half of backward"] = [seconds / 2 for seconds in backward.values()]
-curves = {"copy": [fit.copy_seconds for fit in fits], "forward": [fit.forward_seconds for fit in fits]}
+curves = {
+    "copy": [fit.copy_seconds for fit in fits],
+    "forward": [fit.forward_seconds for fit in fits],
+}
 curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
-line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
+line_plot(
+    lengths,
+    points,
+    curves,
+    "",
+    xlabel="tokens in the sequence",
+    ylabel="one region (ms)",
+    unit=1e-3,
+)
 
 # %% [markdown]
 # *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer.* Measured overlap

@@ -101,7 +101,9 @@ print("saved:", *saved.values())
 
 # %%
 # The blocks draw no random numbers, so there is no RNG state to save.
-save_input = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+save_input = partial(
+    checkpoint, use_reentrant=False, preserve_rng_state=False
+)
 
 
 def in_segments(blocks, lengths, x):
@@ -156,16 +158,22 @@ def halves(blocks, x):
 # should be a whole number of $S$, and the FLOPs in excess of the baseline's a whole number of matrix products.
 
 # %%
-PRODUCT = 2 * 4096 * 4 * 4  # FLOPs of a block's forward; its backward takes two products, the first block's only one
+# FLOPs of a block's forward; its backward takes twice as many, that of the
+# first block only as many
+PRODUCT = 2 * 4096 * 4 * 4
 
 
 def run_chain(n, method, **options):
-    """A measured step of a chain: its peak in activations, and the number of recomputed products."""
+    """A measured step, its peak in activations, and the recomputed products."""
     chain = nn.Sequential(*(Block() for _ in range(n)))
     forward = {
         "baseline": chain,
-        "equal segments": partial(in_segments, chain, isqrt(n) * [n // isqrt(n)]),
-        "decreasing segments": partial(in_segments, chain, segment_lengths(n)),
+        "equal segments": partial(
+            in_segments, chain, isqrt(n) * [n // isqrt(n)]
+        ),
+        "decreasing segments": partial(
+            in_segments, chain, segment_lengths(n)
+        ),
         "recursive halving": partial(halves, chain),
     }[method]
 
@@ -176,35 +184,61 @@ def run_chain(n, method, **options):
     run = ackpt.measure(train, resident=[chain, x], repeats=0, **options)
     gradients = run.timeline.at(run.timeline.peak_index).get("gradients", 0)
     live, rest = divmod(run.dynamic_peak_bytes - gradients, S)
-    assert rest in (0, 8) and (run.flops or 0) % PRODUCT == 0  # 8: the loss and its gradient
-    recomputed = None if run.flops is None else run.flops // PRODUCT - (3 * n - 1)
+    # 8: the loss and its gradient
+    assert (
+        rest in (0, 8) and (run.flops or 0) % PRODUCT == 0
+    )
+    recomputed = (
+        None if run.flops is None else run.flops // PRODUCT - (3 * n - 1)
+    )
     return run, live, recomputed
 
 
-METHODS = "baseline", "equal segments", "decreasing segments", "recursive halving"
+METHODS = (
+    "baseline",
+    "equal segments",
+    "decreasing segments",
+    "recursive halving",
+)
 for method in METHODS:
     run, live, recomputed = run_chain(64, method)
     start = run.timeline.boundary  # the index at which backward begins
-    forward, backward = (max(part) // S for part in (run.timeline.live[:start], run.timeline.live[start:]))
-    print(f"{method:19} peak {live:2} S (forward {forward:2}, backward {backward:2}), {recomputed:3} recomputed")
+    forward, backward = (
+        max(part) // S
+        for part in (run.timeline.live[:start], run.timeline.live[start:])
+    )
+    print(
+        f"{method:19} peak {live:2} S (forward {forward:2}, "
+        f"backward {backward:2}), {recomputed:3} recomputed"
+    )
 
 # %% [markdown]
 # Every method reaches its peak in the last addition of the forward. Three *other* tensors are live there: the last
 # block's input, product and output. For recursive halving there are two, because this input is itself a boundary.
 
 # %%
-OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
+OTHERS = {
+    method: 2 if method == "recursive halving" else 3 for method in METHODS
+}
 
 
 def predicted(n, method):
     """The peak in activations, and the recomputed blocks."""
-    lengths = {"equal segments": isqrt(n) * [n // isqrt(n)], "decreasing segments": segment_lengths(n)}
+    lengths = {
+        "equal segments": isqrt(n) * [n // isqrt(n)],
+        "decreasing segments": segment_lengths(n),
+    }
     if method == "baseline":
         saved, recomputed = n, 0
     elif method == "recursive halving":
-        saved, recomputed = chen.recursive_peak(n), chen.recursive_extra_forwards(n)
+        saved, recomputed = (
+            chen.recursive_peak(n),
+            chen.recursive_extra_forwards(n),
+        )
     else:
-        saved = max(before + length for before, length in enumerate(lengths[method]))
+        saved = max(
+            before + length for before, length in enumerate(lengths[method])
+        )
         recomputed = n - lengths[method][-1] - (len(lengths[method]) - 1)
     return saved + OTHERS[method], recomputed
 
@@ -239,7 +273,10 @@ path = write_text_atomic("results/tables/06_chains.md", table)
 deep, deep_live, _ = run_chain(1024, "decreasing segments", warmup=0)
 assert deep_live == predicted(1024, "decreasing segments")[0]
 of_baseline = deep_live / predicted(1024, "baseline")[0]
-print(f"1,024 blocks in {deep_live} activations, {deep.dynamic_peak_bytes / MIB:.2f} MiB: {of_baseline:.1%} of the baseline")
+print(
+    f"1,024 blocks: {deep.dynamic_peak_bytes / MIB:.2f} MiB"
+    f" in {deep_live} activations, {of_baseline:.1%} of the baseline"
+)
 
 # %% tags=["hide-input"] alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points are on the predicted lines, which extend to 1,024 blocks. The baseline rises straight to a thousand; equal and decreasing segments rise half as steeply, to 66 and 48; recursive halving rises least, to 13."
 peaks = {method: {row["n"]: row["live"] for row in rows if row["method"] == method} for method in METHODS}
@@ -292,8 +329,14 @@ for kind, state, *to in revolve.actions(4, 2):
     if kind == "save":
         saved.add(state)
     advances += to[0] - state if kind == "advance" else 0
-    names = {"advance": f"advance to state {to[0] if to else 0}", "step": f"reverse block {state}"}
-    print(f"{names.get(kind, f'{kind} state {state}'):18}  saved: {sorted(saved)}  advances: {advances}")
+    names = {
+        "advance": f"advance to state {to[0] if to else 0}",
+        "step": f"reverse block {state}",
+    }
+    print(
+        f"{names.get(kind, f'{kind} state {state}'):18} "
+        f" saved: {sorted(saved)}  advances: {advances}"
+    )
     if kind == "step":  # the state before this block is not needed again
         saved.discard(state - 1)
 
@@ -398,11 +441,15 @@ path = write_text_atomic("results/tables/06_depth.md", table)
 # measure:
 
 # %%
-config = models.TransformerConfig(dim=32, ff_dim=128, layers=16, head_dim=16)
+config = models.TransformerConfig(
+    dim=32, ff_dim=128, layers=16, head_dim=16
+)
 T, n = 128, config.layers
 offsets = torch.tensor([0, T], dtype=torch.int32)
 blocks = nn.ModuleList(models.Block(config) for _ in range(n))
-calls = [partial(block, cu_seqlens=offsets, max_seqlen=T) for block in blocks]
+calls = [
+    partial(block, cu_seqlens=offsets, max_seqlen=T) for block in blocks
+]
 hidden = torch.randn(T, config.dim)
 
 
@@ -412,10 +459,20 @@ def train_in(k):
 
 
 segments = (1, 2, 4, 8, 16)
-transformer = {k: ackpt.measure(partial(train_in, k), resident=[blocks, hidden], warmup=0, repeats=0) for k in segments}
-inside = (transformer[1].timeline.live[transformer[1].timeline.boundary] - 8) / n
+transformer = {
+    k: ackpt.measure(
+        partial(train_in, k), resident=[blocks, hidden], warmup=0, repeats=0
+    )
+    for k in segments
+}
+inside = (
+    transformer[1].timeline.live[transformer[1].timeline.boundary] - 8
+) / n
 ratio = inside / hidden.nbytes
-print(f"A / d = {ratio:.1f}, sqrt(n) = {isqrt(n)}, sqrt(A n / d) = {(ratio * n) ** 0.5:.1f}")
+print(
+    f"A / d = {ratio:.1f}, sqrt(n) = {isqrt(n)}, "
+    f"sqrt(A n / d) = {(ratio * n) ** 0.5:.1f}"
+)
 
 # %% [markdown]
 # The peak also contains gradients of parameters. When a segment with $j$ boundaries before it is recomputed, the

@@ -64,13 +64,21 @@ tiny, x, labels = Tiny(), torch.ones(4, 8), torch.tensor([0, 1, 1, 0])
 def step(parameters, x, labels):
     loss = functional_call(tiny, parameters, (x, labels))
     start = torch.ones_like(loss)  # the gradient with which backward begins
-    return loss, start, torch.autograd.grad(loss, list(parameters.values()), start)
+    return (
+        loss,
+        start,
+        torch.autograd.grad(loss, list(parameters.values()), start),
+    )
 
 
-joint = make_fx(step, tracing_mode="fake")(dict(tiny.named_parameters()), x, labels).graph
+joint = make_fx(step, tracing_mode="fake")(
+    dict(tiny.named_parameters()), x, labels
+).graph
 
 # %% alt="Boxes of operations in three rows with arrows. Forward, from left to right: addmm, relu, addmm_1, log_softmax and nll_loss_forward. Below it backward, from right to left, begins with ones_like and ends with threshold_backward. In the lowest row are the gradients of the parameters. Thick arrows lead from relu, log_softmax and nll_loss_forward down to the operations of backward that read them."
-figure = schematics.joint_figure(graph_profile.operations(joint, "ones_like"))
+figure = schematics.joint_figure(
+    graph_profile.operations(joint, "ones_like")
+)
 path = plots.save(figure, "results/figures/07_graph.png")
 figure
 
@@ -107,22 +115,33 @@ for node in joint.nodes:
 # %%
 def storages(node):
     """The bytes of the storages of a node, by storage."""
-    tensors = [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if torch.is_tensor(t)]
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    tensors = [
+        t
+        for t in torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        if torch.is_tensor(t)
+    ]
+    return {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in tensors
+    }
 
 
 def live_bytes(graph):
-    """For each node, its name, b_i, b_i^- and m_i, with all workspaces 0."""
+    """For each node, its name, b_i, b_i^- and m_i, without workspaces."""
     first, last, size = {}, {}, {}
     for i, node in enumerate(graph.nodes):
         for reads in (node, *node.all_input_nodes):
             for storage, nbytes in storages(reads).items():
-                first.setdefault(storage, None if node.op == "placeholder" else i)
+                first.setdefault(
+                    storage, None if node.op == "placeholder" else i
+                )
                 last[storage], size[storage] = i, nbytes
     live = 0
     for i, node in enumerate(graph.nodes):
         born = sum(size[s] for s in size if first[s] == i)
-        freed = sum(size[s] for s in size if last[s] == i and first[s] is not None)
+        freed = sum(
+            size[s] for s in size if last[s] == i and first[s] is not None
+        )
         live += born - freed
         yield node.name, born, freed, live
 
@@ -151,7 +170,9 @@ def measured(forward, model, *args, **kwargs):
 
 predicted = max(live + freed for _, _, freed, live in rows)
 tiny_step = measured(tiny, tiny, x, labels)
-print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
+print(
+    f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}"
+)
 
 # %% [markdown]
 # The prediction is exact to the byte. (In this model the peak comes late, because the gradients are larger than the
@@ -164,9 +185,16 @@ print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
 # %%
 tiny_graph = ackpt.trace(tiny, x, labels)
 for s in tiny_graph.storages:
-    if s.category in ("activation", "temporary") and s.producer < tiny_graph.boundary:
+    if (
+        s.category in ("activation", "temporary")
+        and s.producer < tiny_graph.boundary
+    ):
         names = ", ".join(tiny_graph.nodes[i].name for i in s.nodes)
-        fate = f"saved until node {s.last_bw_access}" if s.first_bw_access else "not needed by backward"
+        fate = (
+            f"saved until node {s.last_bw_access}"
+            if s.first_bw_access
+            else "not needed by backward"
+        )
         print(f"{s.bytes:4} B  {fate:22}  {names}")
 ackpt.plan(tiny_graph, policy="none").saved_bytes
 
@@ -188,16 +216,27 @@ ackpt.plan(tiny_graph, policy="none").saved_bytes
 # %%
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
 lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=2))
-tokens, offsets = torch.randint(256, (512,)), torch.tensor([0, 512], dtype=torch.int32)
+tokens, offsets = (
+    torch.randint(256, (512,)),
+    torch.tensor([0, 512], dtype=torch.int32),
+)
 call, targets = (tokens, offsets, 512), {"targets": tokens.roll(-1)}
 lm_graph = ackpt.trace(lm, *call, **targets)
 lm_profile = ackpt.profile(lm_graph, workspace="measured")
-for size, node in sorted(zip(lm_profile.workspace_bytes, lm_graph.nodes), key=lambda pair: -pair[0])[:4]:
-    print(f"{size:7,} B of workspace in {node.target.removeprefix('aten.')}")
+for size, node in sorted(
+    zip(lm_profile.workspace_bytes, lm_graph.nodes),
+    key=lambda pair: -pair[0],
+)[:4]:
+    print(
+        f"{size:7,} B of workspace in {node.target.removeprefix('aten.')}"
+    )
 baseline = ackpt.plan(lm_graph, policy="none", profile=lm_profile).schedule
 predicted = simulate(lm_graph, lm_profile, baseline).peak_bytes
 lm_step = measured(lm, lm, *call, **targets)
-print(f"predicted peak {predicted:,} B, measured {lm_step.dynamic_peak_bytes:,} B")
+print(
+    f"predicted peak {predicted:,} B, "
+    f"measured {lm_step.dynamic_peak_bytes:,} B"
+)
 assert predicted == lm_step.dynamic_peak_bytes
 
 # %% [markdown]
@@ -247,7 +286,9 @@ class Chain(nn.Module):
 
 def activations(graph):
     """The storages of the tanh outputs of a chain, in order."""
-    producers = ((s.id, graph.nodes[s.producer].target) for s in graph.storages)
+    producers = (
+        (s.id, graph.nodes[s.producer].target) for s in graph.storages
+    )
     return [s for s, target in producers if target == "aten.tanh.default"]
 
 
@@ -259,8 +300,15 @@ for one in lower(short, [x1, x3, x4]).backward:
     elif one.kind == "free" and one.id in (x1, x2, x3, x4):
         print("free   ", short.nodes[short.storages[one.id].producer].name)
 for saved in ([x1, x2, x3, x4], [x1, x3, x4]):
-    peak = simulate(short, ackpt.profile(short, workspace="measured"), lower(short, saved)).peak_bytes
-    print(f"{len(saved)} activations saved: peak {peak / 2**20:.1f} activations")
+    peak = simulate(
+        short,
+        ackpt.profile(short, workspace="measured"),
+        lower(short, saved),
+    ).peak_bytes
+    print(
+        f"{len(saved)} activations saved: "
+        f"peak {peak / 2**20:.1f} activations"
+    )
 
 # %% [markdown]
 # Recomputing one activation adds one line to backward, `compute tanh_1`, right before its only reader.
@@ -329,11 +377,21 @@ assert early.saved == late.saved == on_demand.saved
 # %%
 S, profile = chain.weight.nbytes, ackpt.profile(graph, workspace="measured")
 timelines = {}
-for name, schedule in {"early": early, "late": late, "on demand": on_demand}.items():
-    forward = PlannedStep(chain, lambda graph: SimpleNamespace(schedule=schedule))
+for name, schedule in {
+    "early": early,
+    "late": late,
+    "on demand": on_demand,
+}.items():
+    forward = PlannedStep(
+        chain, lambda graph: SimpleNamespace(schedule=schedule)
+    )
     real = measured(forward, chain)
     timelines[name] = real.timeline
-    computed = [graph.nodes[one.id].target for one in schedule.backward if one.kind == "compute"]
+    computed = [
+        graph.nodes[one.id].target
+        for one in schedule.backward
+        if one.kind == "compute"
+    ]
     runs = computed.count("aten.tanh.default")
     peak = simulate(graph, profile, schedule).peak_bytes
     nbytes = f"simulated {peak:,}, measured {real.dynamic_peak_bytes:,} B"
@@ -362,12 +420,17 @@ path = plots.save(figure, "results/figures/07_orders.png")
 # statistics. We train for three steps and compare all parameters and statistics bit for bit with the baseline's:
 
 # %%
-net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+net = nn.Sequential(
+    nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)
+)
 
 
 def train(way):
     model = copy.deepcopy(net)
-    forward, optimizer = way(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    forward, optimizer = (
+        way(model),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
     torch.manual_seed(1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -378,14 +441,25 @@ def train(way):
 
 ways = {
     "baseline": lambda model: model,
-    "planned": lambda model: PlannedStep(model, lambda graph: SimpleNamespace(schedule=lower(graph, ()))),
-    "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "planned": lambda model: PlannedStep(
+        model, lambda graph: SimpleNamespace(schedule=lower(graph, ()))
+    ),
+    "checkpoint": lambda model: (
+        lambda x: checkpoint(model, x, use_reentrant=False)
+    ),
 }
 states = {name: train(way) for name, way in ways.items()}
 for name, state in states.items():
-    wrong = [key for key, value in states["baseline"].items() if not torch.equal(value, state[key])]
+    wrong = [
+        key
+        for key, value in states["baseline"].items()
+        if not torch.equal(value, state[key])
+    ]
     wrong = ", ".join(key.removeprefix("1.") for key in wrong)
-    print(f"{name:10} {state['1.num_batches_tracked']} batches, wrong: {wrong or 'nothing'}")
+    print(
+        f"{name:10} {state['1.num_batches_tracked']} "
+        f"batches, wrong: {wrong or 'nothing'}"
+    )
 
 # %% [markdown]
 # PyTorch's checkpoint updates the statistics twice per step. Operations that change their arguments, and collectives,

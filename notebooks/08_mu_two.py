@@ -63,7 +63,9 @@ MIB = 2**20
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("batch-size", device=device, tier=tier, dataset=dataset, minutes=minutes)
+measure_here(
+    "batch-size", device=device, tier=tier, dataset=dataset, minutes=minutes
+)
 
 # %% [markdown]
 # ## Three fates and their times
@@ -78,15 +80,24 @@ class Net(nn.Sequential):
 
 
 widths = (64, 256, 64, 256, 32, 128)
-layers = [layer for pair in zip(widths, widths[1:]) for layer in (nn.Linear(*pair), nn.Tanh())]
+layers = [
+    layer
+    for pair in zip(widths, widths[1:])
+    for layer in (nn.Linear(*pair), nn.Tanh())
+]
 net, x = Net(*layers, nn.Linear(128, 1)), torch.randn(512, 64)
 
 saved = torch.autograd.grad(net(x), net.parameters())
-recomputed = torch.autograd.grad(checkpoint(net, x, use_reentrant=False), net.parameters())
+recomputed = torch.autograd.grad(
+    checkpoint(net, x, use_reentrant=False), net.parameters()
+)
 with torch.autograd.graph.save_on_cpu():
     loss = net(x)
 swapped = torch.autograd.grad(loss, net.parameters())
-all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(saved, recomputed, swapped))
+all(
+    torch.equal(a, b) and torch.equal(a, c)
+    for a, b, c in zip(saved, recomputed, swapped)
+)
 
 # %% [markdown]
 # The times of the last two fates follow from a data sheet, here that of a T4. An operation takes as long as its FLOPs or
@@ -95,16 +106,31 @@ all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(saved, recomputed
 
 # %%
 t4 = devices.device("t4")
-rate, memory, link = t4.flops_per_second["float32"], t4.memory_bytes_per_second, t4.link_bytes_per_second
+rate, memory, link = (
+    t4.flops_per_second["float32"],
+    t4.memory_bytes_per_second,
+    t4.link_bytes_per_second,
+)
 hidden, ratios = x, []
 for linear, tanh in zip(net[0:10:2], net[1:10:2]):
     out = tanh(linear(hidden))
-    moved = hidden.nbytes + linear.weight.nbytes + linear.bias.nbytes + out.nbytes
+    moved = (
+        hidden.nbytes
+        + linear.weight.nbytes
+        + linear.bias.nbytes
+        + out.nbytes
+    )
     product = max(2 * hidden.numel() * out.shape[1] / rate, moved / memory)
     seconds = product + 2 * out.nbytes / memory
     ratios.append(out.nbytes / seconds)
-    times = f"copy {1e6 * out.nbytes / link:4.1f} µs each way, recompute {1e6 * seconds:.1f} µs"
-    print(f"{out.nbytes // 1024} KiB: {times}, ratio {out.nbytes / seconds / 1e9:.1f} GB/s")
+    times = (
+        f"copy {1e6 * out.nbytes / link:4.1f} µs "
+        f"each way, recompute {1e6 * seconds:.1f} µs"
+    )
+    print(
+        f"{out.nbytes // 1024} KiB: {times}, ratio "
+        f"{out.nbytes / seconds / 1e9:.1f} GB/s"
+    )
     hidden = out
 
 # %% [markdown]
@@ -118,7 +144,9 @@ for linear, tanh in zip(net[0:10:2], net[1:10:2]):
 # %% alt="Bars over time. The top lane shows the operations of forward and, from 21 to 62 microseconds, of backward. Each row below is an activation: a short dark bar while forward uses it, a pale bar while it is inactive, and a dark bar while backward uses it. Below each row are the copies out and back, and the recomputation. Both copies of tanh_1 fit into its inactive interval; those of tanh, tanh_2 and tanh_4 end long after it. All recomputations are much shorter than the copies."
 graph = ackpt.trace(net, x)
 profile = ackpt.profile(graph, t4)
-figure = schematics.inactive_figure(mu_two.inactive_intervals(graph, profile))
+figure = schematics.inactive_figure(
+    mu_two.inactive_intervals(graph, profile)
+)
 path = plots.save(figure, "results/figures/08_inactive.png")
 figure
 
@@ -134,11 +162,25 @@ figure
 # %%
 intermediates = mu_two.intermediates_of(graph, profile)
 for i in intermediates:
-    out, back = slice(i.rank + 1, graph.boundary), slice(graph.boundary, i.first_bw_access)
-    overlap = " + ".join(f"{1e6 * sum(profile.seconds[part]):4.1f}" for part in (out, back))
-    idle = f"inactive {1e6 * i.inactive_time:4.1f} µs, copies overlap {overlap} µs"
-    print(f"{graph.nodes[i.rank].name:8} {i.memory_size // 1024:3} KiB, {idle}, {i.recompute_ratio / 1e9:4.1f} GB/s")
-assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(intermediates, ratios))
+    out, back = (
+        slice(i.rank + 1, graph.boundary),
+        slice(graph.boundary, i.first_bw_access),
+    )
+    overlap = " + ".join(
+        f"{1e6 * sum(profile.seconds[part]):4.1f}" for part in (out, back)
+    )
+    idle = (
+        f"inactive {1e6 * i.inactive_time:4.1f} "
+        f"µs, copies overlap {overlap} µs"
+    )
+    print(
+        f"{graph.nodes[i.rank].name:8} {i.memory_size // 1024:3} "
+        f"KiB, {idle}, {i.recompute_ratio / 1e9:4.1f} GB/s"
+    )
+assert all(
+    abs(i.recompute_ratio / by_hand - 1) < 1e-6
+    for i, by_hand in zip(intermediates, ratios)
+)
 
 # %% [markdown]
 # The first five ratios equal those computed by hand. For a language model of three blocks:
@@ -147,26 +189,45 @@ assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(int
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
 lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=3))
 tokens = torch.randint(256, (512,))
-arguments = tokens, torch.tensor([0, 512], dtype=torch.int32), 512, tokens.roll(-1)
+arguments = (
+    tokens,
+    torch.tensor([0, 512], dtype=torch.int32),
+    512,
+    tokens.roll(-1),
+)
 
 # %% alt="Scatter plot of the activations of the language model. Horizontal axis: inactive time in milliseconds. Vertical axis, logarithmic: gigabytes freed per second of recomputation. Outputs of products and elementwise operations are between 15 and 220, above the dashed line of the link at eight gigabytes per second. The small outputs of norms and sums are below it, the loss lowest."
 lm_graph = ackpt.trace(lm, *arguments)
 lm_profile = ackpt.profile(lm_graph, t4)
-kinds = {"products and attention": [], "sums and norms": [], "other elementwise": []}
+kinds = {
+    "products and attention": [],
+    "sums and norms": [],
+    "other elementwise": [],
+}
 for i in mu_two.intermediates_of(lm_graph, lm_profile):
     target = lm_graph.nodes[i.rank].target
-    kind = "products and attention" if any(lm_profile.flops[n] for n in i.recomp_nodes) else "other elementwise"
-    if kind != "products and attention" and any(part in target for part in ("mean", "rsqrt", "sum", "softmax", "loss")):
+    kind = (
+        "products and attention"
+        if any(lm_profile.flops[n] for n in i.recomp_nodes)
+        else "other elementwise"
+    )
+    if kind != "products and attention" and any(
+        part in target
+        for part in ("mean", "rsqrt", "sum", "softmax", "loss")
+    ):
         kind = "sums and norms"
     kinds[kind].append((1e3 * i.inactive_time, i.recompute_ratio / 1e9))
-figure = ratio_plot({kind: pairs for kind, pairs in kinds.items() if pairs}, link / 2 / 1e9, "")
+figure = ratio_plot(
+    {kind: pairs for kind, pairs in kinds.items() if pairs},
+    link / 2 / 1e9,
+    "",
+)
 path = plots.save(figure, "results/figures/08_ratios.png")
 figure
 
 # %% [markdown]
 # *Inactive time and recompute ratio of the activations of a language model, with the rates of a T4. The device recomputes
 # those above the dashed line faster than the link moves them out and back.*
-#
 #
 # ## The algorithm
 #
@@ -177,13 +238,22 @@ figure
 # an activation for recomputation and updates the ratios and times of the others.
 
 # %%
-link_time, retained, dropped, swaps = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
+link_time, retained, dropped, swaps = (
+    Link(costs(graph, profile), graph.boundary),
+    list(intermediates),
+    [],
+    [],
+)
 while candidates := [i for i in retained if i not in swaps]:
     swap = max(candidates, key=lambda i: i.inactive_time)
     recompute = max(candidates, key=lambda i: i.recompute_ratio)
     waits, seconds = link_time.overhead(swap), recompute.total_recomp_time
     names = graph.nodes[swap.rank].name, graph.nodes[recompute.rank].name
-    print(f"swap {names[0]:7} for {1e6 * waits:4.1f} µs or recompute {names[1]:7} for {1e6 * seconds:4.1f} µs? ", end="")
+    print(
+        f"swap {names[0]:7} for {1e6 * waits:4.1f} µs or "
+        f"recompute {names[1]:7} for {1e6 * seconds:4.1f} µs? ",
+        end="",
+    )
     if seconds < waits:
         drop(recompute, dropped, retained)
     else:
@@ -208,9 +278,15 @@ no_link = replace(profile, swap_seconds=None)
 names = [graph.nodes[i.rank].name for i in intermediates]
 print(f"{'dropped':9}" + "".join(f"{name:>9}" for name in names))
 for state in states(graph, no_link):
-    now = {graph.nodes[i.rank].name: f"{i.recompute_ratio / 1e9:.1f}" for i in state.kept}
+    now = {
+        graph.nodes[i.rank].name: f"{i.recompute_ratio / 1e9:.1f}"
+        for i in state.kept
+    }
     chosen = graph.nodes[state.chosen.rank].name if state.chosen else ""
-    print(f"{chosen:9}" + "".join(f"{now.get(name, '-'):>9}" for name in names))
+    print(
+        f"{chosen:9}"
+        + "".join(f"{now.get(name, '-'):>9}" for name in names)
+    )
 
 # %% [markdown]
 # - `tanh_4` has the highest ratio and is dropped first. It is computed from `tanh_3`. If `tanh_3` were dropped, too, it
@@ -222,11 +298,19 @@ for state in states(graph, no_link):
 # its members, as in the paper. With everything dropped:
 
 # %%
-for name, schedule in zip(("once", "each"), schedules_of(graph, no_link, state)):
+for name, schedule in zip(
+    ("once", "each"), schedules_of(graph, no_link, state)
+):
     simulated = simulate(graph, no_link, schedule)
-    added = simulated.recompute_flops / (simulated.flops - simulated.recompute_flops)
-    print(f"{name}: peak {simulated.peak_bytes / 1024:.0f} KiB, {added:.0%} more FLOPs")
-print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes / 1024:.0f} KiB")
+    added = simulated.recompute_flops / (
+        simulated.flops - simulated.recompute_flops
+    )
+    print(
+        f"{name}: peak {simulated.peak_bytes / 1024:.0f} "
+        f"KiB, {added:.0%} more FLOPs"
+    )
+peak = simulate(graph, no_link, everything(graph)).peak_bytes
+print(f"baseline: peak {peak / 1024:.0f} KiB")
 
 # %% [markdown]
 # Recomputing once is cheaper, but here it needs as much memory as the baseline. `ackpt` tries both orders after every
@@ -246,11 +330,19 @@ print(f"baseline: peak {simulate(graph, no_link, everything(graph)).peak_bytes /
 
 # %%
 policies = {"mu-two": "mu-two", "auto": "auto", "ilp": ilp.ilp}
-plans = {name: ackpt.plan(graph, 0.8, policy, profile=no_link) for name, policy in policies.items()}
+plans = {
+    name: ackpt.plan(graph, 0.8, policy, profile=no_link)
+    for name, policy in policies.items()
+}
 for policy, plan in plans.items():
-    names = ", ".join(name for name, fate in plan.fates.items() if fate == "recomputed")
+    names = ", ".join(
+        name for name, fate in plan.fates.items() if fate == "recomputed"
+    )
     peak = plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes
-    print(f"{policy:6} recomputes {names:12} peak {peak:.0%}, added time {plan.cost:.1%}")
+    print(
+        f"{policy:6} recomputes {names:12} peak "
+        f"{peak:.0%}, added time {plan.cost:.1%}"
+    )
 assert plans["ilp"].cost <= plans["mu-two"].cost
 
 # %% [markdown]
@@ -327,18 +419,32 @@ path = write_text_atomic("results/tables/08_link.md", table)
 # %%
 def inputs(batch):
     ids = torch.randint(256, (32 * batch,))
-    return ids, torch.arange(0, 32 * batch + 1, 32, dtype=torch.int32), 32, ids.roll(-1)
+    return (
+        ids,
+        torch.arange(0, 32 * batch + 1, 32, dtype=torch.int32),
+        32,
+        ids.roll(-1),
+    )
 
 
 def train(batch, *, regions=False, budget=None):
-    """The measured peak of a training step in bytes, and its plan, if it has a budget."""
-    model, args = models.LanguageModel(models.TransformerConfig(**sizes, layers=2)), inputs(batch)
+    """The measured peak of a step in bytes, and its plan, if it has one."""
+    model, args = (
+        models.LanguageModel(models.TransformerConfig(**sizes, layers=2)),
+        inputs(batch),
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     forward = model
     if regions:
         ackpt.apply_activation_checkpointing(model)  # one region per block
     if budget:
-        forward = ackpt.compile(model, *args, budget=budget, policy="mu-two", optimizer=optimizer)
+        forward = ackpt.compile(
+            model,
+            *args,
+            budget=budget,
+            policy="mu-two",
+            optimizer=optimizer,
+        )
 
     def step():
         optimizer.zero_grad()
@@ -346,23 +452,35 @@ def train(batch, *, regions=False, budget=None):
         optimizer.step()
 
     resident = model, optimizer, args[0], args[1], args[3]
-    return ackpt.measure(step, resident=resident, repeats=0).peak_bytes, getattr(forward, "plan", None)
+    return ackpt.measure(
+        step, resident=resident, repeats=0
+    ).peak_bytes, getattr(forward, "plan", None)
 
 # %%
 budget, _ = train(16)
-options = {"baseline": {}, "per-block": {"regions": True}, "mu-two": {"budget": 0.4}}
+options = {
+    "baseline": {},
+    "per-block": {"regions": True},
+    "mu-two": {"budget": 0.4},
+}
 largest = {}
 for method, how in options.items():
     small, large = (train(batch, **how)[0] for batch in (16, 32))
     slope = (large - small) / 16
     largest[method] = int((budget - (small - 16 * slope)) / slope)
-    print(f"{method:9} {slope / 1024:5.1f} KiB per sequence: {largest[method]} sequences in {budget / MIB:.2f} MiB")
+    print(
+        f"{method:9} {slope / 1024:5.1f} KiB per sequence: "
+        f"{largest[method]} sequences in {budget / MIB:.2f} MiB"
+    )
 
 # %%
 size, _ = train(largest["per-block"], regions=True)
 planned_size, plan = train(largest["mu-two"], budget=budget)
 assert max(size, planned_size) <= budget
-print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time")
+print(
+    f"per-block {size / MIB:.2f} MiB, mu-two "
+    f"{planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time"
+)
 
 # %% [markdown]
 # Both peaks are within the budget. (The added time is estimated from the measured rates of a CPU.)
@@ -419,8 +537,23 @@ figure
 # %%
 memory = max(row["peak"] for row in reference["rows"]) * MIB
 points = curves["lm"].items()
-fitting = {method: int(np.interp(memory, [at[method]["peak_bytes"] for _, at in points], [*curves["lm"]])) for method in NAMES}
-print(*(f"{NAMES[method]:9} {batch} ({batch / fitting['without']:.2f}x)" for method, batch in fitting.items()), sep="\n")
+fitting = {
+    method: int(
+        np.interp(
+            memory,
+            [at[method]["peak_bytes"] for _, at in points],
+            [*curves["lm"]],
+        )
+    )
+    for method in NAMES
+}
+print(
+    *(
+        f"{NAMES[method]:9} {batch} ({batch / fitting['without']:.2f}x)"
+        for method, batch in fitting.items()
+    ),
+    sep="\n",
+)
 
 # %% [markdown]
 # So the batch of the Transformer grows by about half. What a plan changes in the step of a ResNet-50:

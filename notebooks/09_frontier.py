@@ -57,7 +57,14 @@ SOURCE = "notebooks/09_frontier.py"
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("bert", "frontier", device=device, tier=tier, dataset=dataset, minutes=minutes)
+measure_here(
+    "bert",
+    "frontier",
+    device=device,
+    tier=tier,
+    dataset=dataset,
+    minutes=minutes,
+)
 
 # %% [markdown]
 # ## How far from the optimum?
@@ -73,7 +80,13 @@ measure_here("bert", "frontier", device=device, tier=tier, dataset=dataset, minu
 # The first model is a language model of three layers of width 64, with 4 sequences of 256 tokens:
 
 # %%
-SIZES = {"layers": 3, "dim": 64, "heads": 4, "ff_dim": 256, "vocab_size": 256}
+SIZES = {
+    "layers": 3,
+    "dim": 64,
+    "heads": 4,
+    "ff_dim": 256,
+    "vocab_size": 256,
+}
 SIZES |= {"batch_size": 4, "seq_len": 256}
 work = workload("transformer", SIZES, seed=0)
 graph = ackpt.trace(work.model, *work.args)
@@ -103,12 +116,22 @@ path = write_text_atomic("results/tables/09_bound.md", table)
 # ```
 
 # %%
-gaps = {row["budget"]: (1 + row["auto"]) / (1 + row["bound"]) - 1 for row in rows}
+gaps = {
+    row["budget"]: (1 + row["auto"]) / (1 + row["bound"]) - 1
+    for row in rows
+}
 for row in rows:
-    others = [row[policy] for policy in ("mu-two", "rotor", "full") if row[policy] is not None]
+    others = [
+        row[policy]
+        for policy in ("mu-two", "rotor", "full")
+        if row[policy] is not None
+    ]
     assert row["bound"] <= row["auto"] <= min(others)
 assert max(gap for budget, gap in gaps.items() if budget >= 0.4) < 0.02
-print("gap at:", ", ".join(f"{budget} {gap:.1%}" for budget, gap in gaps.items()))
+print(
+    "gap at:",
+    ", ".join(f"{budget} {gap:.1%}" for budget, gap in gaps.items()),
+)
 
 # %% [markdown]
 # Down to 40 percent of the peak, no other plan's step is more than two percent shorter. At the smallest budget, the gap
@@ -142,11 +165,21 @@ figure
 
 # %%
 for row in (*record.metrics["peers"], *points):
-    within = [plan for plan in record.metrics["front"] if plan["peak_bytes"] <= row["measured_peak_bytes"]]
-    assert min(plan["recompute_flops"] for plan in within) <= row["recompute_flops"]
+    within = [
+        plan
+        for plan in record.metrics["front"]
+        if plan["peak_bytes"] <= row["measured_peak_bytes"]
+    ]
+    assert (
+        min(plan["recompute_flops"] for plan in within)
+        <= row["recompute_flops"]
+    )
 assert frontier_report.broken_promises(record) == []
 peaks = {point["measured_peak_bytes"] for point in points}
-print(f"{len(points)} plans with {len(peaks)} different peaks are as predicted; no point is below the line")
+print(
+    f"{len(points)} plans with {len(peaks)} different "
+    "peaks are as predicted; no point is below the line"
+)
 
 # %% [markdown]
 # - **per-block** recomputes whole blocks, with their matrix products. Much of a block is nearly free to recompute: norms,
@@ -302,11 +335,23 @@ print(f"peaks in order: {peaks == sorted(peaks, reverse=True)}, costs in order: 
 
 # %%
 torch.manual_seed(0)
-sizes = models.BertConfig(dim=128, ff_dim=512, layers=4, heads=8, vocab_size=640)
-B, T_seq, d, f, h, L = 8, 128, sizes.dim, sizes.ff_dim, sizes.heads, sizes.layers
+sizes = models.BertConfig(
+    dim=128, ff_dim=512, layers=4, heads=8, vocab_size=640
+)
+B, T_seq, d, f, h, L = (
+    8,
+    128,
+    sizes.dim,
+    sizes.ff_dim,
+    sizes.heads,
+    sizes.layers,
+)
 model = models.BertForMaskedLM(sizes)
 ids = torch.randint(sizes.vocab_size, (B, T_seq))
-batch = {"input_ids": ids, "labels": ids.where(torch.rand(B, T_seq) < 0.15, -100)}
+batch = {
+    "input_ids": ids,
+    "labels": ids.where(torch.rand(B, T_seq) < 0.15, -100),
+}
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 resident = (model, optimizer, *batch.values())
 
@@ -384,10 +429,19 @@ graph = ackpt.trace(model, optimizer=optimizer, **batch)
 profile = ackpt.profile(graph, workspace="measured")
 none = ackpt.plan(graph, policy="none", profile=profile)
 A = 10 * d + 2 * f + 3 * h * T_seq + 4
-saved = {sum(a.bytes for a in activations) for activations in bert.of_blocks(none).values()}
-print(f"by hand {4 * B * T_seq * A:,} bytes, in each block of the graph {saved}")
+saved = {
+    sum(a.bytes for a in activations)
+    for activations in bert.of_blocks(none).values()
+}
+print(
+    f"by hand {4 * B * T_seq * A:,} bytes, "
+    f"in each block of the graph {saved}"
+)
 print(f"attention's matrices are {3 * h * T_seq / A:.0%} of it")
-print(f"recomputed without a matrix product: {(2 * h * T_seq + f + 4 * d) / A:.0%} of it")
+print(
+    "recomputed without a matrix product: "
+    f"{(2 * h * T_seq + f + 4 * d) / A:.0%} of it"
+)
 
 # %% [markdown]
 # Per-block checkpointing recomputes everything but the input of a block, including the matrix products. A planner
@@ -436,7 +490,10 @@ def more_flops(plan):
 
 for share, plan in plans.items():
     costs = f"cost {plan.cost:5.1%}, lower bound {plan.lower_bound:5.1%}"
-    print(f"budget {share} %: {more_flops(plan):5.2%} of the FLOPs recomputed, {costs}")
+    print(
+        f"budget {share} %: {more_flops(plan):5.2%} "
+        f"of the FLOPs recomputed, {costs}"
+    )
 
 # %% [markdown]
 # :::{admonition} Takeaway

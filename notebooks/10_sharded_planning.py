@@ -53,14 +53,24 @@ GIB = 2**30
 # whole tensors:
 
 # %%
-distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+distributed.init_process_group(
+    "gloo", store=distributed.HashStore(), rank=0, world_size=1
+)
 options = {"dim_feedforward": 128, "dropout": 0.0, "batch_first": True}
-model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, **options) for _ in range(3)), nn.LayerNorm(64))
+model = nn.Sequential(
+    *(nn.TransformerEncoderLayer(64, 4, **options) for _ in range(3)),
+    nn.LayerNorm(64),
+)
 
-mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+mixed = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+)
 for block in model[:3]:  # one group of parameters per block
     fully_shard(block, mp_policy=mixed)
-fully_shard(model, mp_policy=mixed)  # the root: all parameters outside the blocks
+# the root: all parameters outside the blocks
+fully_shard(
+    model, mp_policy=mixed
+)
 optimizer = torch.optim.AdamW(model.parameters())
 
 loss = model(torch.randn(4, 16, 64)).float().square().mean()
@@ -78,8 +88,14 @@ distributed.destroy_process_group()
 # %%
 large = {size: sharded_llama.llama(size) for size in ("8B", "70B")}
 for size, model in large.items():
-    root, block = (sum(torch.Size(w.shape).numel() for w in group.weights) for group in model.groups[:2])
-    print(f"{size:>3}: {model.step.parameters:,} = {model.stands_for} x {block:,} + {root:,}")
+    root, block = (
+        sum(torch.Size(w.shape).numel() for w in group.weights)
+        for group in model.groups[:2]
+    )
+    print(
+        f"{size:>3}: {model.step.parameters:,} = "
+        f"{model.stands_for} x {block:,} + {root:,}"
+    )
 
 # %% [markdown]
 # ## What a rank allocates temporarily
@@ -107,15 +123,34 @@ figure
 # lowers:
 
 # %% alt="Two stacked bars, for Llama 3 8B and 70B. The parts are the root, one block, the buffer of the next block's gather, and the buffer of a reduction, which is twice as high as a block. The root is more than half of the bar for 8B, and more than a third for 70B."
-groups = {size: [GroupBytes(group, sharded_llama.mixed(64)) for group in model.groups[:2]] for size, model in large.items()}
+groups = {
+    size: [
+        GroupBytes(group, sharded_llama.mixed(64))
+        for group in model.groups[:2]
+    ]
+    for size, model in large.items()
+}
 floor = {
     "root, gathered": [root.unsharded for root, _ in groups.values()],
-    "one block, gathered": [block.unsharded for _, block in groups.values()],
-    "gather of the next block": [block.gather for _, block in groups.values()],
-    "reduction of the previous block": [block.reduce for _, block in groups.values()],
+    "one block, gathered": [
+        block.unsharded for _, block in groups.values()
+    ],
+    "gather of the next block": [
+        block.gather for _, block in groups.values()
+    ],
+    "reduction of the previous block": [
+        block.reduce for _, block in groups.values()
+    ],
 }
-colors = {name: plots.COLORS[color] for name, color in zip(floor, ("optimizer", "parameters", "buffers", "temporaries"))}
-figure = stacked_plot([*groups], floor, "", ylabel="temporary memory of a rank", colors=colors)
+colors = {
+    name: plots.COLORS[color]
+    for name, color in zip(
+        floor, ("optimizer", "parameters", "buffers", "temporaries")
+    )
+}
+figure = stacked_plot(
+    [*groups], floor, "", ylabel="temporary memory of a rank", colors=colors
+)
 path = plots.save(figure, "results/figures/10_floor.png")
 figure
 
@@ -169,8 +204,17 @@ path = write_text_atomic("results/tables/10_check.md", table)
 
 # %%
 names = {"none": "baseline", "full": "per-block", "auto": "plan"}
-deep = ShardedModel(PlanConfig(StepRequest("hf:LlamaConfig", 4, 64, None, tiny | {"num_hidden_layers": 6})))
-plans = {policy: deep.plan(Sharding(4), policy=policy) for policy in ("none", "full")}
+deep = ShardedModel(
+    PlanConfig(
+        StepRequest(
+            "hf:LlamaConfig", 4, 64, None, tiny | {"num_hidden_layers": 6}
+        )
+    )
+)
+plans = {
+    policy: deep.plan(Sharding(4), policy=policy)
+    for policy in ("none", "full")
+}
 plans["auto"] = deep.plan(Sharding(4), budget=plans["full"].peak_bytes)
 
 # %%
@@ -179,7 +223,10 @@ for policy, plan in plans.items():
     budget = plans["full"].peak_bytes if policy == "auto" else None
     found = whole.plan(Sharding(4), budget, policy)
     same = found.timeline == plan.timeline and found.runs == plan.runs
-    peaks = f"from {CAPTURED} blocks: {plan.peak_bytes:,}, from 6: {found.peak_bytes:,}"
+    peaks = (
+        f"from {CAPTURED} blocks: {plan.peak_bytes:,}, "
+        f"from 6: {found.peak_bytes:,}"
+    )
     print(f"{names[policy]:9}  {peaks}, every event equal: {same}")
 
 # %% [markdown]
@@ -237,13 +284,22 @@ for run in plan.runs:
 
 # %%
 at_64 = {"baseline": "none", "per-block": "full"}
-chosen = {name: large["70B"].plan(sharded_llama.mixed(64), policy=policy) for name, policy in at_64.items()}
+chosen = {
+    name: large["70B"].plan(sharded_llama.mixed(64), policy=policy)
+    for name, policy in at_64.items()
+}
 chosen["plan"] = plan
 parts = [sharded_llama.layers(each) for each in chosen.values()]
 shown = {name: [part[name] for part in parts] for name in parts[0]}
-path = plots.save(stacked_plot([*chosen], shown, "", limit=80 * GIB), "results/figures/10_at_the_peak.png")
+path = plots.save(
+    stacked_plot([*chosen], shown, "", limit=80 * GIB),
+    "results/figures/10_at_the_peak.png",
+)
 for name in ("per-block", "plan"):
-    print(f"{name:9} recomputes {sharded_llama.again(chosen[name]):4.1f} % of the FLOPs")
+    print(
+        f"{name:9} recomputes "
+        f"{sharded_llama.again(chosen[name]):4.1f} % of the FLOPs"
+    )
 
 # %% [markdown]
 # {ref}`The figure at the top <fig-llama-peak>` shows the memory at the peak.
@@ -264,10 +320,16 @@ for name in ("per-block", "plan"):
 
 # %%
 ranks, model = 64, large["70B"]
-root, block = (sum(torch.Size(w.shape).numel() for w in group.weights) for group in model.groups[:2])
+root, block = (
+    sum(torch.Size(w.shape).numel() for w in group.weights)
+    for group in model.groups[:2]
+)
 by_hand = (ranks - 1) * 2 * (2 * model.stands_for * block + root) // ranks
 links = plan.communication
-print(f"{links.gathers} gathers receive {links.gathered_bytes:,} bytes, by hand {by_hand:,}")
+print(
+    f"{links.gathers} gathers receive "
+    f"{links.gathered_bytes:,} bytes, by hand {by_hand:,}"
+)
 print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 
 # %% [markdown]

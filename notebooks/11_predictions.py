@@ -68,7 +68,9 @@ def step():
     F.cross_entropy(logits, targets).backward()
 
 
-peak = ackpt.predict(step, resident=(logits, targets), device="a100-80g").peak_bytes
+peak = ackpt.predict(
+    step, resident=(logits, targets), device="a100-80g"
+).peak_bytes
 published = rows()[0]
 print(f"{published['step']} {published['sizes']} on {published['gpu']}")
 print(f"published {published['bytes']:,}, predicted {peak:,} bytes")
@@ -87,9 +89,17 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 # %%
 found = all_predicted()
 total = report.summary(found)[0]
-steps = report.summary(row for row in found if row["source"] not in report.OPERATORS)[0]
-print(f"{total['n']} figures, {total['exact']} exact, median error {total['median']:.2%}, largest {total['largest']:+.1%}")
-print(f"{steps['n']} of them are of whole training steps, {steps['exact']} exact")
+steps = report.summary(
+    row for row in found if row["source"] not in report.OPERATORS
+)[0]
+print(
+    f"{total['n']} figures, {total['exact']} exact, median error "
+    f"{total['median']:.2%}, largest {total['largest']:+.1%}"
+)
+print(
+    f"{steps['n']} of them are of whole "
+    f"training steps, {steps['exact']} exact"
+)
 assert total["n"] >= 100 and len({row["source"] for row in found}) >= 8
 
 # %% tags=["hide-input"]
@@ -126,13 +136,27 @@ _ = write_text_atomic("results/cpu/11_badge.md", report.badge(found, "notebooks/
 # repeat those of the smallest figure of every step, except eight slow ones:
 
 # %%
-slow = {"vit-large", "gpt", "course-transformer", "bert-classifier", "reference-offload", "reference-language-model"}
+slow = {
+    "vit-large",
+    "gpt",
+    "course-transformer",
+    "bert-classifier",
+    "reference-offload",
+    "reference-language-model",
+}
 slow |= {"flux2-adapters", "causal-lm"}
-smallest = {row["step"]: row for row in sorted(rows(), key=lambda row: -row["bytes"]) if row["step"] not in slow}
+smallest = {
+    row["step"]: row
+    for row in sorted(rows(), key=lambda row: -row["bytes"])
+    if row["step"] not in slow
+}
 stored = Predictions()
 again = Predictions()
 for row in smallest.values():
-    assert again.of(row, repeat=True)["predicted"] == stored.of(row)["predicted"], row["step"]
+    assert (
+        again.of(row, repeat=True)["predicted"]
+        == stored.of(row)["predicted"]
+    ), row["step"]
 print(f"{len(smallest)} predictions repeated, all equal to the stored ones")
 
 # %% [markdown]
@@ -142,7 +166,10 @@ print(f"{len(smallest)} predictions repeated, all equal to the stored ones")
 
 # %%
 for row in report.worst(found, 0.02):
-    print(f"{row['error']:+7.1%}  {row['metric']:10} {row['step']:24} {row['source']}")
+    print(
+        f"{row['error']:+7.1%}  {row['metric']:10} "
+        f"{row['step']:24} {row['source']}"
+    )
 
 # %% [markdown]
 # **Other versions of torch.** MONeT measured MobileNet V2 with torch 1.5, where backward read the *result* of an in-place
@@ -151,15 +178,33 @@ for row in report.worst(found, 0.02):
 # sequence, so the old implementation seems to have saved one more; we cannot check that without those versions:
 
 # %%
-bert = [row for row in found if row["step"] == "bert-classifier" and "optimizer" not in row["sizes"]]
+bert = [
+    row
+    for row in found
+    if row["step"] == "bert-classifier" and "optimizer" not in row["sizes"]
+]
 for row in bert:
     sizes = row["sizes"]
     if not sizes.get("only_loaded") and not sizes.get("mixed"):
-        kind = "checkpointed" if sizes.get("checkpointed") else "not checkpointed"
-        missing = (row["bytes"] - row["predicted"]) / sizes["batch"] / sizes["layers"]
-        print(f"batch {sizes['batch']}, {kind:17} {missing / 2**20:6.2f} MiB per layer and sequence are missing")
+        kind = (
+            "checkpointed"
+            if sizes.get("checkpointed")
+            else "not checkpointed"
+        )
+        missing = (
+            (row["bytes"] - row["predicted"])
+            / sizes["batch"]
+            / sizes["layers"]
+        )
+        print(
+            f"batch {sizes['batch']}, {kind:17} {missing / 2**20:6.2f} "
+            "MiB per layer and sequence are missing"
+        )
 size = bert[0]["sizes"]
-print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**20:.2f} MiB")
+print(
+    "one attention matrix has "
+    f"{4 * size['heads'] * size['length'] ** 2 / 2**20:.2f} MiB"
+)
 
 # %% [markdown]
 # **Memory of libraries.** cuDNN, whose sources are not public, probably chooses fast convolutions with large workspaces
@@ -183,7 +228,10 @@ print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**2
 # %%
 compared = time_ratios.ratios()
 near = [row for row in compared if abs(row["error"]) <= 0.05]
-print(f"{len(compared)} ratios from {len({row['source'] for row in compared})} sources, {len(near)} within 5 %")
+print(
+    f"{len(compared)} ratios from {len({row['source'] for row in compared})}"
+    f" sources, {len(near)} within 5 %"
+)
 assert len(compared) >= 10 and len({row["source"] for row in compared}) >= 3
 times = time_ratios.Times()
 for row in compared:
@@ -208,7 +256,9 @@ _ = write_text_atomic("results/tables/11_time_ratios.md", ratio_table)
 
 # %%
 for row in compared:
-    if abs(row["error"]) > 0.10 or row["what"].startswith(("language model", "offload")):
+    if abs(row["error"]) > 0.10 or row["what"].startswith(
+        ("language model", "offload")
+    ):
         first, second = time_ratios.shares(row)
         print(f"{row['error']:+6.1%}  {row['what']}: {row['method']}")
         print(f"        {first:.0%} of the roofline, baseline {second:.0%}")

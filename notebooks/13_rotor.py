@@ -55,10 +55,18 @@ blocks = rotor.Chain(
     output_bytes=(1, 2, 1, 2),
     saved_bytes=(2, 5, 3, 4),
 )
-short = {rotor.FORWARD_ALL: "all", rotor.FORWARD_CHECKPOINT: "ckpt", rotor.FORWARD_NONE: "none"}
+short = {
+    rotor.FORWARD_ALL: "all",
+    rotor.FORWARD_CHECKPOINT: "ckpt",
+    rotor.FORWARD_NONE: "none",
+}
 for budget in (16, 13, 11, 9, 8):
     best = rotor.solve(blocks, budget)
-    ways = [f"{short[kind]} {block}" for kind, block in best.operations if kind in short]
+    ways = [
+        f"{short[kind]} {block}"
+        for kind, block in best.operations
+        if kind in short
+    ]
     print(f"{budget:2} bytes, time {best.time}: {', '.join(ways)}")
 
 # %% [markdown]
@@ -78,9 +86,15 @@ def train_pyramid():
     step(pyramid_x).backward()
 
 
-run, plan = ackpt.measure(train_pyramid, resident=[pyramid, pyramid_x], repeats=0), step.plan
+run, plan = (
+    ackpt.measure(train_pyramid, resident=[pyramid, pyramid_x], repeats=0),
+    step.plan,
+)
 assert run.dynamic_peak_bytes == plan.dynamic_peak_bytes <= plan.limit_bytes
-print(f"planned {plan.dynamic_peak_bytes:,} bytes, measured {run.dynamic_peak_bytes:,}")
+print(
+    f"planned {plan.dynamic_peak_bytes:,} "
+    f"bytes, measured {run.dynamic_peak_bytes:,}"
+)
 
 # %% tags=["hide-input"]
 graph = ackpt.trace(pyramid, pyramid_x)
@@ -114,10 +128,18 @@ path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/
 
 # %%
 def line(n):
-    edges = {(i, i + 1) for i in range(n)}  # forward, then into the last layer's backward
+    # forward, then into the last layer's backward
+    edges = {
+        (i, i + 1) for i in range(n)
+    }
     for layer in range(n):
         backward = 2 * n - 1 - layer
-        reads = [layer, layer - 1, backward - 1]  # its result, its input, the gradient
+        # its result, its input, the gradient
+        reads = [
+            layer,
+            layer - 1,
+            backward - 1,
+        ]
         edges |= {(i, backward) for i in reads if i >= 0}
     return ilp.Dag([1] * n + [2] * n, [1] * (2 * n), sorted(edges))
 
@@ -196,15 +218,23 @@ path = write_text_atomic("results/tables/13_exact.md", table)
 
 # %%
 for row in exact:
-    assert row["ilp"] == row["ilp_bound"] and row["bound"] <= row["ilp"] + 1e-9
+    assert (
+        row["ilp"] == row["ilp_bound"] and row["bound"] <= row["ilp"] + 1e-9
+    )
     assert all(row["ilp"] <= row[policy] + 1e-9 for policy in POLICIES)
 missed = [row for row in exact if row["auto"] > row["ilp"] + 1e-9]
 assert {row["model"] for row in missed} <= {"U-Net"}
-print(f"the plan has the optimum in {len(exact) - len(missed)} of {len(exact)} cases")
+print(
+    "the plan has the optimum in "
+    f"{len(exact) - len(missed)} of {len(exact)} cases"
+)
 for row in missed:
     longer = (1 + row["auto"]) / (1 + row["ilp"]) - 1
     assert longer < 0.02
-    print(f"{row['model']} at {row['budget']}: the step costs less than 2% more than the optimum")
+    print(
+        f"{row['model']} at {row['budget']}: the step "
+        "costs less than 2% more than the optimum"
+    )
 
 # %% [markdown]
 # The optimum is an ordinary plan. We run it on the U-Net:
@@ -219,9 +249,17 @@ def gradients(run):
     return [parameter.grad for parameter in unet.parameters()]
 
 
-assert all(a.equal(b) for a, b in zip(gradients(unet), gradients(step), strict=True))
-run = ackpt.measure(lambda: gradients(step), resident=[unet, pictures], repeats=0)
-print(f"gradients bit-equal; measured minus predicted: {run.dynamic_peak_bytes - step.plan.dynamic_peak_bytes} bytes")
+assert all(
+    a.equal(b)
+    for a, b in zip(gradients(unet), gradients(step), strict=True)
+)
+run = ackpt.measure(
+    lambda: gradients(step), resident=[unet, pictures], repeats=0
+)
+print(
+    "gradients bit-equal; measured minus predicted: "
+    f"{run.dynamic_peak_bytes - step.plan.dynamic_peak_bytes} bytes"
+)
 
 # %% [markdown]
 # On the smallest graphs the lower bound is far from the optimum, because the linear program may save half a tensor.

@@ -60,7 +60,16 @@ stored = Predictions()
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("synthetic", "lm", "offload", "reference", device=device, tier=tier, dataset=dataset, minutes=minutes)
+measure_here(
+    "synthetic",
+    "lm",
+    "offload",
+    "reference",
+    device=device,
+    tier=tier,
+    dataset=dataset,
+    minutes=minutes,
+)
 
 # %% tags=["hide-input"]
 experiments = {
@@ -89,7 +98,9 @@ profiles = {}
 for method in ("baseline", "checkpoint"):
     with FakeTensorMode():
         theirs = reference.reference_synthetic(tokens=16384, method=method)
-    profiles[method] = ackpt.predict(theirs.run, resident=theirs.resident, device="h100-80g")
+    profiles[method] = ackpt.predict(
+        theirs.run, resident=theirs.resident, device="h100-80g"
+    )
     print(f"{method:10} {profiles[method].peak_bytes / 2**20:,.1f} MiB")
 
 # %% tags=["hide-input"] alt="Live memory of a published step at 16,384 tokens, side by side. Baseline: activations rise in a ramp to 14,065 MiB at the loss, just before backward begins, and fall while gradients accumulate. Checkpoint: boundaries rise slowly in the forward, then twelve teeth of about equal height follow in backward, with the peak of 3,727 MiB in the last one. Both end with a short rise in the optimizer."
@@ -231,47 +242,76 @@ def small_model():
     torch.manual_seed(0)
     model = reference.LanguageModel(256, 64, 256, 2, 16, attend)
     for name, parameter in model.named_parameters():
-        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+        torch.nn.init.ones_(
+            parameter
+        ) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
     return model
 
 
 model = small_model().double()
-tokens, offsets, order = torch.randint(256, (64,)), torch.tensor([0, 64]), torch.randperm(64)
+tokens, offsets, order = (
+    torch.randint(256, (64,)),
+    torch.tensor([0, 64]),
+    torch.randperm(64),
+)
 changed = tokens.clone()
 changed[40] += 1
 with torch.no_grad():
-    first, later, permuted = (model(x, offsets, False) for x in (tokens, changed % 256, tokens[order]))
-print(f"token 40 changes the prediction for token 21: {not torch.equal(first[20], later[20])}")
-print(f"the order of the tokens changes nothing: {torch.allclose(permuted, first[order])}")
+    first, later, permuted = (
+        model(x, offsets, False)
+        for x in (tokens, changed % 256, tokens[order])
+    )
+print(
+    "token 40 changes the prediction for token "
+    f"21: {not torch.equal(first[20], later[20])}"
+)
+print(
+    "the order of the tokens changes nothing: "
+    f"{torch.allclose(permuted, first[order])}"
+)
 
 # %% [markdown]
 # `run_lm_model.py` also never sets its gradients to zero. They add up over 499 steps, a momentum that never decays, and
 # they occupy memory during the forward:
 
 # %%
-batches = list(packed_batches(token_stream("embedded", 256), 256, batch_size=1, steps=120))
+batches = list(
+    packed_batches(
+        token_stream("embedded", 256), 256, batch_size=1, steps=120
+    )
+)
 
 
 def train(zero):
-    """The mean loss of the last ten steps, and the norm of the gradients at the end."""
+    """The mean loss of the last ten steps; the norm of the last gradients."""
     model, losses = small_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for batch in batches:
         if zero:
             optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch.tokens, batch.cu_seqlens, False), batch.targets)
+        loss = F.cross_entropy(
+            model(batch.tokens, batch.cu_seqlens, False), batch.targets
+        )
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    norm = torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in model.parameters()]
+    )
     return sum(losses[-10:]) / 10, float(norm)
 
 
 for zero in (True, False):
     loss, norm = train(zero)
-    print(f"gradients {'' if zero else 'never '}set to zero: loss {loss:.2f}, norm of the gradients {norm:.1f}")
+    print(
+        f"gradients {'' if zero else 'never '}set to zero: "
+        f"loss {loss:.2f}, norm of the gradients {norm:.1f}"
+    )
 weights = reference.parameters_of_language_model()
-print(f"resident in the published run: {4 * weights / 2**20:.0f} MiB of gradients")
+print(
+    "resident in the published run: "
+    f"{4 * weights / 2**20:.0f} MiB of gradients"
+)
 
 # %% tags=["hide-input"]
 D, FF, H, layers = published_lm.dim, published_lm.ff_dim, published_lm.model().heads, published_lm.layers
@@ -380,8 +420,14 @@ figure
 # %%
 for record in Timelines().records("reference-offload", shown):
     timeline = Timeline.from_json(record.metrics["timeline"])
-    forward_peak = max(timeline.live[: timeline.boundary + 1]) + record.metrics["resident_bytes"]
-    print(f"{record.config['method']:20} highest in the forward: {forward_peak / 2**20:,.1f} MiB")
+    forward_peak = (
+        max(timeline.live[: timeline.boundary + 1])
+        + record.metrics["resident_bytes"]
+    )
+    print(
+        f"{record.config['method']:20} highest in "
+        f"the forward: {forward_peak / 2**20:,.1f} MiB"
+    )
 
 # %% [markdown]
 # ## A ResNet-152 that recomputes and gets faster
@@ -425,7 +471,12 @@ print("\n".join(resnet_figures["claims"]))
 # only*, and a forward recomputes nothing:
 
 # %%
-blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+blocks = torch.nn.Sequential(
+    *(
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+        for _ in range(8)
+    )
+)
 x = torch.randn(512, 64, requires_grad=True)
 
 
@@ -437,11 +488,26 @@ def baseline():
     return blocks(x)
 
 
-parts = {"forward": lambda run: run(), "forward and backward": lambda run: run().sum().backward()}
+parts = {
+    "forward": lambda run: run(),
+    "forward and backward": lambda run: run().sum().backward(),
+}
 for name, part in parts.items():
-    flops = [ackpt.measure(partial(part, run), resident=(blocks, x), repeats=0).flops for run in (baseline, forward)]
+    flops = [
+        ackpt.measure(
+            partial(part, run), resident=(blocks, x), repeats=0
+        ).flops
+        for run in (baseline, forward)
+    ]
     print(f"{name:21} checkpointed {flops[1] / flops[0]:.2f} of the FLOPs")
-even = {m: all(row["peak"] % 2 == 0 for row in resnet_figures["rows"] if row["method"] == m) for m in ("without", "with")}
+even = {
+    m: all(
+        row["peak"] % 2 == 0
+        for row in resnet_figures["rows"]
+        if row["method"] == m
+    )
+    for m in ("without", "with")
+}
 print("all peaks are even whole MiB:", even)
 
 # %% [markdown]
