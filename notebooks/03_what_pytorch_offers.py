@@ -866,29 +866,6 @@ for (name, arguments), most in zip(variants.items(), (16, 8, 5)):
     assert most / 2 < one.dynamic_peak_bytes / 2**20 <= most
 
 # %% [markdown]
-# :::{admonition} Exercise 3: fit your own model within a budget
-# :class: note
-# Measure the peak of a model of your own, or of `llama`. With `ackpt.apply_budget`, give it three quarters of that.
-# Check the peak and the gradients. Then ask for 1 MiB, and read the error.
-# :::
-
-# %% tags=["solution"]
-baseline_run = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
-expected = [parameter.grad.clone() for parameter in llama.parameters()]
-batch, budget = {"input_ids": tokens, "labels": tokens}, baseline_run.peak_bytes * 3 // 4
-llama.train()
-ackpt.apply_budget(llama, batch, budget=budget)
-planned_run = ackpt.measure(llama_step, resident=[llama, tokens], warmup=0, repeats=0)
-ackpt.remove_budget(llama)
-try:
-    ackpt.apply_budget(llama, batch, budget="1MiB")
-except ackpt.BudgetError as error:
-    print(f"1 MiB is refused; smallest feasible budget: {error.least_bytes / 2**20:.1f} MiB")
-print(f"{baseline_run.peak_bytes / 2**20:.1f} MiB -> {planned_run.peak_bytes / 2**20:.1f} MiB")
-assert planned_run.peak_bytes <= budget
-assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(llama.parameters(), expected))
-
-# %% [markdown]
 # ## Llama 3 8B with selective checkpointing
 
 # %% tags=["hide-input"] alt="Three stacked bars. With every second product saved, the peak is 95.9 GiB, above the memory of the GPU, and the time 1.49 seconds."

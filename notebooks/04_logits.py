@@ -348,10 +348,7 @@ path = write_text_atomic("results/tables/04_head_chunks.md", markdown_table(rows
 #
 # The rows of the libraries follow from their documented rules. Added time is modeled for an H200.
 #
-# :::{admonition} Takeaway
-# :class: tip
-# A fixed chunk ignores the budget. Here, both libraries' chunks are smaller than either budget needs.
-# :::
+# Both libraries' chunks are smaller than either budget needs.
 
 # %% [markdown]
 # ## The whole step

@@ -463,7 +463,6 @@ figure
 # %% [markdown]
 # *Offloading the inputs removes the ramp. Bars are copies; with `async`, they overlap with compute.*
 #
-# With `store="disk"`, the store is a disk.
 #
 # :::{admonition} Exercise 2: fit your own model within a budget
 # :class: note

@@ -546,8 +546,8 @@ path = write_text_atomic("results/tables/06_models.md", table)
 # - For equal blocks, `rotor` needs $6 \, S$, as promised, but the baseline $39 \, S$, not 36.
 # - The pyramid and ResNet-18 need *more* than the formulas promise. Their first blocks are the largest, and all
 #   activations of one must be live at once.
-# - The language model needs *less* than $\sqrt n$ promises. Most blocks are halves of layers, attention and MLP, and
-#   the tensor between two of them is much smaller than what each saves inside.
+# - The language model needs *less* than $\sqrt n$ promises: the tensors between its blocks, halves of layers, are much
+#   smaller than what each saves inside.
 # - A model with a skip connection from front to end cannot be cut. It needs a planner that works on operations
 #   ({doc}`07_graph_profiler`).
 #

@@ -250,7 +250,7 @@ for policy, plan in plans.items():
 # :::
 #
 # Each rank trains on one sequence of 8,192 tokens with AdamW, with shards and reductions in float32 and computation in
-# bf16. Recomputed FLOPs are in percent of the baseline's.
+# bf16.
 
 # %% tags=["hide-input"]
 BUDGET = "80GiB"
@@ -333,7 +333,7 @@ print(
 print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 
 # %% [markdown]
-# Recomputation adds no communication, because it runs while the block is gathered. Nor does a larger batch.
+# Recomputation adds no communication, because it runs while the block is gathered.
 #
 # ## Running it
 #

@@ -81,5 +81,4 @@ path = write_text_atomic("results/tables/12_fits.md", markdown_table(rows, FIT_C
 # tensorboard --logdir traces
 # ```
 #
-# On Colab, `run_demo()` of `experiments.colab` runs the offload experiment in one cell and shows its table and figures.
 # {doc}`../status` says which tables have no such records yet.

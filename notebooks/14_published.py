@@ -354,8 +354,8 @@ path = write_text_atomic("results/tables/14_lm_causes.md", markdown_table(rows, 
 #   {ref}`the synthetic experiment <tab-synthetic-causes>`.
 # - A logit needs 14 bytes: bf16, referenced by a variable (2), and the log-probability and two gradients in fp32.
 # - Gradients are never set to zero, so they are live when the loss is computed.
-# - Embedding and head share one weight, which saves 12 bytes per element.
-# - The seconds include reading the text and, in ten steps, a profiler.
+# - Embedding and head share one weight, which saves 12 bytes per element. - The seconds include reading the text and,
+#   in ten steps, a profiler.
 # :::
 
 # %% [markdown]
