@@ -120,8 +120,11 @@ assert measured.categories["optimizer"] == 8 * P + counters
 # | down-projection | input | $f$ | $f$ | $f$ |
 # | $A$ | all elements that the block saves per token | $10 d + 2 f + 3 h + 2$ | $8 d + 2 f + h + 4$ | $10 d + 4 f + h + 2$ |
 #
-# (The output projection reads the output of attention, which is counted. Llama has as many heads for keys and values as
-# for queries here.)
+#
+# ```{margin}
+# The output projection reads the output of attention, which is counted. Llama has as many heads for keys and values as
+# for queries here.
+# ```
 #
 # Attention computes a score for every pair of tokens in a sequence, yet no row contains the length of a sequence: the
 # fused kernel (FlashAttention) saves one sum per query and head, and recomputes the scores in backward.

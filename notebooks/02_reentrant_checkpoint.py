@@ -187,9 +187,12 @@ path = plots.save(figure, "results/figures/02_timeline.png")
 figure
 
 # %% [markdown]
+# ```{margin}
+# `ackpt.checkpoint` runs the first forward with a graph, for reasons given below, hence the teeth on the left.
+# ```
+#
 # *Left of the dashed line, each region drops its activations when it ends, and its output is saved as a boundary: the
-# tensor that the next region reads. Right of it, each region is recomputed and then freed.* (`ackpt.checkpoint` runs
-# the first forward with a graph, for reasons given below, hence the teeth on the left.)
+# tensor that the next region reads. Right of it, each region is recomputed and then freed.*
 #
 # The peak is in the backward of the last region, the first that backward reaches: **$k - 1$ boundaries, $n / k - 1$
 # recomputed activations and one gradient**. (Nothing reads the region's output again, and its gradient, the broadcast 1

@@ -216,8 +216,12 @@ figure
 # *Hidden states and logits of the published language model, drawn to scale. A loss in chunks allocates only the filled
 # part at a time.*
 #
+# ```{margin}
+# The logits themselves are freed by then.
+# ```
+#
 # When backward begins, the baseline's loss has three tensors of $T V$ elements: the log-probabilities, their gradient,
-# and the gradient of the logits. (The logits themselves are freed by then.)
+# and the gradient of the logits.
 #
 # $$ \text{head} = T \cdot V \cdot 4 \text{ bytes} \cdot 3 \text{ copies} $$
 #

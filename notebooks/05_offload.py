@@ -77,9 +77,13 @@ expected = train(contextlib.nullcontext())
 all(map(torch.equal, expected, train(save_on_cpu())))
 
 # %% [markdown]
+# ```{margin}
+# On a GPU, `host` would be `torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)`.
+# ```
+#
 # `save_on_cpu` installs two functions. Autograd calls *pack* for each tensor that it saves, and *unpack* when backward
-# reads the tensor. `save_on_cpu` does not copy tensors on a CPU, so we write a pair that does. (On a GPU, `host` would
-# be `torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)`.) Here, the input of a layer has $S$ bytes:
+# reads the tensor. `save_on_cpu` does not copy tensors on a CPU, so we write a pair that does. Here, the input of a
+# layer has $S$ bytes:
 
 # %%
 def pack(tensor):

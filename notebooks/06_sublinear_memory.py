@@ -124,8 +124,11 @@ def in_segments(blocks, lengths, x):
 # the boundary, which is saved, and PyTorch stops a recomputation as soon as it has all tensors that backward reads.
 # This leaves $n - n / k - (k - 1)$ products, or $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward.
 #
-# (Other chapters count other tensors: $k + n / k$ in {doc}`02_reentrant_checkpoint` includes one gradient, the sum in
-# {doc}`07_graph_profiler` two. The measurement below adds three tensors of the last block.)
+#
+# ```{margin}
+# Other chapters count other tensors: $k + n / k$ in {doc}`02_reentrant_checkpoint` includes one gradient, the sum in
+# {doc}`07_graph_profiler` two. The measurement below adds three tensors of the last block.
+# ```
 #
 # While backward processes the segments nearest the input, few boundaries are live, so these segments may be longer.
 # With decreasing lengths $\ell_1 > \ell_2 > \dots$, about $\sqrt{2 n}$ activations are enough

@@ -175,9 +175,12 @@ print(
 )
 
 # %% [markdown]
-# The prediction is exact to the byte. (In this model the peak comes late, because the gradients are larger than the
-# activations.) `ackpt.trace` captures such a graph, even of a model that is too large for this machine, and
-# `ackpt.graph.simulate` simulates any schedule.
+# ```{margin}
+# In this model the peak comes late, because the gradients are larger than the activations.
+# ```
+#
+# The prediction is exact to the byte. `ackpt.trace` captures such a graph, even of a model that is too large for this
+# machine, and `ackpt.graph.simulate` simulates any schedule.
 #
 # The saved storages are those that forward writes and backward reads. `boundary` is the position of the first node of
 # backward:
