@@ -473,7 +473,7 @@ columns = {"activation": "activation", "size": "elements per token"}
 columns |= {str(share): f"budget {share} %" for share in shown}
 caption = f"The number of blocks, out of {L}, that save each activation, by budget; the other blocks recompute it."
 path = write_text_atomic("results/tables/09_block.md", markdown_table(rows, columns, caption, "tab-bert-block"))
-print(textwrap.fill(f"saved by all blocks at every budget: {'; '.join(always)}", 88))
+print(textwrap.fill(f"saved by all blocks at every budget: {'; '.join(always)}", 76))
 
 # %% [markdown]
 # ```{include} ../../results/tables/09_block.md
@@ -550,15 +550,14 @@ reference = load_reference("bert")
 rows = bert_report.published_rows(large, gpu_records("bert"))
 named = {"auto@0.5": "plan, budget 0.5", "auto@0.3": "plan, budget 0.3"}
 rows = [row | {"method": named.get(row["method"], row["method"])} for row in rows]
-columns = {"method": "method", "published": "published, MiB", "published_memory": "published, change of memory, %"}
-columns |= {"minutes": "published, minutes", "published_time": "published, added time, %", "average": "ours, average, MiB"}
-columns |= {"peak": "ours, MiB", "vs_baseline": "ours, change of peak, %", "flops": "ours, recomputed FLOPs, %"}
+columns = {"method": "method", "published": "published, MiB", "published_memory": "memory, %"}
+columns |= {"minutes": "published, minutes", "published_time": "time, %", "average": "our average, MiB"}
+columns |= {"peak": "our peak, MiB", "vs_baseline": "peak, %", "flops": "recomputed FLOPs, %"}
 columns |= {"measured": "on a GPU, MiB", "measured_time": "on a GPU, time, %"}
 caption = (
     f"BERT-large: published memory and time ({reference['hardware']}; the memory is an average that the source prints as "
     "MB), and predicted peak and recomputed FLOPs of our model with fused attention in bf16. Ours averages over "
-    "allocations and frees, not over time. Changes and "
-    "added time are relative to the baseline."
+    "allocations and frees, not over time. Memory, time and peak in %: change relative to the baseline."
 )
 path = write_text_atomic("results/tables/09_published.md", markdown_table(rows, columns, caption, "tab-bert-published"))
 
