@@ -12,8 +12,8 @@
 # is faster. The script next to the report measures *forwards only*, and a forward recomputes nothing.
 # ```
 #
-# The peaks do: we predict 23 of 25 within 1 %, in code that their authors wrote for other purposes. But two models
-# learned something else than their tables suggest, and one pair of columns comes from two different measurements.
+# The peaks do: we predict 23 of 25 within 1 %. But a language model learned something else than its losses suggest, and
+# one pair of columns comes from two different measurements.
 #
 # We wrote each step again from its sources, in `experiments/published/reference.py`. A prediction that misses points at
 # a line of code.
@@ -82,9 +82,9 @@ every = {kind: [stored.of(row) for row in published_figures() if row["step"] == 
 for kind, name in experiments.items():
     largest = max(every[kind], key=lambda row: abs(row["error"]))
     missing = largest["bytes"] - largest["predicted"]
-    print(f"{name:32} {len(every[kind]):2} peaks, largest error {largest['error']:+.4%}, {missing / 2**20:.4f} MiB missing")
+    print(f"{name:32} {len(every[kind]):2} peaks, error {largest['error']:+.4%}, {missing / 2**20:.3f} MiB")
 close = sum(abs(row["error"]) < 0.01 for rows in every.values() for row in rows)
-print(f"{close} of {sum(map(len, every.values()))} within 1 %")
+print(f"{close} of {sum(map(len, every.values()))} errors are within 1 %; shown are the largest")
 
 # %% [markdown]
 # ## A Transformer on random input: exact peaks
