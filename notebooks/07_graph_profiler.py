@@ -149,7 +149,7 @@ def live_bytes(graph):
 rows = list(live_bytes(joint))
 print("node                       b_i b_i^-  m_i")
 for name, born, freed, live in rows:
-    if born or freed:
+    if name != "output" and (born or freed):
         print(f"{name:26} {born:3} {freed:5} {live:4}")
 
 # %% [markdown]
