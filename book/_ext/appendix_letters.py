@@ -1,7 +1,7 @@
 """Figures and tables of the appendices have a letter for their page: Table B.3.
 
-Sphinx numbers what is on pages without a chapter's number through the whole book, so the first table of an appendix would
-look like one of the first page.
+Sphinx numbers what is on pages without a chapter's number through the whole book, so a table of an appendix would look
+like one of the first page.
 """
 
 from __future__ import annotations
