@@ -882,9 +882,4 @@ figure
 # The step takes 13 % longer than the baseline, instead of 25 %, but needs 95.9 GiB: too much for this GPU. Such options
 # offer a few fixed peaks, and possibly none that fits.
 #
-# ## Summary
-#
-# - PyTorch's tools are short: hooks on saved tensors, a dispatch mode, a minimum cut. None bounds the peak in bytes.
-# - In every exhibit, `ackpt` is right or raises an error. Its budget in bytes bounds the measured peak.
-#
 # You can now choose among PyTorch's tools, and recognize the steps in which they go wrong.

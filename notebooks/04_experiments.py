@@ -376,10 +376,6 @@ for method, slope in ("baseline", 4 * (L * A + 2 * d + f)), ("checkpoint", 4 * (
 #
 # ## Summary
 #
-# - At three lengths, both peaks follow from the sizes, to the byte. Beyond $P_\text{block} / d$ tokens, a checkpointed
-#   step needs a boundary for every layer.
-# - Shapes are enough: `ackpt.predict` needs no memory for the model.
-#
 # You can now compute the peak of a Transformer by hand. {doc}`04_logits` adds the head of a language model.
 #
 # The numbers on this page were produced in this environment:

@@ -675,7 +675,7 @@ figure
 #
 # ## Summary
 #
-# - Logits cost tokens times vocabulary times 10 to 14 bytes; a loss in chunks allocates one chunk.
+# - Logits cost tokens times vocabulary times 12 bytes in fp32, 10 under autocast; a loss in chunks allocates one chunk.
 # - With checkpointed blocks, logits dominate dynamic memory. With a chunked loss too, at 8,192 tokens, 89 % of the
 #   peak is weights, gradients and Adam states.
 #

@@ -648,11 +648,6 @@ line_plot(
 # *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer.* Measured overlap
 # stays below 100 %: the model ignores latencies, and times of threads on a busy CPU vary widely.
 #
-# :::{admonition} Takeaway
-# :class: tip
-# In this model, offload adds no time if copying a region's input takes no longer than its forward.
-# :::
-#
 # :::{admonition} Exercise 3: how wide must a model be?
 # :class: note
 # A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. Above which width do the
@@ -688,10 +683,5 @@ figure
 #
 # Offload lowers the peak from 72.9 to 68.9 GiB and adds no time: each copy ends before the forward of its block does.
 # The head in chunks, without offload, lowers it more: to 62.2 GiB ({doc}`04_logits`).
-#
-# ## Summary
-#
-# - Offloading inputs lowers the peak of a checkpointed model by $(k - 1 - k_0) \, S$, to the byte.
-# - Copies of inputs add no time if $S / \lambda \le t_\text{fwd}$: in wide models or with long sequences.
 #
 # You can now say from width, bandwidth and compute rate whether a copy is free.

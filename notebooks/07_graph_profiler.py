@@ -546,9 +546,5 @@ print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the base
 #
 # ## Summary
 #
-# - A training step is one graph. Memory is allocated and freed per storage, and $m_i = m_{i-1} + b_i - b_i^-$ gives the
-#   peak. The allocator agrees to the byte, for the baseline and for planned steps.
-# - A plan is an order: in three orders, one set of saved activations has three peaks.
-#
 # You can now predict the peak of a step, and of a step that recomputes, from its list of operations.
 # {doc}`../architecture` shows how `ackpt` runs such a list: ids, hashes, and the check of a rewritten step.

@@ -378,10 +378,6 @@ for reduction in (torch.float32, torch.bfloat16):
 #
 # ## Summary
 #
-# - A rank stores $16 P / N$ bytes, and temporarily the root and about four times a block, however large $N$ is.
-# - Without recomputation, Llama 3 70B fits within 80 GiB on no number of GPUs. On 64, per-block checkpointing
-#   recomputes 25 % of the FLOPs, and a plan 14 %.
-#
 # You can now say what a rank stores, what it gathers, and which part of it a plan can reduce.
 #
 # ## Sources

@@ -29,9 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.metering.timeline import Timeline
-from ackpt.models import LanguageModel, Transformer
+from ackpt.models import Transformer
 from ackpt.models.transformer import Block
-from experiments import lm, offload, synthetic
+from experiments import offload, synthetic
 from experiments.data import packed_batches, token_stream
 from experiments.graph_profile import orders_plot, overlaid_plot
 from experiments.predicted_curves import BatchCurves, Timelines
@@ -211,7 +211,6 @@ path = write_text_atomic("results/tables/14_synthetic_causes.md", markdown_table
 # The same repository trains a language model on wikitext-103. Its peaks are predicted within 0.014 %:
 
 # %% tags=["hide-input"]
-published_lm = lm.GPU
 lm_figures = load_reference("lm")
 measured = gpu_records("lm")
 again = gpu_records("reference", model="language-model")
@@ -313,52 +312,10 @@ print(
     f"{4 * weights / 2**20:.0f} MiB of gradients"
 )
 
-# %% tags=["hide-input"]
-D, FF, H, layers = published_lm.dim, published_lm.ff_dim, published_lm.model().heads, published_lm.layers
-vocabulary = published_lm.vocab_size
-block_bytes = 24 * D + 4 * FF + 12 * H + 8
-with torch.device("meta"):
-    parameters = sum(w.numel() for w in LanguageModel(published_lm.model()).parameters())
-make_theirs = partial(reference.Block, D, FF, published_lm.head_dim, reference.PackedFlashAttention.apply)
-norm = saved_per_token(partial(reference.UnfusedRMSNorm, D), D, torch.float32, lambda norm, x, offsets: norm(x))
-separate = saved_per_token(lambda: with_fused_norms(make_theirs()), D, torch.float32)
-unfused = saved_per_token(make_theirs, D, torch.float32)
-P_theirs = reference.parameters_of_language_model()
-A_theirs = unfused + norm
-rows = [
-    {"cause": "our block", "block": f"{block_bytes:,}"},
-    {"cause": "separate projections", "block": f"{separate - block_bytes:+,}"},
-    {"cause": "unfused norms", "block": f"{unfused - separate:+,}"},
-    {"cause": "the final norm after every block, not once", "block": f"{norm:+,}", "token": f"{-4 * D - 4:+,}"},
-    {"cause": "sum: the published block", "block": f"{A_theirs:,}"},
-    {"cause": "logits, 14 bytes instead of 10", "token": f"{4 * vocabulary:+,}"},
-    {"cause": "gradients are never set to zero", "once": f"{4 * P_theirs / 2**20:+,.1f}"},
-    {"cause": "one weight for embedding and head", "once": f"{-12 * vocabulary * D / 2**20:+,.1f}"},
-    {"cause": "biases", "once": f"{14 * (P_theirs - parameters + vocabulary * D) / 2**20:+,.1f}"},
-    {"cause": "workspaces of cuBLAS", "once": f"{WORKSPACES / 2**20:+,.1f}"},
-]
-columns = {"cause": "cause", "block": "bytes per token and block", "token": "bytes per token", "once": "once, MiB"}
-rows = [{name: row.get(name, "") for name in columns} for row in rows]
-caption = "Why the published baseline of the language model has a higher peak than ours, from shapes."
-path = write_text_atomic("results/tables/14_lm_causes.md", markdown_table(rows, columns, caption, "tab-lm-causes"))
-
 # %% [markdown]
-# :::{admonition} Why the published peak is higher than ours
-# :class: dropdown
+# The gradients are only part of why its peak is higher than ours. Its norms are unfused, a logit needs 14 bytes instead of
+# 10 because a variable refers to it, and the final norm follows every block.
 #
-# ```{include} ../../results/tables/14_lm_causes.md
-# ```
-#
-# - Autocast converts the common input of separate projections three times.
-# - Two of the unfused norms read fp32 here and copy no input: $2 \cdot 2 d$ bytes less than in
-#   {ref}`the synthetic experiment <tab-synthetic-causes>`.
-# - A logit needs 14 bytes: bf16, referenced by a variable (2), and the log-probability and two gradients in fp32.
-# - Gradients are never set to zero, so they are live when the loss is computed.
-# - Embedding and head share one weight, which saves 12 bytes per element. - The seconds include reading the text and,
-#   in ten steps, a profiler.
-# :::
-
-# %% [markdown]
 # ## Offload on a T4: where the memory was saved
 #
 # The repository `polkadot21/activation-ckpt-offload` trains 12 blocks in fp16 on a T4, with 12,000 tokens in 48
