@@ -18,8 +18,7 @@
 #
 # {doc}`06_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
 # 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every activation individually, and may also *swap* it:
-# offload it to host memory during forward, and copy it back for backward. The paper trains several models on one GPU;
-# this chapter applies its algorithms to a single model.
+# offload it to host memory during forward, and copy it back for backward.
 
 # %% tags=["hide-input"]
 from dataclasses import replace

@@ -379,9 +379,3 @@ for reduction in (torch.float32, torch.bfloat16):
 # ## Summary
 #
 # You can now say what a rank stores, what it gathers, and which part of it a plan can reduce.
-#
-# ## Sources
-#
-# - {cite:t}`rajbhandari2020`: sharding, and its communication volume; {cite:t}`zhao2023fsdp`: FSDP, and its temporary
-#   memory.
-# - {cite:t}`grattafiori2024`: the sizes of Llama 3. {cite:t}`korthikanti2022`: sharding of activations.

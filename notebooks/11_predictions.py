@@ -367,6 +367,8 @@ for device in ("a100-80g", "h100-80g"):
 # The layer: its matrix products need cuBLAS workspaces, which are larger on an H100. (With the layer, the peak is lower
 # because the logits are freed early and have no gradient of a previous step.)
 #
+# ## Summary
+#
 # You can now say how far to trust a predicted peak, and a predicted ratio of times.
 #
 # ## Sources

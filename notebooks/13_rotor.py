@@ -355,9 +355,11 @@ for budget in (5, 4, 3):
 # With four bytes, one forward is recomputed. The backward of a layer reads three results and computes one, so four
 # results are live even if everything else is freed.
 #
+# ## Summary
+#
 # You can now say for which graphs the cheapest plan is known, and bound it for the others.
 #
 # ## Sources
 #
-# - {cite:t}`jain2020`: the integer program; {cite:t}`kirisame2021`: a greedy heuristic that drops tensors, a start for our solver.
-# - {cite:t}`beaumont2019`: rotor; {cite:t}`zhao2023`: several options per block.
+# - {cite:t}`kirisame2021`: a greedy heuristic that drops tensors, a start for our solver. {cite:t}`zhao2023`: several
+#   options per block.

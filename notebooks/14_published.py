@@ -497,6 +497,8 @@ print(f"({without[32]['peak']} - {without[16]['peak']}) / ({with_it[32]['peak']}
 # The limit is the ratio of the slopes. It is below the claimed range; smaller batches reach more because the two lines
 # have different intercepts.
 #
+# ## Summary
+#
 # You can now read a published table of memory and ask the four questions that its caption leaves open.
 #
 # The numbers on this page were produced in this environment:
