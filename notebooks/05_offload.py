@@ -467,7 +467,6 @@ figure
 # %% [markdown]
 # *Offloading the inputs removes the ramp. Bars are copies; with `async`, they overlap with compute.*
 #
-#
 # :::{admonition} Exercise 2: fit your own model within a budget
 # :class: note
 # Halve the dynamic peak of the 12 blocks, or of your own model, with as little recomputation as possible: `check_fn` of

@@ -124,7 +124,6 @@ def in_segments(blocks, lengths, x):
 # the boundary, which is saved, and PyTorch stops a recomputation as soon as it has all tensors that backward reads.
 # This leaves $n - n / k - (k - 1)$ products, or $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward.
 #
-#
 # ```{margin}
 # Other chapters count other tensors: $k + n / k$ in {doc}`02_reentrant_checkpoint` includes one gradient, the sum in
 # {doc}`07_graph_profiler` two. The measurement below adds three tensors of the last block.
@@ -188,9 +187,7 @@ def run_chain(n, method, **options):
     gradients = run.timeline.at(run.timeline.peak_index).get("gradients", 0)
     live, rest = divmod(run.dynamic_peak_bytes - gradients, S)
     # 8: the loss and its gradient
-    assert (
-        rest in (0, 8) and (run.flops or 0) % PRODUCT == 0
-    )
+    assert rest in (0, 8) and (run.flops or 0) % PRODUCT == 0
     recomputed = (
         None if run.flops is None else run.flops // PRODUCT - (3 * n - 1)
     )
@@ -309,13 +306,6 @@ path = plots.save(figure, "results/figures/06_timelines.png")  # the figure at t
 
 # %% [markdown]
 #
-# :::{admonition} Takeaway
-# :class: tip
-# $\sqrt n$ segments need $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving needs about
-# $\log_2 n$ activations, for half an extra forward per doubling of $n$.
-# :::
-
-# %% [markdown]
 # ## Revolve: the optimum for equal blocks
 #
 # A *state* is the output of a block; the chain's input is state 0. Revolve (Griewank and Walther 2000,

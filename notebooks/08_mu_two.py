@@ -482,7 +482,7 @@ print(
 )
 
 # %% [markdown]
-# Both peaks are within the budget. (The added time is estimated from the measured rates of a CPU.)
+# Both peaks are within the budget. (The added time is modeled.)
 #
 # ## A ResNet-152
 #
@@ -538,7 +538,9 @@ memory = max(row["peak"] for row in reference["rows"]) * MIB
 points = curves["lm"].items()
 batches = [*curves["lm"]]
 for method, name in NAMES.items():
-    at, base = (largest["Transformer"][each] for each in (method, "without"))
+    at, base = (
+        largest["Transformer"][each] for each in (method, "without")
+    )
     peak = 1 - at["peak_bytes"] / base["peak_bytes"]
     time = at["seconds"] / base["seconds"] - 1
     peaks = [each[method]["peak_bytes"] for _, each in points]
