@@ -305,7 +305,6 @@ figure = graph_profile.orders_plot(
 path = plots.save(figure, "results/figures/06_timelines.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-#
 # ## Revolve: the optimum for equal blocks
 #
 # A *state* is the output of a block; the chain's input is state 0. Revolve (Griewank and Walther 2000,

@@ -482,7 +482,7 @@ print(
 )
 
 # %% [markdown]
-# Both peaks are within the budget. (The added time is modeled.)
+# Both peaks are within the budget.
 #
 # ## A ResNet-152
 #
