@@ -58,10 +58,10 @@ MIB = 2**20
 # %% [markdown]
 # On a GPU, the next two cells also run the published experiments, for at most `minutes` ({doc}`12_your_gpu`).
 
-# %% tags=["parameters"]
+# %% tags=["parameters", "hide-input"]
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
 
-# %% tags=["measured-time", "nbval-ignore-output"]
+# %% tags=["hide-input", "measured-time", "nbval-ignore-output"]
 measure_here(
     "batch-size", device=device, tier=tier, dataset=dataset, minutes=minutes
 )
