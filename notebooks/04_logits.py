@@ -450,8 +450,8 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# Here, the chunked loss (33 % against 27 %); at 8,192 published tokens, checkpointing (7,363 against 7,731 MiB). The figure at the top shows
-# what is live at these peaks. Neither method is enough: checkpointing leaves the logits, chunking the activations.
+# Here, the chunked loss (33 % against 27 %); at 8,192 published tokens, checkpointing (7,363 against 7,731 MiB).
+# Neither method is enough: checkpointing leaves the logits, chunking the activations (figure at the top).
 
 # %% tags=["hide-input"]
 logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 4 * math.ceil(T / chunks) * V}

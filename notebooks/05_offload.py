@@ -134,9 +134,9 @@ schematics.publish(offload_lanes(), "05_lanes")
 #
 # *A step of 12 blocks, checkpointed in the first two schedules, with times predicted for an H200.*
 #
-# A program uses them through a second *stream*, a queue whose work runs in order. *Events* synchronize two streams: an
-# event marks the end of a piece of work, and work in another stream can wait for it. On a CPU, one worker thread per
-# queue does the same:
+# A program uses these engines through a second *stream*, a queue whose work runs in order. *Events* synchronize two
+# streams: an event marks the end of a piece of work, and work in another stream can wait for it. On a CPU, one worker
+# thread per queue does the same:
 
 # %%
 compute, copies = Stream("compute"), Stream("copies")

@@ -263,9 +263,9 @@ while candidates := [i for i in retained if i not in swaps]:
 # %% [markdown]
 # Swapping wins where the copies add little time, for `tanh_1` none.
 #
-# The paper stops as soon as its estimate of the peak fits: every further choice would only add time. `ackpt.plan(graph,
-# budget, policy="mu-two")` continues to the end, because an estimate may be wrong: it simulates the schedule after
-# every choice, and takes the cheapest that fits.
+# The paper stops as soon as its estimate of the peak fits (as printed, the estimate never falls: see the appendix).
+# `ackpt.plan(graph, budget, policy="mu-two")` continues to the end, because an estimate may be wrong: it simulates the
+# schedule after every choice, and takes the cheapest that fits.
 #
 # ## Each choice changes the other ratios
 #

@@ -14,8 +14,8 @@
 # each.
 # ```
 #
-# On a Transformer, no other plan is more than two percent faster than `ackpt`'s down to 40 % of the peak. Recompute per
-# block only what cannot be planned, and nothing if the step fits: a chart below asks five questions.
+# On a Transformer, down to 40 % of the peak, no other plan is more than two percent faster than `ackpt`'s. If the step
+# fits, recompute nothing; otherwise, a chart below asks five questions.
 #
 # A plan is on the (Pareto) *frontier* if no other plan is at least as good in both peak and cost, and better in one.
 # The *cost* of a plan is its added time as a fraction of the baseline's step. Unless rates of a device are named, time
