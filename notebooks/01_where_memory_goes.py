@@ -12,8 +12,8 @@
 # gradients until it ends.
 # ```
 #
-# Activations are largest when backward begins, gradients when it ends, so the peak is less than the sum of both maxima: it
-# comes soon after backward begins. This chapter predicts resident memory and saved activations to the byte.
+# Activations are largest when backward begins, gradients when it ends, so the peak is less than the sum of both maxima:
+# it comes soon after backward begins. This chapter predicts resident memory and saved activations to the byte.
 #
 # - **Far left:** `zero_grad` frees the gradients of the previous step.
 # - **Up to the dashed line,** the forward: every operation saves what its backward will read.

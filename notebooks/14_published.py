@@ -313,10 +313,10 @@ print(
 )
 
 # %% [markdown]
-# The gradients are only part of why its peak is higher than ours. Its norms are unfused, a logit needs 14 bytes instead of
-# 10 because a variable refers to it, and the final norm follows every block.
+# The gradients are only part of why its peak is higher than ours. Its norms are unfused, a logit needs 14 bytes instead
+# of 10, and the final norm follows every block.
 #
-# ## Offload on a T4: where the memory was saved
+# ## Offload on a T4: an input that cannot be freed
 #
 # The repository `polkadot21/activation-ckpt-offload` trains 12 blocks in fp16 on a T4, with 12,000 tokens in 48
 # sequences.
@@ -352,8 +352,8 @@ path = write_text_atomic("results/tables/14_offload_times.md", markdown_table(ro
 # ```{include} ../../results/tables/14_offload.md
 # ```
 #
-# Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer. The
-# times agree, too:
+# Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer.
+# Added times agree within two percentage points, except for the offload that waits:
 #
 # ```{include} ../../results/tables/14_offload_times.md
 # ```
@@ -368,9 +368,9 @@ figure
 # *The first step of the published experiment, predicted from shapes. Adam's states do not exist yet, so peaks are lower
 # than in {ref}`the table <tab-offload-peaks>`. Recomputed activations count as temporaries.*
 #
-# The sawtooth of `ckpt_classic` rises twice as fast as the others, because backward frees neither blocks' inputs nor
-# their gradients: attributes of autograd nodes in `checkpoint.py` refer to them. So offload lowers this peak by about
-# $2 (k - 1)$ inputs, twice what {doc}`05_offload` derives: half of it removes a leak.
+# The sawtooth rises with each block by the block's gradients. That of `ckpt_classic` rises twice as fast, because
+# backward frees neither blocks' inputs, to which attributes of autograd nodes in `checkpoint.py` refer, nor the inputs'
+# gradients. So offload lowers this peak by about $2 (k - 1)$ inputs, twice what {doc}`05_offload` derives.
 #
 # One source claims that async offload needs less memory in the forward than sync offload. We predict the same value:
 
