@@ -230,9 +230,7 @@ for size, node in sorted(
     zip(lm_profile.workspace_bytes, lm_graph.nodes),
     key=lambda pair: -pair[0],
 )[:4]:
-    print(
-        f"{size:7,} B of workspace in {node.target.removeprefix('aten.')}"
-    )
+    print(f"{size:7,} B in {node.target.removeprefix('aten.')}")
 baseline = ackpt.plan(lm_graph, policy="none", profile=lm_profile).schedule
 predicted = simulate(lm_graph, lm_profile, baseline).peak_bytes
 lm_step = measured(lm, lm, *call, **targets)
@@ -397,7 +395,7 @@ for name, schedule in {
     ]
     runs = computed.count("aten.tanh.default")
     peak = simulate(graph, profile, schedule).peak_bytes
-    nbytes = f"simulated {peak:,}, measured {real.dynamic_peak_bytes:,} B"
+    nbytes = f"simulated {peak:,}, measured {real.dynamic_peak_bytes:,}"
     print(f"{name:9} {nbytes} = {peak / S:.1f} S, {runs} recomputed")
     assert peak == real.dynamic_peak_bytes
 
