@@ -227,7 +227,7 @@ for policy, plan in plans.items():
         f"from {CAPTURED} blocks: {plan.peak_bytes:,}, "
         f"from 6: {found.peak_bytes:,}"
     )
-    print(f"{names[policy]:9}  {peaks}, every event equal: {same}")
+    print(f"{names[policy]:9}  {peaks}, same events: {same}")
 
 # %% [markdown]
 # The choices for one block are those of {doc}`13_rotor`: useful sets of activations to save. The first blocks get one
