@@ -109,7 +109,7 @@ assert measured.categories["optimizer"] == 8 * P + counters
 # **The whole block**, operation by operation, compared with blocks of GPT-2 and Llama from `transformers`:
 #
 # :::{table} What a block saves for its backward, in elements per token.
-# :widths: 22 39 13 13 13
+# :class: wide-second
 #
 # | operation | what its backward reads | this block | GPT-2 | Llama |
 # |---|---|--:|--:|--:|
