@@ -49,24 +49,6 @@ def operations(graph, first_of_backward: str) -> list[dict[str, Any]]:
     return found
 
 
-def scheduled_operations(graph, schedule) -> list[dict[str, Any]]:
-    """As `operations`, of what a schedule runs: an operation that backward runs again has another name there."""
-    allocated, resident = graph.analysis.allocated, graph.analysis.resident
-    owner: dict[int, str] = {}
-    found = []
-    for is_backward, steps in ((False, schedule.forward), (True, schedule.backward)):
-        for node in (graph.nodes[step.id] for step in steps if step.kind == COMPUTE):
-            fresh = [storage for storage in allocated.get(node.id, ()) if storage not in resident]
-            if fresh:
-                name = f"{node.name}\n(again)" if is_backward and node.id < graph.boundary else node.name
-                read = {storage for source in node.inputs for storage in graph.nodes[source].storages}
-                reads = sorted({owner[storage] for storage in read if storage in owner})
-                size = sum(graph.storages[storage].bytes for storage in fresh)
-                found.append({"name": name, "bytes": size, "reads": reads, "is_backward": is_backward})
-                owner.update(dict.fromkeys(fresh, name))
-    return found
-
-
 def node_rows(graph, profile) -> list[dict[str, Any]]:
     """The operation of each node with its costs, and its liveness in the baseline, empty where it does not apply.
 

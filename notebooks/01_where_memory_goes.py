@@ -12,15 +12,14 @@
 # gradients until it ends.
 # ```
 #
+# Activations are largest when backward begins, gradients when it ends, so the peak is less than the sum of both maxima:
+# it comes soon after backward begins. This chapter predicts resident memory and saved activations to the byte.
+#
 # - **Far left:** `zero_grad` frees the gradients of the previous step.
 # - **Up to the dashed line,** the forward: every operation saves what its backward will read.
 # - **Right of it,** backward reads the activations in reverse order and frees them, while the gradients grow to their
 #   full size. The sawtooth on top shows *temporaries*, such as gradients of activations, each freed after its last use.
-# - **At the end,** the optimizer updates one parameter tensor after another.
-#
-# Activations are largest when backward begins, gradients when it ends, so the peak is less than the sum of both maxima.
-# It comes soon after backward begins, in the backward of the last block's MLP ({doc}`04_experiments`). This chapter
-# predicts resident memory and saved activations to the byte.
+# - **At the end,** the optimizer updates the parameters. Its fused kernel allocates nothing.
 #
 # A *storage* is the memory that a tensor refers to. Several tensors (views) can share one storage, so we count the
 # bytes of storages, here in fp32: 4 bytes per element. Parameters, optimizer state and inputs are *resident*; all other
@@ -48,7 +47,7 @@ generator = torch.manual_seed(0)
 config = TransformerConfig(dim=256, ff_dim=1024, layers=4, head_dim=64)
 T, L, d, f, h = 1024, config.layers, config.dim, config.ff_dim, config.heads
 model = Transformer(config)
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 x = torch.randn(T, d)
 sequences = torch.arange(0, T + 1, 256, dtype=torch.int32)
 
@@ -75,9 +74,9 @@ P = L * P_block + d  # plus the norm after the last block
 print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 
 # %% [markdown]
-# Every parameter needs three more elements: its gradient and AdamW's two running averages. That makes $16 P$ bytes,
-# independent of the batch. The parameters and the averages, $12 P$ bytes, are resident. The gradients, $4 P$ bytes, are
-# dynamic, because `zero_grad` frees them and backward allocates them again.
+# Every parameter needs three more elements: its gradient and AdamW's two running averages. The parameters and the
+# averages, $12 P$ bytes, are resident. The gradients, $4 P$ bytes, are dynamic, because `zero_grad` frees them and
+# backward allocates them again.
 #
 # `ackpt.measure` runs the step a few times and reads the allocator's events. The input `x` is resident, too.
 
@@ -85,7 +84,10 @@ print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 measured = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
 resident = {"parameters": 4 * P, "optimizer": 8 * P, "inputs": 4 * T * d}
 for name, size in resident.items():
-    print(f"{name:10}  predicted {size:>10,}  measured {measured.categories[name]:>10,}")
+    print(
+        f"{name:10}  predicted {size:>10,}  "
+        f"measured {measured.categories[name]:>10,}"
+    )
 counters = 4 * len(list(model.parameters()))
 assert measured.categories["optimizer"] == 8 * P + counters
 
@@ -104,8 +106,10 @@ assert measured.categories["optimizer"] == 8 * P + counters
 # for the first layers. An addition saves nothing; a nonlinear function such as GELU saves its input. So the operations
 # of an MLP save inputs of width $d$, $f$ and $f$: $d + 2 f$ elements per token.
 #
-# **The whole block**, operation by operation, compared with blocks of GPT-2 and Llama from `transformers`, in elements
-# per token:
+# **The whole block**, operation by operation, compared with blocks of GPT-2 and Llama from `transformers`:
+#
+# :::{table} What a block saves for its backward, in elements per token.
+# :class: wide-second
 #
 # | operation | what its backward reads | this block | GPT-2 | Llama |
 # |---|---|--:|--:|--:|
@@ -118,8 +122,12 @@ assert measured.categories["optimizer"] == 8 * P + counters
 # | down-projection | input | $f$ | $f$ | $f$ |
 # | $A$ | all elements that the block saves per token | $10 d + 2 f + 3 h + 2$ | $8 d + 2 f + h + 4$ | $10 d + 4 f + h + 2$ |
 #
-# (The output projection reads the output of attention, which is counted. Llama has as many heads for keys and values as
-# for queries here.)
+# :::
+#
+# ```{margin}
+# The output projection reads the output of attention, which is counted. Llama has as many heads for keys and values as
+# for queries here.
+# ```
 #
 # Attention computes a score for every pair of tokens in a sequence, yet no row contains the length of a sequence: the
 # fused kernel (FlashAttention) saves one sum per query and head, and recomputes the scores in backward.
@@ -156,9 +164,13 @@ def saved_by_block(block, x, **more):
 A = 10 * d + 2 * f + 3 * h + 2
 block = Block(config)
 counted = {
-    "this block": saved_by_block(block, x, cu_seqlens=sequences, max_seqlen=256),
+    "this block": saved_by_block(
+        block, x, cu_seqlens=sequences, max_seqlen=256
+    ),
     "GPT-2": saved_by_block(GPT2Block(gpt2, 0), batch),
-    "Llama": saved_by_block(LlamaDecoderLayer(llama, 0), batch, position_embeddings=rotations),
+    "Llama": saved_by_block(
+        LlamaDecoderLayer(llama, 0), batch, position_embeddings=rotations
+    ),
 }
 elements = [A, 8 * d + 2 * f + h + 4, 10 * d + 4 * f + h + 2]
 for (name, size), per_token in zip(counted.items(), elements):
@@ -194,7 +206,10 @@ schematics.publish(block_stack(), "01_stack")
 # %%
 predicted = 4 * T * (L * A + d + 1)
 counted = measured.timeline.at(measured.timeline.boundary)["activations"]
-print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predicted:,}")
+print(
+    f"predicted {predicted:,}  measured "
+    f"{counted:,}  missing {counted - predicted:,}"
+)
 
 # %% [markdown]
 # The prediction is 1 MiB and 4 bytes too low. The 4 bytes are the gradient of the loss, a single 1. The 1 MiB is the
@@ -203,7 +218,10 @@ print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predic
 # %%
 loss = F.mse_loss(model(x, sequences, max_seqlen=256), x)
 loss_bytes = loss.untyped_storage().nbytes()
-print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted - predicted - loss_bytes}")
+print(
+    f"{loss.numel()} element in {loss_bytes:,} bytes; "
+    f"still missing: {counted - predicted - loss_bytes}"
+)
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -247,7 +265,10 @@ def saved_by(tokens):
 tokens = [128, 512, 1024]
 saved = [saved_by(n) for n in tokens]
 formula = [4 * n * (L * A + d + 1) for n in tokens]
-print("measured minus predicted bytes:", [a - b for a, b in zip(saved, formula)])
+print(
+    "measured minus predicted bytes:",
+    [a - b for a, b in zip(saved, formula)],
+)
 
 # %% tags=["hide-input"] alt="Memory over the number of tokens: the saved activations are on the straight line of the formula and cross the constant 16 bytes per parameter near 670 tokens."
 figure = line_plot(
@@ -277,13 +298,19 @@ figure
 #     x = torch.utils.checkpoint.checkpoint(block, x, sequences, 256, use_reentrant=False)
 # ```
 #
-# `ackpt.apply_activation_checkpointing` does this in place. First estimate the new peak: which bytes vanish, and when
-# does the peak occur?
+# `ackpt.apply_activation_checkpointing` does this in place.
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
-checkpointed = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
-print("peak", memory_format(measured.peak_bytes), "->", memory_format(checkpointed.peak_bytes))
+checkpointed = ackpt.measure(
+    step, resident=[model, optimizer, x], repeats=0
+)
+print(
+    "peak",
+    memory_format(measured.peak_bytes),
+    "->",
+    memory_format(checkpointed.peak_bytes),
+)
 
 # %% tags=["hide-input"] alt="Live memory of the same step with checkpointed blocks: activations grow by a small step per block, and during backward the memory rises and falls once per block, a row of teeth instead of one triangle."
 figure = plots.timeline_plot(checkpointed.timeline.thinned(1000), "", checkpointed.resident_bytes)
@@ -294,13 +321,18 @@ figure
 # *With checkpointing, the inner activations of at most one block are live at a time: teeth instead of a triangle.*
 #
 # The teeth before the dashed line (temporaries) are activations that each block drops. The teeth after it are
-# *recomputed* activations. At this length, the peak is in the rightmost tooth, the first block's backward: gradients
-# are nearly complete. With more tokens, it is in the last block's ({doc}`04_experiments`). When backward begins, only
-# the inputs of blocks (the first is resident), the last norm's input and scale, its output, and the loss are live:
+# *recomputed* activations. At this length, the peak is in the rightmost tooth: gradients are nearly complete. With more
+# tokens, it is in the leftmost ({doc}`04_experiments`). When backward begins, only the inputs of blocks (the first is
+# resident), the last norm's input and scale, its output, and the loss are live:
 
 # %%
-counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
-print(f"predicted {4 * T * ((L + 1) * d + 1) + loss_bytes + 4:,}  measured {counted:,}")
+counted = checkpointed.timeline.at(checkpointed.timeline.boundary)[
+    "activations"
+]
+print(
+    f"predicted {4 * T * ((L + 1) * d + 1) + loss_bytes + 4:,} "
+    f" measured {counted:,}"
+)
 
 # %% tags=["hide-input"]
 runs = {"baseline": measured, "checkpointed": checkpointed}
@@ -323,17 +355,21 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```
 
 # %% [markdown]
-# The price is recomputation: every block runs its forward twice. A backward costs about two forwards, because each
-# matrix product of the forward has two in backward. So the step grows from the FLOPs of three forwards to those of
-# four, by a factor of at most $4 / 3$.
+# The price is recomputation. A backward costs about two forwards, because each matrix product of the forward has two in
+# backward. So the step grows from the FLOPs of three forwards to those of at most four, by a factor of at most $4 / 3$:
 
 # %%
-print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in FLOPs")
+print(
+    "checkpointed / baseline = "
+    f"{checkpointed.flops / measured.flops:.4f} in FLOPs"
+)
 
 # %% [markdown]
+# It is less here, because the last product of each block is not recomputed: no backward reads its result
+# ({doc}`02_reentrant_checkpoint`).
+#
 # Shapes are enough to count the bytes of a step. The calculator on the [first page](../index.md) does it for models of
-# up to 70 billion parameters. Try Llama 3 8B with 1024 and 8192 tokens, and with LoRA: which parts grow, and which
-# disappear?
+# up to 70 billion parameters. Try Llama 3 8B with 1,024 and 8,192 tokens, and with LoRA.
 
 # %% tags=["hide-input"]
 where = environment("cpu", "notebooks/01_where_memory_goes.py")
@@ -431,11 +467,8 @@ figure
 #
 # ## Summary
 #
-# - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and for activations $4 A$ bytes per token
-#   and block.
-# - If activations outweigh gradients, the peak comes soon after backward begins.
-# - With $f = 4 d$, above about $\tfrac{8}{3} d$ tokens, activations outweigh the rest. They can be recomputed: the
-#   subject of the next chapters.
+# - A step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and $4 A$ bytes per token and block.
+# - With $f = 4 d$, activations outweigh the rest above about $\tfrac{8}{3} d$ tokens. They can be recomputed.
 #
 # You can now say which part of a step's memory grows with the batch, and compute it.
 #

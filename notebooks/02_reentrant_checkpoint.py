@@ -12,8 +12,9 @@
 # saves its input. Its backward recomputes the function, builds the inner graph, and frees it at the end.
 # ```
 #
-# This chapter writes activation checkpointing in twenty lines of plain PyTorch, and predicts a chain's peak to the
-# byte.
+# A checkpoint saves the input of a region, and recomputes in backward what the derivatives need. Twenty lines of
+# PyTorch do that, and $\sqrt n$ regions turn the $n$ activations of a chain into $2 \sqrt n$; but a recomputation that
+# sees anything else than the forward did gives wrong gradients, silently.
 
 # %% tags=["hide-input"]
 import torch
@@ -53,9 +54,9 @@ def measured(function, *resident):
 # ## Ten lines
 #
 # A region computes $y = \phi(x)$. Its backward computes $\bar x = J^\top \bar y$, where a bar marks a gradient of the
-# loss and $J$ is the derivative of $\phi$ at $x$. PyTorch never forms $J$. It multiplies by the derivative of one
-# operation after another, and each operation saves the tensors that its own derivative needs. But all these tensors are
-# functions of $x$. A checkpoint therefore saves $x$ alone, and recomputes the rest when $\bar y$ arrives:
+# loss and $J$ is the derivative of $\phi$ at $x$. PyTorch multiplies by the derivative of one operation after another,
+# and each operation saves the tensors that its own derivative needs. All these tensors are functions of $x$, so a
+# checkpoint saves $x$ alone, and recomputes the rest when $\bar y$ arrives:
 
 
 # %%
@@ -76,9 +77,9 @@ class TenLines(torch.autograd.Function):
 
 
 # %% [markdown]
-# The forward runs without a graph, so it saves no intermediate tensor. The backward turns the saved input into a new
-# leaf, recomputes the function with a graph, and backpropagates the gradient through it. That second backward runs
-# *inside* the first one and enters the autograd engine again, so the checkpoint is called *reentrant*.
+# The forward runs without a graph, so it saves no intermediate tensor. The backward recomputes the function from a new
+# leaf, with a graph, and backpropagates the gradient through it. That second backward enters the autograd engine again,
+# *inside* the first one, so the checkpoint is called *reentrant*.
 #
 # Compare four sines in a row with and without a checkpoint:
 
@@ -93,15 +94,17 @@ def checkpointed(x):
 
 
 x = torch.ones(2**14, requires_grad=True)
-gradients = [torch.autograd.grad(run(x).sum(), x)[0] for run in (four_sines, checkpointed)]
+gradients = [
+    torch.autograd.grad(run(x).sum(), x)[0]
+    for run in (four_sines, checkpointed)
+]
 torch.equal(*gradients)
 
 # %% [markdown]
 # The gradients are bit-identical; autograd's graph differs (figure at the top).
 #
-# How many bytes are saved when backward begins? A sine saves its input. The first input is $x$, which is allocated
-# anyway, so the baseline saves three activations of $S$ bytes each, and the checkpoint none. The other 8 bytes are the
-# loss and its gradient.
+# A sine saves its input. The first input is $x$, which is allocated anyway, so the baseline saves three activations of
+# $S$ bytes each, and the checkpoint none. The other 8 bytes are the loss and its gradient.
 
 # %% tags=["hide-input"]
 from experiments.reports import schematics
@@ -123,21 +126,23 @@ for run in (four_sines, checkpointed):
     print(f"{saved_bytes(run):,} bytes saved; 3 S = {3 * S:,}")
 
 # %% [markdown]
-# The price is recomputation: a baseline step costs three forwards ({doc}`01_where_memory_goes`), a checkpointed one
-# four. We count the FLOPs of PyTorch's reentrant checkpoint:
+# The price is recomputation: a baseline step costs three forwards ({doc}`01_where_memory_goes`), with PyTorch's
+# reentrant checkpoint four:
 
 # %%
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 rows = torch.randn(128, 64, requires_grad=True)
 baseline_flops = ackpt.count_flops(lambda: mlp(rows).sum().backward())
-flops = ackpt.count_flops(lambda: torch_checkpoint(mlp, rows, use_reentrant=True).sum().backward())
+flops = ackpt.count_flops(
+    lambda: torch_checkpoint(mlp, rows, use_reentrant=True).sum().backward()
+)
 round(flops / baseline_flops, 3)
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
 # A checkpoint saves the region's input in place of its activations, for at most one more forward: a third more FLOPs in
-# that part of the step. A later section shows which operations need no recomputation.
+# that part of the step.
 # :::
 
 # %% tags=["hide-input"]
@@ -147,8 +152,7 @@ from experiments.widgets.chain_steps import chain_steps
 schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 
 # %% [markdown]
-# The animation shows a chain of 12 layers, each a linear operation and a GELU, with and without one region per layer. A
-# region drops the activation between its two operations and recomputes it just before the layer's backward.
+# The animation shows a chain of 12 layers, each a linear operation and a GELU, with and without one region per layer:
 #
 # ```{schematic-explorer} ../../results/explorer/02_chain.json
 # :image: ../../results/figures/02_chain.png
@@ -161,13 +165,16 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 #
 # A single region around all $n$ layers of a chain gains nothing: its forward and its backward need all activations. One
 # region per layer saves all $n$ inputs. The optimum is in between: cut the chain into $k$ regions of $n / k$ layers
-# ({cite:t}`chen2016` call them segments). This is the step with $n = 64$ and $k = 8$:
+# ({cite:t}`chen2016` call them segments), here with $n = 64$ and $k = 8$:
 
 # %%
 def chain(lengths, a):
     for length in lengths:
         region = nn.Sequential(*[nn.SiLU()] * length)
-        a = ackpt.checkpoint(region, a, preserve_rng_state=False)  # the layers draw no random numbers
+        # the layers draw no random numbers
+        a = ackpt.checkpoint(
+            region, a, preserve_rng_state=False
+        )
     return a
 
 
@@ -180,15 +187,17 @@ path = plots.save(figure, "results/figures/02_timeline.png")
 figure
 
 # %% [markdown]
+# ```{margin}
+# `ackpt.checkpoint` runs the first forward with a graph, for reasons given below, hence the teeth on the left.
+# ```
+#
 # *Left of the dashed line, each region drops its activations when it ends, and its output is saved as a boundary: the
-# tensor that the next region reads. Right of it, each region is recomputed and then freed.* (`ackpt.checkpoint` runs
-# the first forward with a graph, for reasons given below, hence the teeth on the left.)
+# tensor that the next region reads. Right of it, each region is recomputed and then freed.*
 #
 # The peak is in the backward of the last region, the first that backward reaches: **$k - 1$ boundaries, $n / k - 1$
-# recomputed activations and one gradient**. (Nothing reads the region's output again, so it is freed at once. Its
-# gradient, the broadcast 1 of `sum()`, needs no memory. In every other region, two gradients are live, of an operation's
-# output and input. So the region before it reaches the same sum, with one boundary fewer.) The loss and its gradient
-# add 8 bytes:
+# recomputed activations and one gradient**. (Nothing reads the region's output again, and its gradient, the broadcast 1
+# of `sum()`, needs no memory. The region before it reaches the same sum: one boundary fewer, but two gradients.) The
+# loss and its gradient add 8 bytes:
 #
 # $$ \text{peak} = \Bigl( k + \frac{n}{k} - 1 \Bigr) S + 8 \text{ bytes} $$
 
@@ -208,7 +217,7 @@ figure
 
 # %% [markdown]
 # So with $\sqrt n$ regions, $n$ activations become about $2 \sqrt n$, for one more forward of the chain.
-# {doc}`06_sublinear_memory` compares this count with others, and reduces the peak further.
+# {doc}`06_sublinear_memory` reduces the peak further.
 
 # %% [markdown]
 # ## Why one input must require grad
@@ -225,9 +234,8 @@ print(y.requires_grad, [str(warning.message) for warning in caught])
 # %% [markdown]
 # Autograd makes a node for an `autograd.Function` only if one of its input tensors requires grad. The inputs here are
 # the arguments of the call, not the parameters that the function uses. Without a node, the output does not require
-# grad, backward never reaches the region, and its parameters do not learn. With a node, the region's backward
-# recomputes the output and calls `backward` on it, which adds to the `.grad` of the parameters. (The ten lines never
-# train parameters; the longer version below, only a module's.)
+# grad, backward never reaches the region, and its parameters do not learn. (The ten lines never train parameters; the
+# longer version below, only a module's.)
 #
 # So one *input* must require grad. There are three ways out: call `x.requires_grad_()`, as `enable_input_require_grads`
 # of `transformers` does on the output of frozen embeddings; use the non-reentrant form ({doc}`03_what_pytorch_offers`);
@@ -238,11 +246,13 @@ print(y.requires_grad, [str(warning.message) for warning in caught])
 #
 # ### In-place updates before backward
 #
-# GANs and asynchronous pipelines change a weight between a forward and its backward. The gradient of the input must
-# equal the forward's weight, so this ratio must be 1:
+# GANs and asynchronous pipelines change a weight between a forward and its backward. This ratio must be 1:
 
 # %%
-linear, data = nn.Linear(1, 1, bias=False), torch.ones(1, 1, requires_grad=True)
+linear, data = (
+    nn.Linear(1, 1, bias=False),
+    torch.ones(1, 1, requires_grad=True),
+)
 y = TenLines.apply(linear, data)
 weight_in_forward = linear.weight.item()
 with torch.no_grad():
@@ -267,8 +277,7 @@ y.tolist(), x.grad.tolist()
 
 # %% [markdown]
 # The gradient belongs to another dropout mask. The fix: save the state of the random number generator, and set it for
-# the recomputation inside `fork_rng`, which afterwards restores the current state. Otherwise, later steps draw the same
-# numbers again.
+# the recomputation inside `fork_rng`, which afterwards restores the current state.
 #
 # ### Autocast
 #
@@ -305,24 +314,29 @@ class TwentyLines(torch.autograd.Function):
         ctx.function = function
         ctx.save_for_backward(x, *parameters)
         ctx.rng_state = torch.get_rng_state()
-        ctx.autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        enabled = torch.is_autocast_enabled("cpu")
+        ctx.autocast = torch.get_autocast_dtype("cpu"), enabled
         with torch.no_grad():
             return function(x)
 
     @staticmethod
     def backward(ctx, grad):
-        x, *parameters = ctx.saved_tensors  # raises an error if one has changed in place
+        # raises an error if one of them has changed in place
+        x, *parameters = ctx.saved_tensors
         x = x.detach().requires_grad_(x.requires_grad)
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", *ctx.autocast):
+        autocast = torch.autocast("cpu", *ctx.autocast)
+        with torch.enable_grad(), torch.random.fork_rng([]), autocast:
             torch.set_rng_state(ctx.rng_state)
             y = ctx.function(x)
-        inputs = [x, *parameters]
-        gradients = iter(torch.autograd.grad(y, [t for t in inputs if t.requires_grad], grad, allow_unused=True))
-        return None, *(next(gradients) if t.requires_grad else None for t in inputs)
+        wanted = [t for t in (x, *parameters) if t.requires_grad]
+        found = torch.autograd.grad(y, wanted, grad, allow_unused=True)
+        gradients = dict(zip(map(id, wanted), found))
+        return None, *(gradients.get(id(t)) for t in (x, *parameters))
 
 
 def checkpoint(function, x):
-    parameters = function.parameters() if isinstance(function, nn.Module) else ()
+    is_module = isinstance(function, nn.Module)
+    parameters = function.parameters() if is_module else ()
     return TwentyLines.apply(function, x, *parameters)
 
 
@@ -331,13 +345,18 @@ def checkpoint(function, x):
 # dropout under autocast now equal the baseline's:
 
 # %%
-model, data = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64)), torch.randn(8, 64)
+model, data = (
+    nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64)),
+    torch.randn(8, 64),
+)
 results = []
 for run in (model, functools.partial(checkpoint, model)):
     torch.manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16):
         y = run(data)
-    results.append(torch.autograd.grad(y.float().sum(), [*model.parameters()]))
+    results.append(
+        torch.autograd.grad(y.float().sum(), [*model.parameters()])
+    )
 [torch.equal(a, b) for a, b in zip(*results)]
 
 # %% [markdown]
@@ -366,17 +385,17 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ```
 #
 # In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside autograd's
-# own graph, which can be differentiated again, and it reads the tensors that the recomputation saves, not its outputs.
+# own graph, and reads the tensors that the recomputation saves, not its outputs.
 #
 # `ackpt.checkpoint` is the twenty lines with these additions:
 #
 # - **The first forward runs in grad mode**, and its graph is dropped when the region ends. So code that checks the grad
-#   mode takes the same path as without a checkpoint. The graph also shows which outputs require grad and which
-#   parameters the region uses, even through a closure.
+#   mode takes the same path as without a checkpoint, and the graph shows which parameters the region uses, even through
+#   a closure.
 # - **Every random number stream** that the region draws from is replayed: torch's, Python's, NumPy's, and your own
 #   generators.
 # - **State changes once per step.** Buffers such as BatchNorm's statistics get their old values for the recomputation,
-#   and afterwards the new ones. The mode of each module is also restored.
+#   and afterwards the new ones.
 # - **A closure's variables** are saved, so a lambda in a loop calls the layer that it called in the forward.
 # - **Tensors in dicts, lists, tuples, dataclasses and keyword arguments** are inputs of the autograd node.
 # - **Both runs are compared**, operation by operation, with their numeric arguments. A difference raises an error.
@@ -425,8 +444,13 @@ def nested(regions, function, a):
 
 x = torch.ones(2**14, requires_grad=True)
 outer = functools.partial(nested, 4, inner)
-nested_peak = measured(functools.partial(nested, 4, outer)).dynamic_peak_bytes
-print(f"4 x 4 x 4 layers: peak {4 + 4 + 4 - 2} S + {nested_peak - 10 * S} bytes")
+nested_peak = measured(
+    functools.partial(nested, 4, outer)
+).dynamic_peak_bytes
+print(
+    f"4 x 4 x 4 layers: peak {4 + 4 + 4 - 2} "
+    f"S + {nested_peak - 10 * S} bytes"
+)
 print(f"{len(calls)} = 3 n forwards")
 
 # %% [markdown]
@@ -476,7 +500,7 @@ def repeated(times, call, *arguments):
 for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer block", 1, (block, *inputs))):
     steps = {label: functools.partial(repeated, times, call, *arguments) for label, call in contenders.items()}
     flops = {label: ackpt.count_flops(step) for label, step in steps.items()}
-    print(f"{name}: a forward and a backward, relative to the baseline, median and range of 7 rounds")
+    print(f"{name}, relative to the baseline, median and range of 7 rounds")
     for label, ratio in compare_seconds(steps, repeats=7, clock="processor").ratios.items():
         time = f"time x {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
         print(f"  {label:20} {time:30} FLOPs x {flops[label] / flops['baseline']:.2f}")
@@ -573,17 +597,9 @@ figure
 #
 # ## Summary
 #
-# - A reentrant checkpoint is ten lines: save the input, run without a graph, and recompute with a graph in backward.
-#   One of its inputs must require grad.
 # - A chain of $n$ layers needs about $2 \sqrt n$ activations with one level of regions, $3 \sqrt[3] n$ with two.
-# - Backward does not read everything that a region computes. `ackpt` recomputes only what backward needs.
-# - The ten lines fail wherever the recomputation differs from the forward. Most of these errors are silent, even in
-#   PyTorch's own checkpoint.
-# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases
+# - The ten lines fail wherever the recomputation differs from the forward, mostly in silence, and so does PyTorch's own
+#   checkpoint. `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases
 #   <not-guaranteed>`. Its code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
 #
 # You can now write a checkpoint, and say when its recomputation differs from the forward.
-#
-# ## Sources
-#
-# - {cite:t}`chen2016` introduce segments and their recursion.

@@ -11,7 +11,9 @@
 # Live memory and copies of one checkpointed step on a CPU: without offload, with sync and with async offload.
 # ```
 #
-# The model computes on the *device*. Offloaded activations are copied to the *store*: host memory, or a disk.
+# If regions offload their inputs, the peak no longer grows with the depth of the model. The copies cost no time if a
+# region computes longer than its input's copy takes, as in wide models or with long sequences. The model computes on
+# the *device*; offloaded activations are copied to the *store*: host memory, or a disk.
 
 # %% tags=["hide-input"]
 import torch
@@ -28,48 +30,28 @@ generator = torch.manual_seed(0)
 
 # %% tags=["hide-input"]
 import contextlib
-import dataclasses
-import functools
 import math
 import textwrap
 import threading
 import time
 
 from ackpt.metering.meter import measure
-from ackpt.metering.timeline import Timeline
 from ackpt.models import Block, TransformerConfig
 from ackpt.offloading import transport
 from ackpt.planner.costs import devices
-from experiments import offload
-from experiments.graph_profile import overlaid_plot
 from experiments.pitfalls import copies as pitfalls
-from experiments.predicted_curves import Timelines
-from experiments.published import Predictions, time_ratios
-from experiments.published import rows as published_peaks
 from experiments.reports import offload as offload_report
 from experiments.reports import plots
-from experiments.reports.gpu_records import gpu_records
-from experiments.results import Record, environment, load_reference, markdown_table, write_text_atomic
-from experiments.suite.chapters import measure_here
+from experiments.results import Record, environment, markdown_table, write_text_atomic
 
 SOURCE = "notebooks/05_offload.py"
 
 # %% [markdown]
-# With a GPU, for example on Colab, the next two cells also run the published experiment on it, within the limit of
-# `minutes` ({doc}`12_your_gpu`). Without a GPU they do nothing.
-
-# %% tags=["parameters"]
-device, tier, dataset, minutes = "auto", "auto", "embedded", 10
-
-# %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("offload", device=device, tier=tier, dataset=dataset, minutes=minutes)
-
-# %% [markdown]
 # :::{admonition} Without a GPU
 # :class: note
-# On this page the CPU simulates the device. The store gets its memory directly from the operating system, so its bytes
-# are counted separately. Worker threads simulate the streams of a GPU. The code that decides when to copy and free is
-# the same on a GPU.
+# On this page the CPU simulates the device, and worker threads the streams of a GPU. The store gets its memory directly
+# from the operating system, so its bytes are counted separately. The code that decides when to copy and free is the
+# same on a GPU.
 # :::
 #
 # ## Saved tensors on the host
@@ -95,9 +77,13 @@ expected = train(contextlib.nullcontext())
 all(map(torch.equal, expected, train(save_on_cpu())))
 
 # %% [markdown]
+# ```{margin}
+# On a GPU, `host` would be `torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)`.
+# ```
+#
 # `save_on_cpu` installs two functions. Autograd calls *pack* for each tensor that it saves, and *unpack* when backward
-# reads the tensor. `save_on_cpu` does not copy tensors on a CPU, so we write a pair that does. (On a GPU, `host` would
-# be `torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)`.) Here, the input of a layer has $S$ bytes:
+# reads the tensor. `save_on_cpu` does not copy tensors on a CPU, so we write a pair that does. Here, the input of a
+# layer has $S$ bytes:
 
 # %%
 def pack(tensor):
@@ -110,15 +96,19 @@ def unpack(host):
 
 
 S = rows.nbytes
-for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
-    step = measure(lambda: train(context), resident=(mlp, rows), warmup=0, repeats=0)
+for context in (
+    contextlib.nullcontext(),
+    saved_tensors_hooks(pack, unpack),
+):
+    step = measure(
+        lambda: train(context), resident=(mlp, rows), warmup=0, repeats=0
+    )
     peak = step.dynamic_peak_bytes
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
 # %% [markdown]
-# Both peaks are in the backward of the square, with four temporaries of $S$ bytes and all weights' gradients, together
-# $S$. The baseline adds the 16 activations that autograd saved besides `rows`; the pair adds one, the square's input.
-# Three flaws remain, also in `save_on_cpu`:
+# Both peaks are in the backward of the square. The baseline adds the 16 activations that autograd saved besides `rows`;
+# the pair adds one, the square's input. Three flaws remain, also in `save_on_cpu`:
 #
 # 1. **It waits.** Compute stops for every copy.
 # 2. **It copies weights.** A linear layer also saves its weight, as the view `w.t()`. Copying it frees nothing.
@@ -131,7 +121,7 @@ for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
 
 # %% tags=["hide-input"]
 from experiments.reports import schematics
-from experiments.reports.figures import bar_plot, line_plot
+from experiments.reports.figures import line_plot
 from experiments.widgets.offload_lanes import offload_lanes
 
 schematics.publish(offload_lanes(), "05_lanes")
@@ -144,16 +134,18 @@ schematics.publish(offload_lanes(), "05_lanes")
 #
 # *A step of 12 blocks, checkpointed in the first two schedules, with times predicted for an H200.*
 #
-# A program uses the copy engines through a second *stream*, a queue whose work runs in order. It submits work and
-# continues. *Events* synchronize two streams: an event marks the end of a piece of work, and work in another stream can
-# wait for it. On a CPU, one worker thread per queue does the same:
+# A program uses these engines through a second *stream*, a queue whose work runs in order. *Events* synchronize two
+# streams: an event marks the end of a piece of work, and work in another stream can wait for it. On a CPU, one worker
+# thread per queue does the same:
 
 # %%
 compute, copies = Stream("compute"), Stream("copies")
 order, passed = [], threading.Event()
 copied = copies.submit(lambda: (passed.wait(), order.append("a long copy")))
 compute.submit(lambda: (order.append("computing"), passed.set()))
-compute.submit(order.append, "computing after the copy", after=[copied]).wait()
+compute.submit(
+    order.append, "computing after the copy", after=[copied]
+).wait()
 order
 
 # %% [markdown]
@@ -176,7 +168,13 @@ def unpack_async(packed):
     return host.clone()
 
 
-all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_async))))
+all(
+    map(
+        torch.equal,
+        expected,
+        train(saved_tensors_hooks(pack_async, unpack_async)),
+    )
+)
 
 # %% [markdown]
 # On a GPU, the same lines are
@@ -193,15 +191,17 @@ all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_asyn
 # ## Five rules for copies
 #
 # In `pack_async`, the submitted work refers to `tensor` until the copy has run. Without this reference, the allocator
-# could give the memory to the next tensor before it is copied. Here this *race* always corrupts the copy, because the
-# copy is delayed until the next tensor has been written:
+# could give the memory to the next tensor before it is copied. Here this *race* always corrupts the copy:
 
 # %%
 def race(wait_for_copy):
     block, host, passed = torch.ones(4), torch.zeros(4), threading.Event()
     copied = copies.submit(lambda: (passed.wait(0.2), host.copy_(block)))
     after = [copied] if wait_for_copy else []
-    reused = compute.submit(lambda: (block.fill_(2), passed.set()), after=after)  # the next tensor
+    # the next tensor
+    reused = compute.submit(
+        lambda: (block.fill_(2), passed.set()), after=after
+    )
     copied.wait(), reused.wait()
     return host.tolist()
 
@@ -239,7 +239,12 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 # overlaps the copies and prefetches for backward:
 
 # %%
-{mode: all(map(torch.equal, expected, train(ackpt.offload_saved_tensors(mode)))) for mode in ("sync", "async")}
+{
+    mode: all(
+        map(torch.equal, expected, train(ackpt.offload_saved_tensors(mode)))
+    )
+    for mode in ("sync", "async")
+}
 
 # %% [markdown]
 # It copies *storages*, not tensors. Queries, keys and values are often views of one matrix product's output, whose
@@ -254,7 +259,10 @@ with ackpt.offload_saved_tensors(keep_last=0) as engine:
     loss = (queries * keys * values).sum()
 counts = engine.stats()
 del loss  # and with its graph, the bytes in the store
-{name: counts[name] for name in ("copies_out", "shared", "bytes_out")}, (3 + 1) * 256 * 256 * 4
+(
+    {name: counts[name] for name in ("copies_out", "shared", "bytes_out")},
+    (3 + 1) * 256 * 256 * 4,
+)
 
 # %% [markdown]
 # It does not copy:
@@ -267,11 +275,19 @@ del loss  # and with its graph, the bytes in the store
 # the last output.
 
 # %%
-for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes": S + 1}:
+for options in (
+    {"keep_last": 0},
+    {"keep_last": 1},
+    {"keep_last": 4},
+    {"min_bytes": S + 1},
+):
     engine.reset_stats()
     train(ackpt.offload_saved_tensors(**options))
     counts = engine.stats()
-    print(f"{options!s:20} {counts['copies_out']:2} copies, {counts['bytes_out'] / S:.0f} S")
+    print(
+        f"{options!s:20} {counts['copies_out']:2} "
+        f"copies, {counts['bytes_out'] / S:.0f} S"
+    )
 
 # %% [markdown]
 # ## How much offload lowers the peak
@@ -286,14 +302,13 @@ for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes
 # - the last region's, which backward needs first;
 # - the $k_0$ inputs that something else also references, usually only the batch.
 #
-# Region $i$'s backward needs only its own input. Its copy back starts halfway through region $i + 1$'s backward, when
-# half of the recomputed activations are freed. So the peak falls:
+# The copy back of region $i$'s input starts halfway through region $i + 1$'s backward, when half of the recomputed
+# activations are freed. So the peak falls:
 #
 # $$ \text{peak}_\text{checkpoint} - \text{peak}_\text{offload} = (k - 1 - k_0) \, S $$
 #
-# (Here the gradients exist before the step. If backward allocates them, the peak may be elsewhere:
-# {doc}`04_experiments`.) We check regions of four SiLU functions with $k_0 = 1$. Zeros mean that the formula holds, in
-# both modes:
+# (If backward allocates gradients, the peak may be elsewhere: {doc}`04_experiments`.) We check regions of four SiLU
+# functions with $k_0 = 1$. Zeros mean that the formula holds, in both modes:
 
 # %%
 x = torch.randn(2**16, requires_grad=True)
@@ -308,7 +323,10 @@ def region(a):
 
 def chain(k, mode, a=x):
     for _ in range(k):
-        a = ackpt.checkpoint(region, a, offload=mode, preserve_rng_state=False)  # it draws no random numbers
+        # it draws no random numbers
+        a = ackpt.checkpoint(
+            region, a, offload=mode, preserve_rng_state=False
+        )
     return a
 
 
@@ -319,19 +337,33 @@ def peak_of(forward):
         y.square().sum().backward()
 
     x.grad = torch.zeros_like(x)
-    return measure(step, resident=[x], warmup=0, repeats=0).dynamic_peak_bytes
+    return measure(
+        step, resident=[x], warmup=0, repeats=0
+    ).dynamic_peak_bytes
 
 
 ks = [4, 8, 16, 32]
-peaks = {str(mode): [peak_of(lambda: chain(k, mode)) for k in ks] for mode in (None, "sync", "async")}
-[(without - sync - (k - 2) * S, sync - overlapped) for k, without, sync, overlapped in zip(ks, *peaks.values())]
+peaks = {
+    str(mode): [peak_of(lambda: chain(k, mode)) for k in ks]
+    for mode in (None, "sync", "async")
+}
+[
+    (without - sync - (k - 2) * S, sync - overlapped)
+    for k, without, sync, overlapped in zip(ks, *peaks.values())
+]
 
 # %% alt="Dynamic peak against the number of regions: without offload it rises by one input per region along the predicted line; with offload it is the same horizontal line in both modes."
 constant = [peaks["sync"][0]] * len(ks)
 ramp = [constant[0] + (k - 2) * S for k in ks]
-shown = {"no offload": peaks["None"], "sync": peaks["sync"], "async": peaks["async"]}
+shown = {
+    "no offload": peaks["None"],
+    "sync": peaks["sync"],
+    "async": peaks["async"],
+}
 lines = {"no offload": ramp, "sync": constant}
-figure = line_plot(ks, shown, lines, "", xlabel="regions", ylabel="dynamic peak (MiB)")
+figure = line_plot(
+    ks, shown, lines, "", xlabel="regions", ylabel="dynamic peak (MiB)"
+)
 path = plots.save(figure, "results/figures/05_regions.png")
 figure
 
@@ -372,10 +404,16 @@ offsets = torch.tensor([0, 512], dtype=torch.int32)
 def train_blocks(checkpointed, offload_inputs=None, offload_all=None):
     blocks.zero_grad(set_to_none=False)
     a = tokens
-    with ackpt.offload_saved_tensors(offload_all) if offload_all else contextlib.nullcontext():
+    with (
+        ackpt.offload_saved_tensors(offload_all)
+        if offload_all
+        else contextlib.nullcontext()
+    ):
         for block in blocks:
             if checkpointed:
-                a = ackpt.checkpoint(block, a, offsets, 512, offload=offload_inputs)
+                a = ackpt.checkpoint(
+                    block, a, offsets, 512, offload=offload_inputs
+                )
             else:
                 a = block(a, offsets, 512)
         loss = (a - tokens).square().mean()
@@ -383,10 +421,20 @@ def train_blocks(checkpointed, offload_inputs=None, offload_all=None):
     return [weight.grad.clone() for weight in blocks.parameters()]
 
 
-ways = {"baseline": (False,), "offload": (False, None, "async"), "checkpoint": (True,)}
-ways |= {"checkpoint, sync offload": (True, "sync"), "checkpoint, async offload": (True, "async")}
+ways = {
+    "baseline": (False,),
+    "offload": (False, None, "async"),
+    "checkpoint": (True,),
+}
+ways |= {
+    "checkpoint, sync offload": (True, "sync"),
+    "checkpoint, async offload": (True, "async"),
+}
 expected = train_blocks(False)
-{way: all(map(torch.equal, expected, train_blocks(*arguments))) for way, arguments in ways.items()}
+{
+    way: all(map(torch.equal, expected, train_blocks(*arguments)))
+    for way, arguments in ways.items()
+}
 
 # %% tags=["hide-input"]
 way_rows, records = [], []
@@ -409,8 +457,7 @@ path = write_text_atomic("results/tables/05_ways.md", markdown_table(way_rows, c
 # ```
 #
 # Offloading the inputs lowers the checkpointed peak by ten inputs, $(k - 1 - k_0) \, S$. Offloading all activations
-# gives the lowest peak: the device needs the tensors of one *operation* at a time, not of a region. But twenty times
-# the bytes must be copied out and back.
+# gives the lowest peak, but copies twenty times the bytes.
 
 # %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below the last two are copies: with sync each ends at once, with async they overlap with compute."
 figure = offload_report.timelines_plot(records, "", [*ways][2:])
@@ -420,59 +467,7 @@ figure
 # %% [markdown]
 # *Offloading the inputs removes the ramp. Bars are copies; with `async`, they overlap with compute.*
 #
-# With `store="disk"`, the store is a disk.
-#
-# :::{admonition} Exercise 2: fix a script that exceeds its budget
-# :class: note
-# This step also computes a validation loss on a second batch of the same size. Predict its dynamic peak from the table.
-# First fit it into 32 MiB without recomputing or copying anything, then into 6 MiB.
-#
-# ```python
-# def loss_of(a):
-#     for block in blocks:
-#         a = block(a, offsets, 512)
-#     return a.square().mean()
-#
-# loss = loss_of(tokens)
-# validation = loss_of(others)
-# loss.backward()
-# ```
-# :::
-
-# %% tags=["solution"]
-# Autograd saves the activations of both forwards: less than twice the baseline, because the gradients and the
-# temporaries of backward count once. A validation needs no graph. Within 6 MiB, the blocks are checkpointed and their
-# inputs offloaded.
-others = torch.randn(512, 64)
-offloaded = functools.partial(ackpt.checkpoint, offload="async")
-
-
-def script(validating, call=nn.Module.__call__):
-    def loss_of(a):
-        for block in blocks:
-            a = call(block, a, offsets, 512)
-        return a.square().mean()
-
-    loss = loss_of(tokens)
-    with validating:
-        validation = loss_of(others)
-    loss.backward()
-    return validation.item()
-
-
-def peak_in_mib(step):
-    return measure(step, resident=(*resident, others), warmup=1, repeats=0).dynamic_peak_bytes / 2**20
-
-
-variants = {"script": (contextlib.nullcontext(),), "no_grad": (torch.no_grad(),)}
-variants["no_grad, checkpoint, offload"] = torch.no_grad(), offloaded
-script_peaks = {name: peak_in_mib(functools.partial(script, *arguments)) for name, arguments in variants.items()}
-for peak, budget in zip(script_peaks.values(), (64, 32, 6), strict=True):
-    assert budget / 2 < peak <= budget
-{name: round(peak, 1) for name, peak in script_peaks.items()}
-
-# %% [markdown]
-# :::{admonition} Exercise 3: fit your own model within a budget
+# :::{admonition} Exercise 2: fit your own model within a budget
 # :class: note
 # Halve the dynamic peak of the 12 blocks, or of your own model, with as little recomputation as possible: `check_fn` of
 # `apply_activation_checkpointing` chooses the blocks that become regions. How many? The first blocks or the last?
@@ -550,13 +545,11 @@ path = write_text_atomic("results/tables/05_pays.md", markdown_table(width_rows,
 # ```{include} ../../results/tables/05_pays.md
 # ```
 #
-# In 16 bits, copies of block inputs add no time on any of the three at width 4,096, and on a T4 at width 512. Copies of
-# all activations add time at both, unless sequences are very long. A real GPU is slower than its data sheet: at half
-# the rate, half the width is enough.
+# In 16 bits, copies of block inputs add no time on any of the three at width 4,096, and on a T4 at width 512. A real
+# GPU is slower than its data sheet: at half the rate, half the width is enough.
 #
 # With measured times, `ackpt.offload_pays` evaluates the condition. To see a crossover on this machine, we use
-# attention alone, and copies that sleep to simulate a slow link. With its bandwidth, a copy at 1,024 tokens takes just
-# the time measured as available; the fitted curves may cross elsewhere:
+# attention alone, and copies that sleep to simulate a slow link:
 
 # %%
 def attend(a):
@@ -615,28 +608,46 @@ transport._move = real_move
 # %% tags=["measured-time", "nbval-ignore-output"]
 fits = []
 for T in lengths:
-    pays = ackpt.offload_pays(bytes_per_token, forward, backward_seconds=backward, bandwidth=link, tokens=T)
+    pays = ackpt.offload_pays(
+        bytes_per_token,
+        forward,
+        backward_seconds=backward,
+        bandwidth=link,
+        tokens=T,
+    )
     fits.append(pays)
-    print(f"{T:4} tokens: predicted overlap {pays.overlapped_share:4.0%}, measured {shares[T][0]:4.0%}")
+    print(
+        f"{T:4} tokens: predicted overlap "
+        f"{pays.overlapped_share:4.0%}, measured {shares[T][0]:4.0%}"
+    )
 print(textwrap.fill(str(pays), 76))
 
 # %% tags=["measured-time", "nbval-ignore-output"] alt="Milliseconds per region against tokens: the copy is a straight line; forward and half of backward are curves that start below it and cross it between 512 and 1536 tokens. Measured points scatter around the lines."
-points = {"copy": [shares[T][1] for T in lengths], "forward": list(forward.values())}
+points = {
+    "copy": [shares[T][1] for T in lengths],
+    "forward": list(forward.values()),
+}
 points["half of backward"] = [seconds / 2 for seconds in backward.values()]
-curves = {"copy": [fit.copy_seconds for fit in fits], "forward": [fit.forward_seconds for fit in fits]}
+curves = {
+    "copy": [fit.copy_seconds for fit in fits],
+    "forward": [fit.forward_seconds for fit in fits],
+}
 curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
-line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
+line_plot(
+    lengths,
+    points,
+    curves,
+    "",
+    xlabel="tokens in the sequence",
+    ylabel="one region (ms)",
+    unit=1e-3,
+)
 
 # %% [markdown]
 # *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer.* Measured overlap
 # stays below 100 %: the model ignores latencies, and times of threads on a busy CPU vary widely.
 #
-# :::{admonition} Takeaway
-# :class: tip
-# In this model, offload adds no time if copying a region's input takes no longer than its forward.
-# :::
-#
-# :::{admonition} Exercise 4: how wide must a model be?
+# :::{admonition} Exercise 3: how wide must a model be?
 # :class: note
 # A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. Above which width do the
 # copies of block inputs overlap completely at any length? And at $d = 1024$, above which length? Then ask
@@ -653,8 +664,8 @@ print(textwrap.fill(str(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 # ## Which activations to offload
 #
 # If the link cannot carry all activations, offload those with the longest *inactive time*, between the last use in the
-# forward and the first use in backward. In a chain, these are the first activations, so the engine copies in the order
-# of the forward. {doc}`08_mu_two` decides between copying and recomputing for each activation.
+# forward and the first use in backward: in a chain, the first ones. {doc}`08_mu_two` decides between copying and
+# recomputing for each activation. {doc}`14_published` predicts a published experiment on a T4, peaks and times.
 #
 # ## Llama 3 8B with offload
 
@@ -672,127 +683,4 @@ figure
 # Offload lowers the peak from 72.9 to 68.9 GiB and adds no time: each copy ends before the forward of its block does.
 # The head in chunks, without offload, lowers it more: to 62.2 GiB ({doc}`04_logits`).
 #
-# ## Summary
-#
-# - Offloading inputs lowers the peak of a checkpointed model by $(k - 1 - k_0) \, S$, to the byte.
-# - Copies of inputs add no time if $S / \lambda \le t_\text{fwd}$: in wide models or with long sequences.
-#
 # You can now say from width, bandwidth and compute rate whether a copy is free.
-#
-# ## Sources
-#
-# - {cite:t}`rhu2016`: copies to the host that overlap with compute, and when they overlap completely.
-# - {cite:t}`purandare2023`: which activations to swap.
-
-# %% [markdown]
-# ## Appendix: the published experiment on a T4
-#
-# The repository `polkadot21/activation-ckpt-offload` trains 12 blocks in fp16 on a T4, with 12,000 tokens in 48
-# sequences. We predict its peaks and our model's from shapes alone:
-
-# %% tags=["hide-input"]
-reference = load_reference("offload")
-modes = tuple(row["method"] for row in reference["rows"])
-predicted = offload.predict_offload(dataclasses.replace(offload.GPU, methods=modes), SOURCE)
-for record in predicted:
-    path = record.save(f"results/cpu/05_{offload_report.file_name(record)}")
-peaks = [Predictions().of(row) for row in published_peaks() if row["step"] == "reference-offload"]
-ratios = load_reference(time_ratios.REFERENCE)["rows"]
-times = [time_ratios.compared(row, time_ratios.Times()) for row in ratios if row["url"].endswith("/offload.json")]
-gpu = gpu_records("offload", total_tokens=offload.GPU.total_tokens)
-rows = offload_report.published_rows(reference, peaks, times, predicted, gpu)
-if on_gpu := {record.config["method"]: record.metrics for record in gpu if "timeline" in record.metrics}:
-    by_method = {record.config["method"]: record.metrics for record in predicted}
-    plots.save(overlaid_plot(by_method, on_gpu), "results/figures/05_measured.png")
-columns = {"method": "method", "peak": "published, MiB", "peak_change": "vs baseline, %"}
-columns |= {"classic_change": "vs ckpt_classic, %", "predicted": "predicted, MiB", "error": "error, %"}
-columns |= {"ours": "ours, MiB", "gpu_peak": "on a GPU, MiB"}
-caption = (
-    "Peaks of the offload experiment: published by others for a T4, predicted from shapes for the published "
-    "configuration, and predicted for our model (ours). The source prints MiB as MB."
-)
-path = write_text_atomic("results/tables/05_published.md", markdown_table(rows, columns, caption, "tab-offload-peaks"))
-columns = {"method": "method", "ms": "published, ms", "ms_change": "vs baseline, %"}
-columns |= {"predicted_change": "predicted vs baseline, %", "gpu_ms": "ours on a GPU, ms"}
-caption = "Times of the same steps, published and predicted with the T4's rates relative to the baseline."
-path = write_text_atomic("results/tables/05_times.md", markdown_table(rows, columns, caption, "tab-offload-times"))
-
-# %% [markdown]
-# ```{include} ../../results/tables/05_published.md
-# ```
-#
-# Our model needs less: it fuses norms and projections, saves no attention matrices, and its step has no optimizer.
-
-# %% tags=["hide-input"] alt="Bars of the peaks of four methods: published, predicted, and predicted for our model. Published and predicted bars have equal heights: near 11,000 MiB for the baseline, 2,759 with classic checkpointing, and about 2,260 with sync and with async offload."
-def numbers(key):
-    """A column of the table; None where nothing was measured."""
-    return [None if row[key] is None else float(str(row[key]).replace(",", "")) for row in rows]
-
-
-peak_bars = {"published": numbers("peak"), "predicted": numbers("predicted"), "ours, predicted": numbers("ours")}
-peak_bars |= {"ours, on a GPU": numbers("gpu_peak")} if gpu else {}
-figure = bar_plot(modes, peak_bars, "", ylabel="peak (MiB)", unit=1)
-path = plots.save(figure, "results/figures/05_peak_bars.png")
-figure
-
-# %% tags=["hide-input"] alt="Three memory timelines of a step of 12 blocks, one above the other. Classic checkpointing: the forward is a ramp of inputs, and backward is a sawtooth that rises with each block. With sync and with async offload, which look the same, the forward is flat, and the sawtooth rises half as steeply to a peak about 500 MiB lower."
-shown = ("ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload")
-figure = offload_report.timelines_plot(Timelines().records("reference-offload", shown), "", shown)
-path = plots.save(figure, "results/figures/05_t4.png")
-figure
-
-# %% [markdown]
-# *The first step of the published experiment, predicted from shapes. Adam's states do not exist yet, so peaks are lower
-# than in {ref}`the table <tab-offload-peaks>`. Recomputed activations count as temporaries.*
-#
-# The sawtooth rises with each block by the block's gradients. `ckpt_classic` rises twice as fast, because backward
-# frees neither blocks' inputs nor the inputs' gradients. So offload lowers this peak by about $2 (k - 1)$ inputs.
-#
-# %%
-for record in Timelines().records("reference-offload", shown):
-    timeline = Timeline.from_json(record.metrics["timeline"])
-    forward_peak = max(timeline.live[: timeline.boundary + 1]) + record.metrics["resident_bytes"]
-    print(f"{record.config['method']:20} highest in the forward: {forward_peak / 2**20:,.1f} MiB")
-
-# %% [markdown]
-# One source claims that async offload needs less memory in the forward than sync offload. We predict the same value for
-# both.
-#
-# ```{include} ../../results/tables/05_times.md
-# ```
-
-# %% tags=["hide-input"] alt="Bars of the time of a step for four methods, published and predicted: 3,348 ms for the baseline, and between 3,700 and 3,950 ms for the others. The published sync offload is the slowest; the predictions hardly differ."
-ms = numbers("ms")
-predicted_ms = [ms[0], *(ms[0] * (1 + float(row["predicted_change"]) / 100) for row in rows[1:])]
-time_bars = {"published": ms, "predicted": predicted_ms} | ({"ours, on a GPU": numbers("gpu_ms")} if gpu else {})
-figure = bar_plot(modes, time_bars, "", ylabel="time of a step (ms)", unit=1)
-path = plots.save(figure, "results/figures/05_time_bars.png")
-figure
-
-# %% [markdown]
-# *Published times of a step, and those predicted from the published baseline.*
-#
-# Why is recomputation so cheap here? We divide the baseline's FLOPs by its published time:
-
-# %%
-(baseline,) = Timelines().records("reference-offload", ["baseline"])
-flops, t4 = baseline.metrics["flops"], devices.device("t4")
-published_seconds = reference["rows"][0]["milliseconds"] / 1e3
-share = flops / published_seconds / t4.flops_per_second["float16"]
-qkv = 12_000 * 3 * 1024 * 2  # bytes of the packed queries, keys and values of a block
-slices = 12 * 3 * 48 * 4 * qkv / t4.memory_bytes_per_second
-copies = 12 * 12_000 * 1024 * 2 / t4.link_bytes_per_second
-print(f"{flops / 1e12:.1f} TFLOP in {published_seconds:.2f} s: {share:.1%} of the T4's rate in fp16")
-print(f"gradients of slices: {slices:.2f} s; copying all inputs once: {1e3 * copies:.0f} ms")
-
-# %% [markdown]
-# By the T4's data sheet, gradients of slices take half of the time. The attention loop slices queries, keys and values
-# of each sequence out of one tensor, and the backward of each of the 144 slices per block writes a gradient as large as
-# the *whole* tensor. Checkpointing does not repeat this part, and `torch.split` avoids it.
-#
-# `ckpt_sync_offload` copies into pageable memory and waits: 204 ms more than `ckpt_classic`. (The prediction, with the
-# link's full rate, misses most of them.) `ckpt_async_offload` has pinned buffers and a second stream: 17 ms more, about
-# one copy of all inputs, because its copies back run in the compute stream.
-
-# %% tags=["measured-time", "nbval-ignore-output"]
-predicted[0].environment

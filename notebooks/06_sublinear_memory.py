@@ -11,6 +11,10 @@
 # Live memory of one step of a chain of 64 blocks: with everything saved, with eight segments, and with recursive
 # halving. Brown is recomputed.
 # ```
+#
+# A chain of $n$ equal blocks needs about $2 \sqrt n$ activations for less than one extra forward, and about $\log_2 n$
+# for half an extra forward per doubling of $n$. Blocks of real models save more than their output, so these numbers
+# mislead: what counts is bytes.
 
 # %% tags=["hide-input"]
 from functools import partial
@@ -43,8 +47,7 @@ schematics.publish(chain_steps(), "06_chain")
 
 # %% [markdown]
 # A *schedule* is the ordered list of what a training step computes, frees and recomputes. The animation runs a chain of
-# $n = 12$ layers under schedules of this chapter, and under a plan of `ackpt` ({doc}`07_graph_profiler`) with the peak
-# of $\sqrt n$ segments.
+# $n = 12$ layers under schedules of this chapter, and under a plan of `ackpt` with the peak of $\sqrt n$ segments.
 #
 # ```{schematic-explorer} ../../results/explorer/06_chain.json
 # :image: ../../results/figures/06_chain.png
@@ -52,8 +55,7 @@ schematics.publish(chain_steps(), "06_chain")
 # :start: sqrt
 # ```
 #
-# Why do $\sqrt n$ segments need less memory than per-block checkpointing *and* recompute less? Per-block checkpointing
-# saves the output of every layer and recomputes all 12 matrix products. $\sqrt n$ segments save few outputs, and the
+# $\sqrt n$ segments need less memory than per-block checkpointing *and* recompute less: they save few outputs, and the
 # last segment is not recomputed.
 
 # %% [markdown]
@@ -88,9 +90,8 @@ print("saved:", *saved.values())
 
 # %% [markdown]
 # Apart from the parameter, a block saves one tensor, $\tanh(x_{i-1})$: the derivative of tanh is computed from its
-# output, and the gradient of $W_i$ needs the same tensor. So a baseline step saves $n$ activations, and each block can
-# be recomputed from $x_{i-1}$. This is the unit chain of the theory: every activation has $S$ bytes, and every block
-# costs one matrix product.
+# output, and the gradient of $W_i$ needs the same tensor. This is the unit chain of the theory: every activation has
+# $S$ bytes, and every block costs one matrix product.
 #
 # ## Segments: the square root
 #
@@ -100,7 +101,9 @@ print("saved:", *saved.values())
 
 # %%
 # The blocks draw no random numbers, so there is no RNG state to save.
-save_input = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+save_input = partial(
+    checkpoint, use_reentrant=False, preserve_rng_state=False
+)
 
 
 def in_segments(blocks, lengths, x):
@@ -121,18 +124,10 @@ def in_segments(blocks, lengths, x):
 # the boundary, which is saved, and PyTorch stops a recomputation as soon as it has all tensors that backward reads.
 # This leaves $n - n / k - (k - 1)$ products, or $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward.
 #
-# Other chapters count other tensors:
-#
-# :::{table} Four formulas for the peak of $k$ equal segments.
-# :name: tab-segment-peaks
-#
-# | where | peak | counted | at $k = \sqrt n$ |
-# |---|---|---|--:|
-# | {doc}`02_reentrant_checkpoint` | $k + n / k$ | $k - 1$ boundaries, $n / k$ activations and one gradient, in a chain without weights | $2 \sqrt n$ |
-# | {doc}`07_graph_profiler` | $(n / \ell - 1) + (\ell - 1) + 2$ | saved and recomputed activations, and two gradients, with segments of length $\ell = n / k$ | $2 \sqrt n$ |
-# | above | $k - 1 + n / k$ | saved and recomputed activations alone | $2 \sqrt n - 1$ |
-# | measured below | $k - 1 + n / k + 3$ | also input, product and output of the last block, at the end of the forward | $2 \sqrt n + 2$ |
-# :::
+# ```{margin}
+# Other chapters count other tensors: $k + n / k$ in {doc}`02_reentrant_checkpoint` includes one gradient, the sum in
+# {doc}`07_graph_profiler` two. The measurement below adds three tensors of the last block.
+# ```
 #
 # While backward processes the segments nearest the input, few boundaries are live, so these segments may be longer.
 # With decreasing lengths $\ell_1 > \ell_2 > \dots$, about $\sqrt{2 n}$ activations are enough
@@ -165,16 +160,22 @@ def halves(blocks, x):
 # should be a whole number of $S$, and the FLOPs in excess of the baseline's a whole number of matrix products.
 
 # %%
-PRODUCT = 2 * 4096 * 4 * 4  # FLOPs of a block's forward; its backward takes two products, the first block's only one
+# FLOPs of a block's forward; its backward takes twice as many, that of the
+# first block only as many
+PRODUCT = 2 * 4096 * 4 * 4
 
 
 def run_chain(n, method, **options):
-    """A measured step of a chain: its peak in activations, and the number of recomputed products."""
+    """A measured step, its peak in activations, and the recomputed products."""
     chain = nn.Sequential(*(Block() for _ in range(n)))
     forward = {
         "baseline": chain,
-        "equal segments": partial(in_segments, chain, isqrt(n) * [n // isqrt(n)]),
-        "decreasing segments": partial(in_segments, chain, segment_lengths(n)),
+        "equal segments": partial(
+            in_segments, chain, isqrt(n) * [n // isqrt(n)]
+        ),
+        "decreasing segments": partial(
+            in_segments, chain, segment_lengths(n)
+        ),
         "recursive halving": partial(halves, chain),
     }[method]
 
@@ -185,37 +186,59 @@ def run_chain(n, method, **options):
     run = ackpt.measure(train, resident=[chain, x], repeats=0, **options)
     gradients = run.timeline.at(run.timeline.peak_index).get("gradients", 0)
     live, rest = divmod(run.dynamic_peak_bytes - gradients, S)
-    assert rest in (0, 8) and (run.flops or 0) % PRODUCT == 0  # 8: the loss and its gradient
-    recomputed = None if run.flops is None else run.flops // PRODUCT - (3 * n - 1)
+    # 8: the loss and its gradient
+    assert rest in (0, 8) and (run.flops or 0) % PRODUCT == 0
+    recomputed = (
+        None if run.flops is None else run.flops // PRODUCT - (3 * n - 1)
+    )
     return run, live, recomputed
 
 
-METHODS = "baseline", "equal segments", "decreasing segments", "recursive halving"
+METHODS = (
+    "baseline",
+    "equal segments",
+    "decreasing segments",
+    "recursive halving",
+)
 for method in METHODS:
     run, live, recomputed = run_chain(64, method)
     start = run.timeline.boundary  # the index at which backward begins
-    forward, backward = (max(part) // S for part in (run.timeline.live[:start], run.timeline.live[start:]))
-    print(f"{method:19}  peak {live:2} S (forward {forward:2}, backward {backward:2}), {recomputed:3} blocks recomputed")
+    forward, backward = (
+        max(part) // S
+        for part in (run.timeline.live[:start], run.timeline.live[start:])
+    )
+    print(
+        f"{method:19} peak {live:2} S (forward {forward:2}, "
+        f"backward {backward:2}), {recomputed:3} recomputed"
+    )
 
 # %% [markdown]
 # Every method reaches its peak in the last addition of the forward. Three *other* tensors are live there: the last
 # block's input, product and output. For recursive halving there are two, because this input is itself a boundary.
-# Backward has up to three gradients instead, but not the last boundary, which autograd does not save. With decreasing
-# segments and recursive halving, backward reaches the same peak.
 
 # %%
-OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
+OTHERS = {
+    method: 2 if method == "recursive halving" else 3 for method in METHODS
+}
 
 
 def predicted(n, method):
     """The peak in activations, and the recomputed blocks."""
-    lengths = {"equal segments": isqrt(n) * [n // isqrt(n)], "decreasing segments": segment_lengths(n)}
+    lengths = {
+        "equal segments": isqrt(n) * [n // isqrt(n)],
+        "decreasing segments": segment_lengths(n),
+    }
     if method == "baseline":
         saved, recomputed = n, 0
     elif method == "recursive halving":
-        saved, recomputed = chen.recursive_peak(n), chen.recursive_extra_forwards(n)
+        saved, recomputed = (
+            chen.recursive_peak(n),
+            chen.recursive_extra_forwards(n),
+        )
     else:
-        saved = max(before + length for before, length in enumerate(lengths[method]))
+        saved = max(
+            before + length for before, length in enumerate(lengths[method])
+        )
         recomputed = n - lengths[method][-1] - (len(lengths[method]) - 1)
     return saved + OTHERS[method], recomputed
 
@@ -250,7 +273,10 @@ path = write_text_atomic("results/tables/06_chains.md", table)
 deep, deep_live, _ = run_chain(1024, "decreasing segments", warmup=0)
 assert deep_live == predicted(1024, "decreasing segments")[0]
 of_baseline = deep_live / predicted(1024, "baseline")[0]
-print(f"1,024 blocks in {deep_live} activations, {deep.dynamic_peak_bytes / MIB:.2f} MiB: {of_baseline:.1%} of the baseline")
+print(
+    f"1,024 blocks: {deep.dynamic_peak_bytes / MIB:.2f} MiB"
+    f" in {deep_live} activations, {of_baseline:.1%} of the baseline"
+)
 
 # %% tags=["hide-input"] alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points are on the predicted lines, which extend to 1,024 blocks. The baseline rises straight to a thousand; equal and decreasing segments rise half as steeply, to 66 and 48; recursive halving rises least, to 13."
 peaks = {method: {row["n"]: row["live"] for row in rows if row["method"] == method} for method in METHODS}
@@ -279,25 +305,15 @@ figure = graph_profile.orders_plot(
 path = plots.save(figure, "results/figures/06_timelines.png")  # the figure at the top of this chapter
 
 # %% [markdown]
-# The figure at the top shows steps of 64 blocks: one tooth for each of eight segments, and many small ones with
-# recursive halving.
+# ## Revolve: the optimum for equal blocks
 #
-# :::{admonition} Takeaway
-# :class: tip
-# $\sqrt n$ segments need $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving needs about
-# $\log_2 n$ activations, for half an extra forward per doubling of $n$.
-# :::
-
-# %% [markdown]
-# ## Revolve: the optimum for equal steps
-#
-# Here, *step* means a block, and *state* its output; the chain's input is state 0. Revolve (Griewank and Walther 2000,
+# A *state* is the output of a block; the chain's input is state 0. Revolve (Griewank and Walther 2000,
 # [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states, *snapshots*, at any
-# time, including state 0. *Reversing* a step means to recompute it, and then to run its backward. Any other run of a
-# step is an *advance*, and only advances count. In the zigzag below, a rising line is a run of advances, and
-# a falling line is a run of reversals.
+# time, including state 0. *Reversing* a block means to recompute it, and then to run its backward. Any other run of a
+# block is an *advance*, and only advances count. In the zigzag below, a rising line is a run of advances, and a falling
+# line is a run of reversals.
 #
-# **A worked example: 4 steps, 2 snapshots.** The first snapshot is state 0:
+# **A worked example: 4 blocks, 2 snapshots.** The first snapshot is state 0:
 
 # %%
 saved, advances = set(), 0
@@ -305,23 +321,28 @@ for kind, state, *to in revolve.actions(4, 2):
     if kind == "save":
         saved.add(state)
     advances += to[0] - state if kind == "advance" else 0
-    words = {"advance": f"advance to state {to[0] if to else 0}", "step": f"reverse step {state}"}
-    print(f"{words.get(kind, f'{kind} state {state}'):18}  saved: {sorted(saved)}  advances: {advances}")
-    if kind == "step":  # the state before this step is not needed again
+    names = {
+        "advance": f"advance to state {to[0] if to else 0}",
+        "step": f"reverse block {state}",
+    }
+    print(
+        f"{names.get(kind, f'{kind} state {state}'):18} "
+        f" saved: {sorted(saved)}  advances: {advances}"
+    )
+    if kind == "step":  # the state before this block is not needed again
         saved.discard(state - 1)
 
 # %% [markdown]
-# Once the steps after a snapshot are reversed, its memory can hold an earlier state. Let $E(n, s)$ be the fewest
-# advances for $n$ steps with $s$ snapshots. Revolve saves its second snapshot after $j$ advances. The part after it is
-# reversed with one snapshot fewer, because the first remains saved; the part before it follows with all $s$ snapshots:
+# Let $E(n, s)$ be the fewest advances for $n$ blocks with $s$ snapshots. Revolve saves its second snapshot after $j$
+# advances. The part after it is reversed with one snapshot fewer, the part before it with all $s$:
 #
 # $$ E(n, s) = \min_{1 \le j < n} \; j + E(n - j, s - 1) + E(j, s) , \qquad
 # E(n, 1) = \frac{n (n - 1)}{2} , \quad E(1, s) = 0 . $$
 #
 # In the example, $j = 2$ gives the minimum, $2 + E(2, 1) + E(2, 2) = 2 + 1 + 1 = 4$.
 #
-# The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each step before its reversal, one can
-# reverse $\beta(s, r) = \binom{s + r}{s}$ steps. With the smallest $r$ for which $\beta(s, r) \ge n$,
+# The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each block before its reversal, one can
+# reverse $\beta(s, r) = \binom{s + r}{s}$ blocks. With the smallest $r$ for which $\beta(s, r) \ge n$,
 #
 # $$ E(n, s) = r \, n - \beta(s + 1, r - 1) . $$
 #
@@ -333,7 +354,7 @@ rows = []
 for n in (64, 256, 1000):
     rows.append({"n": f"{n:,}"} | {str(s): f"{revolve.advances(n, s):,}" for s in SNAPSHOTS})
 columns = {"n": "$n$"} | {str(s): f"$s = {s}$" for s in SNAPSHOTS}
-caption = "Revolve: the fewest advances $E(n, s)$ that reverse $n$ steps with $s$ snapshots."
+caption = "Revolve: the fewest advances $E(n, s)$ that reverse $n$ blocks with $s$ snapshots."
 table = markdown_table(rows, columns, caption, "tab-revolve")
 path = write_text_atomic("results/tables/06_revolve.md", table)
 
@@ -341,16 +362,16 @@ path = write_text_atomic("results/tables/06_revolve.md", table)
 # ```{include} ../../results/tables/06_revolve.md
 # ```
 
-# %% tags=["hide-input"] alt="State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
-steps, snapshots = 16, 3
-figure = figures.schedule_plot(revolve.actions(steps, snapshots), steps, "")
+# %% tags=["hide-input"] alt="State of the chain over the blocks that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
+length, snapshots = 16, 3
+figure = figures.schedule_plot(revolve.actions(length, snapshots), length, "")
 path = plots.save(figure, "results/figures/06_revolve.png")
-most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
-print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {most} times before its reversal")
+most = next(r for r in range(length) if revolve.beta(snapshots, r) >= length)
+print(f"{revolve.advances(length, snapshots)} advances; no block runs more than {most} times before its reversal")
 figure
 
 # %% [markdown]
-# *Revolve reverses 16 steps with three snapshots and runs no step forward more than three times before its reversal.*
+# *Revolve reverses 16 blocks with three snapshots and runs none forward more than three times before its reversal.*
 #
 # A *policy* of `ackpt` chooses the schedule for a model. The first $n - 1$ advances belong to the forward that every
 # training step runs, and the run within a reversal skips its product, as above. So the policy `revolve` recomputes
@@ -372,9 +393,8 @@ figure
 # %% [markdown]
 # *Measured peak and recomputation of 64 blocks; Revolve with seven numbers of snapshots, 3 to 32.*
 #
-# Revolve never saves the inside of a block, so it wastes spare memory. Recursive halving saves it for the last block of
-# each part, and recomputes fewer blocks at the same peak of 9. The policy *rotor* ({doc}`13_rotor`) decides this for
-# each block and handles unequal sizes.
+# Revolve never saves the inside of a block, so it wastes spare memory. The policy *rotor* ({doc}`13_rotor`) decides
+# this for each block and handles unequal sizes.
 #
 # How deep a chain fits into $s$ activations? The depth grows with the square of $s$ for decreasing segments, with its
 # $r$-th power for Revolve, and exponentially for recursive halving:
@@ -397,8 +417,7 @@ path = write_text_atomic("results/tables/06_depth.md", table)
 #
 # :::{admonition} Takeaway
 # :class: tip
-# With $s$ snapshots and $r$ runs, Revolve reverses $\beta(s, r)$ steps: a thousand steps with ten snapshots and four
-# runs.
+# With $s$ snapshots and $r$ runs, Revolve reverses $\beta(s, r)$ blocks: a thousand with ten snapshots and four runs.
 # :::
 
 # %% [markdown]
@@ -414,11 +433,15 @@ path = write_text_atomic("results/tables/06_depth.md", table)
 # measure:
 
 # %%
-config = models.TransformerConfig(dim=32, ff_dim=128, layers=16, head_dim=16)
+config = models.TransformerConfig(
+    dim=32, ff_dim=128, layers=16, head_dim=16
+)
 T, n = 128, config.layers
 offsets = torch.tensor([0, T], dtype=torch.int32)
 blocks = nn.ModuleList(models.Block(config) for _ in range(n))
-calls = [partial(block, cu_seqlens=offsets, max_seqlen=T) for block in blocks]
+calls = [
+    partial(block, cu_seqlens=offsets, max_seqlen=T) for block in blocks
+]
 hidden = torch.randn(T, config.dim)
 
 
@@ -428,10 +451,20 @@ def train_in(k):
 
 
 segments = (1, 2, 4, 8, 16)
-transformer = {k: ackpt.measure(partial(train_in, k), resident=[blocks, hidden], warmup=0, repeats=0) for k in segments}
-inside = (transformer[1].timeline.live[transformer[1].timeline.boundary] - 8) / n
+transformer = {
+    k: ackpt.measure(
+        partial(train_in, k), resident=[blocks, hidden], warmup=0, repeats=0
+    )
+    for k in segments
+}
+inside = (
+    transformer[1].timeline.live[transformer[1].timeline.boundary] - 8
+) / n
 ratio = inside / hidden.nbytes
-print(f"A / d = {ratio:.1f}, sqrt(n) = {isqrt(n)}, sqrt(A n / d) = {(ratio * n) ** 0.5:.1f}")
+print(
+    f"A / d = {ratio:.1f}, sqrt(n) = {isqrt(n)}, "
+    f"sqrt(A n / d) = {(ratio * n) ** 0.5:.1f}"
+)
 
 # %% [markdown]
 # The peak also contains gradients of parameters. When a segment with $j$ boundaries before it is recomputed, the
@@ -458,9 +491,9 @@ figure
 # *Sixteen Transformer blocks: the lowest peak is at 16 segments, not at $\sqrt n = 4$. The measured points are higher
 # than the line by the temporaries of one block's backward.*
 #
-# **Real blocks differ, and a graph has other blocks than its model.** In a graph, a block is the operations between
-# two *cut points*, tensors through which the whole gradient passes. A *pyramid* narrows from front to back: ours has
-# four stages of eight blocks, and three blocks between stages, which halve the activations. The policy *chen-sqrt* cuts
+# **Real blocks differ, and a graph has other blocks than its model.** In a graph, a block is the operations between two
+# *cut points*, tensors through which the whole gradient passes. A *pyramid* narrows from front to back: ours has four
+# groups of eight blocks, and three blocks between groups, which halve the activations. The policy *chen-sqrt* cuts
 # equal segments; *rotor* finds the best schedule of a chain:
 
 # %% tags=["hide-input"]
@@ -502,11 +535,11 @@ path = write_text_atomic("results/tables/06_models.md", table)
 # ```{include} ../../results/tables/06_models.md
 # ```
 #
-# - For equal blocks, `rotor` needs $6 \, S$ in all, as promised, but the baseline $39 \, S$, not 36: 15 %, not 17 %.
+# - For equal blocks, `rotor` needs $6 \, S$, as promised, but the baseline $39 \, S$, not 36.
 # - The pyramid and ResNet-18 need *more* than the formulas promise. Their first blocks are the largest, and all
 #   activations of one must be live at once.
-# - The language model needs *less* than $\sqrt n$ promises. Most blocks are halves of layers, attention and MLP, and
-#   the tensor between two of them is much smaller than what each saves inside.
+# - The language model needs *less* than $\sqrt n$ promises: the tensors between its blocks, halves of layers, are much
+#   smaller than what each saves inside.
 # - A model with a skip connection from front to end cannot be cut. It needs a planner that works on operations
 #   ({doc}`07_graph_profiler`).
 #
@@ -555,8 +588,8 @@ for k in (2, 4, 8, 16):
 #
 # :::{admonition} Exercise 2: two runs
 # :class: note
-# How many snapshots does Revolve need for 1,000 steps if no step may run forward more than twice before its reversal?
-# Compare with segments of decreasing length.
+# How many snapshots does Revolve need for 1,000 blocks if none may run forward more than twice before its reversal?
+# Solve it on paper with $\beta(s, 2)$. Compare with segments of decreasing length.
 # :::
 
 # %% tags=["solution"]
@@ -587,13 +620,7 @@ figure
 #
 # ## Summary
 #
-# - $\sqrt n$ segments save $2 \sqrt n - 1$ activations, recursive halving about $\log_2 n$.
 # - Revolve is optimal if only states are saved.
 # - On real models the formulas err in both directions: bytes decide, and the largest block sets a minimum.
 #
 # You can now bound the memory of a chain, and say when the bound misleads.
-#
-# ## Sources
-#
-# - {cite:t}`chen2016`: $\sqrt n$ segments and recursive halving.
-# - {cite:t}`griewank2000`: Revolve.

@@ -13,15 +13,12 @@
 # peak. The weight, 1 MiB, is resident.
 # ```
 #
-# After this chapter you can split a training step into operations and storages, say when each byte is allocated and
-# freed, and predict the peak of a step before it runs.
+# Capture the step as a list of operations, note when each allocates and frees: the largest sum is the peak, to the byte.
+# The same saved tensors have different peaks in different orders, so a plan must be an order.
 #
-# So far, we chose by hand what to recompute. From here on, a planner chooses, and it must know every operation.
 
 # %% tags=["hide-input"]
-import collections
 import copy
-import textwrap
 from types import SimpleNamespace
 
 import torch
@@ -33,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ackpt
 from ackpt import models
-from ackpt.graph import PlannedStep, lower, rewrite, scheduled, simulate
+from ackpt.graph import PlannedStep, lower, scheduled, simulate
 from experiments import graph_profile
 from experiments.models import ResNet, ResNetConfig
 from experiments.reports import plots, schematics
@@ -67,13 +64,21 @@ tiny, x, labels = Tiny(), torch.ones(4, 8), torch.tensor([0, 1, 1, 0])
 def step(parameters, x, labels):
     loss = functional_call(tiny, parameters, (x, labels))
     start = torch.ones_like(loss)  # the gradient with which backward begins
-    return loss, start, torch.autograd.grad(loss, list(parameters.values()), start)
+    return (
+        loss,
+        start,
+        torch.autograd.grad(loss, list(parameters.values()), start),
+    )
 
 
-joint = make_fx(step, tracing_mode="fake")(dict(tiny.named_parameters()), x, labels).graph
+joint = make_fx(step, tracing_mode="fake")(
+    dict(tiny.named_parameters()), x, labels
+).graph
 
 # %% alt="Boxes of operations in three rows with arrows. Forward, from left to right: addmm, relu, addmm_1, log_softmax and nll_loss_forward. Below it backward, from right to left, begins with ones_like and ends with threshold_backward. In the lowest row are the gradients of the parameters. Thick arrows lead from relu, log_softmax and nll_loss_forward down to the operations of backward that read them."
-figure = schematics.joint_figure(graph_profile.operations(joint, "ones_like"))
+figure = schematics.joint_figure(
+    graph_profile.operations(joint, "ones_like")
+)
 path = plots.save(figure, "results/figures/07_graph.png")
 figure
 
@@ -81,10 +86,9 @@ figure
 # *The operations of one step and the bytes that each allocates. Backward runs from right to left and reads what forward
 # saved (thick arrows). Parameters, inputs and views are left out.*
 #
-# Forward ends with the loss; backward begins with `ones_like`. Each layer has one product in forward (`addmm`). The
-# second layer has two in backward: `mm` is the gradient of its input and `mm_1` that of its weight. The first layer needs
-# only `mm_2`, because the input of the model needs no gradient. The graph also has nodes that compute nothing, such as
-# transposes:
+# Each layer has one product in forward (`addmm`). The second layer has two in backward: `mm` is the gradient of its
+# input and `mm_1` that of its weight. The first layer needs only `mm_2`, because the input of the model needs no
+# gradient. The graph also has nodes that compute nothing, such as transposes:
 
 # %% tags=["hide-cell"]
 for node in joint.nodes:
@@ -111,22 +115,33 @@ for node in joint.nodes:
 # %%
 def storages(node):
     """The bytes of the storages of a node, by storage."""
-    tensors = [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if torch.is_tensor(t)]
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    tensors = [
+        t
+        for t in torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        if torch.is_tensor(t)
+    ]
+    return {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in tensors
+    }
 
 
 def live_bytes(graph):
-    """For each node, its name, b_i, b_i^- and m_i, with all workspaces 0."""
+    """For each node, its name, b_i, b_i^- and m_i, without workspaces."""
     first, last, size = {}, {}, {}
     for i, node in enumerate(graph.nodes):
         for reads in (node, *node.all_input_nodes):
             for storage, nbytes in storages(reads).items():
-                first.setdefault(storage, None if node.op == "placeholder" else i)
+                first.setdefault(
+                    storage, None if node.op == "placeholder" else i
+                )
                 last[storage], size[storage] = i, nbytes
     live = 0
     for i, node in enumerate(graph.nodes):
         born = sum(size[s] for s in size if first[s] == i)
-        freed = sum(size[s] for s in size if last[s] == i and first[s] is not None)
+        freed = sum(
+            size[s] for s in size if last[s] == i and first[s] is not None
+        )
         live += born - freed
         yield node.name, born, freed, live
 
@@ -134,7 +149,7 @@ def live_bytes(graph):
 rows = list(live_bytes(joint))
 print("node                       b_i b_i^-  m_i")
 for name, born, freed, live in rows:
-    if born or freed:
+    if name != "output" and (born or freed):
         print(f"{name:26} {born:3} {freed:5} {live:4}")
 
 # %% [markdown]
@@ -155,12 +170,17 @@ def measured(forward, model, *args, **kwargs):
 
 predicted = max(live + freed for _, _, freed, live in rows)
 tiny_step = measured(tiny, tiny, x, labels)
-print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
+print(
+    f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}"
+)
 
 # %% [markdown]
-# The prediction is exact to the byte. (In this model the peak comes late, because the gradients are larger than the
-# activations.) `ackpt.trace` captures such a graph, even of a model that is too large for this machine, and
-# `ackpt.graph.simulate` simulates any schedule.
+# ```{margin}
+# In this model the peak comes late, because the gradients are larger than the activations.
+# ```
+#
+# The prediction is exact to the byte. `ackpt.trace` captures such a graph, even of a model that is too large for this
+# machine, and `ackpt.graph.simulate` simulates any schedule.
 #
 # The saved storages are those that forward writes and backward reads. `boundary` is the position of the first node of
 # backward:
@@ -168,9 +188,16 @@ print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
 # %%
 tiny_graph = ackpt.trace(tiny, x, labels)
 for s in tiny_graph.storages:
-    if s.category in ("activation", "temporary") and s.producer < tiny_graph.boundary:
+    if (
+        s.category in ("activation", "temporary")
+        and s.producer < tiny_graph.boundary
+    ):
         names = ", ".join(tiny_graph.nodes[i].name for i in s.nodes)
-        fate = f"saved until node {s.last_bw_access}" if s.first_bw_access else "not needed by backward"
+        fate = (
+            f"saved until node {s.last_bw_access}"
+            if s.first_bw_access
+            else "not needed by backward"
+        )
         print(f"{s.bytes:4} B  {fate:22}  {names}")
 ackpt.plan(tiny_graph, policy="none").saved_bytes
 
@@ -183,7 +210,8 @@ ackpt.plan(tiny_graph, policy="none").saved_bytes
 #
 # `ackpt.profile` finds the FLOPs, the bytes moved, the seconds and the workspace of every node. FLOPs and bytes follow
 # from shapes: a matrix product takes 2 × rows × columns × summed elements FLOPs. Seconds follow from the rates of a
-# device, as in the roofline model ({cite:t}`williams2009`).
+# device by the *roofline* model ({cite:t}`williams2009`): an operation takes as long as its FLOPs or its memory
+# traffic, whichever is longer.
 #
 # Workspaces do not follow from shapes and do not appear in the graph. On the CPU, `workspace="measured"` runs each
 # different operation once and measures its workspace. We try it on a small language model:
@@ -191,16 +219,25 @@ ackpt.plan(tiny_graph, policy="none").saved_bytes
 # %%
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
 lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=2))
-tokens, offsets = torch.randint(256, (512,)), torch.tensor([0, 512], dtype=torch.int32)
+tokens, offsets = (
+    torch.randint(256, (512,)),
+    torch.tensor([0, 512], dtype=torch.int32),
+)
 call, targets = (tokens, offsets, 512), {"targets": tokens.roll(-1)}
 lm_graph = ackpt.trace(lm, *call, **targets)
 lm_profile = ackpt.profile(lm_graph, workspace="measured")
-for size, node in sorted(zip(lm_profile.workspace_bytes, lm_graph.nodes), key=lambda pair: -pair[0])[:4]:
-    print(f"{size:7,} B of workspace in {node.target}")
+for size, node in sorted(
+    zip(lm_profile.workspace_bytes, lm_graph.nodes),
+    key=lambda pair: -pair[0],
+)[:4]:
+    print(f"{size:7,} B in {node.target.removeprefix('aten.')}")
 baseline = ackpt.plan(lm_graph, policy="none", profile=lm_profile).schedule
 predicted = simulate(lm_graph, lm_profile, baseline).peak_bytes
 lm_step = measured(lm, lm, *call, **targets)
-print(f"predicted peak {predicted:,} B, measured {lm_step.dynamic_peak_bytes:,} B")
+print(
+    f"predicted peak {predicted:,} B, "
+    f"measured {lm_step.dynamic_peak_bytes:,} B"
+)
 assert predicted == lm_step.dynamic_peak_bytes
 
 # %% [markdown]
@@ -250,7 +287,9 @@ class Chain(nn.Module):
 
 def activations(graph):
     """The storages of the tanh outputs of a chain, in order."""
-    producers = ((s.id, graph.nodes[s.producer].target) for s in graph.storages)
+    producers = (
+        (s.id, graph.nodes[s.producer].target) for s in graph.storages
+    )
     return [s for s, target in producers if target == "aten.tanh.default"]
 
 
@@ -262,12 +301,18 @@ for one in lower(short, [x1, x3, x4]).backward:
     elif one.kind == "free" and one.id in (x1, x2, x3, x4):
         print("free   ", short.nodes[short.storages[one.id].producer].name)
 for saved in ([x1, x2, x3, x4], [x1, x3, x4]):
-    peak = simulate(short, ackpt.profile(short, workspace="measured"), lower(short, saved)).peak_bytes
-    print(f"{len(saved)} activations saved: peak {peak / 2**20:.1f} activations")
+    peak = simulate(
+        short,
+        ackpt.profile(short, workspace="measured"),
+        lower(short, saved),
+    ).peak_bytes
+    print(
+        f"{len(saved)} activations saved: "
+        f"peak {peak / 2**20:.1f} activations"
+    )
 
 # %% [markdown]
-# Recomputing one activation adds one line to backward, `compute tanh_1`, right before its only reader. Its bytes are not
-# live at the peak, where backward begins.
+# Recomputing one activation adds one line to backward, `compute tanh_1`, right before its only reader.
 #
 # ## A plan is an order, not a set
 #
@@ -333,15 +378,25 @@ assert early.saved == late.saved == on_demand.saved
 # %%
 S, profile = chain.weight.nbytes, ackpt.profile(graph, workspace="measured")
 timelines = {}
-for name, schedule in {"early": early, "late": late, "on demand": on_demand}.items():
-    forward = PlannedStep(chain, lambda graph: SimpleNamespace(schedule=schedule))
+for name, schedule in {
+    "early": early,
+    "late": late,
+    "on demand": on_demand,
+}.items():
+    forward = PlannedStep(
+        chain, lambda graph: SimpleNamespace(schedule=schedule)
+    )
     real = measured(forward, chain)
     timelines[name] = real.timeline
-    computed = [graph.nodes[one.id].target for one in schedule.backward if one.kind == "compute"]
+    computed = [
+        graph.nodes[one.id].target
+        for one in schedule.backward
+        if one.kind == "compute"
+    ]
     runs = computed.count("aten.tanh.default")
     peak = simulate(graph, profile, schedule).peak_bytes
-    nbytes = f"simulated {peak:,} B, measured {real.dynamic_peak_bytes:,} B"
-    print(f"{name:9} {nbytes} = {peak / S:.1f} S, {runs} tanh recomputed")
+    nbytes = f"simulated {peak:,}, measured {real.dynamic_peak_bytes:,}"
+    print(f"{name:9} {nbytes} = {peak / S:.1f} S, {runs} recomputed")
     assert peak == real.dynamic_peak_bytes
 
 # %%
@@ -358,58 +413,25 @@ path = plots.save(figure, "results/figures/07_orders.png")
 # not enough, recompute more than once.
 # :::
 #
-# ## One id for each operation
-#
-# `ackpt` gives each operation an *id*, its position $i$ in the captured graph, and every copy of the node carries it.
-# `rewrite` turns a schedule into two modules, forward and backward. In the on-demand order, backward runs one operation
-# three times; the copies have three names and one id:
-
-# %% tags=["hide-input"]
-names = collections.defaultdict(list)
-for node in rewrite(graph, on_demand).backward.graph.nodes:
-    if node.op == "call_function":
-        names[node.meta["ackpt_id"]].append(node.name)
-often = max(names, key=lambda i: len(names[i]))
-print(f"node {often}, {graph.nodes[often].name} in the capture, runs as {names[often]}")
-
-# %% [markdown]
-# We rewrite the step of the two-layer network so that it recomputes the output of ReLU:
-
-# %% tags=["hide-input"] alt="The graph of the two-layer network after the rewrite. The row of backward has two more boxes, addmm again and relu again, between mm and threshold backward, which read relu again. No thick arrow leads from relu in forward to backward, and relu is not marked as saved."
-(relu,) = (s.id for s in tiny_graph.storages if tiny_graph.nodes[s.producer].target == "aten.relu.default")
-rewritten = lower(tiny_graph, [s for s in ackpt.plan(tiny_graph, policy="none").schedule.saved if s != relu])
-figure = schematics.joint_figure(graph_profile.scheduled_operations(tiny_graph, rewritten))
-path = plots.save(figure, "results/figures/07_rewritten.png")
-figure
-
-# %% [markdown]
-# *The rewritten step. `threshold_backward`, the backward of ReLU, reads the output of `mm` and the recomputed output of
-# ReLU.*
-#
-# A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
-# The hash ignores the values of weights, but not the number of rows. Applying a plan to another graph raises an error.
-# When sizes change, `ackpt.compile` replans, or simulates an existing schedule at the new sizes before it runs it.
-
-# %%
-weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
-weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
-
-# %% [markdown]
 # ## Dropout and BatchNorm in recomputation
 #
 # Two kinds of operations must not simply run a second time. Dropout would draw another mask, and BatchNorm in training
-# updates its running statistics, which must happen once per step. A planned step *replays* dropout: forward saves the RNG
-# state, and recomputation restores it. It recomputes BatchNorm with an operation that does not update the statistics. We
-# train for three steps, first planned with nothing saved, then with PyTorch's checkpoint, and compare all parameters and
-# statistics bit for bit with the baseline's:
+# updates its running statistics, which must happen once per step. A planned step *replays* dropout: forward saves the
+# RNG state, and recomputation restores it. It recomputes BatchNorm with an operation that does not update the
+# statistics. We train for three steps and compare all parameters and statistics bit for bit with the baseline's:
 
 # %%
-net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+net = nn.Sequential(
+    nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)
+)
 
 
 def train(way):
     model = copy.deepcopy(net)
-    forward, optimizer = way(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    forward, optimizer = (
+        way(model),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
     torch.manual_seed(1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -420,13 +442,25 @@ def train(way):
 
 ways = {
     "baseline": lambda model: model,
-    "planned": lambda model: PlannedStep(model, lambda graph: SimpleNamespace(schedule=lower(graph, ()))),
-    "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "planned": lambda model: PlannedStep(
+        model, lambda graph: SimpleNamespace(schedule=lower(graph, ()))
+    ),
+    "checkpoint": lambda model: (
+        lambda x: checkpoint(model, x, use_reentrant=False)
+    ),
 }
 states = {name: train(way) for name, way in ways.items()}
 for name, state in states.items():
-    wrong = [key for key, value in states["baseline"].items() if not torch.equal(value, state[key])]
-    print(f"{name:10} {state['1.num_batches_tracked']} batches, wrong: {', '.join(wrong) or 'nothing'}")
+    wrong = [
+        key
+        for key, value in states["baseline"].items()
+        if not torch.equal(value, state[key])
+    ]
+    wrong = ", ".join(key.removeprefix("1.") for key in wrong)
+    print(
+        f"{name:10} {state['1.num_batches_tracked']} "
+        f"batches, wrong: {wrong or 'nothing'}"
+    )
 
 # %% [markdown]
 # PyTorch's checkpoint updates the statistics twice per step. Operations that change their arguments, and collectives,
@@ -435,8 +469,7 @@ for name, state in states.items():
 # ## Predicted peaks equal measured peaks
 #
 # All planning relies on one claim: the simulated peak is the measured peak. We check it for two models: without
-# recomputation, with per-block checkpointing, and with a randomly chosen saved set. Every step is planned, rewritten, run
-# and measured on this CPU, and its gradients are compared with the baseline's.
+# recomputation, with per-block checkpointing, and with a randomly chosen saved set.
 
 # %% tags=["hide-input"]
 config = ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)
@@ -511,48 +544,5 @@ print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the base
 #
 # ## Summary
 #
-# - A training step is one graph. Memory is allocated and freed per storage, and $m_i = m_{i-1} + b_i - b_i^-$ gives the
-#   peak. The allocator agrees to the byte, for the baseline and for planned steps.
-# - A plan is an order: in three orders, one set of saved activations has three peaks.
-#
-# ## Appendix: names, positions, shapes
-#
-# If profiler, planner and rewriter each capture the model in their own form, they need a key to look up operations. Most
-# keys fail without an error:
-#
-# - **Names** differ between captures, and a rewritten graph contains one operation under several names, as above.
-# - **Positions** shift as soon as operations are recomputed.
-# - **Operations and shapes** are rarely unique in a model of equal blocks.
-# - **Addresses** are reused by the allocator during a step.
-# - **Tensors** share storages. Queries, keys and values are often views of one product: saving one view saves all.
-
-# %% tags=["hide-input"]
-values = {node.meta["ackpt_id"]: node.meta.get("val") for node in lm_graph.module.graph.nodes}
-kinds = collections.Counter()
-for node in lm_graph.nodes[: lm_graph.boundary]:
-    if node.inputs and torch.is_tensor(values[node.id]):
-        kinds[node.target, tuple(values[node.id].shape)] += 1
-alone = sum(count == 1 for count in kinds.values())
-print(f"{alone} of {sum(kinds.values())} outputs in the forward have a unique operation and shape")
-widest = max(lm_graph.storages, key=lambda s: len(s.nodes))
-print(f"nodes of storage {widest.id}:", ", ".join(lm_graph.nodes[i].name for i in widest.nodes))
-
-# %% [markdown]
-# ## Appendix: checking a rewrite
-#
-# Before the rewritten modules run, `ackpt` runs both once on fake tensors. After every operation, the live bytes must
-# equal the simulated ones, with lifetimes derived from the modules and not from the schedule. Here we replace ReLU by its
-# in-place form after planning:
-
-# %% tags=["hide-input"]
-tampered = ackpt.trace(tiny, x, labels)
-schedule = lower(tampered, ())
-node = next(n for n in tampered.module.graph.nodes if n.target is torch.ops.aten.relu.default)
-node.target = torch.ops.aten.relu_.default
-try:
-    rewrite(tampered, schedule)
-except ackpt.graph.RewriteError as error:
-    print(textwrap.fill(str(error).split(". This")[0], 76))
-
-# %% [markdown]
-# This check covers bytes. Tests compare values, for random programs and saved sets.
+# You can now predict the peak of a step, and of a step that recomputes, from its list of operations.
+# {doc}`../architecture` shows how `ackpt` runs such a list: ids, hashes, and the check of a rewritten step.

@@ -12,8 +12,8 @@
 # Simulated, not measured: memory at the peak of one rank of Llama 3 70B on 64 GPUs, with three methods.
 # ```
 #
-# After this appendix you can say how much memory one GPU of many needs for a step of a large Llama, and which plan fits.
-# Each *rank*, a process with its GPU, has its own batch: activations are not sharded here.
+# More GPUs divide parameters, gradients and optimizer state, but not the activations of a rank's own batch: those need
+# a plan. A *rank* is a process with its GPU; each has its own batch, so activations are not sharded here.
 
 # %% tags=["hide-input"]
 import warnings
@@ -42,10 +42,9 @@ GIB = 2**30
 # %% [markdown]
 # ## What a rank stores
 #
-# In mixed precision with AdamW, a step needs 16 bytes per parameter, so a model of more than about five billion
-# parameters does not fit on one GPU of 80 GiB. But a rank needs a parameter only while its block runs. Fully sharded
-# training ({cite}`rajbhandari2020`; {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each of $N$ ranks. For $P$
-# parameters with $e_\text{shard} = 4$ bytes per element, a rank stores
+# In mixed precision with AdamW, a step needs 16 bytes per parameter. But a rank needs a parameter only while its block
+# runs. Fully sharded training ({cite}`rajbhandari2020`; {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each of
+# $N$ ranks. For $P$ parameters with $e_\text{shard} = 4$ bytes per element, a rank stores
 #
 # $$ \underbrace{e_\text{shard} P / N}_\text{parameters} + \underbrace{e_\text{shard} P / N}_\text{gradients} +
 #    \underbrace{2 e_\text{shard} P / N}_\text{AdamW} \;=\; 16 P / N \text{ bytes.} $$
@@ -54,14 +53,24 @@ GIB = 2**30
 # whole tensors:
 
 # %%
-distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+distributed.init_process_group(
+    "gloo", store=distributed.HashStore(), rank=0, world_size=1
+)
 options = {"dim_feedforward": 128, "dropout": 0.0, "batch_first": True}
-model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, **options) for _ in range(3)), nn.LayerNorm(64))
+model = nn.Sequential(
+    *(nn.TransformerEncoderLayer(64, 4, **options) for _ in range(3)),
+    nn.LayerNorm(64),
+)
 
-mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+mixed = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+)
 for block in model[:3]:  # one group of parameters per block
     fully_shard(block, mp_policy=mixed)
-fully_shard(model, mp_policy=mixed)  # the root: all parameters outside the blocks
+# the root: all parameters outside the blocks
+fully_shard(
+    model, mp_policy=mixed
+)
 optimizer = torch.optim.AdamW(model.parameters())
 
 loss = model(torch.randn(4, 16, 64)).float().square().mean()
@@ -79,8 +88,14 @@ distributed.destroy_process_group()
 # %%
 large = {size: sharded_llama.llama(size) for size in ("8B", "70B")}
 for size, model in large.items():
-    root, block = (sum(torch.Size(w.shape).numel() for w in group.weights) for group in model.groups[:2])
-    print(f"{size:>3}: {model.step.parameters:,} = {model.stands_for} x {block:,} + {root:,}")
+    root, block = (
+        sum(torch.Size(w.shape).numel() for w in group.weights)
+        for group in model.groups[:2]
+    )
+    print(
+        f"{size:>3}: {model.step.parameters:,} = "
+        f"{model.stands_for} x {block:,} + {root:,}"
+    )
 
 # %% [markdown]
 # ## What a rank allocates temporarily
@@ -104,19 +119,38 @@ figure
 #    reduce-scatter, which returns one shard. That buffer stays allocated until the next reduction.
 # 4. *The root* is gathered first, stays gathered for the whole step, and is reduced last.
 #
-# None of these sizes depends on the batch, and they hardly depend on $N$ (FSDP2 pads a tensor whose first dimension $N$
-# does not divide). Their sum is a floor that no number of GPUs lowers:
+# None of these sizes depends on the batch, and they hardly depend on $N$. Their sum is a floor that no number of GPUs
+# lowers:
 
 # %% alt="Two stacked bars, for Llama 3 8B and 70B. The parts are the root, one block, the buffer of the next block's gather, and the buffer of a reduction, which is twice as high as a block. The root is more than half of the bar for 8B, and more than a third for 70B."
-groups = {size: [GroupBytes(group, sharded_llama.mixed(64)) for group in model.groups[:2]] for size, model in large.items()}
+groups = {
+    size: [
+        GroupBytes(group, sharded_llama.mixed(64))
+        for group in model.groups[:2]
+    ]
+    for size, model in large.items()
+}
 floor = {
     "root, gathered": [root.unsharded for root, _ in groups.values()],
-    "one block, gathered": [block.unsharded for _, block in groups.values()],
-    "gather of the next block": [block.gather for _, block in groups.values()],
-    "reduction of the previous block": [block.reduce for _, block in groups.values()],
+    "one block, gathered": [
+        block.unsharded for _, block in groups.values()
+    ],
+    "gather of the next block": [
+        block.gather for _, block in groups.values()
+    ],
+    "reduction of the previous block": [
+        block.reduce for _, block in groups.values()
+    ],
 }
-colors = {name: plots.COLORS[color] for name, color in zip(floor, ("optimizer", "parameters", "buffers", "temporaries"))}
-figure = stacked_plot([*groups], floor, "", ylabel="temporary memory of a rank", colors=colors)
+colors = {
+    name: plots.COLORS[color]
+    for name, color in zip(
+        floor, ("optimizer", "parameters", "buffers", "temporaries")
+    )
+}
+figure = stacked_plot(
+    [*groups], floor, "", ylabel="temporary memory of a rank", colors=colors
+)
 path = plots.save(figure, "results/figures/10_floor.png")
 figure
 
@@ -165,13 +199,22 @@ path = write_text_atomic("results/tables/10_check.md", table)
 # ## A plan per block
 #
 # A plan must not recompute an operation while the parameters of its block are sharded: that would need a third gather.
-# So each block has its own plan, and recomputes only in its own backward. Equal blocks behave alike, so `ackpt` captures
-# only four of them: the first, the last, and two in between. To check that four blocks predict six, we capture all six:
+# So each block recomputes only in its own backward. Equal blocks behave alike, so `ackpt` captures only four of them.
+# To check that four blocks predict six, we capture all six:
 
 # %%
 names = {"none": "baseline", "full": "per-block", "auto": "plan"}
-deep = ShardedModel(PlanConfig(StepRequest("hf:LlamaConfig", 4, 64, None, tiny | {"num_hidden_layers": 6})))
-plans = {policy: deep.plan(Sharding(4), policy=policy) for policy in ("none", "full")}
+deep = ShardedModel(
+    PlanConfig(
+        StepRequest(
+            "hf:LlamaConfig", 4, 64, None, tiny | {"num_hidden_layers": 6}
+        )
+    )
+)
+plans = {
+    policy: deep.plan(Sharding(4), policy=policy)
+    for policy in ("none", "full")
+}
 plans["auto"] = deep.plan(Sharding(4), budget=plans["full"].peak_bytes)
 
 # %%
@@ -180,13 +223,16 @@ for policy, plan in plans.items():
     budget = plans["full"].peak_bytes if policy == "auto" else None
     found = whole.plan(Sharding(4), budget, policy)
     same = found.timeline == plan.timeline and found.runs == plan.runs
-    peaks = f"from {CAPTURED} blocks: {plan.peak_bytes:,}   from all 6: {found.peak_bytes:,}"
-    print(f"{names[policy]:9}  {peaks}   every event equal: {same}")
+    peaks = (
+        f"from {CAPTURED} blocks: {plan.peak_bytes:,}, "
+        f"from 6: {found.peak_bytes:,}"
+    )
+    print(f"{names[policy]:9}  {peaks}, same events: {same}")
 
 # %% [markdown]
-# The choices for one block are those of {doc}`13_rotor`: useful sets of activations to save, from all to none. The
-# first blocks get one choice and the rest another. The plan is the cheapest such combination within the budget; it is
-# optimal among these combinations, not among all plans. On the command line, for Llama 3 70B on 64 GPUs:
+# The choices for one block are those of {doc}`13_rotor`: useful sets of activations to save. The first blocks get one
+# choice and the rest another; the plan is the cheapest such combination within the budget. On the command line, for
+# Llama 3 70B on 64 GPUs:
 #
 # ```bash
 # ackpt plan hf:LlamaConfig --set hidden_size=8192 intermediate_size=28672 num_hidden_layers=80 \
@@ -204,7 +250,7 @@ for policy, plan in plans.items():
 # :::
 #
 # Each rank trains on one sequence of 8,192 tokens with AdamW, with shards and reductions in float32 and computation in
-# bf16. Recomputed FLOPs are in percent of the baseline's.
+# bf16.
 
 # %% tags=["hide-input"]
 BUDGET = "80GiB"
@@ -227,7 +273,7 @@ path = write_text_atomic("results/tables/10_llama.md", table)
 # ```
 #
 # On 8 GPUs, the baseline of 8B is within 80 GiB. That of 70B fits on no number of GPUs: activations are not sharded.
-# With per-block checkpointing, 70B fits on 32 GPUs, but about a third of the FLOPs are recomputed however much memory
+# With per-block checkpointing, 70B fits on 32 GPUs, but a quarter of the FLOPs are recomputed however much memory
 # remains unused. A plan recomputes only as much as the budget requires, here on 64 GPUs:
 
 # %%
@@ -238,13 +284,22 @@ for run in plan.runs:
 
 # %%
 at_64 = {"baseline": "none", "per-block": "full"}
-chosen = {name: large["70B"].plan(sharded_llama.mixed(64), policy=policy) for name, policy in at_64.items()}
+chosen = {
+    name: large["70B"].plan(sharded_llama.mixed(64), policy=policy)
+    for name, policy in at_64.items()
+}
 chosen["plan"] = plan
 parts = [sharded_llama.layers(each) for each in chosen.values()]
 shown = {name: [part[name] for part in parts] for name in parts[0]}
-path = plots.save(stacked_plot([*chosen], shown, "", limit=80 * GIB), "results/figures/10_at_the_peak.png")
+path = plots.save(
+    stacked_plot([*chosen], shown, "", limit=80 * GIB),
+    "results/figures/10_at_the_peak.png",
+)
 for name in ("per-block", "plan"):
-    print(f"{name:9} recomputes {sharded_llama.again(chosen[name]):4.1f} % of the FLOPs")
+    print(
+        f"{name:9} recomputes "
+        f"{sharded_llama.again(chosen[name]):4.1f} % of the FLOPs"
+    )
 
 # %% [markdown]
 # {ref}`The figure at the top <fig-llama-peak>` shows the memory at the peak.
@@ -265,14 +320,20 @@ for name in ("per-block", "plan"):
 
 # %%
 ranks, model = 64, large["70B"]
-root, block = (sum(torch.Size(w.shape).numel() for w in group.weights) for group in model.groups[:2])
+root, block = (
+    sum(torch.Size(w.shape).numel() for w in group.weights)
+    for group in model.groups[:2]
+)
 by_hand = (ranks - 1) * 2 * (2 * model.stands_for * block + root) // ranks
 links = plan.communication
-print(f"{links.gathers} gathers receive {links.gathered_bytes:,} bytes, by hand {by_hand:,}")
+print(
+    f"{links.gathers} gathers receive "
+    f"{links.gathered_bytes:,} bytes, by hand {by_hand:,}"
+)
 print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 
 # %% [markdown]
-# Recomputation adds no communication, because it runs while the block is gathered. Nor does a larger batch.
+# Recomputation adds no communication, because it runs while the block is gathered.
 #
 # ## Running it
 #
@@ -284,7 +345,8 @@ print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 # :::{admonition} Exercise 1: the floor
 # :class: note
 # How much memory does a rank of Llama 3 8B need in the limit of many GPUs, with per-block checkpointing? What is
-# largest? `sharded_llama.layers(plan)` lists the parts of a plan's peak.
+# largest? `large["8B"].plan(sharded_llama.mixed(8192), policy="full")` plans for 8,192 ranks, and
+# `sharded_llama.layers` lists the parts of a plan's peak; both come with `from experiments import sharded_llama`.
 # :::
 
 # %% tags=["solution"]
@@ -301,8 +363,8 @@ print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f}
 #
 # :::{admonition} Exercise 2: reduction in bf16
 # :class: note
-# Reduce gradients in bf16 instead of float32. How much smaller is the reduction buffer of a block on a rank of 70B, and
-# how many fewer bytes does a rank send?
+# On paper: reduce the gradients of 70B in bf16 instead of float32. How much smaller is a rank's reduction buffer of one
+# block (855,654,400 parameters), and how many fewer bytes does a rank of 64 send?
 # :::
 
 # %% tags=["solution"]
@@ -316,12 +378,4 @@ for reduction in (torch.float32, torch.bfloat16):
 #
 # ## Summary
 #
-# - A rank stores $16 P / N$ bytes, and temporarily the root and about four times a block, however large $N$ is.
-# - Without recomputation, Llama 3 70B fits within 80 GiB on no number of GPUs. On 64, per-block checkpointing recomputes
-#   32 % of the FLOPs, and a plan 14 %.
-#
-# ## Sources
-#
-# - {cite:t}`rajbhandari2020`: sharding, and its communication volume; {cite:t}`zhao2023fsdp`: FSDP, and its temporary
-#   memory.
-# - {cite:t}`grattafiori2024`: the sizes of Llama 3. {cite:t}`korthikanti2022`: sharding of activations.
+# You can now say what a rank stores, what it gathers, and which part of it a plan can reduce.

@@ -38,9 +38,9 @@ assert failed(record) == []
 # %% [markdown]
 # ## Records of the published experiments
 #
-# Chapters 4, 5, 8 and 9 compare predictions with published measurements. On a GPU, they also run the published
-# experiments, the longest sequences first, and show our measurements in the columns *on a GPU*. On Colab, open a chapter
-# with its badge. To run all chapters on your own GPU:
+# {doc}`04_logits`, {doc}`08_mu_two`, {doc}`09_frontier` and {doc}`14_published` show predictions for published
+# experiments. On a GPU, they also run these, the longest sequences first, and show our measurements in the columns *on
+# a GPU*. On Colab, open a chapter with its badge. To run all chapters on your own GPU:
 #
 # ```bash
 # nox -s reproduce -- --device cuda --minutes 60
@@ -81,5 +81,4 @@ path = write_text_atomic("results/tables/12_fits.md", markdown_table(rows, FIT_C
 # tensorboard --logdir traces
 # ```
 #
-# On Colab, `run_demo()` of `experiments.colab` runs the offload experiment in one cell and shows its table and figures.
 # {doc}`../status` says which tables have no such records yet.

@@ -13,8 +13,8 @@
 # which also reaches the lowest peak.
 # ```
 #
-# This appendix explains how to find the best plan of a chain (*rotor*) and of a graph (an integer program), a lower bound
-# on the cost of every plan, and how the default policy searches.
+# A dynamic program (*rotor*) finds the best plan of a chain, an integer program that of a small graph. For other
+# graphs, `ackpt` searches, and a linear program bounds from below what any plan costs.
 #
 # The *cost* $c_i$ of an operation is its FLOPs, plus ten FLOPs for each byte that it reads or writes, as a fraction of
 # the baseline's. A plan's cost is the sum over what it recomputes. Peaks and budgets $M$ are fractions of the baseline's
@@ -42,31 +42,39 @@ generator = torch.manual_seed(0)
 # ## Chains of unequal blocks
 #
 # In real networks, blocks differ in the bytes that they save and in the time that they take. *rotor* (Beaumont et al.
-# 2019, [arXiv:1911.13214](https://arxiv.org/abs/1911.13214)) describes each stage by four numbers: the times of its
-# forward and backward, the bytes of its output, and the bytes of everything that its forward saves, including the output.
-# The forward of a stage runs in one of three ways. It saves everything (`all`), only its input as a checkpoint (`ckpt`),
-# or nothing (`none`). A dynamic program finds the fastest schedule within a budget among all *persistent* schedules, in
-# which a saved tensor stays live until it is used.
+# 2019, [arXiv:1911.13214](https://arxiv.org/abs/1911.13214)) describes each block by four numbers: the times of its
+# forward and backward, the bytes of its output, and the bytes of everything that its forward saves, including the
+# output. The forward of a block runs in one of three ways. It saves everything (`all`), only its input as a checkpoint
+# (`ckpt`), or nothing (`none`). A dynamic program finds the fastest schedule within a budget among all *persistent*
+# schedules, in which a saved tensor stays live until it is used.
 
 # %%
-stages = rotor.Chain(
+blocks = rotor.Chain(
     forward=(2, 1, 4, 3),
     backward=(4, 2, 8, 6),
     output_bytes=(1, 2, 1, 2),
     saved_bytes=(2, 5, 3, 4),
 )
-short = {rotor.FORWARD_ALL: "all", rotor.FORWARD_CHECKPOINT: "ckpt", rotor.FORWARD_NONE: "none"}
+short = {
+    rotor.FORWARD_ALL: "all",
+    rotor.FORWARD_CHECKPOINT: "ckpt",
+    rotor.FORWARD_NONE: "none",
+}
 for budget in (16, 13, 11, 9, 8):
-    best = rotor.solve(stages, budget)
-    ways = [f"{short[kind]} {stage}" for kind, stage in best.operations if kind in short]
+    best = rotor.solve(blocks, budget)
+    ways = [
+        f"{short[kind]} {block}"
+        for kind, block in best.operations
+        if kind in short
+    ]
     print(f"{budget:2} bytes, time {best.time}: {', '.join(ways)}")
 
 # %% [markdown]
-# A stage runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. A slightly
-# smaller budget recomputes only stage 1, whose forward saves 5 bytes and takes 1.
+# A block runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. A slightly
+# smaller budget recomputes only block 1, whose forward saves 5 bytes and takes 1.
 #
-# Like a convolutional network, our next chain narrows from front to back: it has four groups of eight blocks, and the
-# activations halve from group to group, at equal FLOPs per block. We run rotor's plan for a budget of 60 %:
+# Like a convolutional network, our next chain narrows from front to back: four groups of eight blocks, whose
+# activations halve from group to group. We run rotor's plan for a budget of 60 %:
 
 # %%
 pyramid, pyramid_x = sublinear.pyramid(4, 8, 8), torch.randn(4096, 8)
@@ -78,9 +86,15 @@ def train_pyramid():
     step(pyramid_x).backward()
 
 
-run, plan = ackpt.measure(train_pyramid, resident=[pyramid, pyramid_x], repeats=0), step.plan
+run, plan = (
+    ackpt.measure(train_pyramid, resident=[pyramid, pyramid_x], repeats=0),
+    step.plan,
+)
 assert run.dynamic_peak_bytes == plan.dynamic_peak_bytes <= plan.limit_bytes
-print(f"planned {plan.dynamic_peak_bytes:,} bytes, measured {run.dynamic_peak_bytes:,}")
+print(
+    f"planned {plan.dynamic_peak_bytes:,} "
+    f"bytes, measured {run.dynamic_peak_bytes:,}"
+)
 
 # %% tags=["hide-input"]
 graph = ackpt.trace(pyramid, pyramid_x)
@@ -96,8 +110,8 @@ axes = {"xlabel": "dynamic peak, % of the baseline's", "ylabel": "cost, % of the
 path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/figures/13_pyramid.png")
 
 # %% [markdown]
-# {ref}`The figure at the top <fig-pyramid>` compares the policies. rotor is cheapest at every budget. The others only
-# count blocks: they ignore that activations in the first group are eight times as large as those in the last.
+# In {ref}`the figure at the top <fig-pyramid>`, the other policies only count blocks: they ignore that activations in
+# the first group are eight times as large as those in the last.
 #
 # ## The optimum of a graph
 #
@@ -114,10 +128,18 @@ path = plots.save(figures.curves_plot({}, lines, "", **axes, logs=()), "results/
 
 # %%
 def line(n):
-    edges = {(i, i + 1) for i in range(n)}  # forward, then into the last layer's backward
+    # forward, then into the last layer's backward
+    edges = {
+        (i, i + 1) for i in range(n)
+    }
     for layer in range(n):
         backward = 2 * n - 1 - layer
-        reads = [layer, layer - 1, backward - 1]  # its result, its input, the gradient
+        # its result, its input, the gradient
+        reads = [
+            layer,
+            layer - 1,
+            backward - 1,
+        ]
         edges |= {(i, backward) for i in reads if i >= 0}
     return ilp.Dag([1] * n + [2] * n, [1] * (2 * n), sorted(edges))
 
@@ -127,7 +149,7 @@ for budget in (7, 6, 5, 4, 3):
         best = ilp.solve(line(6), budget)
         print(f"{budget} bytes: cost {best.cost}, proved {best.optimal}")
     except ackpt.BudgetError as error:
-        print(error)
+        print(str(error).replace("; ", ";\n"))
 
 # %% [markdown]
 # An exact solver does not scale: the number of unknowns grows with the square of the number of operations. The policy
@@ -196,15 +218,23 @@ path = write_text_atomic("results/tables/13_exact.md", table)
 
 # %%
 for row in exact:
-    assert row["ilp"] == row["ilp_bound"] and row["bound"] <= row["ilp"] + 1e-9
+    assert (
+        row["ilp"] == row["ilp_bound"] and row["bound"] <= row["ilp"] + 1e-9
+    )
     assert all(row["ilp"] <= row[policy] + 1e-9 for policy in POLICIES)
 missed = [row for row in exact if row["auto"] > row["ilp"] + 1e-9]
 assert {row["model"] for row in missed} <= {"U-Net"}
-print(f"the plan has the optimum in {len(exact) - len(missed)} of {len(exact)} cases")
+print(
+    "the plan has the optimum in "
+    f"{len(exact) - len(missed)} of {len(exact)} cases"
+)
 for row in missed:
     longer = (1 + row["auto"]) / (1 + row["ilp"]) - 1
     assert longer < 0.02
-    print(f"{row['model']} at {row['budget']}: the step costs less than 2% more than the optimum")
+    print(
+        f"{row['model']} at {row['budget']}: the step "
+        "costs less than 2% more than the optimum"
+    )
 
 # %% [markdown]
 # The optimum is an ordinary plan. We run it on the U-Net:
@@ -219,9 +249,17 @@ def gradients(run):
     return [parameter.grad for parameter in unet.parameters()]
 
 
-assert all(a.equal(b) for a, b in zip(gradients(unet), gradients(step), strict=True))
-run = ackpt.measure(lambda: gradients(step), resident=[unet, pictures], repeats=0)
-print(f"gradients bit-equal; measured minus predicted: {run.dynamic_peak_bytes - step.plan.dynamic_peak_bytes} bytes")
+assert all(
+    a.equal(b)
+    for a, b in zip(gradients(unet), gradients(step), strict=True)
+)
+run = ackpt.measure(
+    lambda: gradients(step), resident=[unet, pictures], repeats=0
+)
+print(
+    "gradients bit-equal; measured minus predicted: "
+    f"{run.dynamic_peak_bytes - step.plan.dynamic_peak_bytes} bytes"
+)
 
 # %% [markdown]
 # On the smallest graphs the lower bound is far from the optimum, because the linear program may save half a tensor.
@@ -271,12 +309,10 @@ path = write_text_atomic("results/tables/13_parts.md", table)
 # ```{include} ../../results/tables/13_parts.md
 # ```
 #
-# The options *within* each block gain most at 0.6 and 0.4, parts of recomputed blocks at 0.3, and plans between two
-# neighbors at 0.24; the fourth and fifth rows add nothing here. The search cuts the
-# graph where a single tensor separates earlier from later operations. For each block, it finds the useful sets of tensors
-# to save: no other set is better in saved bytes, peak and cost at once. Then the recursion of rotor combines them over
-# the chain, with one difference. A block that is recomputed only to reach a later one may save a *part* of its
-# activations for its own backward. Each solution is simulated as a schedule.
+# The search cuts the graph where a single tensor separates earlier from later operations. For each block, it finds the
+# useful sets of tensors to save: no other set is better in saved bytes, peak and cost at once. Then the recursion of
+# rotor combines them over the chain, with one difference: a block that is recomputed only to reach a later one may save
+# a *part* of its activations for its own backward.
 #
 # The numbers of this page were measured here:
 
@@ -288,7 +324,7 @@ environment("cpu", "notebooks/13_rotor.py")
 #
 # :::{admonition} Exercise 1: save or recompute
 # :class: note
-# Take eight equal stages, with all sizes and times equal to 1. How long do rotor's schedules take for budgets from 3 to
+# Take eight equal blocks, with all sizes and times equal to 1. How long do rotor's schedules take for budgets from 3 to
 # 10, and Revolve's for 1 to 8 snapshots? Count every forward and every backward, with `rotor.solve` and
 # `revolve.advances`. Why is rotor faster?
 # :::
@@ -299,8 +335,8 @@ print([rotor.solve(unit, budget).time for budget in range(3, 11)])
 print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 
 # %% [markdown]
-# Revolve runs every step once more to reverse it, even with a snapshot of each state. rotor may save all activations of
-# a stage, whose backward then needs no recomputation.
+# Revolve runs every block once more to reverse it, even with a snapshot of each state. rotor may save all activations
+# of a block, whose backward then needs no recomputation.
 #
 # :::{admonition} Exercise 2: by hand
 # :class: note
@@ -313,13 +349,17 @@ for budget in (5, 4, 3):
     try:
         print(f"{budget} bytes: cost {ilp.solve(line(4), budget).cost}")
     except ackpt.BudgetError as error:
-        print(error)
+        print(str(error).replace("; ", ";\n"))
 
 # %% [markdown]
 # With four bytes, one forward is recomputed. The backward of a layer reads three results and computes one, so four
 # results are live even if everything else is freed.
 #
+# ## Summary
+#
+# You can now say for which graphs the cheapest plan is known, and bound it for the others.
+#
 # ## Sources
 #
-# - {cite:t}`jain2020`: the integer program; {cite:t}`kirisame2021`: a greedy heuristic that drops tensors, a start for our solver.
-# - {cite:t}`beaumont2019`: rotor; {cite:t}`zhao2023`: several options per block.
+# - {cite:t}`kirisame2021`: a greedy heuristic that drops tensors, a start for our solver. {cite:t}`zhao2023`: several
+#   options per block.

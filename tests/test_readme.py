@@ -119,9 +119,10 @@ def test_the_cost_of_blocks_on_gpus_is_that_of_the_published_times() -> None:
 
 def test_the_budgets_of_the_first_answer_leave_the_context_and_a_fifth_of_themselves() -> None:
     rows = (ROOT / "book" / "out_of_memory.md").read_text(encoding="utf-8").splitlines()
-    (begin,) = (index for index, row in enumerate(rows) if row.startswith("| GPU |"))
-    columns = zip(*(row.strip("|").split("|")[1:] for row in (rows[begin], rows[begin + 2])), strict=True)
-    said = {" ".join(gpus.split()): int(re.sub(r"\D", "", budget)) for gpus, budget in columns}
+    begin = rows.index("| GPU | budget |") + 2
+    table = (row.strip("|").split("|") for row in rows[begin : rows.index("", begin)])
+    said = {gpus.strip(): int(re.sub(r"\D", "", budget)) for gpus, budget in table}
+    assert len(said) == 8
     meant = {"RTX 3090, 4090": ("rtx3090", "rtx4090"), "A100 40 GB": ("a100-40g",)}
     meant["A100 80 GB, H100"] = ("a100-80g", "h100-80g")
     for gpus, gib in said.items():

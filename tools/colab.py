@@ -120,6 +120,8 @@ class Translation:
         text = "\n".join(body)
         if name == "admonition":
             return quote(f"**{self.inline(argument)}**\n\n{self.markdown(text)}")
+        if name == "margin" and not options:
+            return quote(self.markdown(text))
         if name == "include" and not options:
             return self.markdown(self.file(argument).read_text(encoding="utf-8"))
         if name == "table":

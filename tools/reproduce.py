@@ -50,7 +50,7 @@ def chapters(only: list[str], folder: Path) -> list[Path]:
 
 def has_parameters(source: Path) -> bool:
     """Whether the notebook has a cell of parameters, which papermill can set."""
-    return 'tags=["parameters"]' in source.read_text(encoding="utf-8")
+    return 'tags=["parameters"' in source.read_text(encoding="utf-8")
 
 
 def execute(source: Path, stage: Path, parameters: dict | None = None) -> None:

@@ -50,8 +50,8 @@ ON_GPU = {
     "training": "training, s",
 }
 FIGURES = {  # drawn by the chapters if there are records
-    "04_measured.png": "The synthetic experiment, 16,384 tokens: predicted memory by category, and measured as a line.",
-    "05_measured.png": "The offload experiment: predicted memory by category, and measured as a line.",
+    "14_synthetic_measured.png": "The synthetic experiment at 16,384 tokens: memory as predicted, and as measured.",
+    "14_offload_measured.png": "The offload experiment: memory as predicted, and as measured.",
 }
 MISSING_CELLS = {"table": "table", "column": "column", "cells": "rows not yet measured"}
 

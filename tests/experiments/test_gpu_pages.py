@@ -92,7 +92,7 @@ def test_the_status_page_has_every_run_and_no_kind_is_left_out(gpu):
 
 
 READS_A_GPU = ("gpu_records(", "fit_rows(")
-CHAPTERS = ("04", "05", "08", "09", "12")
+CHAPTERS = ("04", "08", "09", "12", "14")
 KINDS = {synthetic.SyntheticConfig: "synthetic", lm.LMConfig: "lm"}
 SMALL = synthetic.SyntheticConfig((32,), dim=32, ff_dim=64, layers=2, head_dim=16)
 GIVEN = {"curves": {}, "D": lm.GPU.dim}  # instead of minutes of training, and of chapters that read no records
@@ -163,13 +163,13 @@ def chapters_in_a_copy(gpu):
 
 
 SHOWN = {  # the table of an experiment, which records it shows, and which figures of one
-    "synthetic": ("04_synthetic_published", {"method": ("baseline", "checkpoint")}, ("peak", "training")),
-    "reference": ("04_synthetic_published", {"model": ("synthetic",)}, ("peak",)),
-    "reference, lm": ("04_lm_published", {"model": ("language-model",)}, ("peak",)),
-    "lm": ("04_lm_published", {"method": ("baseline", "checkpoint"), "dtype": ("bfloat16",)}, ("peak", "training")),
+    "synthetic": ("14_synthetic", {"method": ("baseline", "checkpoint")}, ("peak", "training")),
+    "reference": ("14_synthetic", {"model": ("synthetic",)}, ("peak",)),
+    "reference, lm": ("14_lm", {"model": ("language-model",)}, ("peak",)),
+    "lm": ("14_lm", {"method": ("baseline", "checkpoint"), "dtype": ("bfloat16",)}, ("peak", "training")),
     "lm, chunked": ("04_chunked", {"method": ("chunked-loss", "checkpoint+chunked-loss")}, ("peak", "training")),
-    "offload": ("05_published", {"method": OURS[:4], "total_tokens": (12_000,)}, ("peak",)),
-    "offload, times": ("05_times", {"method": OURS[:4], "total_tokens": (12_000,)}, ("ms",)),
+    "offload": ("14_offload", {"method": OURS[:4], "total_tokens": (12_000,)}, ("peak",)),
+    "offload, times": ("14_offload_times", {"method": OURS[:4], "total_tokens": (12_000,)}, ("ms",)),
     "batch-size": ("08_resnet", {"model": ("resnet152",), "trains": (False,)}, ("peak",)),
     "batch-size, times": ("08_resnet", {"model": ("resnet152",), "method": ("baseline",)}, ("ms",)),
     "batch-size, ratios": ("08_resnet", {"model": ("resnet152",), "method": RESNET[1:]}, ("time",)),
@@ -344,5 +344,5 @@ def test_numbers_without_a_record_are_found(tmp_path):
 def test_every_number_of_a_gpu_in_the_books_tables_is_in_a_record():
     tables = {path.name: path.read_text(encoding="utf-8") for path in sorted(TABLES.glob("*.md"))}
     with_gpu = {table.path.name for table in status.tables() if table.on_gpu}
-    assert with_gpu >= {"04_synthetic_published.md", "04_lm_published.md", "05_published.md", "09_published.md"}
+    assert with_gpu >= {"14_synthetic.md", "14_lm.md", "14_offload.md", "09_published.md"}
     assert {name: found for name, table in tables.items() if (found := unrecorded(table, RECORDS))} == {}
