@@ -33,7 +33,7 @@ from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_
 from experiments.reports import plots
 from experiments.reports import training as report
 from experiments.reports.figures import line_plot
-from experiments.reports.gpu_records import gpu_records
+from experiments.reports.gpu_records import gpu_records, with_measured
 from experiments.results import environment, load_reference, markdown_table, write_text_atomic
 from experiments.steps.predicted import predict_experiment, predicted_timelines
 from experiments.suite.chapters import measure_here
@@ -50,7 +50,7 @@ SOURCE = "notebooks/04_experiments.py"
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("synthetic", "reference", device=device, tier=tier, dataset=dataset, minutes=minutes)
+measure_here("synthetic", "reference-synthetic", device=device, tier=tier, dataset=dataset, minutes=minutes)
 
 # %% [markdown]
 # A Transformer learns to reproduce random input: mean squared error, AdamW, one sequence of $T$ tokens per batch. The
@@ -315,9 +315,9 @@ for record in predictions:
 figures = load_reference("synthetic")
 stored = Predictions()
 configured = [stored.of(row) for row in published_figures() if row["step"] == "reference-synthetic"]
+configured = with_measured(configured, gpu_records("reference-synthetic"))
 on_gpu = gpu_records("synthetic")
-again = gpu_records("reference", model="synthetic")
-rows = report.published_rows(figures, configured, predictions, on_gpu, again)
+rows = report.published_rows(figures, configured, predictions, on_gpu)
 if at_16k := {r.config["method"]: r.metrics for r in on_gpu if r.config["seq_len"] == 16384}:
     plots.save(overlaid_plot(predicted_timelines(published, 16384), at_16k), "results/figures/04_measured.png")
 caption = (

@@ -34,7 +34,7 @@ from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_
 from experiments.reports import plots
 from experiments.reports import training as report
 from experiments.reports.figures import logits_plot, losses_plot, stacked_plot
-from experiments.reports.gpu_records import gpu_records
+from experiments.reports.gpu_records import gpu_records, with_measured
 from experiments.results import environment, load_reference, markdown_table, write_text_atomic
 from experiments.steps.predicted import predict_experiment
 from experiments.suite.chapters import measure_here
@@ -52,7 +52,7 @@ stored = Predictions()
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("lm", device=device, tier=tier, dataset=dataset, minutes=minutes)
+measure_here("lm", "reference-language-model", device=device, tier=tier, dataset=dataset, minutes=minutes)
 
 # %% [markdown]
 # ## A language model
@@ -416,8 +416,8 @@ caption = (
     "The language model: peaks as published, predicted from shapes for the published model, and predicted for ours; "
     "published seconds of 499 steps, and their ratio to the baseline's."
 )
-again = gpu_records("reference", model="language-model")
-rows = report.published_rows(lm_figures, configured, lm_predictions, measured, again)
+configured = with_measured(configured, gpu_records("reference-language-model"))
+rows = report.published_rows(lm_figures, configured, lm_predictions, measured)
 table = markdown_table(rows, report.PUBLISHED, caption, "tab-lm-published")
 path = write_text_atomic("results/tables/04_lm_published.md", table)
 rows = [

@@ -47,7 +47,7 @@ from experiments.published import rows as published_peaks
 from experiments.reports import batch_size as batch_report
 from experiments.reports import plots, schematics
 from experiments.reports.figures import bar_plot, ratio_plot
-from experiments.reports.gpu_records import gpu_records
+from experiments.reports.gpu_records import gpu_records, with_measured
 from experiments.results import environment, load_reference, markdown_table, write_text_atomic
 from experiments.suite.chapters import measure_here
 from experiments.widgets.offload_lanes import shown
@@ -64,7 +64,7 @@ MIB = 2**20
 device, tier, dataset, minutes = "auto", "auto", "embedded", 10
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-measure_here("batch-size", device=device, tier=tier, dataset=dataset, minutes=minutes)
+measure_here("batch-size", "reference-resnet", device=device, tier=tier, dataset=dataset, minutes=minutes)
 
 # %% [markdown]
 # ## Three fates and their times
@@ -392,11 +392,12 @@ print("\n".join(reference["claims"]))
 # %% tags=["hide-input"]
 curves = BatchCurves().curves("h100-80g")
 peaks = [Predictions().of(row) for row in published_peaks() if row["step"] == "reference-resnet"]
+peaks = with_measured(peaks, gpu_records("reference-resnet"))
 measured = gpu_records("batch-size", model="resnet152", trains=False)
 rows = batch_report.published_rows(reference, peaks, curves["resnet152"], measured)
 columns = {"batch": "batch", "without": "without, MiB", "predicted": "predicted, MiB", "error": "error, %"}
-columns |= {"with": "with, MiB", "saved": "peak, %", "without_ms": "without, ms"}
-columns |= {"predicted_ms": "predicted, ms", "with_ms": "with, ms"}
+columns |= {"measured": "on a GPU, MiB", "with": "with, MiB", "saved": "peak, %", "without_ms": "without, ms"}
+columns |= {"predicted_ms": "predicted, ms", "measured_ms": "on a GPU, ms", "with_ms": "with, ms"}
 columns |= {"time": "time, %", "larger": "factor of the batch"}
 caption = (
     "ResNet-152 without and with a mu-TWO pipeline, as published by others, and *without* (plus a second model) as "

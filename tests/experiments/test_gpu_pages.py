@@ -29,7 +29,7 @@ from experiments.steps.predicted import predicted_timelines
 from experiments.steps.settings import record_config
 from experiments.suite import chapters
 from experiments.suite.gpu_suite import Outcome
-from experiments.suite.gpu_suite_jobs import EXPERIMENTS, RESNET, gpu_jobs
+from experiments.suite.gpu_suite_jobs import EXPERIMENTS, REFERENCES, RESNET, gpu_jobs
 
 MIB = 2**20
 WHERE = environment() | {"device": "cuda", "device_name": "a stand-in", "commit": "a" * 40}
@@ -46,15 +46,18 @@ def synthetic_records(job, count):
     if job.experiment == "selftest":
         methods = {"baseline": {"measured_peak_bytes": next(count) * MIB}}
         return [Record("selftest", {**config, "method": "selftest"}, {"methods": methods, "checks": []}, WHERE)]
-    config = {name: value for name, value in config.items() if name not in ("batches", "limit")}
+    config = {name: value for name, value in config.items() if name not in ("batches", "limit", "runs")}
     sizes = [("seq_len", getattr(job.config, "seq_lens", ())), ("batch_size", getattr(job.config, "batches", ()))]
     config |= {name: values[-1] for name, values in sizes if values}
     if job.name.startswith("largest"):
         found = {"largest_batch": next(count), "peak_bytes": next(count) * MIB, "least_peak_bytes": None}
         return [Record("largest-batch", {**config, "method": method}, found, WHERE) for method in job.config.methods]
     records = []
-    for method in job.config.methods:
-        number = next(count)
+    runs = getattr(job.config, "runs", None) or [{"method": method} for method in job.config.methods]
+    for run in runs:
+        if job.experiment in REFERENCES:
+            config["sizes"] = run
+        number, method = next(count), run.get("method", "baseline")
         seconds = {"median": number / 1000, "low": number / 1000, "high": number / 999}
         metrics = {"peak_bytes": number * MIB, "resident_bytes": MIB, "dynamic_peak_bytes": MIB, "flops": number}
         metrics |= {"seconds_step": seconds, "seconds_training": number + 0.5, "losses": [2.0, number]}
@@ -164,8 +167,11 @@ def chapters_in_a_copy(gpu):
 
 SHOWN = {  # the table of an experiment, which records it shows, and which figures of one
     "synthetic": ("04_synthetic_published", {"method": ("baseline", "checkpoint")}, ("peak", "training")),
-    "reference": ("04_synthetic_published", {"model": ("synthetic",)}, ("peak",)),
-    "reference, lm": ("04_lm_published", {"model": ("language-model",)}, ("peak",)),
+    "reference-synthetic": ("04_synthetic_published", {}, ("peak",)),
+    "reference-language-model": ("04_lm_published", {}, ("peak",)),
+    "reference-offload": ("05_published", {}, ("peak",)),
+    "reference-offload, times": ("05_times", {}, ("ms",)),
+    "reference-resnet": ("08_published", {}, ("peak", "ms")),
     "lm": ("04_lm_published", {"method": ("baseline", "checkpoint"), "dtype": ("bfloat16",)}, ("peak", "training")),
     "lm, chunked": ("04_chunked", {"method": ("chunked-loss", "checkpoint+chunked-loss")}, ("peak", "training")),
     "offload": ("05_published", {"method": OURS[:4], "total_tokens": (12_000,)}, ("peak",)),
