@@ -187,7 +187,8 @@ def _both(tokens: int) -> tuple[dict[str, Any], ...]:
 
 def _reference(config: ReferenceConfig, minutes: float, tier: str = "gpu") -> Job:
     def steps(config, **of_build):
-        build = reference.Build(**config.fields, **of_build)
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in config.fields.items()}
+        build = reference.Build(**fields, **of_build)
         yield from ((sizes, partial(PUBLISHED[config.step], **sizes, build=build)) for sizes in config.runs)
 
     def run(config, command, failures):

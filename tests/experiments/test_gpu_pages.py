@@ -80,6 +80,8 @@ def gpu(tmp_path_factory):
 def test_the_status_page_has_every_run_and_no_kind_is_left_out(gpu):
     page = status.page("gpu", gpu.parents[1])
     assert {job.experiment for job in gpu_jobs()} == set(EXPERIMENTS)
+    read = set().union(*map(status.gpu_experiments, status.sources()))
+    assert read == set(EXPERIMENTS) - {"selftest"} == {kind.partition(",")[0] for kind in SHOWN} | {"frontier"}
     for record in load_records(gpu):
         assert f"| {record.experiment}" in page
         if "largest_batch" in record.metrics:
