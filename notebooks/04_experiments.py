@@ -27,9 +27,21 @@ from experiments.graph_profile import orders_plot
 from experiments.reports import plots
 from experiments.reports.figures import line_plot
 from experiments.results import environment, markdown_table, write_text_atomic
+from experiments.suite.chapters import measure_here
 
 torch.set_num_threads(2)
 SOURCE = "notebooks/04_experiments.py"
+
+# %% [markdown]
+# On a GPU, the next two cells also run the published experiment, for at most `minutes`; {doc}`14_published` shows it.
+
+# %% tags=["parameters", "hide-input"]
+device, tier, dataset, minutes = "auto", "auto", "embedded", 10
+
+# %% tags=["hide-input", "measured-time", "nbval-ignore-output"]
+measure_here(
+    "synthetic", device=device, tier=tier, dataset=dataset, minutes=minutes
+)
 
 # %% [markdown]
 # A Transformer learns to reproduce random input: mean squared error, AdamW, one sequence of $T$ tokens per batch. The

@@ -43,8 +43,20 @@ from experiments.pitfalls import copies as pitfalls
 from experiments.reports import offload as offload_report
 from experiments.reports import plots
 from experiments.results import Record, environment, markdown_table, write_text_atomic
+from experiments.suite.chapters import measure_here
 
 SOURCE = "notebooks/05_offload.py"
+
+# %% [markdown]
+# On a GPU, the next two cells also run the published experiment, for at most `minutes`; {doc}`14_published` shows it.
+
+# %% tags=["parameters", "hide-input"]
+device, tier, dataset, minutes = "auto", "auto", "embedded", 10
+
+# %% tags=["hide-input", "measured-time", "nbval-ignore-output"]
+measure_here(
+    "offload", device=device, tier=tier, dataset=dataset, minutes=minutes
+)
 
 # %% [markdown]
 # :::{admonition} Without a GPU

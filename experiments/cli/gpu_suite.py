@@ -20,7 +20,8 @@ def add_gpu_suite(commands) -> None:
     )
     add = parser.add_argument
     add("--out", metavar="FOLDER", help="folder for the records; required without --predict")
-    known = "selftest,synthetic,lm,offload,batch-size,bert,frontier,reference"
+    known = "selftest,synthetic,lm,offload,batch-size,bert,frontier,reference-synthetic,reference-language-model,"
+    known += "reference-offload,reference-resnet"
     add("--only", type=names, metavar="E,E,...", help=f"some of {known}")
     add("--minutes", type=float, default=8.0, metavar="N", help="start no job that would end later (default 8)")
     add("--tier", choices=("cpu", "t4", "full"), default="full", help="full (default), t4 (float16), or cpu (small)")

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ackpt.models.packed_attention import attention
-from experiments.models import resnet152
+from ackpt.offloading.store import host_memory
+from experiments.models import ResNet, ResNetConfig
 
 from .step import PublishedStep, default_dtype
 
@@ -170,17 +173,36 @@ def attend_for_real(qkv: Tensor, offsets: Tensor) -> Tensor:
     return attention(*qkv.unbind(-3), offsets, len(qkv))
 
 
+TOKENS, SEQUENCES = 12_000, 48
+
+
+def packed_lengths() -> list[int]:
+    """The lengths of the offload experiment's sequences. Its generator has torch's default seed in every run."""
+    bounds = TOKENS // (2 * SEQUENCES), 2 * TOKENS // SEQUENCES
+    with _disable_current_modes():
+        drawn = torch.randint(*bounds, (SEQUENCES,), generator=torch.Generator()).tolist()
+    lengths = [max(1, length * TOKENS // sum(drawn)) for length in drawn]
+    return [*lengths[:-1], lengths[-1] + TOKENS - sum(lengths)]
+
+
+LENGTHS = tuple(packed_lengths())  # drawn once: a captured step cannot follow a draw
+
+
 @dataclass(frozen=True)
 class Build:
     """What a step is built of: by default the published sizes and an attention that only allocates.
 
-    With ``attend=attend_for_real`` it runs, on a CPU or a GPU; `device` is the default device of its tensors.
+    With ``attend=attend_for_real`` it runs, on a CPU or a GPU; `device` is the default device of its tensors. `lengths`
+    are those of the offload experiment's sequences, `depths` the blocks in each stage of the ResNet.
     """
 
     width: int = WIDTH
     ff: int = FF
     layers: int = LAYERS
     vocabulary: int = VOCABULARY
+    lengths: tuple[int, ...] = LENGTHS
+    depths: tuple[int, ...] = (3, 8, 36, 3)
+    image: int = 224
     attend: Callable[[Tensor, Tensor], Tensor] = PackedFlashAttention.apply
     device: str = "cpu"
 
@@ -232,27 +254,12 @@ def reference_language_model(*, tokens: int, method: str, build: Build = PUBLISH
     return PublishedStep(run, (model, optimizer, ids, targets, offsets))
 
 
-TOKENS, SEQUENCES = 12_000, 48
-
-
-def packed_lengths() -> list[int]:
-    """The lengths of the offload experiment's sequences. Its generator has torch's default seed in every run."""
-    bounds = TOKENS // (2 * SEQUENCES), 2 * TOKENS // SEQUENCES
-    with _disable_current_modes():
-        drawn = torch.randint(*bounds, (SEQUENCES,), generator=torch.Generator()).tolist()
-    lengths = [max(1, length * TOKENS // sum(drawn)) for length in drawn]
-    return [*lengths[:-1], lengths[-1] + TOKENS - sum(lengths)]
-
-
-LENGTHS = tuple(packed_lengths())  # drawn once: a captured step cannot follow a draw
-
-
-def attend_in_a_loop(qkv: Tensor, offsets: Tensor) -> Tensor:
+def attend_in_a_loop(qkv: Tensor, offsets: Tensor, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
     """Attention of one sequence after the other, written into one tensor in place."""
     tokens, _, heads, width = qkv.shape
     out = qkv.new_empty(tokens, heads, width)
     start = 0
-    for length in LENGTHS:
+    for length in lengths:
         end = start + length
         query, key, value = (qkv[start:end, part] for part in range(3))
         scores = torch.einsum("lhd,shd->hls", query, key) * width**-0.5
@@ -262,35 +269,74 @@ def attend_in_a_loop(qkv: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
+@cache
+def side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+class Kept:
+    """A block's input: in an attribute, which autograd does not release, or on the host.
+
+    The host's memory is pageable, and the copy waits, or it is page-locked, with a stream of its own for the copy. The
+    memory for the copy back comes from the device's allocator, and fake tensors are not copied.
+    """
+
+    def __init__(self, x: Tensor, method: str):
+        self.x = self.host = self.copied = None
+        self.shape = x.shape
+        if method == "ckpt_classic":
+            self.x = x
+        elif x.is_cuda and method == "ckpt_async_offload":
+            self.host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+            stream = side_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.host.copy_(x, non_blocking=True)
+                self.copied = stream.record_event()
+            x.record_stream(stream)
+        elif x.is_cuda:
+            self.host = x.cpu()
+        elif not isinstance(x, FakeTensor):
+            self.host = host_memory(x.nbytes).view(x.dtype).view(x.shape).copy_(x)
+
+    def on_device(self, grad: Tensor) -> Tensor:
+        """The input, next to the gradient of the output."""
+        if self.x is not None:
+            return self.x
+        x = grad.new_empty(self.shape)
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+        return x if self.host is None else x.copy_(self.host, non_blocking=self.copied is not None)
+
+
 class KeptInput(torch.autograd.Function):
-    """Checkpointing that keeps the block's input in an attribute, which autograd does not release, or on the host."""
+    """Checkpointing that keeps the block's input as `Kept` does."""
 
     @staticmethod
     def forward(ctx, block: nn.Module, x: Tensor, offsets: Tensor, method: str) -> Tensor:
         with torch.no_grad():
             y = block(x, offsets)
-        ctx.block, ctx.offsets, ctx.shape = block, offsets, x.shape
-        ctx.kept = x.detach() if method == "ckpt_classic" else None
+        ctx.block, ctx.offsets, ctx.kept = block, offsets, Kept(x.detach(), method)
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x = grad.new_empty(ctx.shape) if ctx.kept is None else ctx.kept
-        x.requires_grad_()
+        x = ctx.kept.on_device(grad).requires_grad_()
         with torch.enable_grad():
             y = ctx.block(x, ctx.offsets)
         torch.autograd.backward(y, grad)
         return None, x.grad, None, None
 
 
-def reference_offload(*, method: str) -> PublishedStep:
+def reference_offload(*, method: str, build: Build = PUBLISHED) -> PublishedStep:
     """A step of the offload experiment. The loop's variables keep the output and the loss of the last step, and with
     them the inputs of blocks that `KeptInput` keeps."""
-    with default_dtype(torch.float16):
-        model = Autoencoder(WIDTH, FF, LAYERS, 64, attend_in_a_loop)
+    attend, tokens = partial(attend_in_a_loop, lengths=build.lengths), sum(build.lengths)
+    with default_dtype(torch.float16), torch.device(build.device):
+        model = Autoencoder(build.width, build.ff, build.layers, 64, attend)
+        x, target = (torch.randn(tokens, build.width) for _ in range(2))
+        offsets = torch.empty(len(build.lengths) + 1, dtype=torch.int32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x, target = (torch.empty(TOKENS, WIDTH, dtype=torch.float16) for _ in range(2))
-    offsets = torch.empty(SEQUENCES + 1, dtype=torch.int32)
     kept: dict[str, Tensor] = {}
 
     def run():
@@ -307,10 +353,12 @@ def reference_offload(*, method: str) -> PublishedStep:
     return PublishedStep(run, (model, optimizer, x, target, offsets))
 
 
-def reference_resnet(*, batch: int) -> PublishedStep:
+def reference_resnet(*, batch: int, build: Build = PUBLISHED) -> PublishedStep:
     """Forward and backward of ResNet-152 in eval mode, while a copy of the model is resident.
 
     The source measures before and after it checkpoints the blocks of a deep copy, and the first model stays.
     """
-    model, images, copy = resnet152().eval(), torch.empty(batch, 3, 224, 224), resnet152()
+    config = ResNetConfig("bottleneck", build.depths)
+    with torch.device(build.device):
+        model, images, copy = ResNet(config).eval(), torch.randn(batch, 3, build.image, build.image), ResNet(config)
     return PublishedStep(lambda: model(images).sum().backward(), (model, images, copy))

@@ -133,17 +133,16 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
 
     Args:
         reference: from ``results.load_reference("mu-two-resnet")``.
-        predicted: rows of `Predictions.of` for the column "without".
+        predicted: rows of `with_measured` for the column "without".
         curves: ``{batch: {method: {"peak_bytes": ..., "seconds": ...}}}`` of our model, as `BatchCurves` gives them.
         measured: records of a GPU.
 
     Returns:
         Rows with the keys batch; without, with, ``saved``, ``without_ms``, ``with_ms``, ``time`` and ``larger`` as
-        published, or computed from it; ``predicted``, ``error`` and ``predicted_ms`` of "without"; ``ours`` and
-        the ``time`` of each method of the curves, such as ``mu-two time``; those of `ON_GPU`. MiB, ms and percent.
-        ``larger``: which batch fits with the pipeline into the memory of the row without it, interpolated, relative to
-        the row's batch;
-        ``"≥ 2.0"`` if even the largest published batch fits.
+        published, or computed from it; ``predicted``, ``error``, ``predicted_ms``, ``measured`` and ``measured_ms`` of
+        "without"; the peak and the ``time`` of each method of the curves, such as ``mu-two time``; those of `ON_GPU`.
+        MiB, ms and percent. ``larger``: which batch fits with the pipeline into the memory of the row without it,
+        interpolated, relative to the row's batch; ``"≥ 2.0"`` if even the largest published batch fits.
     """
     without, with_it = (
         {row["batch_size"]: row for row in reference["rows"] if row["method"] == method}
@@ -160,6 +159,7 @@ def published_rows(reference, predicted, curves, measured=()) -> list[dict]:
                 "without": f"{row['peak']:,.1f}",
                 "predicted": f"{peaks[batch]['predicted'] / MIB:,.1f}",
                 "error": signed(100 * peaks[batch]["error"]),
+                **{key: peaks[batch].get(key) for key in ("measured", "measured_ms")},
                 "with": f"{other['peak']:,.1f}",
                 "saved": signed(100 * (other["peak"] / row["peak"] - 1), 1),
                 "without_ms": f"{row['milliseconds']:.1f}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from experiments.results import Record, load_records
 
 from .gpu_suite import rows
+from .tables import MIB, milliseconds
 
 FOLDER = Path("results", "gpu")
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -25,6 +26,22 @@ def gpu_records(experiment: str, folder=FOLDER, **config) -> list[Record]:
     records = load_records(folder, experiment) if Path(folder).is_dir() else []
     records = [record for record in records if record.environment["device"] == "cuda"]
     return [r for r in records if all(r.config.get(name) == value for name, value in config.items())]
+
+
+def with_measured(predicted: list[dict], records: list[Record]) -> list[dict]:
+    """Rows of `Predictions.of`, each with the ``measured`` MiB and ``measured_ms`` of its step, as text or None.
+
+    `records`: of published steps that a GPU ran, such as ``gpu_records("reference-offload")``.
+    """
+    found = {(record.experiment, *sorted(record.config["sizes"].items())): record.metrics for record in records}
+    shown = []
+    for row in predicted:
+        figures: dict[str, str | None] = {"measured": None, "measured_ms": None}
+        if metrics := found.get((row["step"], *sorted(row["sizes"].items()))):
+            figures["measured"] = f"{metrics['peak_bytes'] / MIB:,.1f}"
+            figures["measured_ms"] = f"{milliseconds(metrics['seconds_step']):,.1f}"
+        shown.append(row | figures)
+    return shown
 
 
 def not_of_this_repository(folder=FOLDER, root=".") -> list[str]:
@@ -77,16 +94,23 @@ def all_rows(folder=FOLDER) -> list[dict]:
     """
     groups: dict[str, list[Record]] = {}
     for record in load_records(folder) if Path(folder).is_dir() else []:
-        shared = {name: value for name, value in record.config.items() if name != "method"}
+        shared = {name: value for name, value in _flat(record).items() if name != "method"}
         if record.environment["device"] == "cuda":
             groups.setdefault(f"{record.experiment} {sorted(shared.items())}", []).append(record)
     return [row for group in groups.values() for row in rows(_sized(group[0]), group)]
 
 
+def _flat(record: Record) -> dict:
+    """The configuration with the sizes of a published step."""
+    config = dict(record.config)
+    return config | config.pop("sizes", {})
+
+
 def _sized(record: Record) -> str:
     """The experiment of a record, its model, sizes and dtype."""
-    sizes = {"seq_len": "tokens", "total_tokens": "tokens", "batch_size": "in a batch"}
-    config = record.config
+    sizes = {"seq_len": "tokens", "total_tokens": "tokens", "tokens": "tokens"}
+    sizes |= {"batch_size": "in a batch", "batch": "in a batch"}
+    config = _flat(record)
     parts = [str(config[name]) for name in ("model", "compiler") if config.get(name)]
     parts += [f"{config[name]:,} {unit}" for name, unit in sizes.items() if isinstance(config.get(name), int)]
     return ", ".join([record.experiment, *parts, *([config["dtype"]] if config.get("dtype") else [])])

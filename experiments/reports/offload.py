@@ -84,13 +84,14 @@ def published_rows(reference, predicted, times, ours, measured=()) -> list[dict]
 
     Args:
         reference: from ``results.load_reference("offload")``.
-        predicted: rows of `Predictions.of`; times: rows of `time_ratios.compared`.
+        predicted: rows of `with_measured`; times: rows of `time_ratios.compared`.
         ours: records of `predict_offload`; measured: records of a GPU.
 
     Returns:
         Rows with the keys method; ``ms``, ``ms_change``, ``peak``, ``peak_change`` and ``classic_change`` as published;
-        ``predicted``, ``error`` and ``predicted_change`` (of the time) for the published configuration; ``ours``,
-        ``gpu_peak`` and ``gpu_ms``. MiB, ms and percent, as text; a figure that was not measured is None.
+        ``predicted``, ``error``, ``predicted_change`` (of the time), ``measured`` and ``measured_ms`` for the published
+        configuration; ``ours``, ``gpu_peak`` and ``gpu_ms``. MiB, ms and percent, as text; a figure that was not
+        measured is None.
     """
     peaks = {row["sizes"]["method"]: row for row in predicted}
     ratios = {row["figures"][0]: row["predicted"] for row in times}
@@ -111,6 +112,7 @@ def published_rows(reference, predicted, times, ours, measured=()) -> list[dict]
                 "classic_change": signed(100 * (row["peak"] / classic - 1) if offloaded else None),
                 "predicted": f"{peaks[method]['predicted'] / MIB:,.2f}",
                 "error": signed(100 * peaks[method]["error"], 3),
+                **{key: peaks[method].get(key) for key in ("measured", "measured_ms")},
                 "predicted_change": signed(None if ratio is None else 100 * (ratio - 1)),
                 "ours": f"{model[method]['peak']:,.1f}",
                 "gpu_peak": measured_peak,

@@ -62,14 +62,13 @@ def rows(records) -> list[dict]:
     return all_rows
 
 
-def published_rows(reference, configured, predicted, measured=(), again=(), digits: int = 1) -> list[dict]:
+def published_rows(reference, configured, predicted, measured=(), digits: int = 1) -> list[dict]:
     """One row per published figure: its prediction, our model's, and our measurement.
 
     Args:
         reference: from ``results.load_reference``; its sizes are in MiB.
-        configured: rows of `Predictions` for the published configuration.
+        configured: rows of `with_measured` for the published configuration.
         predicted, measured: records of our model; two belong together if their sizes, dtype and method are equal.
-        again: records of the published model, built again and measured.
         digits: after the decimal point of a published size.
 
     Returns:
@@ -79,7 +78,6 @@ def published_rows(reference, configured, predicted, measured=(), again=(), digi
     ours = {(record.config["seq_len"], record.config["method"]): record for record in predicted}
     theirs = {(row["sizes"]["tokens"], row["sizes"]["method"]): row for row in configured}
     printed = {(row["seq_len"], row["method"]): row for row in reference["rows"]}
-    on_gpu = {(r.config["seq_len"], r.config["method"]): f"{r.metrics['peak_bytes'] / MIB:,.1f}" for r in again}
     rows = []
     for (tokens, method), row in printed.items():
         record, published_step = ours[tokens, method], theirs[tokens, method]
@@ -89,7 +87,7 @@ def published_rows(reference, configured, predicted, measured=(), again=(), digi
                 "method": method,
                 "published": f"{row['peak']:,.{digits}f}",
                 "configured": f"{published_step['predicted'] / MIB:,.{digits}f}",
-                "configured_measured": on_gpu.get((tokens, method)),
+                "configured_measured": published_step.get("measured"),
                 "predicted": f"{record.metrics['peak_bytes'] / MIB:,.1f}",
                 **measured_figures(record, measured),
                 "seconds": f"{row['seconds']:.2f}",

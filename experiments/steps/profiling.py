@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
+from torch.profiler import profile, tensorboard_trace_handler
 
 STEPS = 3
 WAYS = {"DtoH": "out", "HtoD": "in"}
@@ -49,8 +49,6 @@ class Profiles:
             for _ in range(STEPS):
                 step_fn()
                 profiler.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
 
 def traced(step_fn) -> dict:
@@ -59,8 +57,7 @@ def traced(step_fn) -> dict:
     The engines of `ackpt.offloading` time their own copies with events; this also measures what peers copy.
     """
     step_fn()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities) as profiler:
+    with profile() as profiler:
         step_fn()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

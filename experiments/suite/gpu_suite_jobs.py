@@ -35,8 +35,9 @@ from experiments.synthetic import SyntheticConfig
 from .gpu_suite import WHOLE, Job
 
 TIERS = ("cpu", "t4", "full")
-SELFTEST, REFERENCE = "selftest", "reference"
-EXPERIMENTS = (SELFTEST, "synthetic", "lm", "offload", "batch-size", "bert", "frontier", REFERENCE)
+SELFTEST = "selftest"
+REFERENCES = ("reference-synthetic", "reference-language-model", "reference-offload", "reference-resnet")
+EXPERIMENTS = (SELFTEST, "synthetic", "lm", "offload", "batch-size", "bert", "frontier", *REFERENCES)
 STEPS = ("baseline", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.33")
 RESNET = ("baseline", "per-block", "mu-two@per-block", "auto@per-block")  # of the table in chapter 8
 SEARCHED = ("baseline", "per-block", "auto")
@@ -48,7 +49,8 @@ TRANSFORMER = {"layers": 12, "dim": 1024, "heads": 16, "ff_dim": 4096, "vocab_si
 def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
     """The jobs of one of `TIERS` that belong to the experiments named, most important first.
 
-    A GPU without attention in bfloat16 runs them in float16. ``"t4"``: in float16, with the time that a T4 needs.
+    A GPU without attention in bfloat16 runs ours in float16, and no published model that computes in bfloat16.
+    ``"t4"``: as such a GPU, with the time that a T4 needs.
 
     Raises:
         ValueError: for a name that is not in `EXPERIMENTS`, and for an empty list.
@@ -59,11 +61,11 @@ def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}: choose from {', '.join(EXPERIMENTS)}")
     chosen = [job for job in (cpu_jobs() if tier == "cpu" else gpu_jobs()) if job.experiment in only]
-    if tier == "t4":  # it has no attention in bfloat16, in which the published models compute
-        chosen = [job for job in chosen if job.experiment != REFERENCE]
+    if tier == "t4":
         chosen = [replace(job, minutes=0.5 + 6 * job.minutes) for job in chosen]
     halve = partial(on_this_gpu, capability=(7, 5) if tier == "t4" else None)
-    return [job if job.experiment == SELFTEST else replace(job, config=halve(job.config)) for job in chosen]
+    halved = [job if job.experiment == SELFTEST else replace(job, config=halve(job.config)) for job in chosen]
+    return [job for job, given in zip(halved, chosen) if job == given or job.experiment not in REFERENCES]
 
 
 def gpu_jobs() -> list[Job]:
@@ -93,8 +95,10 @@ def gpu_jobs() -> list[Job]:
             _synthetic(replace(synthetic.GPU, seq_lens=(length,), methods=synthetic.KNOWN[1:]), 0.7, "-more")
             for length in (16384, 8192)
         ),
-        *(_reference(ReferenceConfig("synthetic", n, "cuda"), 0.5) for n in (16384, 12288, 8192, 4096, 2048)),
-        *(_reference(ReferenceConfig("language-model", n, "cuda"), 0.5) for n in (8192, 4096, 2048)),
+        *(_reference(ReferenceConfig(REFERENCES[0], _both(n)), 0.5) for n in (16384, 12288, 8192, 4096, 2048)),
+        *(_reference(ReferenceConfig(REFERENCES[1], _both(n)), 0.5) for n in (8192, 4096, 2048)),
+        _reference(ReferenceConfig(REFERENCES[2], BY_METHOD, "float16"), 1.0),
+        *(_reference(ReferenceConfig(REFERENCES[3], ({"batch": n},), "float32"), 0.3) for n in (64, 32, 16, 8, 4)),
         replace(_lm(deterministic, 1.5, "-float32-deterministic"), deterministic=True),
         _steps(batch_size.configuration("gpu", "resnet50", batches=(64,), methods=STEPS), 2.0),
         _frontier(FrontierConfig("transformer", TRANSFORMER, **front, dtype="bfloat16"), 5.0),
@@ -128,7 +132,14 @@ def cpu_jobs() -> list[Job]:
         _steps(BatchSizeConfig("transformer", (4,), **packed, methods=("baseline", "per-block", "full")), 0.1, "cpu"),
         _frontier(FrontierConfig("transformer", front, **shares), 0.2, "cpu"),
         replace(_lm(twice, 0.1, "-float32-deterministic", "cpu"), deterministic=True),
-        _reference(ReferenceConfig("synthetic", 32, "cpu", {"width": 128, "ff": 128, "layers": 2}), 0.1, "cpu"),
+        *(
+            _reference(replace(each, device="cpu", fields=TINY), 0.1, "cpu")
+            for each in (
+                *(ReferenceConfig(step, _both(32)) for step in REFERENCES[:2]),
+                ReferenceConfig(REFERENCES[2], BY_METHOD, "float16"),
+                ReferenceConfig(REFERENCES[3], ({"batch": 1},), "float32"),
+            )
+        ),
         _largest(BatchSizeConfig("transformer", (1, 4), **packed, methods=("baseline",)), 0.1, "cpu"),
     ]
 
@@ -156,43 +167,55 @@ def _selftest(device: str, minutes: float) -> Job:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """A published model, built again from its source: `fields` change its `Build`."""
+    """A published step, built again from its source: `runs` are sizes as in `published.rows`, `fields` of `Build`."""
 
-    model: str
-    seq_len: int
-    device: str
-    fields: dict[str, int] = field(default_factory=dict)
-    methods: tuple[str, ...] = METHODS[:2]
+    step: str
+    runs: tuple[dict[str, Any], ...]
     dtype: str = "bfloat16"
+    device: str = "cuda"
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+TINY = {"width": 128, "ff": 128, "layers": 2, "vocabulary": 300, "lengths": [8, 24], "depths": [1, 1, 1, 1]}
+TINY |= {"image": 32}
+BY_METHOD = tuple({"method": method} for method in OURS[:4])
+
+
+def _both(tokens: int) -> tuple[dict[str, Any], ...]:
+    return tuple({"tokens": tokens, "method": method} for method in METHODS[:2])
 
 
 def _reference(config: ReferenceConfig, minutes: float, tier: str = "gpu") -> Job:
     def steps(config, **of_build):
-        build = reference.Build(**config.fields, **of_build)
-        make = partial(PUBLISHED[f"reference-{config.model}"], tokens=config.seq_len, build=build)
-        yield from ((method, partial(make, method=method)) for method in config.methods)
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in config.fields.items()}
+        build = reference.Build(**fields, **of_build)
+        yield from ((sizes, partial(PUBLISHED[config.step], **sizes, build=build)) for sizes in config.runs)
 
     def run(config, command, failures):
-        for method, make in steps(config, attend=reference.attend_for_real, device=config.device):
+        for sizes, make in steps(config, attend=reference.attend_for_real, device=config.device):
+            method = sizes.get("method", "baseline")
             with failures.of(method):
                 step = make()
                 found = measure(step.run, config.device, resident=step.resident, repeats=ROUNDS[tier])
-                settings = record_config(config, method=method)
+                settings = record_config(config, method=method, sizes=sizes)
+                del settings["runs"]
                 assert found.seconds is not None
                 metrics = record_metrics(found) | {"seconds_step": found.seconds.to_json()}
-                yield [Record(REFERENCE, settings, metrics, environment(config.device, command))]
+                yield [Record(config.step, settings, metrics, environment(config.device, command))]
 
     def predict(config):
-        if config.device == "cuda":  # by the published kernel's allocations, which torch's may exceed
-            peaks = {}
-            for method, make in steps(config):
-                with FakeTensorMode():
-                    step = make()
-                peaks[method] = ackpt.predict(step.run, resident=step.resident, device="h100-80g").peak_bytes
-            return peaks
-        return {}
+        # For a GPU by the published kernel's allocations, which torch's may exceed.
+        how, device = ({}, "h100-80g") if config.device == "cuda" else ({"attend": reference.attend_for_real}, "cpu")
+        peaks = {}
+        for sizes, make in steps(config, **how):
+            with FakeTensorMode():
+                step = make()
+            found = ackpt.predict(step.run, resident=step.resident, device=device)
+            peaks[sizes.get("method", "baseline")] = found.peak_bytes
+        return peaks
 
-    return Job(f"reference-{config.model}-L{config.seq_len}", REFERENCE, config, minutes, run, predict)
+    numbers = [str(size) for size in config.runs[0].values() if isinstance(size, int)]
+    return Job("-".join([config.step, *numbers]), config.step, config, minutes, run, predict)
 
 
 def _synthetic(config: SyntheticConfig, minutes: float, suffix: str = "", tier: str = "gpu") -> Job:

@@ -29,7 +29,7 @@ from experiments.steps.predicted import predicted_timelines
 from experiments.steps.settings import record_config
 from experiments.suite import chapters
 from experiments.suite.gpu_suite import Outcome
-from experiments.suite.gpu_suite_jobs import EXPERIMENTS, RESNET, gpu_jobs
+from experiments.suite.gpu_suite_jobs import EXPERIMENTS, REFERENCES, RESNET, gpu_jobs
 
 MIB = 2**20
 WHERE = environment() | {"device": "cuda", "device_name": "a stand-in", "commit": "a" * 40}
@@ -46,15 +46,18 @@ def synthetic_records(job, count):
     if job.experiment == "selftest":
         methods = {"baseline": {"measured_peak_bytes": next(count) * MIB}}
         return [Record("selftest", {**config, "method": "selftest"}, {"methods": methods, "checks": []}, WHERE)]
-    config = {name: value for name, value in config.items() if name not in ("batches", "limit")}
+    config = {name: value for name, value in config.items() if name not in ("batches", "limit", "runs")}
     sizes = [("seq_len", getattr(job.config, "seq_lens", ())), ("batch_size", getattr(job.config, "batches", ()))]
     config |= {name: values[-1] for name, values in sizes if values}
     if job.name.startswith("largest"):
         found = {"largest_batch": next(count), "peak_bytes": next(count) * MIB, "least_peak_bytes": None}
         return [Record("largest-batch", {**config, "method": method}, found, WHERE) for method in job.config.methods]
     records = []
-    for method in job.config.methods:
-        number = next(count)
+    runs = getattr(job.config, "runs", None) or [{"method": method} for method in job.config.methods]
+    for run in runs:
+        if job.experiment in REFERENCES:
+            config["sizes"] = run
+        number, method = next(count), run.get("method", "baseline")
         seconds = {"median": number / 1000, "low": number / 1000, "high": number / 999}
         metrics = {"peak_bytes": number * MIB, "resident_bytes": MIB, "dynamic_peak_bytes": MIB, "flops": number}
         metrics |= {"seconds_step": seconds, "seconds_training": number + 0.5, "losses": [2.0, number]}
@@ -77,6 +80,8 @@ def gpu(tmp_path_factory):
 def test_the_status_page_has_every_run_and_no_kind_is_left_out(gpu):
     page = status.page("gpu", gpu.parents[1])
     assert {job.experiment for job in gpu_jobs()} == set(EXPERIMENTS)
+    read = set().union(*map(status.gpu_experiments, status.sources()))
+    assert read == set(EXPERIMENTS) - {"selftest"} == {kind.partition(",")[0] for kind in SHOWN} | {"frontier"}
     for record in load_records(gpu):
         assert f"| {record.experiment}" in page
         if "largest_batch" in record.metrics:
@@ -164,8 +169,11 @@ def chapters_in_a_copy(gpu):
 
 SHOWN = {  # the table of an experiment, which records it shows, and which figures of one
     "synthetic": ("14_synthetic", {"method": ("baseline", "checkpoint")}, ("peak", "training")),
-    "reference": ("14_synthetic", {"model": ("synthetic",)}, ("peak",)),
-    "reference, lm": ("14_lm", {"model": ("language-model",)}, ("peak",)),
+    "reference-synthetic": ("14_synthetic", {}, ("peak",)),
+    "reference-language-model": ("14_lm", {}, ("peak",)),
+    "reference-offload": ("14_offload", {}, ("peak",)),
+    "reference-offload, times": ("14_offload_times", {}, ("ms",)),
+    "reference-resnet": ("14_resnet", {}, ("peak", "ms")),
     "lm": ("14_lm", {"method": ("baseline", "checkpoint"), "dtype": ("bfloat16",)}, ("peak", "training")),
     "lm, chunked": ("04_chunked", {"method": ("chunked-loss", "checkpoint+chunked-loss")}, ("peak", "training")),
     "offload": ("14_offload", {"method": OURS[:4], "total_tokens": (12_000,)}, ("peak",)),

@@ -23,7 +23,7 @@ from experiments.steps.step_shapes import Shapes
 from experiments.steps.training import METHODS
 from experiments.steps.workload import Workload
 from experiments.suite.gpu_suite import run_suite
-from experiments.suite.gpu_suite_jobs import REFERENCE, SELFTEST, cpu_jobs
+from experiments.suite.gpu_suite_jobs import REFERENCES, SELFTEST, cpu_jobs
 from experiments.synthetic import SyntheticConfig, run_synthetic
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
@@ -186,7 +186,7 @@ def test_the_selftest_fails_nothing_where_only_bytes_differ(monkeypatch):
 @pytest.mark.parametrize("job", JOBS, ids=[job.name for job in JOBS])
 @pytest.mark.filterwarnings("ignore")  # of autocast and the profiler, which miss CUDA
 def test_a_job_runs_and_its_records_are_those_of_a_gpu(job, tmp_path, monkeypatch):
-    capability = (8, 0) if job.experiment == REFERENCE else (7, 5)  # published models compute in bfloat16
+    capability = (8, 0) if job.experiment in REFERENCES else (7, 5)  # published models compute in bfloat16
     allocator = Allocator(monkeypatch, capability)
     allocator.live = allocator.peak = 2**30  # the budget of a plan is a measured peak
     monkeypatch.setattr(Workload, "device", "cuda")

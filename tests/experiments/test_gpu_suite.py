@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
+from stand_in_gpu import Allocator
 
 from experiments import provenance
 from experiments.reports.gpu_suite import text_outcome
@@ -48,6 +49,17 @@ def two_runs(config, command, failures):
 
 def job(name="one", run=two_runs, minutes=0.001, predict=lambda config: {"baseline": 99}, **more):
     return Job(name, "fake", Config(), minutes, run, predict, **more)
+
+
+def test_a_lost_gpu_ends_the_suite_and_keeps_its_records(tmp_path, monkeypatch):
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    Allocator(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    found = run_suite([job(), job("two")], tmp_path)
+    assert (found.ran, found.left, len(load_records(tmp_path))) == (["one"], ["two"], 2)
+    assert "the GPU no longer responds (RuntimeError: CUDA error" in "\n".join(text_outcome(found))
 
 
 def test_records_are_written_at_once_with_their_prediction_and_a_second_run_skips_them(tmp_path):

@@ -13,7 +13,7 @@ from experiments.cli.command_line import main
 from experiments.provenance import environment
 from experiments.reports.gpu_suite import rows
 from experiments.suite.gpu_suite import read_state, records_of
-from experiments.suite.gpu_suite_jobs import EXPERIMENTS, cpu_jobs, gpu_jobs, jobs
+from experiments.suite.gpu_suite_jobs import EXPERIMENTS, REFERENCES, cpu_jobs, gpu_jobs, jobs
 
 COMMIT = environment()["commit"]
 ROOT = Path(__file__).parents[2]
@@ -82,6 +82,8 @@ def test_the_device_chooses_the_half_precision_that_its_attention_has(capability
     assert {dtypes[name] for name in named} == {dtype} and dtypes["offload-T12000"] == "float16"
     assert dtypes["batch-size-resnet152-B64"] == dtypes["lm-L2048-float32-deterministic"] == "float32"
     assert {job.config.dtype for job in jobs("t4") if job.experiment == "lm"} == {"float16", "float32"}
+    run = {job.experiment for job in jobs("full") if job.experiment in REFERENCES}
+    assert run == set(REFERENCES[2:] if dtype == "float16" else REFERENCES)  # the first two compute in bfloat16
 
 
 @pytest.mark.parametrize(

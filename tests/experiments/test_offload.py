@@ -1,6 +1,8 @@
 """The offload experiment: bytes that are known, gradients that are checked, no method left out silently."""
 
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from experiments.offload import (
 )
 from experiments.reports import offload as report
 from experiments.results import DASH, load_reference
-from experiments.steps.offload_methods import METHODS, OURS, _transformers, make_method
+from experiments.steps.offload_methods import METHODS, OURS, _transformers, cannot_run, make_method
 from experiments.steps.profiling import summary, traced
 
 TINY = OffloadConfig(
@@ -117,6 +119,32 @@ def test_blocks_in_a_model_of_transformers_have_the_same_gradients():
     theirs = dataclasses.replace(baseline, forward=_transformers(model, offload=False))
     one_step(TINY, model, theirs, batch)
     assert all(torch.equal(a, b.grad) for a, b in zip(wanted, model.parameters()))
+
+
+def test_trl_knows_the_parameters_and_is_active_during_the_whole_step(monkeypatch):
+    """TRL needs a GPU: a stand-in notes its calls."""
+    events = []
+
+    class OffloadActivations:
+        def update_model_params(self, model):
+            events.append(sum(1 for _ in model.parameters()))
+
+        def __enter__(self):
+            events.append("begin")
+
+        def __exit__(self, *error):
+            events.append("end")
+
+    model = Transformer(TINY.model())
+    model.register_full_backward_hook(lambda *_: events.append("backward"))
+    assert "cannot be imported (ModuleNotFoundError" in str(cannot_run("trl", "cuda"))
+    for name in ("trl", "trl.models", "trl.models.activation_offloading"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(OffloadActivations=OffloadActivations, __path__=[]))
+    assert cannot_run("trl", "cuda") is None
+    batch = make_batch(TINY, 0)
+    batch[0].requires_grad_()
+    one_step(TINY, model, make_method("trl", model, "cuda", 0), batch)
+    assert events == [sum(1 for _ in model.parameters()), "begin", "backward", "end"]
 
 
 def test_published_rows_have_all_published_figures_and_predictions(records):
