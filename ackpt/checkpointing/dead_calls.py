@@ -85,7 +85,7 @@ def dropping_hooks() -> saved_tensors_hooks:
     return saved_tensors_hooks(_Dropped(torch.Tensor.detach), lambda tensor: tensor)
 
 
-def _tensor_of(saved: Saved) -> torch.Tensor | None:
+def _tensor_of(saved: Saved) -> Any:
     return saved.tensor
 
 

@@ -292,7 +292,7 @@ class Read:
     their bits. ``version``: at the first read.
     """
 
-    def __init__(self, value, name: str, is_new: bool, version: int, mark=None):
+    def __init__(self, value, name: str, is_new: bool, version: int, mark: Any = None):
         self._value, self.name, self.is_new, self.version, self.mark = value, name, is_new, version, mark
 
     @property
@@ -301,7 +301,7 @@ class Read:
 
     def __eq__(self, other):
         if type(other) is not Read or (self.is_new and other.is_new):
-            if type(other) is not Read or None in (self.mark, other.mark):
+            if type(other) is not Read or self.mark is None or other.mark is None:
                 return type(other) is Read
             return int(self.mark) == int(other.mark)
         tensors = [self.value, other.value]
@@ -424,7 +424,7 @@ def check_same_path(forward: Path, recomputed: Path, recorder, function) -> None
         return check_same_path(before, now, recorder, function)
     caller = ""
     if recorder is not None and recorder.different is not None and recorder.different[0] is call:
-        caller = _caller_text(*recorder.different[1:], function)
+        caller = _caller_text(recorder.different[1], recorder.different[2], function)
     difference = f"operation {index + 1} was {expected} in the forward and is {call or 'absent'} now{caller}"
     if isinstance(expected, Call) and call is not None and call[:2] == expected[:2]:
         difference = (

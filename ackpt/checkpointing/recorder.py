@@ -349,8 +349,10 @@ class Recorder(TorchFunctionMode):
             return value if value == value else math.nan  # one object, as tuples with the same one are equal
         if isinstance(value, torch.Generator):
             return torch.Generator, state_mark(value) if self._replays_generators else None
-        if type(value) is bytearray or hasattr(type(value), "tobytes"):  # of NumPy, for example
-            return type(value), hash(bytes(value) if type(value) is bytearray else value.tobytes())
+        if type(value) is bytearray:
+            return bytearray, hash(bytes(value))
+        if hasattr(type(value), "tobytes"):  # of NumPy, for example
+            return type(value), hash(value.tobytes())
         return type(value)
 
     def _source(self, value):
