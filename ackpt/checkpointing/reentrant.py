@@ -64,8 +64,8 @@ def checkpoint(
         The result of `function`, bit for bit.
 
     Raises:
-        CheckpointError: in the forward, if the region changes its own inputs or parameters in place, or stores tensors
-            in an object that was passed as an argument. In backward, for ``create_graph=True``, ``torch.autograd.grad``
+        CheckpointError: in the forward, if the region changes its inputs or trainable parameters in place, or stores
+            tensors in an object that was passed as an argument. In backward, for ``create_graph=True``, ``torch.autograd.grad``
             and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor that the region
             reads changed since the forward; or if the recomputation calls other operations, or the same ones with other
             arguments or results.
