@@ -65,10 +65,10 @@ def checkpoint(
 
     Raises:
         CheckpointError: in the forward, if the region changes its inputs or trainable parameters in place, or stores
-            tensors in an object that was passed as an argument. In backward, for ``create_graph=True``, ``torch.autograd.grad``
-            and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor that the region
-            reads changed since the forward; or if the recomputation calls other operations, or the same ones with other
-            arguments or results.
+            tensors in an object that was passed as an argument. In backward, for ``create_graph=True``,
+            ``torch.autograd.grad`` and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over
+            tensor that the region reads changed since the forward; or if the recomputation calls other operations, or
+            the same ones with other arguments or results.
 
     The recomputation leaves out operations that backward does not need, such as the last projection of a block, except
     where tensors are small. The two runs are compared call by call; on the CPU, if tensors are small, only until three
