@@ -10,6 +10,7 @@ analysis is silent: the region is then recomputed as a whole, and so are all lat
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import CheckpointError
 
-_RANDOM = torch.Tag.nondeterministic_seeded
+RANDOM = torch.Tag.nondeterministic_seeded
 _WITH_STORAGE = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 # Calls of several kernels, the last of which may be dead although autograd saves results of the others; under
 # autocast, casts are such others.
@@ -75,6 +76,19 @@ class DeadCalls(dict[Any, dict[int, int]]):
         return {i: dead_like(inputs[i]) for i in self.unread if self.is_proven and _has_storage(inputs[i])}
 
 
+class _Dropped(functools.partial):
+    """A hook for tensors that autograd saves in a graph that is dropped at once."""
+
+
+def dropping_hooks() -> saved_tensors_hooks:
+    """Hooks that replace outer ones, such as those of offload, for a graph that is dropped at once."""
+    return saved_tensors_hooks(_Dropped(torch.Tensor.detach), lambda tensor: tensor)
+
+
+def _tensor_of(saved: Saved) -> Any:
+    return saved.tensor
+
+
 class Saved:
     """A tensor that autograd saves in a graph that is dropped at once."""
 
@@ -95,6 +109,16 @@ class Liveness:
         self._counts: Counter[Any] = Counter()
         self._live: set[weakref.ref | None] = set()
         self._running: _Watched | None = None
+        self._numbers: set[int] = set()
+        self._top = None
+
+    def begin(self) -> None:
+        """Note the hooks with which the run begins; others are those of a nested region, or of the user's code."""
+        self._top = top_hooks(False)
+
+    def has_made(self, node) -> bool:
+        """Whether a watched call has made a node of autograd, and not, for example, a scripted function."""
+        return node._sequence_nr() in self._numbers
 
     def run(self, func, args, kwargs) -> Any:
         """Call a torch function and note what it reads, makes and writes."""
@@ -103,17 +127,31 @@ class Liveness:
             call = self._running = _Watched(func, self._counts[func], set(map(self._memory, tensors)))
             versions = [*map(version, tensors)]
         self._counts[func] += 1
+        started = torch.autograd._get_sequence_nr()
         try:
-            result = func(*args, **kwargs)
+            with self._hooks():
+                result = func(*args, **kwargs)
         finally:
             self._running = None
         with torch._C.DisableTorchFunction():
             call.makes = set(map(self._memory, _tensors((result,))))
             call.makes.update(self._memory(t) for t, before in zip(tensors, versions) if version(t) != before)
         call.end = torch.autograd._get_sequence_nr()
+        self._numbers.update(range(started, call.end))
         if call.makes or func.__name__ not in DESCRIBING:
             self._calls.append(call)
         return result
+
+    def _hooks(self):
+        """Hooks for what autograd saves in one call: torch.func transforms raise where hooks are active around them."""
+        top = top_hooks(False)
+        if top != self._top and (top is None or not isinstance(top[0], _Dropped)):
+            self.is_doubtful = True
+        if torch._C._are_functorch_transforms_active():
+            self.is_doubtful = True
+        elif top == self._top:
+            return saved_tensors_hooks(_Dropped(self.pack), _tensor_of)
+        return contextlib.nullcontext()
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Note a tensor that autograd saves."""
@@ -131,7 +169,8 @@ class Liveness:
         """The dead calls of the run. Call this when its graph is gone.
 
         `inputs`, `outputs`: of the region; `left`: tensors that it has stored elsewhere; `nodes`: sequence numbers of
-        the graph's nodes of functions in Python or C++, which may read any tensor that exists.
+        the graph's nodes that no watched call has made, such as those of functions in Python or C++, which may read any
+        tensor that exists.
         """
         live, calls = self._live, self._calls
         holders = Counter(map(self._memory, outputs))
@@ -273,7 +312,7 @@ def _unpack(saved):
 def _without_kernel(func, args, kwargs):
     """The results of an operation of torch as `Dead` tensors; one that draws random numbers runs, and is dropped."""
     schema = func._schema
-    if _RANDOM in func.tags:
+    if RANDOM in func.tags:
         func(*map(_zeros, args), **{name: _zeros(value) for name, value in kwargs.items()})
     if schema.is_mutable:
         given = {**dict(zip((argument.name for argument in schema.arguments), args)), **kwargs}

@@ -267,25 +267,33 @@ class MutableState:
                 saved.get(id(namespace), {}).pop(name, None)
         self._contents = [each for each in self._contents if not _has_history(each[1])]
         tensors = [tensor for tensor, _ in self._parameters]
+        copied = set() if recorder is None else {memory(tensor) for tensor, _ in recorder.copies}
+        changed: set[int] = set()
         for index, (tensor, name) in enumerate(self._parameters if versions(tensors) != self._versions else ()):
             if version(tensor) != self._versions[index]:
+                if not tensor.requires_grad and memory(tensor) in copied:
+                    changed.add(id(tensor))  # frozen, it is restored like a buffer
+                    self.is_repeatable = False  # without a recorder, there would be no copy
+                    continue
                 is_written = recorder is None or memory(tensor) in recorder.overwritten
                 if is_written or storage(tensor) != self._storages[index]:
                     raise changes_parameter(tensor, name)
                 self._rewritten.append((tensor, name))  # by `p.set_(p.data)`, which no recorder sees
                 self.is_repeatable = False
         self._parameters = []
-        copied: set = set()
         if recorder is not None:
-            self._changed = recorder.copies[::-1]  # where views overlap, the oldest value is set last
-            copied = {memory(tensor) for tensor, _ in self._changed}
-            self.replaced = [*recorder.replaced.values()]
+            replaced, copies = recorder.replaced, {id(tensor): copy for tensor, copy in recorder.copies}
+            self.replaced = [(tensor, copies.get(key, old)) for key, (tensor, old) in replaced.items()]
+            # Where views overlap, the oldest value is set last.
+            self._changed = [pair for pair in recorder.copies[::-1] if id(pair[0]) not in replaced]
             recorder.copies, recorder.replaced = [], {}
             self.is_repeatable &= copied.isdisjoint(recorder.written) and not self.replaced
             if recorder.copies_writes:
                 reads = [(read.value, read.name, read.version, None) for read in recorder.reads.values()]
                 self._before += [each for each in reads if id(each[0]) not in walked]
-        unseen, changed = False, {id(tensor) for tensor, _ in self.replaced}
+            self._before = [each for each in self._before if id(each[0]) not in replaced]
+            changed.update(replaced)
+        unseen = False
         for tensor, name, mark, copy in self._before:
             if copied and memory(tensor) in copied:
                 changed.add(id(tensor))
@@ -488,9 +496,10 @@ def is_filled_with(container, items) -> bool:
 
 def unreachable(node) -> CheckpointError:
     return CheckpointError(
-        f"this region uses a tensor that requires grad and was computed before it (by {node.name()}), but is neither "
-        "an argument nor found in the function's closure, defaults or attributes, so its gradient could not be passed "
-        "on. Pass that tensor as an argument of checkpoint()."
+        f"this region uses a tensor that requires grad and was computed before it (by {node.name()}), or in another "
+        "thread, but is neither an argument nor found in the function's closure, defaults or attributes, so its "
+        "gradient could not be passed on. Pass it as an argument of checkpoint(), and call checkpoint() in the "
+        "thread that computes."
     )
 
 
@@ -545,35 +554,6 @@ def name_of(function) -> str:
     if isinstance(function, types.MethodType) and isinstance(function.__self__, torch.nn.Module):
         return type(function.__self__).__name__
     return str(getattr(function, "__qualname__", type(function).__name__))
-
-
-def other_outputs(count: int, expected: dict, recomputed: list) -> CheckpointError:
-    """The error for a recomputation whose number of outputs, or whose signatures by index, differ."""
-
-    def described(shape, dtype, device, requires_grad):
-        dtype = str(dtype).removeprefix("torch.")
-        return f"shape {list(shape)} {dtype} on {device}{'' if requires_grad else ' without grad'}"
-
-    different = [
-        f"output {index}: {described(*signature)} in forward, {described(*recomputed[index])} in recompute"
-        for index, signature in expected.items()
-        if index < len(recomputed) and recomputed[index] != signature
-    ]
-    if len(recomputed) != count:
-        different.insert(0, f"{count} tensors in forward, {len(recomputed)} in recompute")
-    return CheckpointError(
-        "the recompute of a checkpointed region returned other outputs than its forward ("
-        + "; ".join(different)
-        + "). The function must do the same both times: look for a condition on a counter, a flag, a cache or a random "
-        "number that checkpoint() cannot replay."
-    )
-
-
-def other_left(function) -> CheckpointError:
-    return CheckpointError(
-        f"the forward of a checkpointed region ({name_of(function)}) stored a tensor that needs a gradient outside of "
-        "its return value, and its recompute did not compute it again. Return the tensor, or compute it both times."
-    )
 
 
 def other_draws(name: str, function) -> CheckpointError:

@@ -86,7 +86,7 @@ class ReachableState:
         elif isinstance(obj, _CONTAINERS):
             if depth < _DEPTH and id(obj) not in self._seen:
                 self._seen.add(id(obj))
-                namespace = obj if isinstance(obj, dict) else _ListNamespace(obj) if isinstance(obj, list) else None
+                namespace = obj if isinstance(obj, dict) else items_of(obj) if isinstance(obj, list) else None
                 for key, item in obj.items() if isinstance(obj, dict) else enumerate(obj):
                     if type(item) not in ATOMS:
                         self._visit(item, f"{name}[{key!r}]", depth + 1, restores)
@@ -190,7 +190,7 @@ class ReachableState:
                 self._seen.add(id(value))
                 for key in slots:
                     if (content := getattr(value, key, _ABSENT)) is not _ABSENT:
-                        self._bind(of_slots := _SlotNamespace(value), key, content)
+                        self._bind(of_slots := slots_of(value), key, content)
                         self._attribute(of_slots, key, content, f"{name}.{key}", depth + 1, follow)
             elif follow and isinstance(value, (nn.Module, *_FUNCTIONS)):
                 self._visit(value, name, depth)
@@ -250,7 +250,7 @@ class ReachableState:
             value = cell.cell_contents
             self._visit(value, key, depth + 1, _is_plain_data(value))
             if isinstance(value, torch.Tensor) and key in rebound_names(function.__code__):
-                self._bind(_CellNamespace(cell), key, value)
+                self._bind(content_of(cell), key, value)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(item, name, depth + 1, _is_plain_data(item))
         read, written = global_names(function.__code__)
@@ -286,53 +286,45 @@ def _facts_of(cls, forward) -> tuple[Any, bool, bool]:
     return _code_of(forward), issubclass(cls, FUSED), is_sharded
 
 
-class _ListNamespace:
-    """A namespace over the items of a list, with the names 0, 1, ..., so that items can be rebound like attributes."""
+class Namespace:
+    """Names and values that `get` reads, `put` sets and `pop` deletes, in a place that is no dict."""
 
-    def __init__(self, items):
-        self.items = items
+    def __init__(self, get, put, pop):
+        self.get, self._put, self.pop = get, put, pop
 
-    def get(self, index, default=None):
-        return self.items[index] if index < len(self.items) else default
-
-    def __setitem__(self, index, value):
-        if index < len(self.items):
-            self.items[index] = value
-
-    def pop(self, index, default=None):
-        """Do nothing: an item that the list no longer has is not removed."""
+    def __setitem__(self, name, value) -> None:
+        self._put(name, value)
 
 
-class _CellNamespace:
-    """A namespace over the content of a closure's cell."""
-
-    def __init__(self, cell):
-        self.cell = cell
-
-    def get(self, name, default=None):
-        return self.cell.cell_contents if bound(self.cell) else default
-
-    def __setitem__(self, name, value):
-        self.cell.cell_contents = value
-
-    def pop(self, name, default=None):
-        del self.cell.cell_contents
+def items_of(items: list) -> Namespace:
+    """The items of a list, with the names 0, 1, ...; those that it no longer has are neither set nor removed."""
+    return Namespace(
+        lambda at, default=None: items[at] if at < len(items) else default,
+        lambda at, value: items.__setitem__(slice(at, at + 1), [value] if at < len(items) else []),
+        lambda at, default=None: None,
+    )
 
 
-class _SlotNamespace:
-    """A namespace over the ``__slots__`` of an object."""
+def content_of(cell) -> Namespace:
+    """The content of a closure's cell."""
+    return Namespace(
+        lambda name, default=None: cell.cell_contents if bound(cell) else default,
+        lambda name, value: setattr(cell, "cell_contents", value),
+        lambda name, default=None: delattr(cell, "cell_contents"),
+    )
 
-    def __init__(self, owner):
-        self.owner = owner
 
-    def get(self, name, default=None):
-        return getattr(self.owner, name, default)
+def slots_of(owner) -> Namespace:
+    """The ``__slots__`` of an object, which may be a frozen dataclass."""
+    return Namespace(
+        functools.partial(attribute_of, owner),
+        functools.partial(object.__setattr__, owner),
+        lambda name, default=None: object.__delattr__(owner, name),
+    )
 
-    def __setitem__(self, name, value):
-        object.__setattr__(self.owner, name, value)  # also in a frozen dataclass
 
-    def pop(self, name, default=None):
-        object.__delattr__(self.owner, name)
+def attribute_of(owner, name, default=None):
+    return getattr(owner, name, default)
 
 
 def tensors_in(items) -> dict[int, torch.Tensor]:

@@ -19,7 +19,7 @@ import types
 import weakref
 from collections.abc import Callable
 from itertools import compress
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -64,11 +64,11 @@ def checkpoint(
         The result of `function`, bit for bit.
 
     Raises:
-        CheckpointError: in the forward, if the region changes its own inputs or parameters in place, or stores tensors
-            in an object that was passed as an argument. In backward, for ``create_graph=True``, ``torch.autograd.grad``
-            and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor that the region
-            reads changed since the forward; or if the recomputation calls other operations, or the same ones with other
-            arguments or results.
+        CheckpointError: in the forward, if the region changes its inputs or trainable parameters in place, or stores
+            tensors in an object that was passed as an argument. In backward, for ``create_graph=True``,
+            ``torch.autograd.grad`` and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over
+            tensor that the region reads changed since the forward; or if the recomputation calls other operations, or
+            the same ones with other arguments or results.
 
     The recomputation leaves out operations that backward does not need, such as the last projection of a block, except
     where tensors are small. The two runs are compared call by call; on the CPU, if tensors are small, only until three
@@ -174,6 +174,9 @@ def _run(function, args, kwargs, preserve_rng_state, offload, compiler=None) -> 
         _modules_run.add(function.__self__)
     region = Region(function, args, kwargs, preserve_rng_state, compiler)
     inputs, leaves = region.first_forward()
+    if phase.recorder is not None and phase.recorder.liveness is not None:
+        for tensor in inputs:
+            phase.recorder.liveness.pack(tensor)
     if not region.node_outputs and not region.left:  # no output needs a gradient
         return region.result(())
     # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
@@ -269,16 +272,11 @@ class _Recompute(torch.autograd.Function):
                     torch.autograd.backward(outputs, given)
                 return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
             summands = Summands(region.uses, received, graph)
-            before = phase.used_once
-            phase.used_once = _once_in(graph, used_once, None) if used_once and graph is not None else None
-            try:
-                del received, graph
-                added: set[int] = set()
-                for leaf in used_once:
-                    leaf.register_hook(functools.partial(_add_to_gradient, leaf, added))  # `backward` removes it
-                gradients = _gradients(outputs, given, [*graph_inputs, *region.leaked])
-            finally:
-                phase.used_once = before
+            del received, graph
+            added: set[int] = set()
+            for leaf in used_once:
+                leaf.register_hook(functools.partial(_add_to_gradient, leaf, added))  # `backward` removes it
+            gradients = _gradients(outputs, given, [*graph_inputs, *region.leaked])
             gradients = [None if id(at) in added else each for each, at in zip(gradients, graph_inputs)]
             if region.dead:
                 region.dead.is_proven = True
@@ -348,30 +346,18 @@ class Summands:
         return separate
 
 
-class UsedOnce(NamedTuple):
-    """The ids of the ``leaves`` that a backward uses only once, and of the nodes of its ``regions``.
-
-    ``task``: torch's number of the backward; None for that of a region, in which nested regions run.
-    """
-
-    task: int | None
-    leaves: frozenset[int]
-    regions: frozenset[int]
-
-
 def _used_once(ctx, region) -> list[torch.Tensor]:
     """The leaves of the node `ctx` whose gradients can be added to existing ones as soon as they are computed, as
     without a region: nothing else in the whole backward uses them, so the sum is the same, and no hook waits for it."""
     leaves = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf.grad is not None]
-    if not leaves or region.may_run_again or region.accumulates_inside:
+    if not leaves or region.is_nested or region.may_run_again or region.accumulates_inside:
         return []
-    used_once, task = phase.used_once, torch._C._current_graph_task_id()
-    if used_once is None or used_once.task not in (None, task) or id(ctx) not in used_once.regions:
+    task = torch._C._current_graph_task_id()
+    if phase.used_once[0] != task:
         graph = _graph_of_backward(ctx)
-        if graph is None:
-            return []
-        phase.used_once = used_once = _once_in(graph, [leaf for leaf in graph.ends if not _has_hooks(leaf)], task)
-    return [leaf for leaf in leaves if id(leaf) in used_once.leaves]
+        uses = () if graph is None else zip(graph.ends, graph.users)
+        phase.used_once = task, {id(end) for end, users in uses if len(users) == 1 and not _has_hooks(end)}
+    return [leaf for leaf in leaves if id(leaf) in phase.used_once[1]]
 
 
 def _has_hooks(leaf) -> bool:
@@ -395,12 +381,6 @@ def _graph_of_backward(ctx) -> Graph | None:
             if graph is not None and ctx in graph.nodes:
                 return graph
     return None
-
-
-def _once_in(graph: Graph, leaves: list[torch.Tensor], task: int | None) -> UsedOnce:
-    once = frozenset(id(end) for end, users in zip(graph.ends, graph.users) if len(users) == 1)
-    regions = frozenset(id(node) for node in graph.nodes if type(node) in REGION_NODES)
-    return UsedOnce(task, once.intersection(map(id, leaves)), regions)
 
 
 def _add_to_gradient(leaf, added, gradient):

@@ -25,10 +25,24 @@ from ackpt.core.errors import CheckpointError
 from . import guards, rng
 from .autocast import AUTOCAST_OFF, Autocast
 from .closures import DetachClosedOver, frozen
-from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping, top_hooks
-from .evidence import RECORDED_RUNS, SMALL_BYTES, checksum, evidence_of, is_opaque, names_of, number_ends, subject_of
+from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping, dropping_hooks, top_hooks
+from .evidence import (
+    RECORDED_RUNS,
+    SMALL_BYTES,
+    Path,
+    check_same_path,
+    checksum,
+    evidence_of,
+    is_small,
+    names_of,
+    number_ends,
+    opaque_nodes,
+    other_left,
+    other_outputs,
+    subject_of,
+)
 from .reachable import ReachableState, graph_of, is_data, tensors_in
-from .recorder import Path, Recorder, check_same_path, data_restored
+from .recorder import Recorder, data_restored
 from .tree import Slot, Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
@@ -90,7 +104,7 @@ class Region:
             subject: Any = subject_of(self.function)
             self.subject = subject
             if not reachable.opaque:
-                self.is_small = self._is_small(reachable)
+                self.is_small = is_small(self, reachable)
                 # Other closures of one code may hold what the walk does not find.
                 is_known = subject is not None and len(reachable.tensors) in subject.counts
                 if not self.is_small or subject is None or subject.passed < RECORDED_RUNS or not is_known:
@@ -98,7 +112,7 @@ class Region:
                     skips = subject is not None and subject.skips
                     self.can_skip = skips and not self.is_small and self.guarantees.exact_graph
                     if self.can_skip and (subject.learns or torch._C._len_torch_dispatch_stack()):  # meters add calls  # pyright: ignore
-                        self.recorder.dead_calls = Liveness()
+                        self.recorder.dead_calls = self.recorder.liveness = Liveness()
             copies = SMALL_BYTES if self.recorder is None or (subject and subject.changes_unseen is None) else -1
             if reachable.sharded or subject is None or subject.changes_unseen:
                 copies = math.inf
@@ -172,7 +186,7 @@ class Region:
         for place, tensor in self.recorder.left_results():  # pyright: ignore[reportOptionalMemberAccess]
             is_left = True
             graph = graph_of([tensor], self._histories(aliases, reachable), self.started)
-            self.opaque += [node._sequence_nr() for node in graph.nodes if is_opaque(type(node))]
+            self._note_opaque(graph)
             if self.accumulates_inside or graph.older is not None or type(tensor) is not torch.Tensor:
                 guards.refuse_gradient_of(tensor)
                 continue
@@ -195,26 +209,6 @@ class Region:
             if self.subject is not None:
                 self.subject.passed = -math.inf  # without a recorder, they would go unseen
         return is_left
-
-    def _is_small(self, reachable) -> bool:
-        """Whether all tensors are small and on the CPU, so that graphs without a record of calls can be compared."""
-        if not (
-            self.guarantees.exact_graph and self.preserve_rng_state and self.autocast is phase.leaves_behind is None
-        ):
-            return False
-        if torch._C._len_torch_dispatch_stack() or top_hooks(False) is not None:  # hooks may change the inputs
-            return False
-        size = 0
-        for tensor in self.inputs:
-            if type(tensor) not in guards.PLAIN_TENSORS or not tensor.is_cpu or tensor.layout is not torch.strided:
-                return False
-            size += tensor.nbytes
-        for tensor, _ in reachable.tensors.values():
-            if tensor.grad_fn is not None:
-                return False
-            if not tensor.requires_grad:
-                size += tensor.nbytes
-        return size <= SMALL_BYTES
 
     def _move_hooks(self, aliases, inputs, retained) -> None:
         """Move hooks and ``retain_grad``, at the indices `retained`, from the function's inputs to the caller's."""
@@ -259,10 +253,8 @@ class Region:
         if not node_outputs:
             return [], {}
         computed = [outputs[index] for index in node_outputs]
-        if self.can_skip and self.recorder.dead_calls is not None:
-            nodes = graph_of(computed, self._histories(aliases, reachable)).nodes
-            self.opaque = [node._sequence_nr() for node in nodes if is_opaque(type(node))]
-            del nodes
+        if self.can_skip and self.recorder.liveness is not None:
+            self._note_opaque(graph_of(computed, self._histories(aliases, reachable)))
         leaves, counts = self._leaves(computed, aliases, reachable, started)
         if reachable.walked:  # leaves that only the graph refers to were created by the function itself
             leaves = [leaf if id(leaf) in reachable.tensors else weakref.ref(leaf) for leaf in leaves]
@@ -279,11 +271,21 @@ class Region:
             torch.clear_autocast_cache()
         previous, phase.dropping = phase.dropping, True
         try:
-            with rng.LOCK if self.preserve_rng_state else _NOTHING, self._saved_tensor_hooks():
+            has_hooks = top_hooks(False) is not None or (phase.recorder and phase.recorder.liveness) is not None
+            with rng.LOCK if self.preserve_rng_state else _NOTHING, dropping_hooks() if has_hooks else _NOTHING:
                 before = rng.snapshot(reachable.streams, self.guarantees.other_rng) if self.preserve_rng_state else []
+                if self.recorder is not None:
+                    self.recorder.before = [pair for pair in before if isinstance(pair[0], rng.TorchStream)]
+                    if self.recorder.liveness is not None:
+                        self.recorder.liveness.begin()
                 with _NOTHING if self.guarantees.exact_graph else torch.no_grad(), self.recorder or _NOTHING:
                     result = self._call(aliases)
                 self.streams = rng.drawn_from(before)
+                if self.recorder is not None:  # in ``fork_rng``, for example
+                    forked = rng.without(self.recorder.drawn, self.streams)
+                    self.streams, self.recorder.before, self.recorder.drawn = self.streams + forked, [], []
+                    if forked and self.subject is not None:
+                        self.subject.passed = -math.inf  # without a recorder, these draws would go unseen
                 if self.recorder is not None and self.preserve_rng_state and self.guarantees.other_rng:
                     hidden = rng.unknown(self.recorder.streams.values(), before)
                     self.hidden_generators = {id(stream.generator) for stream, _ in hidden}
@@ -300,14 +302,6 @@ class Region:
                 torch.clear_autocast_cache()
         return result
 
-    def _saved_tensor_hooks(self):
-        """Hooks that replace outer ones, such as those of offload, for a graph that is dropped at once."""
-        if self.recorder is not None and self.recorder.dead_calls is not None:
-            return torch.autograd.graph.saved_tensors_hooks(self.recorder.dead_calls.pack, lambda saved: saved.tensor)
-        if top_hooks(False) is None:
-            return _NOTHING
-        return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
-
     def _call(self, tensors):
         if self.has_containers:
             values: Any = fill(self.template, tensors)
@@ -315,6 +309,8 @@ class Region:
             values = [tensors[item] if type(item) is Slot else item for item in self.template]
         split = len(values) - len(self.names)
         keywords = dict(zip(self.names, values[split:]))
+        if self.preserve_rng_state and phase.recorder is not None:
+            phase.recorder.begin(self.guarantees.other_rng)
         if self.compiler is not None:
             _set_compiler(self.compiler)
         try:
@@ -352,6 +348,10 @@ class Region:
             self.path = Path(self.recorder, self.nodes, evidence)
         starts = set(map(id, compress(aliases, self.needs_grad)))
         return [tensor for tensor in graph.ends if id(tensor) not in starts], graph.counts()
+
+    def _note_opaque(self, graph) -> None:
+        if self.recorder is not None and self.recorder.liveness is not None:
+            self.opaque += opaque_nodes(graph, self.recorder.liveness)
 
     def _histories(self, aliases, reachable) -> list:
         """The tensors with a history at which the graph of the first run may end."""
@@ -429,12 +429,12 @@ class Region:
         if len(outputs) != self.output_count or any(
             signatures[i] != signature for i, signature in self.output_signatures.items()
         ):
-            raise guards.other_outputs(self.output_count, self.output_signatures, signatures)
+            raise other_outputs(self.output_count, self.output_signatures, signatures)
         computed = [outputs[index] for index in self.output_signatures]
         for place, signature, _ in left:
             tensor = recorder.kept.get(place)  # pyright: ignore[reportOptionalMemberAccess]
             if tensor is None or self._signature(tensor) != signature:
-                raise guards.other_left(self.function)
+                raise other_left(self.function)
             computed.append(tensor)
         starts = [*compress(aliases, self.needs_grad)]
         received = [*compress(inputs, self.needs_grad)]

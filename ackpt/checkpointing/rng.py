@@ -223,6 +223,19 @@ def stream_of(obj):
     return None
 
 
+def seeds() -> tuple[int, ...]:
+    """The seeds of torch's default generators of all initialized devices."""
+    if not (_DEVICE_MODULES or _MPS):
+        return (torch.default_generator.initial_seed(),)
+    return tuple([each.generator.initial_seed() for each in (_TORCH_CPU, *_device_streams())])
+
+
+def state_mark(generator: torch.Generator) -> int:
+    """A number that tells the state of a generator from others."""
+    stream = TorchStream(generator)
+    return stream.mark_of(stream.get())
+
+
 def snapshot(generators=(), other=True) -> list:
     """The present states of all streams, ``[(stream, state)]``; only torch's streams if `other` is False."""
     streams = [_TORCH_CPU, *_device_streams()] if _DEVICE_MODULES or _MPS else [_TORCH_CPU]
@@ -234,6 +247,12 @@ def snapshot(generators=(), other=True) -> list:
 def drawn_from(states: list) -> list:
     """The part of a snapshot whose streams have advanced since, because the region drew from them."""
     return [(stream, state) for stream, state in states if stream.moved(state)]
+
+
+def without(states: list, other: list) -> list:
+    """The part of a snapshot whose streams are not in another one."""
+    streams = [stream for stream, _ in other]
+    return [pair for pair in states if pair[0] not in streams]
 
 
 def is_of_cpu(stream: Stream) -> bool:

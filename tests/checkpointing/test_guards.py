@@ -84,6 +84,24 @@ def counter():
     return model_of(forward, calls=0, rate=1.0, cache=None, started=False)
 
 
+def frozen(write, **tensors):
+    """Writes a frozen weight, or replaces its data, and reads it."""
+
+    def forward(self, x):
+        write(self.weight, x.detach().mean(0))
+        return x * self.weight.clone()
+
+    return model_of(forward, **(tensors or {"weight": nn.Parameter(torch.ones(4), requires_grad=False)}))
+
+
+def replace_data(weight, mean):
+    weight.data = weight.data * 0.9 + mean
+
+
+def set_first(weight, mean):
+    weight[:2] = mean[:2]
+
+
 class Unregistered(nn.Module):
     """Modules, tensors and a generator that torch does not know of, in lists and dicts."""
 
@@ -284,6 +302,12 @@ LAYERS = {
     "code book": code_book,
     "numbers": counter,
     "unregistered modules": Unregistered,
+    "frozen weight": lambda: frozen(lambda weight, mean: weight.mul_(0.9).add_(mean)),
+    "frozen weight, its data": lambda: frozen(lambda weight, mean: weight.data.add_(mean)),
+    "frozen weight, detached": lambda: frozen(lambda weight, mean: weight.detach().add_(mean)),
+    "frozen weight, a slice": lambda: frozen(set_first),
+    "frozen weight, other data": lambda: frozen(replace_data),
+    "buffer, other data": lambda: frozen(replace_data, weight=nn.Buffer(torch.ones(4))),
 }
 
 

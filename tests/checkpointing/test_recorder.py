@@ -1,8 +1,13 @@
 """A recomputation that takes another path than its forward raises an error that names the operation."""
 
+import collections
+import concurrent.futures
+import functools
 import os
+import types
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from conftest import Case, assert_next_step_works, assert_same_step, batch, bit_equal, model_of, raises, raises_cleanly
@@ -139,6 +144,105 @@ def test_another_path_is_an_error(function, match, offload, monkeypatch):
         loss.backward()
     assert x.grad is None
     assert_next_step_works()
+
+
+def written_view(value):
+    tensor = torch.zeros(4)
+    tensor[:2].fill_(value)
+    return tensor[1:]
+
+
+def forked(value):
+    with torch.random.fork_rng():
+        torch.manual_seed(int(value))
+        return torch.rand(4)
+
+
+def unseeded(value):
+    generator = torch.Generator()
+    generator.seed()
+    return torch.rand(4, generator=generator)
+
+
+def in_a_function(value):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * value
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    return Scaled.apply(torch.ones(4, requires_grad=True))
+
+
+buffer = torch.zeros(4)
+elsewhere = types.ModuleType("elsewhere")
+exec("SCALE = 1.0\ndef scaled(x):\n    return use(x, SCALE)", vars(elsewhere))
+items = [torch.full((4,), float(i)) for i in range(9)]
+# Tensors without gradients, made from a number.
+CONSTANTS = {
+    "tensor": torch.tensor,
+    "negative": lambda value: torch.tensor(-value),
+    "list": lambda value: torch.tensor([[0.0, value, 1.0, 2.0]]),
+    "computed": lambda value: torch.tensor(value).double().sqrt().float(),
+    "array": lambda value: torch.from_numpy(np.full(4, value, "f")),
+    "bytes": lambda value: torch.frombuffer(bytearray(np.float32(value).tobytes()), dtype=torch.float32),
+    "old constructor": lambda value: torch.FloatTensor([value]),
+    "range": lambda value: torch.arange(value, value + 4),
+    "filled": lambda value: torch.empty(4).fill_(value),
+    "written view": lambda value: written_view(value).sum(),
+    "out=": lambda value: torch.mul(torch.ones(4), value, out=torch.empty(4)),
+    "buffer": lambda value: buffer.fill_(value) * 1,
+    "seed in fork_rng": forked,
+    "unseeded generator": unseeded,
+    "unseeded generator of NumPy": lambda value: torch.from_numpy(np.random.default_rng().random(4, "f")),
+    "another thread": lambda value: concurrent.futures.ThreadPoolExecutor(1).submit(torch.tensor, value).result(),
+    "autograd.Function": in_a_function,
+}
+ITERATORS = {
+    "DataLoader": lambda: functools.partial(next, iter(torch.utils.data.DataLoader(items, batch_size=1))),
+    "DataLoader of arrays": lambda: functools.partial(next, iter(torch.utils.data.DataLoader(np.eye(4, dtype="f")))),
+    "DataLoader's workers": lambda: functools.partial(
+        next, iter(torch.utils.data.DataLoader(items, num_workers=1, multiprocessing_context="fork"))
+    ),
+    "list": lambda: functools.partial(next, iter(items[1:])),
+    "generator": lambda: functools.partial(next, (torch.tensor(float(i)) for i in range(1, 9))),
+    "queue": lambda: collections.deque(each.clone() for each in items[1:]).popleft,
+}
+USES = {
+    "argument": lambda x, scale: x * scale,
+    "branch": lambda x, scale: x.sin() if scale == 1 else x.cos(),
+    "tensor": lambda x, scale: x * torch.tensor([scale]),
+}
+
+
+@pytest.mark.parametrize("rows", [5, 40_000])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_another_number_that_becomes_a_tensor_is_another_path(name, rows):
+    region = ackpt.checkpoint(lambda x: x.sin() * CONSTANTS[name](2.0 if second() else 1.0), batch(rows))
+    raises(ackpt.CheckpointError, "(?s)took another path.*operation", region.sum().backward)
+
+
+@pytest.mark.parametrize("rows", [5, 40_000])
+@pytest.mark.parametrize("name", ITERATORS)
+def test_another_item_of_an_iterator_is_another_path(name, rows):
+    take = ITERATORS[name]()
+    region = ackpt.checkpoint(lambda x: x.sin() * take(), batch(rows))
+    raises(ackpt.CheckpointError, "(?s)took another path.*an iterator", region.sum().backward)
+
+
+@pytest.mark.parametrize("runs", [0, evidence.RECORDED_RUNS])
+@pytest.mark.parametrize("rows", [5, 40_000])
+@pytest.mark.parametrize("name", USES)
+def test_a_number_rebound_in_another_file_is_another_path(name, rows, runs, monkeypatch):
+    monkeypatch.setattr(elsewhere, "use", USES[name], raising=False)
+    for _ in range(runs):
+        ackpt.checkpoint(elsewhere.scaled, batch(rows)).sum().backward()
+    region = ackpt.checkpoint(lambda x: elsewhere.scaled(x), batch(rows))
+    monkeypatch.setattr(elsewhere, "SCALE", 2.0)
+    raises(ackpt.CheckpointError, "took another path", region.sum().backward)
 
 
 def test_the_error_names_line_and_module():
@@ -348,10 +452,10 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("name", "rows"), [*((name, 2) for name in TRANSFORMS), ("grad", 20_000), ("vmap", 20_000)])
 @bit_equal
-def test_transforms_of_torch_func_inside_a_region(call, name):
-    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+def test_transforms_of_torch_func_inside_a_region(call, name, rows):
+    layer, x = nn.Linear(4, 4), torch.randn(rows, 4)
     call(lambda x: TRANSFORMS[name](lambda x: layer(x).tanh(), x), x).sum().backward()
     return [each.grad for each in layer.parameters()]
 
@@ -440,12 +544,7 @@ def test_another_path_of_a_region_inside_after_the_recorded_runs():
     raises(ackpt.CheckpointError, "another path", lambda: ackpt.checkpoint(outer, x).sum().backward())
 
 
-def noisy(x):
-    return (x + torch.rand(4, generator=torch.Generator().manual_seed(calls.append(0) or len(calls)))).sin()
-
-
 ALWAYS_RECORDED = {
-    "other values in each run": (noisy, {}),
     "a custom function": (lambda x: Double.apply(x).sin(), {}),
     "outputs that are no plain tensors": (lambda x: nn.Parameter(x.detach()).sin().to_sparse(), {}),
     "other masks": (lambda x: nn.functional.dropout(x), {"preserve_rng_state": False}),
@@ -458,7 +557,6 @@ def test_operations_outside_of_the_graph_are_recorded_in_all_runs(name, monkeypa
     for _ in range(evidence.RECORDED_RUNS + 2):
         torch.sum(ackpt.checkpoint(function, batch(5), **options)).backward()
     assert len(made) == 2 * evidence.RECORDED_RUNS + 4
-    del calls[1:]
 
 
 SAME_EACH_TIME = {"a made tensor": add_made, "nan": lambda x: x * (float("nan") * frozen[0].in_features)}

@@ -288,6 +288,32 @@ def test_a_generator_reseeded_by_the_region_is_refused():
             total(y).backward()
 
 
+FORKED = {
+    "rand": lambda x: torch.rand(4),
+    "dropout": lambda x: nn.functional.dropout(x, 0.3),
+    "in place": lambda x: torch.empty(4).normal_(),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(*[torch.eye(4)[None]] * 3, dropout_p=0.5)[0, 0],
+    "gumbel": lambda x: nn.functional.gumbel_softmax(torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("rows", [5, 40_000])
+@pytest.mark.parametrize("name", FORKED)
+@bit_equal
+def test_draws_in_fork_rng_are_replayed(call, name, rows):
+    def function(x):
+        with torch.random.fork_rng():
+            return x * FORKED[name](x)
+
+    x = batch(rows)
+    for step in range(5):
+        torch.manual_seed(step)
+        y = call(function, x)
+        torch.rand(3)
+        y.sum().backward()
+    return x.grad, torch.get_rng_state()
+
+
 def test_random_numbers_drawn_by_the_forward_alone_are_allowed():
     x = torch.ones(4, requires_grad=True)
     ackpt.checkpoint(lambda x: (ackpt.is_recomputing() or random.random(), x.sin())[1], x).sum().backward()

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ackpt.checkpointing.closures import bound, rebound_names
-from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, global_names
+from ackpt.checkpointing.reachable import LONGEST_CONTAINER, Namespace, attribute_of, content_of, global_names, slots_of
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import TorchStream, stream_of
 from ackpt.checkpointing.standing_in import own_attribute
@@ -127,7 +127,7 @@ class Walk:
         self._functions: set[types.FunctionType] = set()
         self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
-        self._classes: dict[type, _Namespace] = {}
+        self._classes: dict[type, Namespace] = {}
         # Facts of every call compare modules and the states of quantized weights, which their layers also hold.
         states = (vars(each).get(state_name(each) or "") for each in model.parameters())
         self._compared = {*map(id, model.modules()), *(id(state) for state in states if state is not None)}
@@ -178,7 +178,7 @@ class Walk:
         for function in functions:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
                 if name != "__class__" and bound(cell):
-                    self.note(_CellNamespace(cell), name, f"{name!r} of {said(function.__code__)}", 0, owner=cell)
+                    self.note(content_of(cell), name, f"{name!r} of {said(function.__code__)}", 0, owner=cell)
 
     def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False, owner=None) -> None:
         value = namespace.get(name, ABSENT)
@@ -189,7 +189,7 @@ class Walk:
             self.add(value, label, depth)
             self._add_items(value, label, depth)
             if isinstance(value, contextvars.ContextVar):
-                self.note(_Namespace(lambda name, default: value.get(default), None, None), "value", label, depth)
+                self.note(Namespace(lambda name, default: value.get(default), None, None), "value", label, depth)
             if value is os.environ:  # by another name
                 self.note(_ENVIRONMENT, "variables", "the environment", 0)
             if isinstance(value, CACHED) and isinstance(wrapped := value.__wrapped__, types.FunctionType):
@@ -294,18 +294,15 @@ class Walk:
             for name, shares in own.items():
                 if isinstance(shares, _METHODS) or _content(shares) is not None or _advances(shares) or name in absent:
                     put, pop = functools.partial(setattr, kind), functools.partial(delattr, kind)
-                    of_class = _Namespace(functools.partial(own_attribute, kind), put, pop)
+                    of_class = Namespace(functools.partial(own_attribute, kind), put, pop)
                     namespace = self._classes.setdefault(kind, of_class)
                     self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1, name in absent)
                     shared.add(name)
                 elif isinstance(shares, types.MemberDescriptorType) and not isinstance(value, type):
-                    get = functools.partial(_slot, value)
-                    put, pop = functools.partial(setattr, value), functools.partial(delattr, value)
-                    slots = _Namespace(get, put, pop)
-                    self.note(slots, name, f"attribute {name!r} of {label}", depth + 1, owner=value)
+                    self.note(slots_of(value), name, f"attribute {name!r} of {label}", depth + 1, owner=value)
         instance = None if isinstance(value, type) else getattr(value, "__dict__", None)
         if isinstance(value, threading.local):  # each thread has another dict
-            instance = _Namespace(*(functools.partial(each, value) for each in (_slot, setattr, delattr)))
+            instance = Namespace(*(functools.partial(each, value) for each in (attribute_of, setattr, delattr)))
             for name in names:
                 self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, True, value)
         elif isinstance(instance, dict):
@@ -387,22 +384,8 @@ def _advances(value: Any) -> bool:
     return is_advancing or (stream_of(value) is not None and not isinstance(value, torch.Generator))
 
 
-class _Namespace:
-    """Names and values that `get` reads, `put` sets and `pop` deletes, such as the attributes of a class."""
-
-    def __init__(self, get, put, pop):
-        self.get, self._put, self.pop = get, put, pop
-
-    def __setitem__(self, name: str, value) -> None:
-        self._put(name, value)
-
-
-def _slot(owner, name: str, default):
-    return getattr(owner, name, default)
-
-
 # The environment variables of the process, as one hash; they are not restored.
-_ENVIRONMENT = _Namespace(
+_ENVIRONMENT = Namespace(
     lambda name, default: hash(frozenset(os.environ.items())), lambda name, value: None, lambda name: None
 )
 
