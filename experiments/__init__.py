@@ -7,3 +7,4 @@ tools and tests import this package from a checkout; `ackpt`, which is what is i
 """
 
 from . import models as models  # adds its models to those that the planner knows by name
+from . import torchtitan_llama as torchtitan_llama  # as well

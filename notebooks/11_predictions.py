@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ackpt
 from experiments.calculator.sample import difference, rows_of
 from experiments.calculator.settings import Setting, by_formula, by_plan
-from experiments.published import Predictions, all_predicted, excluded, report, rows, time_ratios
+from experiments.published import Predictions, all_predicted, excluded, ranks, report, rows, time_ratios
 from experiments.reports import plots
 from experiments.reports.figures import stacked_plot
 from experiments.results import markdown_table, write_text_atomic
@@ -217,6 +217,41 @@ print(
 # **Unknown causes.** For `vit-large`, `course-transformer` and `flux2-adapters`, only reserved bytes are published. For
 # the dynamic tanh of `layer-alone`, the predictions lack one tensor of the input's size at three lengths, and are exact
 # at the fourth.
+#
+# ## One rank of many
+#
+# `ackpt plan --fsdp` predicts one rank of FSDP2 ({doc}`10_sharded_planning`). The only published peaks with a complete
+# configuration are torchtitan's: Llama 2 7B on eight H100, with two kinds of checkpointing.
+
+# %% tags=["hide-input"]
+of_ranks = ranks.rows()
+columns = {"saved": "saved of a block", "metric": "metric", "published": "published, GiB", "predicted": "predicted, GiB"}
+shown = [row | {"predicted": f"{row['predicted']:.2f}", "error": f"{row['error']:+.1%}"} for row in of_ranks]
+caption = "One rank of torchtitan's Llama 2 7B on eight H100, published (pull request 165) and predicted."
+ranks_table = markdown_table(shown, columns | {"error": "error"}, caption, "tab-ranks")
+_ = write_text_atomic("results/tables/11_ranks.md", ranks_table)
+for row in of_ranks:
+    assert abs(row["error"]) <= (0.02 if row["metric"] == "allocated" else 0.08)
+
+# %% [markdown]
+# ```{include} ../../results/tables/11_ranks.md
+# ```
+#
+# Such a prediction needs more than the model's name. The first row again, with one cause added at a time:
+
+# %%
+for row in ranks.causes():
+    print(f"{row['cause']:36} allocated {row['allocated']:5.2f} GiB, reserved {row['reserved']:5.2f} GiB")
+
+# %% [markdown]
+# All these rows have what every rank has: a pool of memory for each of FSDP2's streams, so that what one stream frees
+# does not serve another, and gradients that are live while the optimizer creates its state. On the command line:
+#
+# ```bash
+# python -m experiments plan torchtitan-llama --batch-size 8 --seq-len 2048 --dtype bfloat16 --shard-dtype float32 \
+#   --reduce-dtype float32 --device-profile h100-80g --fsdp 8 --fsdp-version 2.4 --keep-last-block --hold-outputs \
+#   --clip-gradients --policy full  # or --save every-second-matmul
+# ```
 #
 # ## Times: how much slower is checkpointing?
 #

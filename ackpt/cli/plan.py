@@ -19,6 +19,7 @@ from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
 from ackpt.planner.workloads.step_request import (
     BUILT_IN,
     DTYPES,
+    FROM_FILE,
     TRANSFORMERS,
     Lora,
     StepRequest,
@@ -39,6 +40,7 @@ EXAMPLES = """examples:
   ackpt plan hf:GPT2Config --lengths lengths.txt --batch-size 16 --device-profile l4
   ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
   ackpt plan hf:path/to/config.json --seq-len 8192 --dtype bfloat16 --fsdp 16 64 --shard-dtype float32 --budget 80GiB
+  ackpt plan --model model.py:make --batch-size 2 --seq-len 4096 --dtype bfloat16 --fsdp 2x8 --shard-dtype float32
 """
 
 
@@ -57,8 +59,17 @@ def add_plan(commands) -> None:
     add(
         "model",
         metavar="MODEL",
+        nargs="?",
         help=f"{', '.join(BUILT_IN)}; or hf: and a configuration of transformers: the name of its class, such as "
         "hf:GPT2Config, or the path of a config.json",
+    )
+    add(
+        "--model",
+        dest="model_of_file",
+        metavar="FILE.py:FUNCTION",
+        help="your own model, in place of MODEL: the function is called with batch_size, seq_len (if given) and the "
+        "fields of --set, and returns the model and a dict of the arguments of the call that returns its loss; it runs "
+        "on the meta device, so nothing is filled",
     )
     add("--batch-size", type=int, metavar="N", help="sequences or images per batch (default 1)")
     add("--seq-len", type=int, metavar="N", help="tokens per sequence; required for models that read tokens")
@@ -112,6 +123,12 @@ def add_plan(commands) -> None:
         f"line each. One of {', '.join(DEVICES)}",
     )
     add(
+        "--allocator",
+        metavar="SETTINGS",
+        help="with --device-profile, settings as in PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True "
+        "(default: those in the environment)",
+    )
+    add(
         "--context-mib",
         type=int,
         metavar="N",
@@ -139,7 +156,8 @@ def add_plan(commands) -> None:
         "--every-n-layers",
         type=int,
         metavar="N",
-        help="checkpoint every N-th repeated block, as transformers and torchtitan do (policy selective)",
+        help="checkpoint every N-th repeated block (policy selective): as transformers the blocks 0, N, ...; with "
+        "--fsdp as torchtitan, whose first one is N - 1",
     )
     add(
         "--save",
@@ -164,11 +182,27 @@ def add_plan(commands) -> None:
     )
     add(
         "--fsdp",
-        type=int,
         nargs="+",
         metavar="N",
         help="plan one of N ranks over which FSDP2 shards parameters, gradients and the optimizer's state, with "
-        "--batch-size per rank; with several N, the output names the fewest ranks that fit",
+        "--batch-size per rank; RxN: R replicas of the shards (HSDP); with several, the output names the fewest ranks "
+        "that fit",
+    )
+    add(
+        "--fsdp-version",
+        metavar="TORCH",
+        help="with --fsdp, the version of torch whose FSDP2 runs, such as 2.4, the oldest (default: 2.13)",
+    )
+    add(
+        "--keep-last-block",
+        action="store_true",
+        help="with --fsdp, the last block has reshard_after_forward=False, as in torchtitan",
+    )
+    add(
+        "--hold-outputs",
+        action="store_true",
+        help="with --fsdp, the training loop refers to the model's outputs, such as logits, until the next forward has "
+        "returned",
     )
     add(
         "--shard-dtype",
@@ -217,6 +251,9 @@ def _chunk_head(value: str) -> str:
 
 
 def run_plan_command(arguments, command: str) -> int:
+    if (arguments.model is None) == (arguments.model_of_file is None):
+        raise UsageError("give MODEL, such as hf:GPT2Config, or --model FILE.py:FUNCTION, and not both")
+    arguments.model = arguments.model or arguments.model_of_file
     _check_names(arguments)
     from ackpt.planner.workloads.planned_shapes import run_plan
 
@@ -285,7 +322,11 @@ def _check_names(arguments) -> None:
         device(name)
     name = arguments.model.removeprefix(TRANSFORMERS)
     if name == arguments.model:
-        if name not in BUILT_IN:
+        if arguments.model_of_file is not None and FROM_FILE not in name:
+            raise UsageError(
+                f"--model {name}: write a Python file and the name of a function in it, as in model.py:make"
+            )
+        if FROM_FILE not in name and name not in BUILT_IN:
             raise unknown_model(name, BUILT_IN)
         return
     dtype_of_file(arguments.model)  # raises for a file that is no configuration
@@ -328,6 +369,8 @@ def configuration(arguments, **changes):
         scaling=arguments.grad_scaler,
         options=options,
         chunk_head=arguments.chunk_head,
+        allocator=arguments.allocator,
+        hold_outputs=arguments.hold_outputs,
     )
 
 
@@ -406,7 +449,8 @@ def _shardings(arguments) -> list:
     from ackpt.planner.sharding.sharding import Sharding
 
     names = {"--shard-dtype": arguments.shard_dtype, "--reduce-dtype": arguments.reduce_dtype}
-    for option, name in names.items():
+    others = {"--fsdp-version": arguments.fsdp_version, "--keep-last-block": arguments.keep_last_block or None}
+    for option, name in {**names, **others, "--hold-outputs": arguments.hold_outputs or None}.items():
         if name is not None and arguments.fsdp is None:
             raise UsageError(f"{option} says how --fsdp shards: give --fsdp as well")
     if arguments.fsdp is None:
@@ -423,14 +467,33 @@ def _shardings(arguments) -> list:
         raise UsageError(
             "--fsdp plans allocated bytes of a step without earlier gradients: leave out --accumulation and 'reserved'"
         )
-    if arguments.chunk_head:
-        raise UsageError("--fsdp plans blocks, and the head as a whole: leave out --chunk-head")
-    if arguments.clip_gradients or arguments.grad_scaler:
-        raise UsageError("--fsdp plans a step without clipping and scaling: leave out --clip-gradients, --grad-scaler")
+    if arguments.grad_scaler or arguments.offload_blocks:
+        raise UsageError("--fsdp plans a step without scaling and offload: leave out --grad-scaler, --offload-blocks")
+    if arguments.hold_outputs and arguments.chunk_head:
+        raise UsageError("--chunk-head never has all logits, which --hold-outputs keeps: leave out one of them")
     parameters, reduction = (
         None if name is None else DTYPES[dtype_called(name, f"{option} ")] for option, name in names.items()
     )
-    return [Sharding(ranks, parameters, reduction) for ranks in arguments.fsdp]
+    options = {"version": _version(arguments.fsdp_version or "2.13"), "keeps_last": arguments.keep_last_block}
+    meshes = [_mesh(text) for text in arguments.fsdp]
+    return [Sharding(ranks, parameters, reduction, replicas=replicas, **options) for replicas, ranks in meshes]
+
+
+def _mesh(text: str) -> tuple[int, int]:
+    """Replicas and ranks per replica."""
+    if not (found := re.fullmatch(r"(?:(\d+)x)?(-?\d+)", text)):
+        raise UsageError(f"--fsdp {text}: write the number of ranks, such as 8, or replicas x ranks, such as 4x8")
+    replicas, ranks = int(found[1] or 1), int(found[2])
+    if ranks < 2:
+        raise UsageError(f"--fsdp {text}: shard over at least 2 ranks, or leave --fsdp out")
+    return replicas, ranks
+
+
+def _version(text: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found is None or (version := (int(found[1]), int(found[2]))) < (2, 4):
+        raise UsageError(f"--fsdp-version {text}: give a version of torch that has FSDP2, from 2.4 on, such as 2.13")
+    return version
 
 
 def _writable_file(name: str | None, option: str) -> Path | None:

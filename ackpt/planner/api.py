@@ -222,7 +222,7 @@ def apply_budget(
     args, kwargs = call_arguments(taken)
     kwargs = as_trainer_calls(model, kwargs) if isinstance(model, nn.Module) else kwargs
     with without_budget(model):
-        step = _step_of(model, request)
+        step = step_of(model, request)
         step.prepare(*args, **kwargs)
     if budget is None and slowdown is None and plan is None and policy == "auto":
         warn(
@@ -234,7 +234,8 @@ def apply_budget(
     return step
 
 
-def _step_of(model: nn.Module, request: Request) -> Any:
+def step_of(model: nn.Module, request: Request) -> Any:
+    """The step that `apply_budget` puts in place: a `PlannedStep`, or a `ShardedStep` after ``fully_shard``."""
     if not is_sharded(model):
         return PlannedStep(model, request)
     from ackpt.planner.sharding.sharded_step import ShardedStep  # which needs torch.distributed

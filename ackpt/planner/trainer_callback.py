@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ackpt.planner.api import step_of
 from ackpt.planner.request import Request
-from ackpt.planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away
+from ackpt.planner.step.planned_step import in_place_of, put_in_place, take_away
 
 
 class AckptCallback(TrainerCallback):
     """Give the model of a Trainer a memory budget while it trains: ``Trainer(..., callbacks=[AckptCallback("6GiB")])``.
 
     The first training step is captured and planned when it runs, for the call, the precision, the optimizer, the
-    clipping and the accumulation of the Trainer. ``step`` is the `PlannedStep` of the latest training.
+    clipping and the accumulation of the Trainer. ``step`` is the `PlannedStep` of the latest training, or the
+    `ShardedStep` if the Trainer has sharded the model with FSDP2.
 
     Args:
         budget: as in `ackpt.apply_budget`.
@@ -35,7 +37,7 @@ class AckptCallback(TrainerCallback):
     def __init__(self, budget: float | str | None = None, **options: Any):
         self.keywords: dict[str, Any] = {"budget": budget, **options}
         Request.from_keywords(**self.keywords)  # refuses invalid ones before the Trainer begins
-        self.step: PlannedStep | None = None
+        self.step: Any = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -49,11 +51,11 @@ class AckptCallback(TrainerCallback):
                 "the model has a budget already: leave out AckptCallback, or call ackpt.remove_budget(model)"
             )
         accumulates = args.gradient_accumulation_steps > 1
-        given = {"optimizer": getattr(optimizer, "optimizer", optimizer), "accumulation": accumulates}
+        given = {"optimizer": optimizer, "accumulation": accumulates}
         request = Request.from_keywords(**{**given, **self.keywords})
         scales, clips = args.fp16, (args.max_grad_norm or 0) > 0
         loop = request.loop._replace(clipping=clips, scaling=scales, scales_loss=scales)
-        self.step = PlannedStep(model, replace(request, loop=loop))
+        self.step = step_of(model, replace(request, loop=loop))
         put_in_place(self.step)
         torch._dynamo.reset()  # what was compiled before has the model's own operations in it
 

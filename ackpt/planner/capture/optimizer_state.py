@@ -69,6 +69,13 @@ def check_optimizer(model: torch.nn.Module, optimizer) -> None:
         )
 
 
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer in a wrapper such as accelerate's, a copy of which would set the attributes of the original."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def optimizer_bytes(
     optimizer: torch.optim.Optimizer, on_cpu: bool = True, clipping: bool = False, scaling: bool = False
 ) -> tuple[int, int]:
@@ -99,7 +106,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, stand_in, prediction, on_cpu:
 
 def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool = False, scaling: bool = False):
     """A copy of the optimizer without data after one step, its trained parameters, and the prediction of that step."""
-    stand_in = copy.copy(optimizer)
+    stand_in = copy.copy(unwrapped(optimizer))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), no_autocast():
             stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]

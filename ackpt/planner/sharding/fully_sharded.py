@@ -115,9 +115,9 @@ def sharding_of(model: nn.Module) -> Sharding:
             raise ShardingError(f"the model is sharded with several {words}: {', '.join(sorted(map(str, values)))}")
     (ranks,), (dtype,), (reduction,) = kinds.values()
     device = states[0]._device.type
-    replicated = any(group._is_hsdp for s in states for group in param_groups(s))
+    replicas = max(getattr(group.mesh_info, "replicate_mesh_size", 1) for s in states for group in param_groups(s))
     is_cpu = device == "cpu"
-    return Sharding(ranks, dtype, reduction or dtype, 1 if is_cpu else BLOCK, is_cpu, replicated)
+    return Sharding(ranks, dtype, reduction or dtype, 1 if is_cpu else BLOCK, is_cpu, replicas)
 
 
 def settings_of(model: nn.Module) -> tuple:

@@ -12,7 +12,7 @@ The choices that save everything, or recompute a complete block, are those of ea
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ackpt.core.budget import dynamic_limit, readable
@@ -48,6 +48,7 @@ from .sharding import (
     sharded_optimizer,
     step_windows,
     timeline,
+    with_last_kept,
 )
 
 PLAIN, PER_BLOCK = "plain", "per-block"
@@ -57,11 +58,14 @@ CAPTURED = 4  # blocks that are captured of deeper models: the first, the last, 
 @dataclass(frozen=True)
 class Choice:
     """One way to treat a block. ``kept``: the storages saved inside each block; ``again``: all that its backward reads
-    is recomputed before it, as by per-block checkpointing; otherwise only missing activations are, late and once."""
+    is recomputed before it, as by per-block checkpointing; otherwise only missing activations are, late and once.
+    ``unread``: those of ``kept`` that nothing reads in backward are saved as well, as torch's selective checkpointing
+    does."""
 
     name: str
     kept: tuple[frozenset[int], ...]
     again: bool = False
+    unread: bool = False
 
     @property
     def eager(self) -> bool:
@@ -146,8 +150,8 @@ class Blocks:
             steps.append(step)
         return replace(schedule, backward=(*steps, *late))
 
-    def windows(self, schedule: Schedule, sharding: Sharding) -> list[Window]:
-        return step_windows(self.graph, schedule, self.profile.workspace_bytes, self.groups, sharding)
+    def windows(self, schedule: Schedule, sharding: Sharding, unread: frozenset[int] = frozenset()) -> list[Window]:
+        return step_windows(self.graph, schedule, self.profile.workspace_bytes, self.groups, sharding, unread)
 
     def names(self, choice: Choice, block: int) -> list[str]:
         """Module and operation of each activation that the choice saves inside a block."""
@@ -237,7 +241,10 @@ def stand_in_for(block: int, blocks: int) -> int:
 
 
 def deep(row: list[Window], blocks: int) -> list[Window]:
-    """The windows of a step with `blocks` blocks, from those with `CAPTURED` equal ones; else a ShardingError."""
+    """The windows of a step with `blocks` blocks, from those with `CAPTURED` equal ones; else a ShardingError.
+
+    Every block refers to memory of its neighbors as its stand-in does.
+    """
     keys = [(FORWARD, block) for block in range(CAPTURED + 1)] + [(FORWARD, ROOT), (BACKWARD, ROOT)]
     keys += [(BACKWARD, block) for block in range(CAPTURED, ROOT, -1)] + [(BACKWARD, ROOT)]
     if [(window.phase, window.group) for window in row] != keys:
@@ -245,27 +252,39 @@ def deep(row: list[Window], blocks: int) -> list[Window]:
     middle = stand_in_for(2, blocks)
     by_key = {(window.phase, window.group): window for window in row if window.group != ROOT}
     for phase in (FORWARD, BACKWARD):
-        if by_key[phase, middle].events != by_key[phase, middle + 1].events:
+        if by_key[phase, middle].relative(middle + 1) != by_key[phase, middle + 1]:
             raise ShardingError("the blocks are not alike")
 
     def window(phase: str, block: int) -> Window:
-        return Window(phase, block, by_key[phase, stand_in_for(block, blocks)].events)
+        return by_key[phase, stand_in_for(block, blocks)].relative(block)
 
-    start, end, back, last = (window for window in row if window.group == ROOT)
+    def of_root(window: Window) -> Window:
+        """With what it does to the memory of a block between the first and the last for all of these."""
+        events = [*zip(window.events, window.memory)]
+        one, other = ([(e, m.of(ROOT)) for e, m in events if m.key[0] == block] for block in (middle, middle + 1))
+        if one != other:
+            raise ShardingError("the blocks are not alike")
+        stand_ins = {middle: range(2, blocks), middle + 1: (), CAPTURED: (blocks,)}
+        deep = [(e, m.of(block)) for e, m in events for block in stand_ins.get(m.key[0], m.key[:1])]
+        return replace(window, events=tuple(e for e, _ in deep), memory=tuple(m for _, m in deep))
+
+    start, end, back, last = (of_root(window) if window.memory else window for window in row if window.group == ROOT)
     forward = [window(FORWARD, block) for block in range(1, blocks + 1)]
     backward = [window(BACKWARD, block) for block in range(blocks, 0, -1)]
     return [start, *forward, end, back, *backward, last]
 
 
+SELECTIVE = "selective"
 POLICIES = ("none", "full", "auto")
 
 
-def check_policy(policy) -> None:
-    """Raise a ValueError unless `policy` is one of `POLICIES`."""
-    if policy not in POLICIES:
+def check_policy(policy, *more: str) -> None:
+    """Raise a ValueError unless `policy` is one of `POLICIES`, or of `more`."""
+    if policy not in (*POLICIES, *more):
         hint = did_you_mean(policy, POLICIES) if isinstance(policy, str) else ""
         raise ValueError(
-            f"policy {policy!r} does not plan shards{hint}: for a model that FSDP2 shards choose {', '.join(POLICIES)}"
+            f"policy {policy!r} does not plan shards{hint}: for a model that FSDP2 shards choose "
+            f"{', '.join((*POLICIES, *more))}"
         )
 
 
@@ -300,7 +319,7 @@ class ShardedPlan:
 
     ``resident``: resident bytes by category; ``timeline``: dynamic bytes after every event; ``baseline_bytes``: dynamic
     peak without checkpointing; ``flops``: of the step; ``recompute_flops``: of recomputation; ``cost``: added
-    time as a fraction of the baseline step. ``runs``: the blocks from the first to the last.
+    time as a fraction of the baseline step. ``runs``: the blocks from the first to the last. ``windows``: its events.
     """
 
     sharding: Sharding
@@ -313,6 +332,7 @@ class ShardedPlan:
     cost: float
     runs: tuple[Run, ...]
     communication: Communication
+    windows: tuple[Window, ...] = field(repr=False)
 
     def __repr__(self) -> str:
         sizes = f"peak {memory_format(self.peak_bytes)}, {memory_format(self.resident_bytes)} of it resident"
@@ -342,13 +362,28 @@ class ShardedPlan:
 class Table:
     """The windows of every choice for one number of ranks; peak, cost and plan of a row of choices, one per block.
 
-    ``groups``: of the complete model, for which `blocks` stand. ``kind`` makes its optimizer from parameters.
+    ``groups``: of the complete model, for which `blocks` stand. ``kind`` makes its optimizer from parameters;
+    ``clipping``: gradients are clipped before its step. ``selective``: the choice of that policy for the blocks n, 2 n,
+    ... with n ``every_n_layers``. ``baseline``: of the step with its head in one piece, if `blocks` have it in chunks.
     """
 
-    def __init__(self, blocks: Blocks, groups: tuple[Group, ...], sharding: Sharding, kind, on_cpu: bool):
-        self.groups, self.sharding, self.blocks = groups, sharding, blocks
+    def __init__(
+        self,
+        blocks: Blocks,
+        groups: tuple[Group, ...],
+        sharding: Sharding,
+        kind,
+        on_cpu: bool,
+        clipping: bool = False,
+        selective: Choice | None = None,
+        every_n_layers: int = 1,
+        baseline: Table | None = None,
+    ):
+        self.groups, self.sharding, self.blocks = with_last_kept(groups, sharding), sharding, blocks
         self.count = len(groups) - 1
-        state, step = sharded_optimizer(kind, groups, sharding, on_cpu)
+        self.choices = blocks.choices if selective is None else (*blocks.eager_choices, selective)
+        self.every_n_layers = every_n_layers
+        state, step = sharded_optimizer(kind, groups, sharding, on_cpu, clipping)
         graph = replace(self.blocks.graph, optimizer_step_bytes=step)
         every = [GroupBytes(group, sharding) for group in groups]
         shards = sum(each.shards for each in every)
@@ -356,15 +391,23 @@ class Table:
         sizes = graph.bytes()
         self.resident = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
         captured_whole = len(self.blocks.groups) - 1 == self.count
-        schedules = [self.blocks.uniform(choice) for choice in self.blocks.choices]
+        schedules = [self.blocks.uniform(choice) for choice in self.choices]
         workspace = self.blocks.profile.workspace_bytes
-        rows = [step_windows(graph, schedule, workspace, self.blocks.groups, sharding) for schedule in schedules]
+        unread = [frozenset().union(*choice.kept) if choice.unread else frozenset() for choice in self.choices]
+        rows = [
+            step_windows(graph, schedule, workspace, self.blocks.groups, sharding, kept)
+            for schedule, kept in zip(schedules, unread)
+        ]
         self.rows = [row if captured_whole else deep(row, self.count) for row in rows]
         inner = (block if captured_whole else stand_in_for(block, self.count) for block in range(1, self.count + 1))
         self.stands = [ROOT, *inner]
         self.added = [self.blocks.added(schedule) for schedule in schedules]
         self.sizes = [[(window.highest, window.net) for window in row] for row in self.rows]
         self.group = [window.group for window in self.rows[0]]
+        flops_of, cost_of = map(blocks.by_group, (blocks.profile.flops, blocks.cost))
+        self.own = tuple(sum(of_group[stands] for stands in self.stands) for of_group in (flops_of, cost_of))
+        self.baseline = baseline or self
+        self.baseline_bytes = self.baseline.peak(self.uniform(0))
 
     def uniform(self, choice: int) -> tuple[int, ...]:
         return (0, *[choice] * self.count)
@@ -399,8 +442,11 @@ class Table:
     def chosen(self, budget, policy: str) -> tuple[int, ...]:
         """The row that a policy chooses; BudgetError if it exceeds the budget."""
         resident = sum(self.resident.values())
-        limit = dynamic_limit(budget, self.peak(self.uniform(0)), resident)
-        row = self.least(limit) if policy == "auto" else self.uniform(POLICIES.index(policy))
+        limit = dynamic_limit(budget, self.baseline_bytes, resident)
+        if policy == SELECTIVE:  # as torchtitan: the blocks n, 2 n, ... are checkpointed
+            row = (0, *(2 * (block % self.every_n_layers == 0) for block in range(1, self.count + 1)))
+        else:
+            row = self.least(limit) if policy == "auto" else self.uniform(POLICIES.index(policy))
         peak = self.peak(row)
         if limit is not None and peak > limit:
             raise BudgetError(_refusal(budget, policy, limit, peak, resident), peak + resident, budget)
@@ -411,37 +457,38 @@ class Table:
 
     def plan(self, row, policy: str) -> ShardedPlan:
         again = [self.added[row[block]][self.stands[block]] for block in range(1, self.count + 1)]
-        flops_of, cost_of = map(self.blocks.by_group, (self.blocks.profile.flops, self.blocks.cost))
-        base, base_cost = (sum(of_group[stands] for stands in self.stands) for of_group in (flops_of, cost_of))
+        (flops, cost), (_, base_cost) = self.own, self.baseline.own
         sizes = self.blocks.analysis.bytes
         runs, start = [], 1
         for number, same in itertools.groupby(row[1:]):
-            length, choice = len(list(same)), self.blocks.choices[number]
+            length, choice = len(list(same)), self.choices[number]
             stands = self.stands[start]
             saved = sum(sizes[storage] for storage in choice.kept[stands])
             names = tuple(self.blocks.names(choice, stands))
             runs.append(Run(length, choice.name, saved, self.added[number][stands][1], names))
             start += length
+        windows = tuple(self.windows(row))
         return ShardedPlan(
             sharding=self.sharding,
             policy=policy,
             resident=self.resident,
-            timeline=timeline(self.windows(row)),
-            baseline_bytes=self.peak(self.uniform(0)),
-            flops=base + sum(flops for _, flops in again),
+            timeline=timeline(windows),
+            windows=windows,
+            baseline_bytes=self.baseline_bytes,
+            flops=flops + sum(flops for _, flops in again),
             recompute_flops=sum(flops for _, flops in again),
-            cost=sum(cost for cost, _ in again) / (base_cost or 1.0),
+            cost=(cost - base_cost + sum(cost for cost, _ in again)) / (base_cost or 1.0),
             runs=tuple(runs),
             communication=self._communication(),
         )
 
     def _communication(self) -> Communication:
-        """Every block is gathered twice and the root once; every group with a trained parameter is reduced once."""
+        """Groups that stay gathered are gathered once, the others twice; those with trained parameters are reduced."""
         sizes = [GroupBytes(group, self.sharding) for group in self.groups]
-        blocks = sum(size.gathered_from_others for size in sizes[1:])
+        times = [1 if group.kept else 2 for group in self.groups]
         return Communication(
-            gathers=2 * (len(sizes) - 1) + 1,
-            gathered_bytes=2 * blocks + sizes[ROOT].gathered_from_others,
+            gathers=sum(times),
+            gathered_bytes=sum(number * size.gathered_from_others for number, size in zip(times, sizes)),
             reduces=sum(size.reduce > 0 for size in sizes),
             reduced_bytes=sum(size.reduced_to_others for size in sizes),
         )

@@ -34,7 +34,7 @@ from ackpt.planner.capture.inspection.attributes import attributes, every_module
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import check_model, is_tensor, warn_of_evaluation
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.optimizer_state import NO_LOOP, check_optimizer, optimizer_of
+from ackpt.planner.capture.optimizer_state import NO_LOOP, check_optimizer, optimizer_of, unwrapped
 from ackpt.planner.capture.tracing import captured_graph
 from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.profiles import profile
@@ -217,7 +217,7 @@ class ShardedStep:
         costs = profile(graph, request.device, workspace="measured" if graph.on_cpu else "given")
         blocks = Blocks(graph, costs, groups, has_regions=False)
         _refuse_collectives(blocks)
-        table = Table(blocks, groups, sharding, self._optimizer_kind(), graph.on_cpu)
+        table = Table(blocks, groups, sharding, self._optimizer_kind(), graph.on_cpu, request.loop.clipping)
         if request.loop.accumulation:
             unreduced = has_unreduced(model)
             earlier = unreduced_bytes(groups, sharding.reduction) if unreduced else table.gradients
@@ -236,7 +236,7 @@ class ShardedStep:
         options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
 
         def kind(shards):
-            other = copy.copy(optimizer)
+            other = copy.copy(unwrapped(optimizer))
             other.param_groups, other.state = [{**options, "params": shards}], defaultdict(dict)
             return other
 

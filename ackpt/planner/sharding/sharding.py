@@ -12,8 +12,10 @@ Source: ``torch/distributed/fsdp/_fully_shard`` of torch 2.13, ``_fsdp_param_gro
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -37,8 +39,10 @@ class Sharding:
     ``ranks``: the number of processes. ``parameters``: dtype of the shards, of their gradients and of the optimizer's
     state; None is that of the model, in which parameters are gathered and the step computes. ``reduction``: dtype in
     which gradients are reduced; None is that of the model. ``block_bytes``: the allocator rounds up to multiples of it.
-    ``gloo``: count the copies of the CPU's collectives; NCCL makes none. ``is_replicated``: whether the mesh has a
-    second dimension, over which the reduced gradients are summed (HSDP).
+    ``gloo``: count the copies of the CPU's collectives; NCCL makes none. ``replicas``: of the shards, in a mesh with a
+    second dimension, over which the reduced gradients are summed (HSDP). ``version``: of torch, whose FSDP2 runs.
+    ``keeps_last``: the last block's parameters stay gathered after the forward. ``holds_outputs``: the training loop
+    refers to the model's outputs until the next forward has returned.
     """
 
     ranks: int
@@ -46,11 +50,17 @@ class Sharding:
     reduction: torch.dtype | None = None
     block_bytes: int = 1
     gloo: bool = False
-    is_replicated: bool = False
+    replicas: int = 1
+    version: tuple[int, int] = (2, 13)
+    keeps_last: bool = False
+    holds_outputs: bool = False
 
     def __post_init__(self):
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 2:
-            raise ValueError(f"--fsdp {self.ranks!r}: shard over at least 2 ranks, or leave --fsdp out")
+        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1 or self.replicas < 1:
+            raise ValueError(f"--fsdp {self}: shard over at least 2 ranks, or leave --fsdp out")
+
+    def __str__(self) -> str:
+        return f"{self.replicas}x{self.ranks}" if self.replicas > 1 else f"{self.ranks!r}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,8 @@ class GroupBytes:
     """Bytes that FSDP2 allocates for one group, on one rank.
 
     ``blocks``: of its parameters; ``shards``: their sum, which is resident. ``cast``: its shards in the model's dtype,
-    0 if they have it. ``gather``: the buffer of an all-gather, ``unsharded``: the parameters that are copied out of it.
+    0 if they have it. ``gather``: the buffer of an all-gather, ``unsharded``: the parameters that are copied out of it,
+    each a block in ``copies``; ``casts`` are the blocks of ``cast``.
     ``reduce``: the buffer of a reduce-scatter, ``received``: what that returns, ``reduced``: the shards of the
     gradients, 0 if these are what it returns. ``scratch_gather``, ``scratch_reduce``, ``padded``: copies on the CPU.
     """
@@ -114,14 +125,21 @@ class GroupBytes:
         same = all((sharding.reduction or w.dtype) == (sharding.parameters or w.dtype) for w in trained)
         self.blocks = [block(dtype.itemsize * size) for dtype, size in zip(shard_dtypes, numbers)]
         self.shards = sum(self.blocks)
-        self.cast = block(sum(casts))
+        # Torch: one cast for each parameter before 2.6, and one for all of them since (`_get_param_all_gather_inputs`).
+        self.casts = [block(size) for size in (casts if sharding.version < (2, 6) else [sum(casts)])]
+        self.cast = sum(self.casts)
         self.gather = block(n * sum(computed))
-        self.unsharded = sum(block(n * size) for size in computed)
+        self.copies = [block(n * size) for size in computed]
+        self.unsharded = sum(self.copies)
         self.reduce = block(n * returned)
         self.received = block(returned)
         self.reduced = 0 if same else block(wanted)
         self.scratch_gather = self.gather if sharding.gloo else 0
-        self.scratch_reduce = self.reduce if sharding.gloo else 0
+        self.scratch_reduce = self.reduce if sharding.gloo and n > 1 else 0
+        # Torch: one rank gathers nothing; it copies its parameters, which casts them one by one (`wait_for_unshard`).
+        self.casts_of_one = sum(sorted(map(block, casts))[-2:]) if n == 1 else 0
+        if n == 1:
+            self.cast = self.gather = self.scratch_gather = 0
         uneven = (weight for weight in trained if weight.shape[0] % n)
         self.padded = sum(weight.dtype.itemsize * n * weight.sharded(n) for weight in uneven) if sharding.gloo else 0
         # What goes over the links, from or to each rank; the sum of both ways is twice that.
@@ -163,14 +181,24 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
     return tuple(Group(name, tuple(group_weights), kept=not name) for name, group_weights in weights.items())
 
 
-def sharded_optimizer(kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool) -> tuple[int, int]:
-    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step allocates."""
+def with_last_kept(groups: tuple[Group, ...], sharding: Sharding) -> tuple[Group, ...]:
+    """`groups`, of which the last one stays gathered after the forward if `sharding` says so."""
+    return (*groups[:-1], replace(groups[-1], kept=True)) if sharding.keeps_last else groups
+
+
+def sharded_optimizer(
+    kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool, clipping: bool = False
+) -> tuple[int, int]:
+    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step allocates.
+
+    `clipping`: the gradients' norm is clipped before.
+    """
     if kind is None:
         return 0, 0
 
     def optimizer_of(some: tuple[Group, ...]) -> tuple[int, int]:
         weights = [weight for group in some for weight in group.weights]
-        return optimizer_bytes(kind([_shard(weight, sharding) for weight in weights]), on_cpu=on_cpu)
+        return optimizer_bytes(kind([_shard(weight, sharding) for weight in weights]), on_cpu, clipping)
 
     blocks = len(groups) - 1
     if blocks < 4 or len({group.shapes() for group in groups[1:]}) > 1:
@@ -199,13 +227,42 @@ class ShardingError(ValueError):
     """A step that FSDP2 would run differently from this model of it."""
 
 
+# The streams in whose pools FSDP2's tensors lie; that of the all-gather allocates nothing.
+COMPUTE, COPY_IN, REDUCE_SCATTER, ALL_REDUCE = "compute", "all-gather copy-in", "reduce-scatter", "all-reduce"
+# Last entries of keys: reduced gradients, outputs of the step before, and what the optimizer's step takes.
+REDUCED_KEYS, PREVIOUS, OPTIMIZER = ("received", "reduced"), "previous", "optimizer"
+
+
+class Memory(NamedTuple):
+    """What an event allocates or frees: in the pool of a stream, with a key, in blocks of these sizes (none: in one).
+
+    The first entry of the key is the number of the group that allocates it.
+    """
+
+    stream: str
+    key: tuple
+    blocks: tuple[int, ...] = ()
+
+    def of(self, group: int) -> Memory:
+        return self._replace(key=(group, *self.key[1:]))
+
+
 @dataclass(frozen=True)
 class Window:
-    """Events of one group in one phase: bytes, negative if they are freed, and the number of a category."""
+    """Events of one group in one phase: bytes, negative if they are freed, and the number of a category.
+
+    ``memory``: of each event, if it is known.
+    """
 
     phase: str
     group: int
     events: tuple[tuple[int, int], ...]
+    memory: tuple[Memory, ...] = ()
+
+    def relative(self, to: int) -> Window:
+        """The same window of block `to`, whose memory belongs to groups as far from it as from this one."""
+        groups = (each.key[0] and each.key[0] - self.group + to for each in self.memory)  # 0 is the root
+        return replace(self, group=to, memory=tuple(each.of(group) for each, group in zip(self.memory, groups)))
 
     @property
     def net(self) -> int:
@@ -257,73 +314,116 @@ def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
 
 
 def step_windows(
-    graph: JointGraph, schedule: Schedule, workspace_bytes, groups: tuple[Group, ...], sharding: Sharding
+    graph: JointGraph,
+    schedule: Schedule,
+    workspace_bytes,
+    groups: tuple[Group, ...],
+    sharding: Sharding,
+    unread: frozenset[int] = frozenset(),
 ) -> list[Window]:
-    """The windows of one rank's step, in order; ShardingError if FSDP2 would run it differently."""
-    return _Walk(graph, schedule, workspace_bytes, groups, sharding).windows()
+    """The windows of one rank's step, in order; ShardingError if FSDP2 would run it differently.
+
+    `unread`: storages of the forward that a block keeps until the end of its backward, even if nothing reads them.
+    """
+    return _Walk(graph, schedule, workspace_bytes, groups, sharding, unread).windows()
 
 
 class _Walk:
-    def __init__(self, graph, schedule, workspace_bytes, groups, sharding):
+    def __init__(self, graph, schedule, workspace_bytes, groups, sharding, unread):
         self.live = follow(graph, schedule, workspace_bytes)
-        self.groups, self.owners = groups, owners(graph, groups)
+        self.graph, self.groups, self.owners = graph, with_last_kept(groups, sharding), owners(graph, groups)
+        self.sharding, self.unread = sharding, unread
         self.sizes = [GroupBytes(group, sharding) for group in groups]
         self.gradients = [_gradients(graph, group) for group in groups]
+        self.kept_unread: list[list[int]] = [[] for _ in groups]
         self.closed: list[Window] = []
         self.events: list[tuple[int, int]] = []
+        self.memory: list[Memory] = []
         self.key = (FORWARD, ROOT)
         self.order: list[int] = []  # blocks as the forward runs them
         self.started: set[int] = set()  # groups that the forward of another one gathers
-        self.buffer = 0  # of the last all-gather
-        self.reducing = 0  # of the last reduce-scatter
-        # Torch: a group refers to the buffer of its all-reduce until the backward ends (`_all_reduce_state`).
-        self.all_reduced = 0
-        self.is_replicated = sharding.is_replicated
+        self.gathered: int | None = None  # the group whose gather's buffer is live in the forward
+        self.reducing: int | None = None  # the group whose reduce-scatter's input is live
+        # Torch: since 2.6 a group refers to its all-reduce's buffer until the backward ends (`_all_reduce_state`).
+        self.all_reduced: list[int] = []
+        self.numbers = self._numbers()
+        self.open: Counter = Counter()
+
+    def _numbers(self) -> dict[int, tuple[int, int]]:
+        """The group of each storage, and its number in that group, which is equal in equal blocks."""
+        counts, numbers = Counter(), {}
+        for number, storage in enumerate(self.graph.storages):
+            group = self.owners[storage.producer]
+            numbers[number] = group, counts[group]
+            counts[group] += 1
+        return numbers
 
     def windows(self) -> list[Window]:
         live = self.live
-        owned = zip(live.events, live.owner)
-        events = [(size, kind, None if owner is None else self.owners[owner]) for (size, kind), owner in owned]
-        last = len(events)
-        while last > live.boundary and events[last - 1][2] is None:  # the optimizer's step
+        owner = [None if node is None else self.owners[node] for node in live.owner]
+        last = len(live.events)
+        while last > live.boundary and owner[last - 1] is None:  # the optimizer's step
             last -= 1
+        outputs = sorted({s for node in self.graph.outputs for s in self.graph.nodes[node].storages})
+        outputs = [s for s in outputs if self.sharding.holds_outputs and s not in live.analysis.resident]
+        for storage in outputs:
+            self._add(live.analysis.bytes[storage], _ACTIVATION, (*self.numbers[storage], PREVIOUS))
         self._gather(ROOT)
-        for size, kind, group in events[: live.boundary]:
-            self._forward_of(ROOT if group is None else group)
-            self._add(size, kind)
+        for event, group in enumerate(owner[: live.boundary]):
+            self._forward_of(group or ROOT)
+            self._event(event, group)
         self._forward_of(ROOT)
+        for storage in outputs:
+            self._add(-live.analysis.bytes[storage], _ACTIVATION, (*self.numbers[storage], PREVIOUS))
         if not self.groups[ROOT].kept:
-            self._add(-self.sizes[ROOT].unsharded, _GATHERED)
-        self._add(-self.buffer, _COMMUNICATION)
+            self._free_gathered(ROOT)
+        self._free_buffer()
         if missing := [self.groups[i].name for i in range(1, len(self.groups)) if i not in self.order]:
             raise ShardingError(f"block {missing[0]} does not run in the forward: its parameters would not be gathered")
         self._open(BACKWARD, ROOT)
         begun = False
-        for event, (size, kind, group) in enumerate(events[live.boundary : last], live.boundary):
-            if not begun and live.owner[event] is not None and live.owner[event] not in live.analysis.tangents:
+        for event, group in enumerate(owner[live.boundary : last], live.boundary):
+            if not begun and group is not None and live.owner[event] not in live.analysis.tangents:
                 if not self.groups[ROOT].kept:
                     self._start_gather(ROOT)
                     self._end_gather(ROOT)
                 self._prefetch()
                 begun = True
-            self._backward_of(ROOT if group is None else group)
-            self._add(size, kind)
+            self._backward_of(group or ROOT)
+            self._event(event, group)
         self._backward_of(ROOT)
         if self.order:
             raise ShardingError(f"block {self.groups[self.order[-1]].name} has no backward")
         self._reduce(ROOT)
-        self._add(-self.reducing - self.all_reduced, _COMMUNICATION)
-        for size, kind, _ in events[last:]:
-            self._add(size, kind)
+        self._free_reducing()
+        for group in self.all_reduced:
+            self._add(-self.sizes[group].received, _COMMUNICATION, (group, "received"), REDUCE_SCATTER)
+        for size, category in live.events[last:]:
+            self._add(size, category, (ROOT, OPTIMIZER))
         self._open(BACKWARD, ROOT)
         return self.closed
+
+    def _event(self, number: int, group: int | None) -> None:
+        """An event of the schedule, but what a block keeps unread is freed at the end of its backward."""
+        (size, category), storage = self.live.events[number], self.live.storage[number]
+        if storage is not None:
+            if size < 0 and storage in self.unread and number < self.live.boundary:
+                self.kept_unread[self.numbers[storage][0]].append(storage)
+                return
+            self._add(size, category, self.numbers[storage])
+            return
+        # Workspace, the state of a generator, or what the optimizer takes: freed in the order opposite to allocation.
+        key = (ROOT if group is None else group, "of an operation", abs(size))
+        self.open[key] -= size < 0
+        self._add(size, category, (*key, self.open[key]))
+        self.open[key] += size > 0
 
     def _forward_of(self, group: int) -> None:
         current = self.key[1]
         if group == current:
             return
         if current != ROOT and not self.groups[current].kept:
-            self._add(-self.sizes[current].unsharded, _GATHERED)
+            self._free_gathered(current)
         self._open(FORWARD, group)
         if group != ROOT:
             if group in self.order:
@@ -339,6 +439,8 @@ class _Walk:
         if group == current:
             return
         if current != ROOT:
+            for storage in self.kept_unread[current]:
+                self._add(-self.live.analysis.bytes[storage], _ACTIVATION, self.numbers[storage])
             self._reduce(current)
         self._open(BACKWARD, group)
         if group == ROOT:
@@ -358,64 +460,91 @@ class _Walk:
             self._start_gather(self.order[-1])
 
     def _end_gather(self, group: int) -> None:
-        self._add(self.sizes[group].unsharded, _GATHERED)
-        self._add(-self.sizes[group].gather, _COMMUNICATION)
+        self._copy_out(group)
+        self._add(-self.sizes[group].gather, _COMMUNICATION, (group, "gather"), COPY_IN)
+
+    def _copy_out(self, group: int) -> None:
+        sizes = self.sizes[group]
+        self._add(sizes.unsharded, _GATHERED, (group, "gathered"), blocks=tuple(sizes.copies))
+        self._for_a_moment(sizes.casts_of_one, group)
+
+    def _free_gathered(self, group: int) -> None:
+        self._add(-self.sizes[group].unsharded, _GATHERED, (group, "gathered"))
 
     def _gather(self, group: int) -> None:
         """In the forward: the buffer of the gather before is freed between this one's collective and its copies."""
-        sizes = self.sizes[group]
         if group not in self.started:
             self._start_gather(group)
-        self._add(-self.buffer, _COMMUNICATION)
-        self._add(sizes.unsharded, _GATHERED)
-        self.buffer = sizes.gather
+        self._free_buffer()
+        self._copy_out(group)
+        self.gathered = group
         for other in self.groups[group].ahead:
             if other not in self.started:
                 self._start_gather(other)
                 self.started.add(other)
 
+    def _free_buffer(self) -> None:
+        if self.gathered is not None:
+            self._add(-self.sizes[self.gathered].gather, _COMMUNICATION, (self.gathered, "gather"), COPY_IN)
+
     def _start_gather(self, group: int) -> None:
         sizes = self.sizes[group]
-        changes = (sizes.cast, sizes.gather, sizes.scratch_gather, -sizes.scratch_gather, -sizes.cast)
-        for size in changes:
-            self._add(size, _COMMUNICATION)
+        self._add(sizes.cast, _COMMUNICATION, (group, "cast"), COPY_IN, tuple(sizes.casts))
+        self._add(sizes.gather, _COMMUNICATION, (group, "gather"), COPY_IN)
+        self._for_a_moment(sizes.scratch_gather, group)
+        self._add(-sizes.cast, _COMMUNICATION, (group, "cast"), COPY_IN)
 
     def _reduce(self, group: int) -> None:
         """Free the parameters and reduce the gradients, of which the last one is freed at the end."""
         sizes, gradients = self.sizes[group], self.gradients[group]
-        self._add(-sizes.unsharded, _GATHERED)
+        self._free_gathered(group)
         if not gradients:
             return
-        self._add(-self.reducing, _COMMUNICATION)
-        self._add(sizes.reduce, _COMMUNICATION)
-        self._add(sizes.padded, _COMMUNICATION)
-        self._add(-sizes.padded, _COMMUNICATION)
-        for size in gradients[:-1]:
-            self._add(-size, _UNREDUCED)
-        stays = _COMMUNICATION if sizes.reduced else _REDUCED
-        self._add(sizes.received, stays)
-        self._add(sizes.scratch_reduce, _COMMUNICATION)
-        self._add(-sizes.scratch_reduce, _COMMUNICATION)
+        # Torch: before 2.5 the input of a reduce-scatter was of its stream, and freed as soon as it was enqueued.
+        is_old = self.sharding.version < (2, 5)
+        self._free_reducing()
+        self._add(sizes.reduce, _COMMUNICATION, (group, "reduce"), REDUCE_SCATTER if is_old else COMPUTE)
+        self._for_a_moment(sizes.padded, group)
+        for storage in gradients[:-1]:
+            self._free_gradient(storage)
+        self._add(sizes.received, _COMMUNICATION if sizes.reduced else _REDUCED, (group, "received"), REDUCE_SCATTER)
+        self._for_a_moment(sizes.scratch_reduce, group)
         if sizes.reduced:
-            self._add(sizes.reduced, _REDUCED)
-            if self.is_replicated:
-                self.all_reduced += sizes.received
+            is_replicated = self.sharding.replicas > 1
+            self._add(sizes.reduced, _REDUCED, (group, "reduced"), ALL_REDUCE if is_replicated else REDUCE_SCATTER)
+            if is_replicated and self.sharding.version >= (2, 6):
+                self.all_reduced.append(group)
             else:
-                self._add(-sizes.received, _COMMUNICATION)
-        self._add(-gradients[-1], _UNREDUCED)
-        self.reducing = sizes.reduce
+                self._add(-sizes.received, _COMMUNICATION, (group, "received"), REDUCE_SCATTER)
+        self._free_gradient(gradients[-1])
+        self.reducing = group
+        if is_old:
+            self._free_reducing()
 
-    def _add(self, size: int, category: int) -> None:
+    def _free_gradient(self, storage: int) -> None:
+        self._add(-self.live.analysis.bytes[storage], _UNREDUCED, self.numbers[storage])
+
+    def _free_reducing(self) -> None:
+        if self.reducing is not None:
+            self._add(-self.sizes[self.reducing].reduce, _COMMUNICATION, (self.reducing, "reduce"))
+        self.reducing = None
+
+    def _for_a_moment(self, size: int, group: int) -> None:
+        """A copy that a collective of the CPU makes."""
+        self._add(size, _COMMUNICATION, (group, "copy"))
+        self._add(-size, _COMMUNICATION, (group, "copy"))
+
+    def _add(self, size: int, category: int, key: tuple, stream: str = COMPUTE, blocks: tuple[int, ...] = ()) -> None:
         if size:
             self.events.append((size, category))
+            self.memory.append(Memory(stream, key, blocks))
 
     def _open(self, phase: str, group: int) -> None:
-        self.closed.append(Window(*self.key, tuple(self.events)))
-        self.events, self.key = [], (phase, group)
+        self.closed.append(Window(*self.key, tuple(self.events), tuple(self.memory)))
+        self.events, self.memory, self.key = [], [], (phase, group)
 
 
 def _gradients(graph: JointGraph, group: Group) -> list[int]:
-    """Bytes of the gradients of a group's parameters, in their order; each has its own storage."""
-    analysis = graph.analysis
+    """The storages of the gradients of a group's parameters, in their order; each has its own."""
     node_ids = [graph.gradients[weight.name] for weight in group.weights if weight.name in graph.gradients]
-    return [analysis.bytes[storage] for node_id in node_ids for storage in graph.nodes[node_id].storages]
+    return [storage for node_id in node_ids for storage in graph.nodes[node_id].storages]

@@ -7,12 +7,11 @@ cuBLAS has a workspace in forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ackpt.metering.gpus import AllocatorSettings, CachingAllocator, Gpu
 from ackpt.metering.kernel_memory import MATMULS
-from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.schedule.allocations import RESIDENT, Allocation, allocations
@@ -47,14 +46,18 @@ def device_memory(
     where: Device,
     on: Gpu,
     context_bytes: int | None = None,
+    settings: AllocatorSettings | None = None,
 ) -> DeviceMemory:
-    """The memory of a step with `schedule` on a GPU; `context_bytes` replaces the known size of the context."""
+    """The memory of a step with `schedule` on a GPU.
+
+    `context_bytes` replaces the known size of the context, and `settings` those of the allocator in the environment.
+    """
     blocks = allocations(graph, schedule, workspace_bytes)
     boundary = follow(graph, schedule, workspace_bytes).boundary
     resident = [block for block in blocks if block.kind in RESIDENT]
     dynamic = [block for block in blocks if block.kind not in RESIDENT]
     parameters = [block.bytes for block in resident if block.kind == "parameters"]
-    allocator = CachingAllocator(AllocatorSettings.parsed())
+    allocator = CachingAllocator(settings or AllocatorSettings.parsed())
     for number, block in enumerate(resident):
         if block.kind != "optimizer":
             allocator.allocate(("resident", number), block.bytes)
@@ -67,46 +70,6 @@ def device_memory(
     allocator.reset_peaks()
     _step(allocator, graph, boundary, dynamic, parameters, [], "new gradient" if graph.accumulated_bytes else _GRADIENT)
     return _memory(allocator, where, on, context_bytes)
-
-
-def rank_memory(
-    timeline: Timeline,
-    resident: Mapping[str, int],
-    shards: list[int],
-    where: Device,
-    on: Gpu,
-    context_bytes: int | None = None,
-) -> DeviceMemory:
-    """As `device_memory`, from the live bytes after every event; a free is of the latest block of its size."""
-    allocator = CachingAllocator(AllocatorSettings.parsed())
-    for name, size in resident.items():
-        for number, block in enumerate(_pieces(size, shards) if name == "parameters" else [size] * bool(size)):
-            if name != "optimizer":
-                allocator.allocate((name, number), block)
-    _events(allocator, timeline, [on.cublas_workspace_bytes])
-    for number, block in enumerate(_pieces(resident["optimizer"], shards)):  # while the gradients exist
-        allocator.allocate(("state", number), block)
-    _free_all(allocator, "block")
-    allocator.reset_peaks()
-    _events(allocator, timeline, [])
-    return _memory(allocator, where, on, context_bytes)
-
-
-def _events(allocator: CachingAllocator, timeline: Timeline, workspaces: list[int]) -> None:
-    """The blocks of one step; those that it does not free remain. `workspaces`: for each of forward and backward."""
-    blocks: dict[int, list[tuple[int, str]]] = {}  # by size
-    for event in range(1, len(timeline.live)):
-        for size in workspaces * (event in (1, (timeline.boundary or 0) + 1)):
-            allocator.allocate(("workspace", event), size)
-        for category, live in timeline.categories.items():
-            size = live[event] - live[event - 1]
-            if size > 0:
-                allocator.allocate(("block", event), size)
-                blocks.setdefault(size, []).append((event, category))
-            elif size:
-                latest = max(blocks[-size], key=lambda block: (block[1] == category, block))  # noqa: B023
-                blocks[-size].remove(latest)
-                allocator.free(("block", latest[0]))
 
 
 def _memory(allocator: CachingAllocator, where: Device, on: Gpu, context_bytes: int | None) -> DeviceMemory:

@@ -23,7 +23,7 @@ from ackpt.core.progress import shown, stage
 from ackpt.metering.autograd_engine import around_backward
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.cuda_choices import CudaChoices
-from ackpt.metering.gpus import BLOCK, MIB, gpu
+from ackpt.metering.gpus import BLOCK, MIB, AllocatorSettings, gpu
 from ackpt.metering.resident import rounded
 from ackpt.planner.capture.chunked_head import chunked
 from ackpt.planner.capture.inspection.calls import MACHINE
@@ -54,7 +54,8 @@ class PlanConfig:
     bounds what the device's caching allocator reserves. `context_mib` replaces the size of the CUDA context that is
     known for the device. `accumulation`: gradients of earlier batches exist. `clipping`: their norm is clipped.
     `scaling`: a ``torch.amp.GradScaler`` scales the loss. `options`: of the policy. `chunk_head`: as in
-    `ackpt.compile`.
+    `ackpt.compile`. `allocator`: settings as in ``PYTORCH_CUDA_ALLOC_CONF``, in place of those in the environment.
+    `hold_outputs`: the loop refers to the model's outputs during the backward, and until the next forward has returned.
     """
 
     step: StepRequest
@@ -70,8 +71,16 @@ class PlanConfig:
     scaling: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     chunk_head: bool | str = False
+    allocator: str | None = None
+    hold_outputs: bool = False
+
+    @property
+    def allocator_settings(self) -> AllocatorSettings:
+        return AllocatorSettings.parsed(self.allocator)
 
     def __post_init__(self):
+        if self.allocator is not None and self.device is None:
+            raise ValueError("--allocator has settings of a GPU's allocator: give --device-profile")
         bound, is_reserved = split_budget(self.budget)
         dynamic_limit(bound, 0, 0)  # a text that is no budget is refused before the work
         if is_reserved and (self.device is None or is_share(bound)):
@@ -205,7 +214,13 @@ def _planned(
     def memory_of(made: Made) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB
         return where and device_memory(
-            made[1], made[2].workspace_bytes, made[0].schedule, where, gpu(where.name), context
+            made[1],
+            made[2].workspace_bytes,
+            made[0].schedule,
+            where,
+            gpu(where.name),
+            context,
+            config.allocator_settings,
         )
 
     budget, is_reserved = split_budget(config.budget)
@@ -246,7 +261,7 @@ def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device |
     """As `captured`, without an optimizer and the other tensors of the training loop."""
     scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
     with calls_as_on(where, config.autocast), scaled:
-        graph = trace(step.model, **step.inputs)
+        graph = trace(step.model, **step.inputs, outputs="keep" if config.hold_outputs else "drop")
     return allocated_on(where, graph)
 
 

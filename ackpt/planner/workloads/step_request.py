@@ -9,8 +9,10 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +29,8 @@ from ackpt.models import LanguageModel, Transformer, TransformerConfig
 
 IMAGE_SIZE = 224
 TRANSFORMERS = "hf:"
-OF_THE_STUDY = ("resnet18", "resnet50", "resnet152", "bert-base", "bert-large", "sdxl-unet")  # models in a checkout
+FROM_FILE = ".py:"  # in the name of a model that a function in a Python file makes
+OF_THE_STUDY = ("resnet18", "resnet50", "resnet152", "bert-base", "bert-large", "sdxl-unet", "torchtitan-llama")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -411,6 +414,8 @@ def training_step(request: StepRequest, device="meta") -> TrainingStep:
         with torch.device(device):
             if request.model.startswith(TRANSFORMERS):
                 return transformers_step(request)
+            if FROM_FILE in request.model:
+                return _step_of_function(request)
             if request.model not in BUILT_IN:
                 raise unknown_model(request.model, BUILT_IN)
             _, make, inputs = BUILT_IN[request.model]
@@ -418,6 +423,40 @@ def training_step(request: StepRequest, device="meta") -> TrainingStep:
             return TrainingStep(model, inputs(model, request))
     finally:
         torch.set_default_dtype(default)
+
+
+def _step_of_function(request: StepRequest) -> TrainingStep:
+    """What the function in a file returns for the sizes and fields of a request: a model and its arguments."""
+    path, _, name = request.model.rpartition(":")
+    function = function_in_file(path, name)
+    sizes = {"batch_size": request.batch_size, "seq_len": request.seq_len, "image_size": request.image_size}
+    arguments = {key: size for key, size in sizes.items() if size is not None} | request.fields
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{request.model} is called with {', '.join(arguments)} by name, but {error}") from error
+    made = function(**arguments)
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    if not (is_pair and isinstance(made[0], nn.Module) and isinstance(made[1], dict)):
+        raise ValueError(
+            f"{request.model} must return a model and a dict of the arguments of the call that returns its loss, got "
+            f"{type(made).__name__}"
+        )
+    return TrainingStep(made[0].train(), made[1])
+
+
+def function_in_file(path: str, name: str) -> Callable[..., Any]:
+    """The function called `name` of a Python file, which is run; ValueError if there is none."""
+    file = Path(path)
+    spec = importlib.util.spec_from_file_location(file.stem, file) if file.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path}:{name}: there is no Python file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    if not callable(function := getattr(module, name, None)):
+        raise ValueError(f"{path}:{name}: the file has no function {name!r}{did_you_mean(name, vars(module))}")
+    return function
 
 
 @functools.cache

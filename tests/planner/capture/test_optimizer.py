@@ -195,3 +195,23 @@ def test_state_is_resident_and_the_step_is_part_of_the_peak():
     assert one.peak_bytes == 4 * 64 + 4 * 64 + size
     assert other.peak_bytes == one.peak_bytes + 2 * size + NUMBER
     assert other.peak_node is None and one.peak_node is not None
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Sets attributes of the optimizer that it wraps, as accelerate's does."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups, state = (
+        property(lambda self, n=name: getattr(self.optimizer, n), lambda self, v, n=name: setattr(self.optimizer, n, v))
+        for name in ("param_groups", "state")
+    )
+
+
+def test_a_wrapped_optimizer_keeps_its_parameters_and_state():
+    parameters = [nn.Parameter(torch.ones(8, 8))]
+    adamw = torch.optim.AdamW(parameters)
+    groups, state = adamw.param_groups, adamw.state
+    assert optimizer_bytes(Wrapper(adamw)) == optimizer_bytes(adamw)
+    assert adamw.param_groups is groups and groups[0]["params"][0] is parameters[0] and adamw.state is state

@@ -1,6 +1,8 @@
 """A budget after ``fully_shard``, in two processes over gloo: bytes as predicted, gradients as without, or an error."""
 
 import gc
+import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 from processes import in_two_processes
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -139,7 +143,13 @@ def from_meta():
     return model
 
 
+def on_one_rank(**options):
+    """Every process is the only rank of its own mesh."""
+    return sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("alone", "shards"))["shards"], **options)
+
+
 WAYS = {
+    "one rank": on_one_rank,
     "float32": lambda: sharded(),
     "float64 gathered": lambda: sharded(**MIXED),
     "kept": lambda: sharded(reshard_after_forward=False),
@@ -246,6 +256,45 @@ def with_gradients(rank):
     assert found.categories.get("parameters", 0) == sum(each.untyped_storage().nbytes() for each in shards)
 
 
+def callback(rank):
+    """The Trainer's callback plans the model that the Trainer has sharded."""
+    pytest.importorskip("transformers")
+    model, ids = sharded(), batch(rank)
+    budget = ackpt.AckptCallback(0.7)
+    args = SimpleNamespace(gradient_accumulation_steps=1, fp16=False, max_grad_norm=1.0)
+    budget.on_train_begin(args, None, None, model, torch.optim.AdamW(model.parameters()))
+    assert all(map(torch.equal, step_of(sharded(), ids), step_of(model, ids)))
+    assert budget.step.plan.recompute_flops > 0 and budget.step.plan.resident["optimizer"] > 0
+    budget.on_train_end(args, None, None, model)
+
+
+def resumes(rank):
+    """A checkpoint of two ranks, resumed on one: the same weights and optimizer's state, and the same next loss."""
+    place = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(place)
+    ids, losses = batch(0), []
+    for make in (sharded, on_one_rank):
+        model = make()
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+        ackpt.apply_budget(model, ids, 0.7, optimizer=adamw)
+        model.eval()  # without dropout
+        if make is sharded:
+            model(ids).backward()
+            adamw.step()
+            adamw.zero_grad()
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, adamw)))
+        if make is sharded:
+            checkpoint.save(state, checkpoint_id=place[0])
+        else:
+            checkpoint.load(state, checkpoint_id=place[0], no_dist=True)
+            set_state_dict(model, adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        model(ids).backward()
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(model(ids).detach())
+    assert torch.allclose(*losses, rtol=1e-5), losses  # sums over ranks are added in another order
+
+
 def not_sharded_whole(rank):
     model = Model()
     for block in model.blocks:
@@ -345,7 +394,8 @@ def refuses(rank):
     assert all(isinstance(block, FSDPModule) for block in model.blocks)
 
 
-SCENARIOS = (alike, whole_blocks, replans, optimizer, accumulates, infeasible, meta, with_gradients, refuses)
+SCENARIOS = (alike, whole_blocks, replans, optimizer, accumulates, infeasible, meta, with_gradients, callback)
+SCENARIOS += (resumes, refuses)
 
 
 def scenario(name, rank, folder):
