@@ -28,7 +28,7 @@ from experiments.published import (
     rows,
     time_ratios,
 )
-from experiments.published.block_bytes import WORKSPACES, saved_per_token, with_fused_norms
+from experiments.published.block_bytes import saved_per_token, with_fused_norms
 from experiments.published.reference import Block, InnerBackward, KeptInput
 from experiments.published.report import METRICS, badge, reasons, summary, summary_table, text_table, worst
 from experiments.published.time_ratios import METHODS, Times, compared, table
@@ -217,13 +217,6 @@ def test_recomputation_costs_at_most_a_forward():
     assert seconds("every second layer", blocks=2) == pytest.approx(baseline + every)
 
 
-def test_repeats_and_copies_that_nothing_overlaps_with():
-    assert seconds("baseline", blocks=2, repeats=3) == pytest.approx(3 * seconds("baseline", blocks=2))
-    copies = seconds("checkpointing, offload that waits", blocks=3) - seconds("checkpointing", blocks=3)
-    one = 2 * LAYER["batch"] * LAYER["length"] * LAYER["width"] / 32e9  # the first input is the caller's
-    assert copies == pytest.approx(2 * 2 * one)
-
-
 def test_a_ratio_and_its_error(tmp_path):
     found = compared(ROW_RATIOS, Times(tmp_path / "times.json"))
     assert found["ratio"] == 4 / 3 and found["error"] == pytest.approx(found["predicted"] / (4 / 3) - 1)
@@ -257,10 +250,6 @@ def block(has_fused_norms):
 def test_bytes_per_token_of_published_blocks(dtype, has_fused_norms, widths):
     saved = saved_per_token(lambda: block(has_fused_norms), WIDTH, dtype)
     assert saved == widths * WIDTH + 4 * FF + 12 * HEADS + 8
-
-
-def test_two_threads_have_a_workspace_of_32_mib_each():
-    assert WORKSPACES == 64 * 2**20
 
 
 def predicted_steps(step):
