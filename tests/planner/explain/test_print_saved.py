@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import ackpt
@@ -107,14 +106,6 @@ def test_a_model_that_no_capture_accepts(capsys):
     assert any("NativeLayerNorm.weight of 'norm'" in line and line.endswith("[parameter]") for line in lines)
 
 
-def test_bytes_are_those_of_the_baseline(capsys):
-    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 1))
-    x = torch.ones(16, 8)
-    total = saved(capsys, model, x)[-1]
-    assert ackpt.plan(ackpt.trace(model, x)).saved_bytes == 2 * 16 * 64 * 4 + 16 * 8 * 4 == 8704
-    assert total.startswith("saved: 8.5 KiB in 3 tensors, ")
-
-
 def test_buffers_are_not_counted_as_saved(capsys):
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
     lines = saved(capsys, model, torch.ones(16, 8))
@@ -152,15 +143,6 @@ def test_a_tensor_that_autograd_no_longer_holds_is_not_listed(capsys):
 
     lines = saved(capsys, dropped, torch.ones(4, requires_grad=True))
     assert len(lines) == 2 and "Pow.self" in lines[0] and "[input]" in lines[0]
-
-
-def test_a_backward_inside_leaves_nothing(capsys):
-    def step(x):
-        loss = F.mse_loss(x.tanh(), x.detach() * 0)
-        loss.backward()
-        return loss
-
-    assert saved(capsys, step, torch.ones(4, requires_grad=True))[-1].startswith("saved: 0 B in 0 tensors")
 
 
 def test_lines_of_a_model_with_a_budget_are_the_caller_s(capsys):
