@@ -139,21 +139,6 @@ def test_the_hub_is_streamed_up_to_the_limit(monkeypatch, no_hub):
     }
 
 
-def test_the_tokenizer_gives_the_text_back():
-    text = data.embedded_corpus()[:50_000] + "ö ∑ 日本 \t\r\n\n   end"
-    tokenizer = data.train_tokenizer(text, 600)
-    assert tokenizer.get_vocab_size() == 600
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-@pytest.mark.parametrize("vocab_size", [256, 1000, 4096])
-def test_ids_lie_below_the_vocabulary_size(vocab_size):
-    stream = data.token_stream("embedded", vocab_size=vocab_size, limit_chars=100_000)
-    assert stream.dtype == torch.int64 and stream.ndim == 1
-    assert 0 <= int(stream.min()) and int(stream.max()) < vocab_size
-    assert vocab_size > 256 or len(stream) == len(data.embedded_corpus()[:100_000].encode())
-
-
 def test_batches_are_windows_of_the_stream_with_the_next_token_as_target():
     batches = list(data.packed_batches(torch.arange(1000), seq_len=16, batch_size=3, steps=5, seed=4))
     assert len(batches) == 5

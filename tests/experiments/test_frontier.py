@@ -100,13 +100,6 @@ def test_the_record_is_read_back_and_drawn(record, tmp_path):
     assert labels == ["lower bound", "plan", "per-block", "PyTorch: per-block", "PyTorch: selective"]
 
 
-def test_bert_with_dropout_is_bit_equal():
-    sizes = {"batch_size": 2, "seq_len": 16, "layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20}
-    config = FrontierConfig("bert", sizes, policies=("auto",), budgets=(0.6,), peers=("checkpoint",))
-    record = run_frontier(config)
-    assert report.broken_promises(record) == [] and report.comparison(record)["wrong"] == []
-
-
 def test_the_command_prints_json_and_exits_with_status_1_for_a_failed_check(record, monkeypatch, tmp_path, capsys):
     changed = copy.deepcopy(record)
     changed.metrics["points"][0]["measured_peak_bytes"] += 1

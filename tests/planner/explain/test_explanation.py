@@ -231,13 +231,6 @@ def test_suggestions_are_sorted_and_are_about_the_plan(explained):
     assert not ackpt.explain(make_model(), X, policy="full").suggestions
 
 
-def test_an_optimizer_by_its_name_is_the_optimizer():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    named = ackpt.explain(model, torch.ones(2, 8), optimizer="adamw")
-    given = ackpt.explain(model, torch.ones(2, 8), optimizer=torch.optim.AdamW(model.parameters()))
-    assert str(named) == str(given) and "optimizer" in str(named)
-
-
 def test_a_model_that_checkpoints_itself_is_explained_without_it_and_with_a_note():
     class Checkpointed(torch.nn.Linear):
         def forward(self, x):

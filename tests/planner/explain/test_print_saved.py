@@ -19,17 +19,6 @@ def saved(capsys, function, *args, **kwargs) -> list[str]:
     )
 
 
-X = torch.linspace(-1, 1, 32).reshape(4, 8)
-
-
-class Scaled(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 8)
-
-    def forward(self, x, scale=2.0):
-        return super().forward(x).tanh() * scale
-
-
 class Branch(nn.Module):
     """Decides by values, which no capture accepts."""
 
@@ -84,15 +73,6 @@ def test_a_view_has_the_bytes_of_its_storage_so_that_lines_add_up_to_the_sum(cap
     lines = saved(capsys, lambda x: layer(x).chunk(3, -1)[1].sin(), torch.ones(2, 8))
     assert lines[0].startswith("float32[2,8]  192 B  Sin.self") and lines[0].endswith("[view of a larger storage]")
     assert lines[-1].startswith("saved: 192 B in 1 tensor")
-
-
-@pytest.mark.parametrize("batch", [{"x": X, "scale": 2.0}, (X, 2.0), [X, 2.0]])
-def test_a_batch_has_the_forms_of_explain(capsys, batch):
-    expected = saved(capsys, Scaled(), X, scale=2.0)
-    assert saved(capsys, Scaled(), batch) == expected and "Tanh.result" in expected[0]
-    assert saved(capsys, Scaled(), X) == expected
-    assert ackpt.explain(Scaled(), batch).plan.saved_bytes == 4 * 8 * 4
-    ackpt.apply_budget(Scaled(), batch, budget=1.0)
 
 
 def test_a_model_that_no_capture_accepts(capsys):
