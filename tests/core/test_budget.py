@@ -171,6 +171,21 @@ def traced():
     return graph, ackpt.profile(graph)
 
 
+POLICIES = ["auto", "full", "rotor", "mu-two"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_named_budget_is_feasible_when_typed_back(traced, policy):
+    graph, profile = traced
+    with pytest.raises(ackpt.BudgetError) as raised:
+        ackpt.plan(graph, "1B", policy, profile=profile)
+    said = re.search(r"policy is (\S+ \S+) \((\d+) bytes\)(?:, or ([0-9.]+) of)?", str(raised.value))
+    assert int(said[2]) == raised.value.least_bytes
+    for text in filter(None, said.groups()):
+        plan = ackpt.plan(graph, text, policy, profile=profile)
+        assert plan.dynamic_peak_bytes <= plan.limit_bytes
+
+
 @pytest.mark.parametrize(
     ("budget", "hint"),
     [

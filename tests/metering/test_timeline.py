@@ -30,6 +30,15 @@ def test_categories():
     assert (timeline.peak_bytes, timeline.peak_index) == (155, 4)
 
 
+def test_marks_and_frees_that_were_not_reported():
+    timeline = build_timeline([("alloc", 1, 8), ("alloc", 1, 3)])
+    assert timeline.live == (0, 8, 3) and timeline.boundary is None
+    actions = [("alloc", 1, 8), ("free", 1), ("mark", 1, "gradients"), ("alloc", 1, 3)]
+    assert build_timeline(actions).categories == {"temporaries": (0, 8, 0, 3)}  # it marks a block that is free
+    empty = build_timeline([])
+    assert (empty.live, empty.peak_bytes, empty.peak_index) == ((0,), 0, 0)
+
+
 def test_a_thinned_timeline_keeps_peak_and_ends():
     live = [(index * 37) % 101 for index in range(1000)]
     live[613] = 1000
