@@ -9,7 +9,6 @@ from conftest import (
     Case,
     assert_equal,
     batch,
-    bit_equal,
     model_of,
     plain_call,
     raises,
@@ -145,21 +144,6 @@ def test_lossy_hooks_around_a_region_change_its_input_only():
     rounded = gradients(plain_call, x.bfloat16().float())
     assert not torch.equal(gradients(plain_call, x)[0], rounded[0])
     assert_equal(rounded, gradients(ackpt.checkpoint, x, lossy), "gradient")
-
-
-@pytest.mark.parametrize("backward_inside", [True, False])
-@bit_equal
-def test_save_on_cpu_around_a_region_is_bit_equal(call, backward_inside):
-    layers, x = model(), batch()
-    h, index = x * 1.0, torch.tensor([2, 0])
-    with torch.autograd.graph.save_on_cpu():
-        y = call(lambda h, index: layers(h)[index], h, index)
-        loss = total(y)
-        if backward_inside:
-            loss.backward()
-    if not backward_inside:
-        loss.backward()
-    return [x.grad, *(p.grad for p in layers.parameters())]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -189,11 +189,3 @@ def test_the_largest_live_bytes_are_the_peak(step):
         live = [sum(bucket) for bucket in zip(*shown["live"].values(), strict=True)]
         assert max(live) == shown["peak_bytes"] and len(live) <= explorer.BUCKETS
         assert 0 < shown["boundary"] < len(live)
-
-
-def test_the_smallest_feasible_budget_is_where_refusals_begin(step):
-    _, _, _, data = step
-    baseline, least = data["baseline"]["peak_bytes"], data["least_bytes"]
-    for row in data["budgets"]:
-        assert (row["plan"] is None) == (row["percent"] * baseline // 100 < least)
-    assert least == min(point["peak_bytes"] for point in data["front"])
