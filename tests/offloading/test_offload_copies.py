@@ -147,6 +147,16 @@ def test_buffers_are_known_in_a_recompute_too(checkpointed, inside):
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_leaves_that_require_grad_stay(mode):
+    chosen = fresh(mode)
+    x, w = matrix().requires_grad_(), nn.Parameter(matrix())
+    with chosen:
+        loss = (x.t() * w.t() * x.view(-1).view(SIDE, SIDE)).sum()
+    assert counts(chosen.engine, "copies_out") == {"copies_out": 1}  # the first product
+    loss.backward()
+
+
 def sines(x, length):
     for _ in range(length):
         x = x.sin()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from steps import KINDS, differing, own_engine, run_network
+from steps import KINDS, differing, one_forward, own_engine, run_network
 
 import ackpt
 from ackpt.offloading import transport
@@ -69,6 +69,40 @@ def test_a_copy_that_fails_fails_the_step_and_no_other(network_right, monkeypatc
         offload.engine.release_buffers()
         assert offload.engine.stats()["pool_bytes"] == 0, number
         monkeypatch.undo()
+
+
+@KINDS
+def test_the_next_step_works_while_the_error_is_still_held(network_right, monkeypatch, kind):
+    offload = own_engine(keep_last=0)
+    failing_at(monkeypatch, 1)
+    try:
+        run_network(kind, offload, 1)
+    except ackpt.OffloadError as error:
+        held = error  # and with it the frames of the step, and its graph
+        assert differing(run_network(None, None), network_right) == 0  # without offload
+        made = run_network(kind, offload, 2)
+    assert differing(made, network_right[: len(made)]) == 0
+    assert "the bus is down" in str(held)
+
+
+@KINDS
+def test_a_failed_copy_does_not_break_a_later_step_of_other_sizes(monkeypatch, kind):
+    offload = own_engine(keep_last=0)
+
+    def step(rows):
+        x = torch.ones(rows, 64, requires_grad=True)
+        with one_forward(kind, offload) as call:
+            y = call(torch.sin, call(torch.sin, x * 2))
+        y.sum().backward()
+        return x.grad
+
+    expected = [step(1024), step(512)]
+    failing_at(monkeypatch, 0)
+    assert failure(step, 1024) is not None
+    found = [step(512), step(256), step(1024)]
+    assert torch.equal(found[0], expected[1]) and torch.equal(found[2], expected[0])
+    offload.engine.release_buffers()
+    assert offload.engine.stats()["pool_bytes"] == 0
 
 
 def test_a_copy_that_cannot_be_submitted_leaves_the_counts_right(monkeypatch):

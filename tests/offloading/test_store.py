@@ -52,6 +52,10 @@ def test_sizes_are_rounded_up_by_at_most_an_eighth():
         assert size <= size_class(size) <= size * 9 / 8, size
 
 
+def test_small_sizes_are_rounded_up_to_pages():
+    assert [size_class(size) for size in (1, PAGE, PAGE + 1, 7 * PAGE - 1)] == [PAGE, PAGE, 2 * PAGE, 7 * PAGE]
+
+
 def test_a_returned_buffer_serves_every_size_of_its_class():
     pool = Pool(made := Made())
     first = pool.take(100 * KIB)
@@ -59,6 +63,14 @@ def test_a_returned_buffer_serves_every_size_of_its_class():
     pool.give(first)
     assert pool.take(98 * KIB) is first and first.size == 104 * KIB
     assert (pool.hits, pool.misses, made.sizes) == (1, 2, [104 * KIB] * 2)
+
+
+def test_the_buffer_returned_first_is_taken_first():
+    pool = Pool(no_memory)
+    buffers = [pool.take(PAGE) for _ in range(3)]
+    for buffer in (buffers[1], buffers[2], buffers[0]):
+        pool.give(buffer)
+    assert [pool.take(PAGE) for _ in range(3)] == [buffers[1], buffers[2], buffers[0]]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -153,6 +165,17 @@ def test_a_larger_idle_buffer_serves_for_half_its_size_and_more():
     pool.give(large)
     assert pool.take(3 * PAGE) is not large
     assert (pool.hits, pool.misses) == (2, 3)
+
+
+def test_fallback_buffers_are_reused_and_counted_off():
+    pool = Pool(Made(), Made(), limit=0)
+    with pytest.warns(UserWarning):
+        buffer = pool.take(PAGE)
+    pool.give(buffer)
+    assert pool.take(PAGE) is buffer and pool.hits == 1
+    pool.give(buffer)
+    pool.clear()
+    assert (pool.bytes, pool.fallback_bytes) == (0, 0)
 
 
 def test_where_memory_is_refused_the_fallback_is_taken_with_one_warning_that_says_why():

@@ -81,6 +81,16 @@ def test_work_after_failed_work_runs():
     assert isinstance(failed.error(), OSError)
 
 
+def test_seconds_exclude_the_waiting_before_the_work(gate):
+    first, second = Stream("first"), Stream("second")
+    blocking = first.submit(passes, gate)
+    event = second.submit(lambda: None, after=[blocking])
+    gate.set()
+    event.wait()
+    assert event.began >= blocking.ended >= blocking.began > 0
+    assert event.seconds() == event.ended - event.began >= 0
+
+
 def test_a_stream_without_references_ends():
     stream = Stream("test")
     stream.submit(lambda: None).wait()
