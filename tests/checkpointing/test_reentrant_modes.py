@@ -128,6 +128,20 @@ def test_the_state_of_autocast_survives_a_backward():
         assert surroundings() == before
 
 
+def test_saved_tensors_hooks_around_a_region_see_its_input_only():
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor
+
+    layers, x = model(), batch()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = ackpt.checkpoint(layers, x)
+    assert packed == [x.shape]
+    y.sum().backward()
+
+
 def test_lossy_hooks_around_a_region_change_its_input_only():
     def gradients(call, x, around=contextlib.nullcontext):
         seed()

@@ -220,6 +220,12 @@ def test_rms_norm_saves_its_input_and_one_number_per_row(dtype):
     assert sorted(t.nbytes for t in saved) == sorted([x.nbytes, 64 * 4, 100 * 4])
 
 
+def test_rms_norm_refuses_a_second_derivative():
+    x = torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(RMSNorm(8, 1e-6)(x).square().sum(), x, create_graph=True)
+    raises(RuntimeError, "once_differentiable", lambda: grad.sum().backward())
+
+
 def count(model):
     return sum(p.numel() for p in model.parameters())
 
