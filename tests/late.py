@@ -98,14 +98,11 @@ class Arena:
 
 @dataclasses.dataclass
 class Copy:
-    """One copy: the address of the memory that it reads or writes, the buffer on its other side, what it waits for."""
+    """One copy, and the memory of the device that it reads or writes."""
 
     way: str
     event: LateEvent
-    buffer: int
     address: int
-    size: int
-    after: tuple
 
 
 class LateTransport(CpuTransport):
@@ -120,12 +117,12 @@ class LateTransport(CpuTransport):
 
     def copy_out(self, source, begin, buffer, size, after, *stream):
         event = super().copy_out(source, begin, buffer, size, after, *stream)
-        self.copies.append(Copy("out", event, buffer.data_ptr(), source.data_ptr() + begin, size, tuple(after)))
+        self.copies.append(Copy("out", event, source.data_ptr() + begin))
         return event
 
     def copy_in(self, buffer, target, size, after):
         event = super().copy_in(buffer, target, size, after)
-        self.copies.append(Copy("in", event, buffer.data_ptr(), target.data_ptr(), size, tuple(after)))
+        self.copies.append(Copy("in", event, target.data_ptr()))
         return event
 
     def allocate(self, size):
@@ -173,16 +170,6 @@ class UsesTargetEarly(LateTransport):
 
     def wait_event(self, event, used=None):
         return super().wait_event(event, used) if used is None else Ended()
-
-
-class IgnoresEarlierCopies(LateTransport):
-    """Broken: a copy does not wait for the earlier copies of its buffer."""
-
-    def copy_out(self, source, begin, buffer, size, after, *stream):
-        return super().copy_out(source, begin, buffer, size, (), *stream)
-
-    def copy_in(self, buffer, target, size, after):
-        return super().copy_in(buffer, target, size, ())
 
 
 def late_offload(transport, mode="async", **options) -> ackpt.offloading.saved_tensors.Offload:

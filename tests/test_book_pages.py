@@ -89,11 +89,6 @@ def test_every_quoted_message_is_in_the_package():
     assert (vague, gone) == ([], [])
 
 
-def test_a_message_with_another_wording_is_not_found():
-    assert is_quoted_from("the … has gone", "now the … cat has gone away")
-    assert not is_quoted_from("the … has gone", "has gone the cat")
-
-
 def test_every_cited_source_is_in_the_bibliography():
     number = r"arXiv[:.]+(?:org/abs/)?(\d{4}\.\d{5})|doi(?::|\.org/)(10\.\d{4,}/[\d.]+\d)"
     sources = [*(ROOT / "ackpt").rglob("*.py"), *(ROOT / "notebooks").glob("*.py")]

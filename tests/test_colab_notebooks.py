@@ -48,17 +48,6 @@ def test_no_myst_remains_in_a_notebook_for_colab(name):
     assert survivors(read(ROOT / COLAB_FOLDER / f"{name}.ipynb")) == set()
 
 
-def test_remaining_myst_is_reported():
-    assert {"directive", "role", "relative address"} <= survivors(read(CHAPTERS[0]))
-    for text, names in (
-        ("```{include} x.md\n```", {"directive"}),
-        ("see {doc}`there`", {"role"}),
-        ("(label)=\n# Title\n\n% a comment\n\n:name: value", {"label", "comment", "option"}),
-    ):
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
-        assert survivors(notebook) == names
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_for_colab_is_its_chapter_without_what_belongs_to_the_page(name):
     chapter, colab = (read(ROOT / folder / f"{name}.ipynb") for folder in ("book/notebooks", COLAB_FOLDER))

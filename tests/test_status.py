@@ -89,11 +89,6 @@ def test_a_table_gets_the_gpu_record_that_its_notebook_reads(book):
     assert status.page("missing", book) == "Nothing is missing.\n"
 
 
-def test_columns_that_are_left_out_are_read_from_the_note(book):
-    write(book, "02_two", [{"n": 1}], {"n": "tokens", "peak": "on a GPU, MiB", "time": "on a GPU, time, %"})
-    assert status.read_table(book / "results/tables/02_two.md").left_out == ("on a GPU, MiB", "on a GPU, time, %")
-
-
 def test_kinds_of_figures_come_from_captions_and_headings(book):
     assert [row["also"] for row in status.table_rows(book)] == ["predicted", "predicted"]
     write(book, "01_one", [{"n": 1}], {"n": "Published, MB"})

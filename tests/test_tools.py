@@ -14,7 +14,7 @@ from check_types import incomplete
 from conftest import raises
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat.v4 import new_code_cell, new_notebook, new_output
-from reproduce import chapters, reproduce
+from reproduce import reproduce
 
 ADDRESS = "https://github.com/someone/something"
 CHAPTER = """\
@@ -132,11 +132,6 @@ def test_only_a_full_run_removes_results_that_no_notebook_writes(
     reproduce(checkout, checkout, only=[])
     assert not stale.exists() and "results/tables/stale.md" in capsys.readouterr().out
     assert (checkout / "results/reference/published.json").exists()
-
-
-def test_an_unknown_chapter_is_an_error_that_lists_the_known_ones(checkout: Path) -> None:
-    with pytest.raises(NotebookError, match="no notebook starts with 07; there are: 01_first"):
-        chapters(["07"], checkout / "notebooks")
 
 
 def test_prepare_adds_the_badge_and_the_colab_cell_from_one_address(checkout: Path) -> None:

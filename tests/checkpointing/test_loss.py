@@ -76,11 +76,6 @@ def test_all_rows_ignored(reduction, rows):
         assert torch.equal(one, other) and other.abs().sum() == 0
 
 
-def test_one_row_and_one_class():
-    assert_close(inputs(rows=1), chunks=8)
-    assert_close(inputs(vocabulary=1))
-
-
 def test_large_logits_do_not_overflow():
     hidden, weight, targets = inputs(dtype=torch.float32)
     made = ((hidden * 1e4).detach().requires_grad_(), weight, targets)
@@ -127,16 +122,6 @@ def test_a_second_backward_needs_retain_graph():
     raises(RuntimeError, "second time", loss.backward)
 
 
-def test_torch_autograd_grad_and_accumulation():
-    hidden, weight, targets = inputs()
-    (expected,) = torch.autograd.grad(full(hidden, weight, targets), weight)
-    (found,) = torch.autograd.grad(ackpt.chunked_cross_entropy(hidden, weight, targets), weight)
-    torch.testing.assert_close(expected, found)
-    for _ in range(2):
-        ackpt.chunked_cross_entropy(hidden, weight, targets).backward()
-    torch.testing.assert_close(weight.grad, 2 * expected)
-
-
 @pytest.mark.parametrize("inside", [True, False])
 def test_equal_to_torch_with_a_checkpointed_model(inside):
     hidden, weight, targets = inputs()
@@ -156,16 +141,6 @@ def test_strided_inputs_are_accepted():
     assert_close((hidden.detach().t().contiguous().t().requires_grad_(), weight, targets.flip(0)), chunks=5)
     assert_close((hidden, weight.detach().t().contiguous().t().requires_grad_(), targets), chunks=5)
     assert_close((hidden.detach()[::2].requires_grad_(), weight, targets[::2]), chunks=4)
-
-
-def test_no_grad_mode_forms_no_gradient():
-    hidden, weight, targets = inputs()
-    with torch.no_grad():
-        loss = ackpt.chunked_cross_entropy(hidden, weight, targets)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, full(hidden, weight, targets).detach())
-    with torch.inference_mode():
-        torch.testing.assert_close(ackpt.chunked_cross_entropy(hidden, weight, targets), loss)
 
 
 def test_nothing_as_large_as_the_logits_is_allocated():
@@ -201,7 +176,6 @@ ERRORS = {
     "probabilities": (lambda h, w, t: (h, w, t.double()), {}, TypeError, "targets int64; got .*float64"),
     "dtypes": (lambda h, w, t: (h.float(), w, t), {}, TypeError, "hidden is torch.float32 but weight is torch.float64"),
     "no chunk": (lambda h, w, t: (h, w, t), {"chunks": 0}, ValueError, "at least 1, got 0"),
-    "negative": (lambda h, w, t: (h, w, t), {"chunks": -3}, ValueError, "got -3"),
     "fraction": (lambda h, w, t: (h, w, t), {"chunks": 1.5}, ValueError, "whole number .* got 1.5"),
     "truth": (lambda h, w, t: (h, w, t), {"chunks": True}, ValueError, "got True"),
     "reduction": (lambda h, w, t: (h, w, t), {"reduction": "none"}, ValueError, "one of mean, sum, got 'none'"),

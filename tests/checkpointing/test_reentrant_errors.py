@@ -40,24 +40,6 @@ def test_create_graph_is_refused(differentiate):
     assert x.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_torchs_reentrant_checkpoint_is_silently_wrong_with_create_graph():
-    def gradient_penalty(call):
-        x = torch.full((2,), 0.5, requires_grad=True)
-        call(torch.sin, x).sum().backward(create_graph=True)
-        grad, x.grad = x.grad, None
-        if not grad.requires_grad:
-            return None
-        grad.pow(2).sum().backward()
-        return x.grad
-
-    plain = gradient_penalty(lambda function, x: function(x))
-    theirs = gradient_penalty(lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True))
-    assert plain is not None and (theirs is None or not torch.allclose(plain, theirs))
-    with pytest.raises(Error):
-        gradient_penalty(ackpt.checkpoint)
-
-
 PARTIAL = {
     "autograd.grad": lambda loss, x: torch.autograd.grad(loss, x),
     "inputs": lambda loss, x: loss.backward(inputs=[x]),
@@ -89,14 +71,6 @@ def test_transforms_of_torch_func_are_refused():
             transform(x)
     with raises_cleanly(Error, "torch.func transform"):
         torch.func.jvp(loss, (x,), (x,))
-
-
-def test_forward_mode_gradients_are_refused():
-    x = batch()
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with raises_cleanly(NotImplementedError, "forward mode AD"):  # torch's own, for any custom function
-            ackpt.checkpoint(torch.sin, dual)
 
 
 @dataclasses.dataclass
@@ -207,21 +181,6 @@ def test_a_tensor_that_no_recorder_sees_and_is_not_returned_cannot_take_part_in_
         loss = out.sum() + (keep.all[0] if keep.all else keep.value).sum()
     with raises_cleanly(Error, "left it other than through its return value .* Return the tensor"):
         loss.backward()
-
-
-def test_a_tensor_that_leaves_the_region_can_be_read():
-    keep, x = Namespace(), batch()
-    y = ackpt.checkpoint(LEAKS["attribute"](keep), x)
-    assert torch.equal(keep.value, x.cos())
-    y.sum().backward()
-    assert torch.equal(x.grad, x.cos())
-
-
-def test_in_place_changes_of_outputs_that_share_memory_are_refused():
-    y, view = ackpt.checkpoint(lambda x: (lambda y: (y, y[0]))(x.sin()), batch())
-    for output in (y, view):
-        with raises_cleanly(RuntimeError, "view and is being modified inplace"):
-            output.mul_(2)
 
 
 def test_an_unreachable_tensor_is_named():

@@ -158,18 +158,6 @@ def test_tensor_and_module_hooks_fire_as_without_regions(scenario):
     assert_same_heard(scenario)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_hooks_on_parameters_of_nested_regions_fire_once(nested):
-    def scenario(call, heard):
-        model, x = layers(), batch()
-        for name, parameter in model.named_parameters():
-            parameter.register_hook(remember(heard, name))
-        total(call(lambda x: call(model, x).sin() if nested else model(x), x)).backward()
-        heard.sort(key=lambda item: item[0])
-
-    assert len(assert_same_heard(scenario)) == 4
-
-
 def test_forward_hooks_of_a_wrapped_module_fire_once_and_inner_ones_see_is_recomputing():
     model = nn.Sequential(layers(), layers())
     ackpt.apply_activation_checkpointing(model)
@@ -181,19 +169,6 @@ def test_forward_hooks_of_a_wrapped_module_fire_once_and_inner_ones_see_is_recom
     total(model(batch())).backward()
     once = [("before", "0", False), ("before", "0.1", False), ("after", "0.1", False), ("after", "0", False)]
     assert heard == [*once, ("before", "0.1", True), ("after", "0.1", True)]
-
-
-def test_a_full_backward_hook_of_a_wrapped_module_fires_once():
-    def scenario(wrap):
-        seed()
-        model, x, heard = nn.Sequential(layers(), layers()), batch(), []
-        if wrap:
-            ackpt.apply_activation_checkpointing(model)
-        model[1].register_full_backward_hook(lambda module, gin, gout: heard.extend([gin[0], gout[0]]))
-        total(model(x)).backward()
-        return heard
-
-    assert_equal(scenario(False), scenario(True), "gradient")
 
 
 def test_an_optimizer_step_inside_a_hook():

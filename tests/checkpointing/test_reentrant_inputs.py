@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import Case, assert_same_step, bit_equal, run_step, tensors_in
+from conftest import Case, assert_same_step, run_step, tensors_in
 from torch import nn
 
 import ackpt
@@ -87,27 +87,20 @@ def values(*args, **kwargs):
 
 
 ARGUMENTS = {
-    "positional": lambda a, b: ((a, b), {}),
     "keyword": lambda a, b: ((), {"a": a, "b": b}),
-    "both": lambda a, b: ((a,), {"b": b}),
     "the same tensor twice": lambda a, b: ((a, a, b, a), {"again": b}),
     "dict": lambda a, b: (({"a": a, "b": {"deep": b, "none": None}},), {}),
     "list": lambda a, b: (([a, 3, [b, "text"]],), {}),
-    "tuple": lambda a, b: (((a, (b, 2.5)),), {}),
     "named tuple": lambda a, b: ((Pair(a, Pair(b, 1)),), {}),
     "dataclass": lambda a, b: ((Box(Box([a, {"b": b}])),), {}),
-    "frozen dataclass": lambda a, b: ((Frozen(a, Frozen(3, b)),), {}),
     "dataclass with slots": lambda a, b: ((Slotted(Slotted((a, b))),), {}),
     "dict and dataclass": lambda a, b: ((Output(a, b),), {}),
-    "ordered dict": lambda a, b: ((collections.OrderedDict(a=a, b=b),), {}),
     "default dict": lambda a, b: ((collections.defaultdict(list, {"a": [a, b]}),), {}),
     "dict subclass": lambda a, b: ((Names(a=a, b=b),), {}),
     "list subclass": lambda a, b: ((Row([a, b]),), {}),
     "deque": lambda a, b: ((), {"a": a, "deque": collections.deque([1, 2]), "b": b}),
     "plain object": lambda a, b: ((types.SimpleNamespace(a=a, deep=types.SimpleNamespace(b=b)),), {}),
     "not tensors": lambda a, b: ((a, None, 3, 2.5, "text", True, torch.int8, a.shape, enum.Enum), {"b": b, "n": None}),
-    "parameters as arguments": lambda a, b: ((nn.Parameter(a.detach()), nn.Parameter(b.detach())), {}),
-    "one needs no grad": lambda a, b: ((a.detach(), b), {}),
     "integers among them": lambda a, b: ((a, torch.arange(3), torch.tensor(True), b), {"index": torch.tensor([1])}),
     "keywords named as checkpoint's own": lambda a, b: ((a,), {"function": b, "self": 1, "args": 2, "kwargs": 3}),
 }
@@ -126,47 +119,25 @@ def test_arguments_of_every_kind_are_bit_equal(arrange):
     assert sum(grad is not None for grad in step.grads) >= 1
 
 
-def test_gradients_reach_tensors_in_every_container():
-    def build():
-        inside = [leaf() for _ in range(6)]
-        holder = Box({"a": inside[0], "b": [inside[1], (inside[2], Pair(inside[3], Frozen(inside[4])))]})
-        return Case(values, (holder,), {"last": inside[5]}, also=inside)
-
-    step = assert_same_step(build)
-    assert sum(grad is not None for grad in step.grads) == 6
-
-
 OUTPUTS = {
     "nothing": lambda x: None,
     "a number": lambda x: 3,
-    "a tuple": lambda x: (x.sin(), x.cos()),
     "a list with other things": lambda x: [x.sin(), None, 3, "text", x.cos()],
     "nested": lambda x: {"a": [x.sin(), (x.cos(), {"b": x.exp()})], "n": None},
     "named tuple": lambda x: Pair(x.sin(), None),
-    "return type of torch": lambda x: (x * 2).max(dim=0),
-    "sort": lambda x: torch.sort(x.sin()),
-    "svd": lambda x: torch.linalg.svd(x * 2).S,
     "dataclass": lambda x: Box(x.sin()),
-    "frozen dataclass": lambda x: Frozen(x.sin(), (x.cos(),)),
     "dict and dataclass": lambda x: Output(x.sin(), [x.cos()]),
-    "default dict": lambda x: collections.defaultdict(list, a=[x.sin()]),
     "dict subclass": lambda x: Names(a=x.sin()),
     "some without grad": lambda x: (x.sin(), torch.arange(3), x > 0, torch.zeros(2)),
     "detached": lambda x: (x.sin(), x.cos().detach()),
-    "one twice": lambda x: (lambda y: (y, y, [y]))(x.sin()),
     "output and its detached self": lambda x: (lambda y: (y, y.detach()))(x.sin()),
     "views of one another": lambda x: (lambda y: (y, y[0], y.t(), y.view(-1)[1:3]))(x.sin()),
-    "parts": lambda x: x.sin().chunk(2, dim=1),
     "unbound": lambda x: x.sin().unbind(0),
     "a view of the input": lambda x: x[:, 1:],
     "the input itself": lambda x: x,
     "the input among others": lambda x: (x.sin(), x, {"x": x}),
-    "expanded": lambda x: x.sin()[0, 0].expand(4, 4),
-    "scalar": lambda x: x.sin().sum(),
-    "empty": lambda x: (x.sin()[:0], x.cos()),
     "complex": lambda x: torch.view_as_complex(torch.stack([x.sin(), x.cos()], -1)),
     "other dtype": lambda x: (x.sin().double(), x.cos().bfloat16()),
-    "transposed memory": lambda x: x.sin().t().contiguous().t(),
 }
 
 
@@ -204,21 +175,8 @@ def test_a_returned_input_tensor_is_the_same_object():
     assert same[0] is same[1]
 
 
-def test_returned_inputs_get_their_gradient_once():
-    def build():
-        x, weight = leaf(), nn.Parameter(torch.full((2, 3), 1.25))
-        h = x * 2
-        h.retain_grad()
-        return Case(lambda h: (h * weight, h, weight, x), (h,), also=[x, h, weight])
-
-    assert_same_step(build)
-
-
 KINDS = {
     "scalar": lambda: torch.tensor(1.5, requires_grad=True),
-    "empty": lambda: torch.randn(0, 3, requires_grad=True),
-    "double": lambda: torch.randn(2, 3, dtype=torch.double, requires_grad=True),
-    "half": lambda: torch.randn(2, 3).half().requires_grad_(),
     "complex": lambda: torch.randn(2, 3, dtype=torch.cfloat, requires_grad=True),
     "conjugate": lambda: torch.randn(2, 3, dtype=torch.cfloat, requires_grad=True).conj(),
     "transposed": lambda: torch.randn(3, 2, requires_grad=True).t(),
@@ -248,31 +206,3 @@ def test_tensor_subclasses():
     assert_same_step(build, loss=lambda out: out[0].sum().as_subclass(torch.Tensor))
     out = ackpt.checkpoint(lambda x: (type(x), x.sin()), torch.randn(2, 3).as_subclass(Tagged).requires_grad_())
     assert out[0] is Tagged and type(out[1]) is Tagged
-
-
-@bit_equal
-def test_nested_jagged_tensors(call):
-    linear, rows = nn.Linear(3, 3), [torch.randn(2, 3), torch.randn(4, 3)]
-    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
-    call(linear, jagged).values().pow(2).sum().backward()
-    return [jagged.grad.values(), linear.weight.grad]
-
-
-def test_a_function_that_computes_no_tensor_makes_no_region():
-    x = leaf()
-    assert ackpt.checkpoint(lambda x: x.shape, x) == (2, 3)
-    assert ackpt.checkpoint(lambda: 5) == 5
-    detached = ackpt.checkpoint(lambda x: x.sin().detach(), x)
-    assert not detached.requires_grad and detached.grad_fn is None
-
-
-def test_packed_sequences():
-    def build():
-        rows = [leaf(3, 2), leaf(2, 2)]
-        rnn = nn.LSTM(2, 3)
-        packed = nn.utils.rnn.pack_sequence(rows)
-        return Case(lambda packed: rnn(packed), (packed,), also=[rows, rnn])
-
-    step = assert_same_step(build)
-    assert type(ackpt.checkpoint(lambda p: p, nn.utils.rnn.pack_sequence([leaf(3, 2)]))) is nn.utils.rnn.PackedSequence
-    assert sum(grad is not None for grad in step.grads) == 2 + 4

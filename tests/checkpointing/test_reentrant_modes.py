@@ -8,9 +8,7 @@ import torch
 from conftest import (
     Case,
     assert_equal,
-    assert_same_step,
     batch,
-    bit_equal,
     model_of,
     plain_call,
     raises,
@@ -32,12 +30,6 @@ def model():
 
 def region():
     return Case(model(), (batch(),))
-
-
-def test_autocast_around_the_forward_only():
-    step = assert_same_step(region, around=bf16)
-    assert step.outputs[0].dtype == torch.bfloat16
-    assert_same_step(region, around=no_cache)
 
 
 def branches():
@@ -126,24 +118,6 @@ def test_a_closed_over_tensor_and_a_backward_inside_of_autocast(cast):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)
 
 
-def test_autocast_inside_of_the_region_and_nested_regions_under_autocast():
-    def inside(layers, x):
-        with bf16():
-            return layers(x).float()
-
-    def build():
-        layers = model()
-        return Case(lambda x: inside(layers, x), (batch(),), also=layers)
-
-    assert_same_step(build)
-
-    def nested():
-        layers = model()
-        return Case(lambda x: ackpt.checkpoint(layers, x).sin(), (batch(),), also=layers)
-
-    assert_same_step(nested, around=bf16)
-
-
 def test_the_state_of_autocast_survives_a_backward():
     x, layers = batch(), model()
     with no_cache():
@@ -184,63 +158,6 @@ def test_lossy_hooks_around_a_region_change_its_input_only():
     rounded = gradients(plain_call, x.bfloat16().float())
     assert not torch.equal(gradients(plain_call, x)[0], rounded[0])
     assert_equal(rounded, gradients(ackpt.checkpoint, x, lossy), "gradient")
-
-
-@pytest.mark.parametrize("backward_inside", [True, False])
-@bit_equal
-def test_save_on_cpu_around_a_region_is_bit_equal(call, backward_inside):
-    layers, x = model(), batch()
-    h, index = x * 1.0, torch.tensor([2, 0])
-    with torch.autograd.graph.save_on_cpu():
-        y = call(lambda h, index: layers(h)[index], h, index)
-        loss = total(y)
-        if backward_inside:
-            loss.backward()
-    if not backward_inside:
-        loss.backward()
-    return [x.grad, *(p.grad for p in layers.parameters())]
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
-def test_anomaly_mode_is_bit_equal():
-    with torch.autograd.detect_anomaly():
-        assert_same_step(region)
-        x = torch.zeros(3, requires_grad=True)
-        with pytest.raises(RuntimeError, match="returned nan values"):
-            ackpt.checkpoint(lambda x: (x * 0).sqrt() * 0, x).sum().backward()
-
-
-@pytest.mark.parametrize("switch", [torch.use_deterministic_algorithms, torch.set_flush_denormal])
-def test_switches_of_torch_apply_to_both_runs(switch):
-    switch(True)
-    try:
-        assert_same_step(region)
-    finally:
-        switch(False)
-
-
-def make_compiled():
-    def forward(self, x):
-        for block in self.blocks:
-            x = ackpt.checkpoint(block, x.sin())
-        return x.cos()
-
-    return model_of(forward, blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
-
-
-# Dynamo looks at the .grad of an intermediate where it breaks the graph.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_that_calls_checkpoint_breaks_its_graph_there(fresh_dynamo, backend):
-    def run(compile):
-        seed()
-        layers, x = make_compiled(), batch()
-        y = compile(layers)(x)
-        total(y).backward()
-        return [y.detach(), x.grad, *(p.grad for p in layers.parameters())]
-
-    compiled = run(functools.partial(torch.compile, backend=backend))
-    assert_equal(run(lambda layers: layers), compiled, "gradient")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

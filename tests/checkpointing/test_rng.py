@@ -22,19 +22,11 @@ from ackpt.checkpointing import rng
 GLOBAL = {
     "dropout": lambda x: nn.functional.dropout(x, 0.5),
     "rand_like": lambda x: x * torch.rand_like(x),
-    "randn in place": lambda x: x * torch.empty(3, 4).normal_(),
-    "one normal number": lambda x: x * torch.randn(1),
     "permutation": lambda x: x[torch.randperm(3)] * torch.arange(12.0).view(3, 4),
-    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)) * x,
-    "multinomial": lambda x: x * torch.multinomial(torch.ones(9), 4).float(),
-    "rrelu": lambda x: nn.functional.rrelu(x, training=True),
-    "gumbel": lambda x: nn.functional.gumbel_softmax(x),
-    "distribution": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
     "python": lambda x: x * random.random() + random.gauss(0, 1),
     "python choice": lambda x: x * random.choice([1, 2, 3]) if random.random() < 0.5 else x.sin(),
     "numpy": lambda x: x * float(np.random.rand()),
     "numpy normal, one of a pair": lambda x: x * float(np.random.randn()),
-    "numpy permutation": lambda x: x[torch.from_numpy(np.random.permutation(3))] * torch.arange(12.0).view(3, 4),
     "all of them": lambda x: x * random.random() * float(np.random.randn()) * torch.rand(4) + random.gauss(0, 1),
     "seeds inside": lambda x: (torch.manual_seed(5), x * torch.rand(4))[1],
     "python seeded inside": lambda x: (random.seed(3), np.random.seed(3), x * random.random() * np.random.rand())[2],
@@ -243,15 +235,6 @@ def test_numpys_global_generator_may_be_replaced():
         np.random.set_bit_generator(before)
 
 
-def test_reseeding_between_forward_and_backward_changes_no_gradient():
-    x = torch.ones(1000, requires_grad=True)
-    y = ackpt.checkpoint(lambda x: nn.functional.dropout(x) * random.random() * float(np.random.rand()), x)
-    seed(9)
-    before = streams()
-    y.sum().backward()
-    assert torch.equal(y.detach(), x.grad) and streams() == before
-
-
 def seeded(seeds):
     def function(x):
         seeds()
@@ -279,13 +262,6 @@ def test_a_seed_that_differs_between_runs_is_refused(name, seeds):
     before = streams()
     raises(ackpt.CheckpointError, f"drew other random numbers from {name} than its forward", lambda: y.sum().backward())
     assert x.grad is None and streams() == before
-
-
-def test_a_generator_reseeded_by_the_region_is_refused():
-    for source in fresh()[0], fresh()[3]:
-        y = ackpt.checkpoint(lambda x, source: (source.seed(), draw(x, [source]))[1], batch(), source)
-        with pytest.raises(ackpt.CheckpointError, match="drew other random numbers"):
-            total(y).backward()
 
 
 FORKED = {

@@ -4,13 +4,11 @@ import collections
 import dataclasses
 from typing import NamedTuple
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pack_sequence
 
-from ackpt.checkpointing.tree import Slot, Tensors, fill, strip, strip_arguments, strip_result
+from ackpt.checkpointing.tree import Slot, Tensors, fill, strip
 
 
 class Pair(NamedTuple):
@@ -76,56 +74,8 @@ def test_fill_is_the_inverse_of_strip(tree):
     assert (stripped is tree) == (not found)
 
 
-@given(st.lists(TREES, max_size=3))
-def test_arguments_are_taken_apart_and_filled_again(trees):
-    tensors = Tensors()
-    stripped, nested = strip_arguments(trees, tensors)
-    assert same(fill(stripped, tensors), tuple(trees))
-    containers = [tree for tree in trees if not isinstance(tree, torch.Tensor)]
-    assert nested == any(isinstance(leaf, torch.Tensor) for leaf in leaves(containers))
-
-
-@given(TREES)
-def test_results_are_taken_apart_and_filled_again(tree):
-    tensors, stripped = strip_result(tree)
-    assert same(fill(stripped, [tensor * 2 for tensor in tensors]), doubled(tree))
-
-
-def doubled(tree):
-    if isinstance(tree, Pair):
-        return Pair(*map(doubled, tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(doubled, tree))
-    if isinstance(tree, dict):
-        return type(tree)((key, doubled(value)) for key, value in tree.items())
-    if isinstance(tree, Box):
-        return Box(doubled(tree.value))
-    return tree * 2 if isinstance(tree, torch.Tensor) else tree
-
-
 def test_a_container_without_tensors_is_returned_itself():
     numbers, tensors = [1, [2], {"a": 3}], Tensors()
     assert strip(numbers, tensors) is numbers and fill(numbers, tensors) is numbers
     mixed = [numbers, ONE]
     assert fill(strip(mixed, tensors), tensors)[0] is numbers and mixed[1] is ONE
-
-
-def test_a_tensor_seen_twice_has_one_slot():
-    tensors = Tensors()
-    first, second = strip([ONE, {"again": ONE}], tensors)
-    assert first is second["again"] and list(tensors) == [ONE]
-
-
-def test_types_of_torch():
-    packed = pack_sequence([torch.ones(3), torch.ones(2)])
-    largest = torch.arange(6.0).view(2, 3).max(0)
-    for obj in (packed, largest):
-        tensors = Tensors()
-        back = fill(strip(obj, tensors), tensors)
-        assert type(back) is type(obj)
-        assert all(one is other for one, other in zip(back, obj))
-
-
-@pytest.mark.parametrize("size", [torch.Size([2, 3]), torch.device("cpu"), range(3), b"bytes", {1, 2}, frozenset()])
-def test_unknown_objects_are_leaves(size):
-    assert strip(size, Tensors()) is size

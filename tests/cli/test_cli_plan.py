@@ -304,14 +304,6 @@ def _attention(shape, options):
     return model_of(forward, key=torch.nn.Parameter(torch.empty(shape)), options=options)
 
 
-def test_attention_with_dropout_keeps_no_matrix_of_weights_on_a_gpu():
-    sizes = request("bert-base", batch_size=1, seq_len=256, dim=32, ff_dim=64, layers=1, heads=2, vocab_size=100)
-    matrix = 2 * 256 * 256 * 4
-    for where, kept in ((None, True), ("t4", False)):
-        graph = run_plan(PlanConfig(sizes, device=where)).graph
-        assert any(storage.bytes == matrix for storage in graph.storages) is kept
-
-
 @pytest.mark.parametrize(
     ("arguments", "name", "inputs"),
     [
@@ -344,15 +336,6 @@ def test_a_configuration_of_transformers_gets_its_head_and_inputs(arguments, nam
     pytest.importorskip("transformers")
     found = planned(capsys, *arguments)
     assert (found["class"], found["inputs"]) == (name, inputs)
-
-
-def test_the_decoder_of_whisper_has_no_mask_tensor_as_in_eager():
-    pytest.importorskip("transformers")
-    fields = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "max_source_positions": 20}
-    fields |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 50258}
-    request = StepRequest("hf:WhisperConfig", 2, 8, fields=fields)
-    graph = run_plan(PlanConfig(request, device="a100-80g")).graph  # without a warning
-    assert not any("cumsum" in node.target for node in graph.nodes)
 
 
 def test_a_configuration_file_names_its_head(tmp_path, capsys):
@@ -490,13 +473,6 @@ def test_the_explanation_as_json_adds_up(capsys):
     assert all(line["seconds"] > 0 for line in found["saved"])
     assert found["suggestions"] and all(s["saved_bytes"] > 0 for s in found["suggestions"])
     assert "saved" not in planned(capsys, *BERT)
-
-
-@pytest.mark.parametrize("option", [["--explain"], ["--html", "page.html"], ["--memory-viz", "step.pickle"]])
-def test_explain_is_refused_for_sharded_plans(option, capsys):
-    assert main(["plan", *BERT, "--fsdp", "2", *option]) == 2
-    refusal = capsys.readouterr().err
-    assert f"not one of the whole step: leave out {option[0]}; --json prints all plans as data" in refusal
 
 
 def test_wrong_names_are_refused_before_slow_imports():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_cli_plan import BERT, GPT2, SMALL, planned
+from test_cli_plan import BERT, SMALL, planned
 
 import ackpt
 from ackpt.cli import main
@@ -64,12 +64,6 @@ def test_clipping_and_scaling_take_the_measured_bytes(optimizer):
         assert expected - without[0] == measured - without[1]
 
 
-def test_the_phase_of_the_optimizer_includes_its_temporaries(capsys):
-    found = planned(capsys, *BERT, "--batch-size", "1", "--optimizer", "adamw")
-    assert "optimizer" in found["peak_node"]
-    assert found["by_phase"]["optimizer"] == found["peak_bytes"] > found["by_phase"]["backward"]
-
-
 def test_a_scaler_adds_its_scalars(capsys):
     without, scaled = (planned(capsys, *BERT, "--autocast", "float16", *o) for o in ([], ["--grad-scaler"]))
     assert (scaled["scaling"], without["scaling"]) == (True, False)
@@ -77,11 +71,6 @@ def test_a_scaler_adds_its_scalars(capsys):
     assert scaled["peak_bytes"] - without["peak_bytes"] == 8 + 4  # while the optimizer runs: found_inf
     on_gpu = [planned(capsys, *BERT, "--device-profile", "t4", *o) for o in ([], ["--grad-scaler"])]
     assert on_gpu[1]["resident_bytes"] - on_gpu[0]["resident_bytes"] == 2 * 512
-
-
-def test_the_loss_of_a_model_of_transformers_is_scaled(capsys):
-    found = planned(capsys, *GPT2, "--grad-scaler", "--optimizer", "sgd")
-    assert found["resident_bytes"] - planned(capsys, *GPT2, "--optimizer", "sgd")["resident_bytes"] == 8
 
 
 def test_any_optimizer_class_of_torch_is_accepted(tmp_path, monkeypatch, capsys):
@@ -127,11 +116,6 @@ def test_common_fields_of_every_configuration_can_be_set(capsys):
     classifier += ["num_hidden_layers=1", "num_attention_heads=2", 'architectures=["BertForSequenceClassification"]']
     three, ten = (planned(capsys, *classifier, f"num_labels={n}") for n in (3, 10))
     assert ten["parameters"] - three["parameters"] == 7 * (32 + 1)
-
-
-def test_several_gpus_are_planned_in_one_call(capsys):
-    found = planned(capsys, *BERT, "--device-profile", "t4,l4")
-    assert (found["sweep"], [plan["device"]["name"] for plan in found["plans"]]) == ("device_profile", ["t4", "l4"])
 
 
 def test_json_has_one_format(capsys):

@@ -1,5 +1,6 @@
 """The line about capture and planning: on a terminal, after a delay, with the stage; silent everywhere else."""
 
+import functools
 import io
 import os
 import threading
@@ -12,7 +13,6 @@ from torch import nn
 
 import ackpt
 from ackpt.core import progress
-from ackpt.planner.explain import explanation
 
 
 class Terminal(io.StringIO):
@@ -78,36 +78,35 @@ def test_the_line_disappears_with_an_interrupt(terminal):
         terminal.wait_for("capturing")
 
 
-class Slow(nn.Sequential):
-    """Waits in the capture until the line is there."""
+class Waiting(nn.Sequential):
+    """Waits in its forward until the line says what is done."""
+
+    text = ""
 
     def forward(self, input):
-        progress.sys.stderr.wait_for("capturing the step")  # pyright: ignore
+        progress.sys.stderr.wait_for(f"ackpt: {self.text}")  # pyright: ignore
         return super().forward(input)
 
 
-def test_compile_and_trace_show_progress(terminal):
-    ackpt.compile(Slow(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8))
-    assert shown_on(terminal) == ""
-    terminal.truncate(0)
-    ackpt.trace(Slow(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8))
-    assert "capturing the step" in terminal.getvalue()
+def regions(model, x):
+    ackpt.compile(model, x, budget="1GiB", regions=True)(x).sum().backward()
 
 
-def test_an_audit_and_planned_regions_show_it(terminal):
-    class Waiting(nn.Sequential):
-        text = ""
+SHOWN = {
+    "capturing the step": ackpt.compile,
+    "capturing": ackpt.trace,
+    "audit: running the step": functools.partial(ackpt.audit, compare_budget=False),
+    "recording the first step": regions,
+    "measuring the step": lambda model, x: ackpt.measure(lambda: model(x), resident=[model, x], repeats=0),
+    "predicting the step": lambda model, x: ackpt.predict(lambda: model.to("meta")(x.to("meta")).sum().backward()),
+}
 
-        def forward(self, input):
-            progress.sys.stderr.wait_for(self.text)  # pyright: ignore
-            return super().forward(input)
 
+@pytest.mark.parametrize("text", SHOWN)
+def test_long_calls_show_what_they_do(terminal, text):
     model = Waiting(nn.Linear(8, 8), nn.Tanh())
-    model.text = "ackpt: audit: running the step"
-    ackpt.audit(model, torch.ones(4, 8), compare_budget=False)
-    assert shown_on(terminal) == ""
-    model.text = "recording the first step"
-    ackpt.compile(model, torch.ones(4, 8), budget="1GiB", regions=True)(torch.ones(4, 8)).sum().backward()
+    model.text = text
+    SHOWN[text](model, torch.ones(4, 8))
     assert shown_on(terminal) == ""
 
 
@@ -122,42 +121,6 @@ def test_nothing_is_written_to_a_pipe_or_before_the_delay(terminal, monkeypatch)
     with progress.shown():
         progress.stage("capturing the step")
     assert terminal.getvalue() == ""
-
-
-def test_a_measurement_shows_one_line_of_progress(terminal):
-    x = torch.ones(4, 8)
-    terminal.is_terminal = False
-    step = ackpt.compile(nn.Linear(8, 8), x)
-    terminal.is_terminal = True
-    wider = torch.ones(5, 8)
-
-    def run():
-        terminal.wait_for("ackpt: measuring the step")
-        step(wider).sum().backward()
-
-    ackpt.measure(run, resident=[step, x, wider], repeats=0)
-    assert len(step.history) == 2 and shown_on(terminal) == ""
-
-
-def waits_for(terminal, text):
-    def wait(*args):
-        terminal.wait_for(text)
-
-    return wait
-
-
-def test_predict_explain_and_profile_show_progress(terminal, monkeypatch):
-    layer, x = nn.Linear(8, 8, device="meta"), torch.ones(4, 8, device="meta")
-    wait = waits_for(terminal, "ackpt: predicting the step")
-    ackpt.predict(lambda: (wait(), layer(x).sum().backward()), resident=[layer, x])
-    terminal.truncate(terminal.seek(0))
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    found = explanation.suggestions
-    wait = waits_for(terminal, "simulating what would reduce the peak")
-    monkeypatch.setattr(explanation, "suggestions", lambda *args: (wait(), found(*args))[1])
-    ackpt.explain(model, torch.ones(4, 8))
-    terminal.truncate(terminal.seek(0))
-    assert shown_on(terminal) == ""
 
 
 def test_stages_name_the_work_that_they_are_part_of(terminal):

@@ -1,11 +1,7 @@
 """What the blocks of a BERT keep, counted by hand, and what plans save of it."""
 
-import functools
-import itertools
-
 import pytest
 import torch
-from conftest import raises
 
 import ackpt
 from experiments.bert import of_blocks, saved_in
@@ -35,19 +31,3 @@ def test_one_row_per_activation_with_the_blocks_that_save_it(graph):
     assert [row["none"] for row in rows] == [L] * len(rows)
     saved = sum(a.fate == "saved" for kept in of_blocks(plans["0.5"]).values() for a in kept)
     assert sum(row["0.5"] for row in rows) == saved < L * len(rows)
-
-
-def test_blocks_that_differ_are_refused():
-    def plan(*widths):
-        model = torch.nn.Module()
-        model.blocks = torch.nn.ModuleList(torch.nn.Sequential(*layers(each)) for each in widths)
-        model.forward = lambda x: functools.reduce(lambda x, block: block(x), model.blocks, x)
-        return ackpt.plan(ackpt.trace(model, torch.ones(2, 8)), policy="none")
-
-    def layers(widths):
-        for before, after in itertools.pairwise((8, *widths, 8)):
-            yield from (torch.nn.Linear(before, after), torch.nn.Tanh())
-
-    assert [row["baseline"] for row in saved_in({"baseline": plan((4,), (4,))})] == [2, 2]
-    raises(ValueError, "different numbers", lambda: saved_in({"baseline": plan((4,), (4, 4))}))
-    raises(ValueError, "different sizes", lambda: saved_in({"baseline": plan((4,), (6,))}))

@@ -8,14 +8,6 @@ import ackpt
 from ackpt.checkpointing.sequential import segment_lengths
 from experiments.policies import chen
 
-TABLE = {16: (4, 3, 9, 7), 25: (5, 4, 16, 9), 64: (8, 7, 49, 15), 100: (10, 9, 81, 19)}
-RECURSIVE = {1: 1, 3: 2, 7: 3, 15: 4, 31: 5, 63: 6, 127: 7, 1023: 10}
-
-
-@pytest.mark.parametrize("n", TABLE)
-def test_counts_of_the_table(n):
-    assert chen.sqrt_counts(n) == TABLE[n]
-
 
 def replay_segments(lengths):
     """Layers run again, and most live outputs, when only boundaries are kept and the last segment is not run again."""
@@ -69,11 +61,6 @@ def test_checkpointed_segments_are_recomputed_whole(n):
     assert sum(runs) - n == counts.extra_forwards + counts.boundaries
 
 
-@pytest.mark.parametrize("n", RECURSIVE)
-def test_peaks_of_the_recursion(n):
-    assert chen.recursive_peak(n) == RECURSIVE[n]
-
-
 class Recursion:
     """Reverses layers as the recursion does; counts runs and live outputs."""
 
@@ -112,11 +99,6 @@ def test_the_recursion_has_its_counts_when_replayed(n):
     found = Recursion(n)
     assert found.peak == chen.recursive_peak(n)
     assert found.runs - n == chen.recursive_extra_forwards(n)
-
-
-def test_extra_forwards_of_the_recursion_grow_like_n_log_n():
-    for levels in range(1, 12):  # n = 2^levels - 1 layers: each of the levels runs half of all
-        assert chen.recursive_extra_forwards(2**levels - 1) == (levels - 2) * 2 ** (levels - 1) + 1
 
 
 @pytest.mark.parametrize("n", [0, -4, 2.0, True])

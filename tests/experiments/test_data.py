@@ -107,26 +107,6 @@ def test_a_cache_is_used_when_it_is_complete(tmp_path, no_hub, name):
     assert data.wikitext_corpus() == TEXT
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_a_truncated_file_is_named(tmp_path, no_hub, suffix):
-    whole = write(tmp_path / f"train{suffix}", ROWS * 1000)
-    whole.write_bytes(whole.read_bytes()[:100])
-    raises(DataError, rf"cannot read wikitext from .*: give a {BOTH_WAYS}", lambda: data.wikitext_corpus(path=tmp_path))
-
-
-def test_files_of_another_kind_are_named(tmp_path, no_hub):
-    with pytest.raises(DataError, match="not a copy of wikitext, it has no column 'text'"):
-        data.wikitext_corpus(path=write(tmp_path / "a" / "train.parquet", column="words").parent)
-    with pytest.raises(DataError, match="column 'text' holds int, not text"):
-        data.wikitext_corpus(path=write(tmp_path / "b" / "train.parquet", rows=[1, 2]).parent)
-    with pytest.raises(DataError, match="no text in the train split"):
-        data.wikitext_corpus(path=write(tmp_path / "c" / "train.parquet", rows=["", ""]).parent)
-    with pytest.raises(DataError, match="not a folder, a parquet file or an arrow file: .*missing"):
-        data.wikitext_corpus(path=tmp_path / "missing")
-    (tmp_path / "d").mkdir()
-    raises(DataError, "no parquet or arrow file", lambda: data.wikitext_corpus(path=tmp_path / "d"))
-
-
 @pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
 def test_offline_the_error_names_both_alternatives_without_retries(tmp_path, environment):
     environment = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "NO_PROXY": "*", **environment}
@@ -157,27 +137,6 @@ def test_the_hub_is_streamed_up_to_the_limit(monkeypatch, no_hub):
         "split": "test",
         "streaming": True,
     }
-
-
-def test_the_tokenizer_gives_the_text_back():
-    text = data.embedded_corpus()[:50_000] + "ö ∑ 日本 \t\r\n\n   end"
-    tokenizer = data.train_tokenizer(text, 600)
-    assert tokenizer.get_vocab_size() == 600
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-@pytest.mark.parametrize("vocab_size", [256, 1000, 4096])
-def test_ids_lie_below_the_vocabulary_size(vocab_size):
-    stream = data.token_stream("embedded", vocab_size=vocab_size, limit_chars=100_000)
-    assert stream.dtype == torch.int64 and stream.ndim == 1
-    assert 0 <= int(stream.min()) and int(stream.max()) < vocab_size
-    assert vocab_size > 256 or len(stream) == len(data.embedded_corpus()[:100_000].encode())
-
-
-def test_a_stream_of_a_local_copy(tmp_path, no_hub):
-    write(tmp_path / "train.parquet")
-    stream = data.token_stream("wikitext", vocab_size=260, path=tmp_path)
-    assert data.train_tokenizer(TEXT, 260).decode(stream.tolist()) == TEXT
 
 
 def test_batches_are_windows_of_the_stream_with_the_next_token_as_target():

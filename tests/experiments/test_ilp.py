@@ -1,4 +1,4 @@
-"""The integer program: the table, a replay of every schedule, and all schedules of small graphs."""
+"""The integer program: a replay of every schedule, and all schedules of small graphs."""
 
 import heapq
 import re
@@ -23,9 +23,6 @@ def layers(n, costs=None, sizes=None):
             *([(place - 1, place)] if place > n else []),
         ]
     return ilp.Dag(costs or [1] * n + [2] * n, sizes or [1] * 2 * n, edges)
-
-
-HETEROGENEOUS = layers(6, [5, 1, 4, 3, 1, 1, 2, 2, 6, 8, 2, 10], [2, 4, 3, 3, 1, 3, 3, 1, 3, 3, 4, 2])
 
 
 def replay(dag, schedule):
@@ -58,25 +55,6 @@ def checked(dag, budget, **options):
     assert found.lower_bound <= found.cost
     assert found.optimal == (found.lower_bound == found.cost)
     return found
-
-
-TABLE = [
-    (layers(4), {5: 12, 4: 13, 3: inf}),
-    (layers(6), {7: 18, 6: 19, 5: 20, 4: 24, 3: inf}),
-    (layers(10), {11: 30, 8: 33, 5: 39}),
-    (layers(12), {13: 36, 9: 40, 6: 44}),
-    (HETEROGENEOUS, {19: 45, 16: 46, 14: 54, 12: inf}),
-    (layers(32), {33: 96, 24: 105, 16: 113}),
-]
-
-
-@pytest.mark.parametrize("dag, budget, cost", [(dag, *row) for dag, rows in TABLE for row in rows.items()])
-def test_costs_of_the_table(dag, budget, cost):
-    if cost == inf:
-        raises(BudgetError, f"{len(dag.costs)} nodes fits into {budget} bytes", lambda: ilp.solve(dag, budget))
-    else:
-        found = checked(dag, budget)
-        assert (found.cost, found.optimal) == (cost, True)
 
 
 def exhaustive(dag, budget, any_order=False):

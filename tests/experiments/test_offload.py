@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import raises
 
 import ackpt.offloading.transport
 from ackpt.models.transformer import Transformer
@@ -20,7 +19,6 @@ from experiments.offload import (
     run_offload,
 )
 from experiments.reports import offload as report
-from experiments.results import DASH, load_reference
 from experiments.steps.offload_methods import METHODS, OURS, _transformers, cannot_run, make_method
 from experiments.steps.profiling import summary, traced
 
@@ -79,18 +77,6 @@ def test_a_copy_that_goes_wrong_is_noticed(monkeypatch):
         run_offload(dataclasses.replace(TINY, methods=("ckpt_async_offload",)), timed_rounds=0)
 
 
-def test_sequences_share_the_tokens_as_evenly_as_can_be():
-    assert GPU.lengths() == [250] * 48
-    config = dataclasses.replace(TINY, total_tokens=10, batch_size=4)
-    assert config.lengths() == [3, 3, 2, 2]
-    assert make_batch(config, 0)[1].tolist() == [0, 3, 6, 8, 10]
-    uneven = run_offload(
-        dataclasses.replace(config, methods=("baseline", "ckpt_async_offload"), steps=1), timed_rounds=0
-    )
-    assert uneven[1].metrics["gradients_difference"] == 0.0
-    raises(ValueError, "not a multiple of 4", lambda: predict_offload(config))
-
-
 def test_predicted_peaks_are_the_measured_ones_but_for_kernel_scratch(metrics):
     for record in predict_offload(dataclasses.replace(TINY, methods=("offload_async", *CKPT_OFFLOAD, "trl"))):
         if record.config["method"] not in OURS:
@@ -145,26 +131,6 @@ def test_trl_knows_the_parameters_and_is_active_during_the_whole_step(monkeypatc
     batch[0].requires_grad_()
     one_step(TINY, model, make_method("trl", model, "cuda", 0), batch)
     assert events == [sum(1 for _ in model.parameters()), "begin", "backward", "end"]
-
-
-def test_published_rows_have_all_published_figures_and_predictions(records):
-    reference = load_reference("offload")
-    peaks = [
-        {"sizes": {"method": row["method"]}, "predicted": 2259.5 * 2**20, "error": -0.00123}
-        for row in reference["rows"]
-    ]
-    times = [{"figures": [3745.56, 3347.69], "predicted": 1.25}]
-    rows = report.published_rows(reference, peaks, times, records)
-    assert [row["method"] for row in rows] == ["baseline", "ckpt_classic", *CKPT_OFFLOAD]
-    baseline, classic, sync, _ = rows
-    assert (baseline["ms"], baseline["peak"], baseline["ms_change"]) == ("3,347.69", "10,895.44", DASH)
-    assert (classic["ms_change"], classic["peak_change"], classic["classic_change"]) == ("+11.88", "-74.68", DASH)
-    assert (sync["classic_change"], sync["predicted"], sync["error"]) == ("-18.15", "2,259.50", "-0.123")
-    assert (classic["predicted_change"], sync["predicted_change"]) == ("+25.00", DASH)
-    assert {(row["gpu_peak"], row["gpu_ms"]) for row in rows} == {(None, None)}
-    (measured,) = (record.metrics["peak_bytes"] for record in records if record.config["method"] == "baseline")
-    assert baseline["ours"] == f"{measured / 2**20:,.1f}"
-    assert report.published_rows(reference, peaks, times, records, records)[0]["gpu_peak"] == float(baseline["ours"])
 
 
 def event(cat, begin, end, name=""):

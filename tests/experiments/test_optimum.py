@@ -29,17 +29,6 @@ def test_lower_bound_optimum_and_policies_are_in_order():
     assert rows[2] == {"budget": 0.1, "bound": None, "ilp": None, "ilp_bound": None, "auto": None, "full": None}
 
 
-@pytest.mark.parametrize(
-    ("model", "x", "loss"),
-    [(optimum.MLPBlock(8), torch.randn(32, 8), None), (optimum.SmallUNet(), torch.randn(1, 3, 16, 16), 0)],
-)
-def test_the_models_train(model, x, loss):
-    found = model(x)
-    assert found.shape == (x.shape if loss is None else ())
-    found.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_the_generators_of_auto_end_in_its_frontier_and_none_makes_it_worse():
     sizes = {"layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}
     work = workload("transformer", checked_sizes("transformer", sizes), 0)

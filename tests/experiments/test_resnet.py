@@ -1,16 +1,11 @@
 """ResNet and the U-Net of Stable Diffusion XL: published sizes, values, checkpointed steps, bytes, bad input."""
 
-import contextlib
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import assert_equal, left_by_steps, raises
-from torch._subclasses import FakeTensorMode
+from conftest import raises
 
-import ackpt
 from ackpt.planner.workloads.step_request import StepRequest, training_step
 from experiments.models import ResNet, ResNetConfig, UNet, UNetConfig, resnet18, resnet50, resnet152
 
@@ -82,65 +77,10 @@ def test_values_gradients_and_statistics_are_those_of_transformers(config):
     torch.testing.assert_close(dict(model.state_dict()), expected)
 
 
-@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_checkpointed_steps_give_the_same_bits(config, autocast):
-    torch.manual_seed(0)
-    baseline = ResNet(config)
-    checkpointed = copy.deepcopy(baseline)
-    # layer2 has a single block here, so nothing repeats in it
-    names = ["layer1.0", "layer1.1", "layer3.0", "layer3.1", "layer4.0", "layer4.1"]
-    assert ackpt.apply_activation_checkpointing(checkpointed) == names
-    batches = [(images(size), LABELS) for size in (48, 40)]
-    expected, found = (left_by_steps(each, each, batches, autocast=autocast) for each in (baseline, checkpointed))
-    assert_equal(expected, found, "step")
-    assert checkpointed.layer1[0].bn1.num_batches_tracked == 2
-
-
-@pytest.mark.parametrize(("kind", "checkpointed"), [("basic", False), ("bottleneck", True)])
-def test_predicted_bytes_are_the_measured_ones(kind, checkpointed):
-    def bytes_of(meter, mode, **options):
-        with mode:
-            model = ResNet(TINY[kind])
-            x, labels = torch.zeros(128, 3, 48, 48), torch.zeros(128, dtype=torch.int64)
-        if checkpointed:
-            ackpt.apply_activation_checkpointing(model)
-
-        def step():
-            model(x, labels).backward()
-            model.zero_grad()
-
-        return meter(step, resident=(model, x, labels), **options)
-
-    measured = bytes_of(ackpt.measure, contextlib.nullcontext(), repeats=0)
-    # a convolution on the CPU has a workspace of its own, so the peaks differ; what forward leaves does not.
-    # Without AVX-512 it is about 1 MB at every batch size.
-    left = measured.timeline.live[measured.timeline.boundary]
-    for mode in (FakeTensorMode(), torch.device("meta")):
-        predicted = bytes_of(ackpt.predict, mode)
-        assert predicted.resident_bytes == measured.resident_bytes
-        assert predicted.timeline.live[predicted.timeline.boundary] == left
-        assert 0.9 * measured.peak_bytes < predicted.peak_bytes <= measured.peak_bytes
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"block": "wide"}, "block must be one of basic, bottleneck, got 'wide'"),
-        ({"depths": (2, 2, 2)}, r"depths must be a tuple of four positive integers, got \(2, 2, 2\)"),
-        ({"depths": (2, 2, True, 2)}, "four positive integers"),
-        ({"width": 0}, "width must be a positive integer, got 0"),
-    ],
-)
-def test_bad_sizes_are_named(sizes, message):
-    raises(ValueError, message, lambda: ResNetConfig(**sizes))
-
-
 @pytest.mark.parametrize(
     ("x", "labels", "message"),
     [
         (torch.zeros(3, 48, 48), None, r"floats \[batch, 3, height, width\], got torch.float32 \[3, 48, 48\]"),
-        (torch.zeros(4, 1, 48, 48), None, r"got torch.float32 \[4, 1, 48, 48\]"),
         (torch.zeros(4, 3, 48, 48, dtype=torch.uint8), None, "got torch.uint8"),
         (torch.zeros(4, 3, 48, 48), LABELS[:3], r"labels must be int64 of shape \[4\], got torch.int64 \[3\]"),
         (torch.zeros(4, 3, 48, 48), LABELS + 1, r"from 1 to 10, allowed are 0 to 9 \(and -100.*num_classes is 10"),
@@ -177,15 +117,6 @@ def test_the_loss_is_the_mean_squared_error_and_depends_on_every_input():
         assert not torch.allclose(model(*changed), predicted)
 
 
-def test_a_checkpointed_step_has_the_same_bits():
-    model, inputs = UNet(TINY_UNET), batch()
-    other = copy.deepcopy(model)
-    ackpt.apply_activation_checkpointing(other)
-    for one in (model, other):
-        one(*inputs).backward()
-    assert_equal([p.grad for p in other.parameters()], [p.grad for p in model.parameters()], "gradients")
-
-
 def test_latents_have_an_eighth_of_the_image():
     fields = {"widths": [32, 64], "depths": [0, 1], "head_dim": 16}
     inputs = training_step(StepRequest("sdxl-unet", 3, image_size=64, fields=fields)).inputs
@@ -195,7 +126,6 @@ def test_latents_have_an_eighth_of_the_image():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: UNetConfig(widths=(32,), depths=(1,)), "widths and depths must name the same two or more"),
         (lambda: UNetConfig(widths=(32, 64), depths=(1,)), "widths and depths must name the same two or more"),
         (lambda: UNetConfig(widths=(32, 72), depths=(0, 1), head_dim=8), "widths must be multiples of 32"),
         (lambda: UNetConfig(residuals=0), "residuals must be a positive integer, got 0"),

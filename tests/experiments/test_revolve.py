@@ -6,21 +6,6 @@ import pytest
 
 from experiments.policies import revolve
 
-SNAPSHOTS = (1, 2, 3, 4, 5, 6, 8, 10)
-TABLE = {
-    4: (6, 4, 3, 3, 3, 3, 3, 3),
-    10: (45, 20, 15, 14, 13, 12, 10, 9),
-    16: (120, 45, 33, 27, 25, 24, 22, 20),
-    32: (496, 140, 93, 75, 68, 60, 54, 52),
-    100: (4950, 845, 490, 374, 316, 280, 245, 222),
-    1000: (499500, 28820, 12155, 7998, 6284, 5284, 4285, 3636),
-}
-
-
-@pytest.mark.parametrize("steps", TABLE)
-def test_advances_of_the_table(steps):
-    assert tuple(revolve.advances(steps, snapshots) for snapshots in SNAPSHOTS) == TABLE[steps]
-
 
 @cache
 def least(steps, snapshots):
@@ -69,28 +54,6 @@ def test_schedules_have_their_counts_when_replayed(snapshots):
         assert advances == revolve.advances(steps, snapshots)
         assert most <= snapshots
         assert revolve.beta(snapshots, repeats - 1) < steps <= revolve.beta(snapshots, repeats)
-
-
-def test_a_long_chain_has_its_counts_when_replayed():
-    assert replay(revolve.actions(1000, 10), 1000)[:2] == (3636, 10)
-    assert replay(revolve.actions(1000, 2000), 1000) == (999, 999, 1)
-
-
-def test_the_schedule_of_four_steps():
-    assert revolve.actions(4, 2) == [
-        ("save", 0),
-        ("advance", 0, 2),
-        ("save", 2),
-        ("advance", 2, 3),
-        ("step", 4),
-        ("load", 2),
-        ("step", 3),
-        ("load", 0),
-        ("advance", 0, 1),
-        ("step", 2),
-        ("load", 0),
-        ("step", 1),
-    ]
 
 
 @pytest.mark.parametrize("snapshots, repeats, steps", [(1, 5, 6), (2, 2, 6), (3, 2, 10), (10, 3, 286), (4, 0, 1)])

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.calculator.choices import HALF, NONE, PER_BLOCK
 from experiments.calculator.settings import Setting, by_formula
-from experiments.running_model import BATCH, GPU, LENGTH, METHODS, OPTIMIZER, PRESET, bars, compute, record
+from experiments.running_model import BATCH, GPU, LENGTH, OPTIMIZER, PRESET, compute, record
 
 GRID = Path(__file__).parents[2] / "results" / "calculator" / "grid.json"
 
@@ -26,10 +26,3 @@ def test_every_bar_adds_up_to_its_peak():
     assert [row["chapter"] for row in small] == [row["chapter"] for row in record()["rows"]]
     for row in (*small, *record()["rows"]):
         assert sum(row["at_peak"].values()) == row["peak_bytes"]
-
-
-def test_a_chapter_shows_its_method_in_bold_below_the_earlier_ones():
-    labels = {method.label for method in METHODS}
-    (axes,) = bars(4).axes
-    shown = [text for text in axes.texts if text.get_text() in labels]
-    assert [text.get_fontweight() for text in shown] == ["normal", "normal", "normal", "bold"]

@@ -1,11 +1,9 @@
 """The data of schematics and of the explorer are those of the schedules, of the simulator and of plans."""
 
-import copy
 import json
 from pathlib import Path
 
 import pytest
-from conftest import raises
 
 import ackpt
 from ackpt.core.errors import BudgetError
@@ -44,14 +42,6 @@ def by_name(data):
     return {one["name"]: one for one in data["variants"]}
 
 
-def test_the_graph_is_that_of_the_chain(chain):
-    columns = [(column["name"], column["layer"]) for column in chain["columns"]]
-    assert columns == [(name, layer) for layer in range(1, LAYERS + 1) for name in ("linear", "GELU")]
-    neighbors = [[column, column + 1] for column in range(2 * LAYERS - 1)]
-    # The first operation reads the input of the model, which is resident.
-    assert chain["chain"] == chain["reads"] == [[reader, read] for read, reader in neighbors]
-
-
 def test_the_bytes_of_every_frame_follow_from_its_states(chain):
     for one in chain["variants"]:
         saved, recomputed, gradients = (one["live"][name] for name in ("activations", "recomputed", "gradients"))
@@ -62,18 +52,6 @@ def test_the_bytes_of_every_frame_follow_from_its_states(chain):
             # The frame shows the moment when most is live: the gradient of its own weight may come later.
             assert gradients[frame] in (WEIGHT * weights, WEIGHT * (weights - 1))
         assert max(map(sum, zip(*one["live"].values(), strict=True))) == one["peak_bytes"]
-
-
-def test_every_activation_that_backward_reads_is_live_when_it_is_read(chain):
-    for one in chain["variants"]:
-        frames = [*zip(one["phases"], one["at"], one["inputs"], one["states"], strict=True)]
-        assert all(states[column] == "r" for phase, column, _, states in frames if phase == "r")
-        reads = set()
-        for before, (phase, column, inputs, states) in zip([frames[0], *frames], frames):
-            # A frame shows the moment when most is live; its operation may free what it reads, before or after.
-            assert all("s" in pair or "r" in pair or "t" in pair for i in inputs for pair in [before[3][i] + states[i]])
-            reads |= {(column, i) for i in inputs if phase == "b"}
-        assert sorted(map(list, reads)) == chain["reads"]
 
 
 def test_the_variants_save_and_recompute_what_their_names_say(chain):
@@ -211,28 +189,3 @@ def test_the_largest_live_bytes_are_the_peak(step):
         live = [sum(bucket) for bucket in zip(*shown["live"].values(), strict=True)]
         assert max(live) == shown["peak_bytes"] and len(live) <= explorer.BUCKETS
         assert 0 < shown["boundary"] < len(live)
-
-
-def test_the_smallest_feasible_budget_is_where_refusals_begin(step):
-    _, _, _, data = step
-    baseline, least = data["baseline"]["peak_bytes"], data["least_bytes"]
-    for row in data["budgets"]:
-        assert (row["plan"] is None) == (row["percent"] * baseline // 100 < least)
-    assert least == min(point["peak_bytes"] for point in data["front"])
-
-
-def test_only_correct_peers_are_shown(step):
-    graph, profile, record, data = step
-    (row,) = record.metrics["peers"]
-    shown = {"peak_bytes": row["measured_peak_bytes"], "recompute_flops": row["recompute_flops"]}
-    assert data["peers"] == [{"name": "PyTorch: per-block", **shown}]
-    changed = copy.deepcopy(record)
-    changed.metrics["peers"][0]["gradients_difference"] = 1.0
-    assert explorer.explorer(graph, profile, changed)["peers"] == []
-
-
-def test_a_record_of_another_step_is_refused(step):
-    graph, profile, record, _ = step
-    changed = copy.deepcopy(record)
-    changed.metrics["baseline"]["predicted_peak_bytes"] += 4
-    raises(ValueError, "another step", lambda: explorer.explorer(graph, profile, changed))

@@ -8,7 +8,7 @@ from conftest import raises
 from experiments.lm import LMConfig, run_lm
 from experiments.reports.figures import losses_plot, stacked_plot
 from experiments.reports.plots import MIB
-from experiments.reports.training import PUBLISHED, published_rows
+from experiments.reports.training import published_rows
 from experiments.results import Record, environment
 from experiments.steps import training
 from experiments.steps.failures import Failures
@@ -157,26 +157,6 @@ CONFIGURED = [
     {"sizes": {"tokens": 128, "method": "checkpoint"}, "predicted": 4 * MIB},
 ]
 PREDICTED = [record("chunked-loss"), record("checkpoint", peak=4 * MIB), record("baseline", peak=2000 * MIB)]
-
-
-def test_published_predicted_and_measured_have_their_own_columns():
-    measured = [record("baseline", peak=5 * MIB + 2**19)]
-    first, second = published_rows(reference(), CONFIGURED, PREDICTED, measured, digits=2)
-    assert first.keys() == second.keys() == PUBLISHED.keys()
-    assert [first[name] for name in ("published", "configured", "seconds", "ratio")] == [
-        "1,234.50",
-        "1,234.00",
-        "10.00",
-        "1.00",
-    ]
-    assert [first[name] for name in ("predicted", "measured", "measured_seconds")] == ["2,000.0", "5.5", "10.0"]
-    assert [second[name] for name in ("published", "configured", "seconds", "ratio")] == [
-        "4.25",
-        "4.00",
-        "12.84",
-        "1.28",
-    ]
-    assert [second[name] for name in ("predicted", "measured")] == ["4.0", None]
 
 
 @pytest.mark.parametrize("name", ["seq_len", "batch_size", "dim", "ff_dim", "layers", "dtype"])

@@ -75,11 +75,6 @@ def test_one_request(size, counted, reserved):
     assert (found.allocated, found.reserved) == (counted, reserved)
 
 
-def test_small_requests_share_segments_of_2_mib():
-    assert allocated(*[MIB // 2] * 4).reserved == 2 * MIB
-    assert allocated(*[MIB // 2] * 5).reserved == 4 * MIB
-
-
 def test_requests_below_10_mib_share_segments_of_20_mib():
     assert allocated(*[6 * MIB] * 3).reserved == 20 * MIB
     found = allocated(*[6 * MIB] * 4)
@@ -101,15 +96,6 @@ def test_the_smallest_free_block_serves():
     found.allocate("a", 13 * MIB)
     assert found.blocks["a"].size == 14 * MIB  # whole; those of 18 and 30 MiB are larger
     assert found.reserved == 64 * MIB
-
-
-def test_free_neighbors_merge():
-    found = allocated(4 * MIB, 4 * MIB, 4 * MIB)
-    found.free(0)
-    found.free(2)
-    assert found.largest_free_block == 12 * MIB
-    found.free(1)
-    assert found.largest_free_block == 20 * MIB
 
 
 def test_expandable_segments_grow_by_pages():

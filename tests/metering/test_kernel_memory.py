@@ -47,19 +47,6 @@ def test_predicted_as_measured(name, where):
     assert predicted.timeline.live[predicted.timeline.boundary] == measured.timeline.live[measured.timeline.boundary]
 
 
-@pytest.mark.parametrize(("loss", "forward"), [("mse_loss", 4), ("smooth_l1_loss", 4), ("huber_loss", 3)])
-def test_on_a_gpu_a_loss_takes_the_memory_of_all_elements(loss, forward):
-    """The model's output, the scalar's storage unless it is `huber_loss`, and while it is computed, all elements."""
-    with FakeTensorMode():
-        model, x, y = nn.Linear(64, 64), torch.empty(64, 64), torch.empty(64, 64)
-    found = predict(step_of(getattr(F, loss), model, x, y), resident=(model, x, y), device="cuda", round_to=512)
-    scalars = 512 * (2 if loss == "huber_loss" else 1)  # the gradient that backward begins with; a scalar of its own
-    size, live = 64 * 64 * 4, found.timeline.live[: found.timeline.boundary + 1]
-    gradients = live[0]  # of the step before: zero_grad frees them
-    assert live[-1] == (forward - 2) * size + scalars
-    assert max(live[i] for i in range(1, len(live)) if live[i] != gradients) == (forward - 1) * size + scalars - 512
-
-
 ALONE = {
     "mse_loss": lambda x, y, reduction: (x, y, reduction),
     "smooth_l1_loss": lambda x, y, reduction: (x, y, reduction, 1.0),
@@ -183,15 +170,6 @@ def test_workspaces_and_saved_numbers_are_predicted_on_the_cpu(name):
     predicted = of_operation(OPERATIONS[name], True)
     assert predicted.unknown_workspace == ()
     assert predicted.peak_bytes == of_operation(OPERATIONS[name], False).peak_bytes
-
-
-def test_a_product_keeps_its_number_until_its_gradient_is_computed():
-    """The result of exp, which its own derivative reads, and the number; the product is free."""
-    with FakeTensorMode():
-        x = torch.empty(4, requires_grad=True)
-    predicted = predict(lambda: (x.exp() * 2).sum().backward(), resident=(x,), warmup=0)
-    sums = 2 * 4  # the sum, and the gradient of 1 that backward begins with
-    assert predicted.timeline.live[predicted.timeline.boundary] == 16 + 8 + sums
 
 
 def test_operations_that_do_not_run_are_named():

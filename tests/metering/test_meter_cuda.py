@@ -6,7 +6,6 @@ from stand_in_gpu import Allocator
 
 from ackpt.metering import cuda_meter as meter_cuda
 from ackpt.metering import meter
-from ackpt.metering.timeline import build_timeline
 
 HISTORY = [
     {"action": "segment_alloc", "addr": 4096, "size": 2 << 20},
@@ -32,13 +31,6 @@ def test_allocator_actions_are_read():
         ("free", 64),
     ]
     assert list(meter_cuda.actions([], [(0, ("backward",))])) == [("backward",)]
-
-
-def test_the_timeline_follows_the_allocator_history():
-    marks = [(3, ("backward",)), (4, ("mark", 8192, "gradients"))]
-    timeline = build_timeline(meter_cuda.actions(HISTORY, marks), before={64: ("gradients", 512)})
-    assert timeline.live == (512, 1536, 2048, 1536, 2048, 1536)
-    assert timeline.at(timeline.boundary) == {"activations": 1024, "gradients": 512, "temporaries": 0}
 
 
 def test_measure_reads_a_simulated_allocator(monkeypatch):

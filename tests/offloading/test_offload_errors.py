@@ -35,11 +35,8 @@ def test_sizes_must_be_whole_numbers(name, value):
 
 BAD_CHOICES = [
     ({"mode": "later"}, "mode='later' is unknown: choose 'sync' or 'async'"),
-    ({"mode": None}, "mode=None is unknown"),
-    ({"mode": True}, "mode=True is unknown"),
     ({"mode": ["sync"]}, r"mode=\['sync'\] is unknown"),
     ({"store": "tape"}, "store='tape' is unknown: choose 'host' or 'disk'"),
-    ({"store": None}, "store=None is unknown"),
     ({"store": "disk"}, "store='disk' needs folder="),
     ({"folder": "/nowhere"}, "folder='/nowhere' is only used with store='disk'; store is 'host'"),
 ]
@@ -75,12 +72,6 @@ def test_unusable_folders_are_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     (tmp_path / "missing").mkdir()
     assert ackpt.offload_saved_tensors(store="disk", folder=tmp_path / "missing").engine.stats()["stored"] == 0
-
-
-@pytest.mark.parametrize("device", ["xpu", "mps", "privateuseone"])
-def test_a_device_without_streams_is_refused_by_name(device):
-    with pytest.raises(ackpt.OffloadError, match=f"tensors on {device} cannot .* train without offload"):
-        transport_for(torch.device(device))
 
 
 def test_a_step_on_a_device_without_streams_is_refused(monkeypatch, tmp_path):
@@ -156,29 +147,6 @@ def test_a_full_disk_fails_the_step_and_nothing_else(mode, way, room, fills_up, 
     assert_empty(chosen.engine)
 
 
-def test_a_folder_that_vanishes_fails_the_step(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    model, x = blocks(4).eval(), matrix().requires_grad_()
-    expected = without_offload(model, x)
-    chosen = ackpt.offload_saved_tensors("async", "disk", min_bytes=0, folder=folder)
-    shutil.rmtree(folder)
-    with raises_cleanly(ackpt.OffloadError, "No such file"):
-        step_with_offload(model, x, chosen, "regions")
-    assert_equal(expected, without_offload(model, x), "gradient")
-    folder.mkdir()
-    assert_equal(expected, step_with_offload(model, x, chosen, "regions"), "gradient")
-    shutil.rmtree(folder)  # its buffers have no names, and stay
-    assert_equal(expected, step_with_offload(model, x, chosen, "regions"), "gradient")
-
-
-def test_equal_folders_share_an_engine(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path)
-    ways = [tmp_path, str(tmp_path), f"{tmp_path}/", os.path.relpath(tmp_path), tmp_path / "link"]
-    engines = {id(ackpt.offload_saved_tensors(store="disk", folder=way).engine) for way in ways}
-    assert len(engines) == 1
-
-
 def python(code, *args, **options):
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
@@ -218,11 +186,6 @@ def test_no_file_remains_when_a_process_ends_during_a_step(how, tmp_path):
 def test_a_folder_is_a_path(folder):
     with pytest.raises(ValueError, match="folder must be the path of a folder, got"):
         ackpt.offload_saved_tensors(store="disk", folder=folder)
-
-
-def test_a_context_that_was_not_entered_cannot_be_left():
-    with pytest.raises(RuntimeError, match="was not entered in this thread"):
-        ackpt.offload_saved_tensors().__exit__(None, None, None)
 
 
 def test_deleted_folders_are_forgotten(tmp_path):

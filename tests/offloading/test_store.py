@@ -12,7 +12,7 @@ from conftest import raises
 
 from ackpt.core.errors import OffloadError
 from ackpt.offloading.cpu_streams import Stream
-from ackpt.offloading.store import PAGE, Buffer, Folder, Pool, Slabs, host_memory, no_memory, pinned_memory
+from ackpt.offloading.store import PAGE, Folder, Pool, Slabs, host_memory, no_memory
 
 KIB = 1 << 10
 
@@ -54,12 +54,6 @@ def test_sizes_are_rounded_up_by_at_most_an_eighth():
 
 def test_small_sizes_are_rounded_up_to_pages():
     assert [size_class(size) for size in (1, PAGE, PAGE + 1, 7 * PAGE - 1)] == [PAGE, PAGE, 2 * PAGE, 7 * PAGE]
-
-
-def test_size_classes_are_few_and_idempotent():
-    classes = sorted({size_class(size) for size in range(PAGE, 1 << 20, 512)})
-    assert all(size_class(size) == size and size % PAGE == 0 for size in classes)
-    assert len([size for size in classes if 1 << 19 < size <= 1 << 20]) == 8
 
 
 def test_a_returned_buffer_serves_every_size_of_its_class():
@@ -195,13 +189,6 @@ def test_where_memory_is_refused_the_fallback_is_taken_with_one_warning_that_say
     assert all(buffer.is_fallback for buffer in buffers) and pool.fallback_bytes == pool.bytes == 4 * PAGE
 
 
-def test_the_limit_and_the_refusal_share_one_warning():
-    pool = Pool(refused, Made(), limit=PAGE)
-    with pytest.warns(UserWarning) as warned:
-        pool.take(PAGE), pool.take(2 * PAGE)
-    assert len(warned) == 1
-
-
 def test_without_a_fallback_the_error_is_raised_and_nothing_is_counted():
     pool = Pool(refused, limit=0)
     raises(RuntimeError, "out of memory", lambda: pool.take(PAGE))
@@ -211,14 +198,6 @@ def test_without_a_fallback_the_error_is_raised_and_nothing_is_counted():
 def test_an_offload_error_is_raised_when_no_memory_is_left():
     pool = Pool(host_memory, host_memory)
     raises(OffloadError, "memory", lambda: pool.take(1 << 60))
-
-
-def test_pinned_memory_is_refused_by_name_where_there_is_no_gpu():
-    if torch.cuda.is_available():
-        assert pinned_memory(PAGE).is_pinned()
-    else:
-        with pytest.raises(RuntimeError):
-            pinned_memory(PAGE)
 
 
 class Pinned:
@@ -283,11 +262,6 @@ def test_where_a_slab_for_several_is_refused_one_for_a_single_buffer_is_tried():
     for number, buffer in enumerate(buffers):
         buffer.bytes.fill_(number)
     assert [int(buffer.bytes.max()) for buffer in buffers] == [int(b.bytes.min()) for b in buffers] == [0, 1, 2, 3, 4]
-
-
-def test_tensors_without_data_get_no_memory():
-    buffer = Pool(no_memory).take(100)
-    assert isinstance(buffer, Buffer) and buffer.bytes is None and not buffer.is_fallback
 
 
 def test_a_folder_keeps_bytes_and_shows_no_file(tmp_path):

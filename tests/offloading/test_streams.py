@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from ackpt.offloading.cpu_streams import Event, Stream
+from ackpt.offloading.cpu_streams import Stream
 
 LONG = 20  # seconds that no test comes near
 
@@ -27,14 +27,6 @@ def passes(gate):
     assert gate.wait(LONG)
 
 
-def test_submit_returns_before_the_work_is_done(gate):
-    stream = Stream("test")
-    event = stream.submit(passes, gate)
-    assert isinstance(event, Event) and not event.done()
-    gate.set()
-    assert event.wait() is None and event.done() and event.error() is None
-
-
 def test_work_runs_in_the_order_of_its_submission_on_one_thread_that_is_not_the_callers():
     stream, found, threads = Stream("test"), [], set()
 
@@ -46,12 +38,6 @@ def test_work_runs_in_the_order_of_its_submission_on_one_thread_that_is_not_the_
     events[-1].wait()
     assert found == list(range(100)) and all(event.done() for event in events)
     assert len(threads) == 1 and threading.get_ident() not in threads
-
-
-def test_the_thread_is_named_after_its_stream():
-    names = []
-    Stream("copies").submit(lambda: names.append(threading.current_thread().name)).wait()
-    assert names == ["ackpt-copies"]
 
 
 def test_two_streams_run_concurrently(gate):

@@ -1,7 +1,5 @@
 """The CUDA transport on simulated streams: the order of every copy, event and wait."""
 
-import gc
-
 import pytest
 import simulated_cuda as simulated
 import torch
@@ -61,29 +59,7 @@ def values(storage):
     return set(torch.tensor(storage, dtype=torch.uint8).tolist())
 
 
-# The steps that a storage goes through; each returns the races it finds. The same steps find the races of a broken
-# transport, below.
-
-
-def a_copy_out_reads_what_was_computed(s):
-    s.out(s.filled(), s.take())
-    return list(s.machine.races)
-
-
-def also_on_a_stream_of_the_users_own(s):
-    with s.machine.stream(s.machine.Stream(DEVICE)):
-        s.out(s.filled(), s.take())
-    return list(s.machine.races)
-
-
-def a_source_is_freed_and_its_block_written(s):
-    source = s.filled()
-    event = s.out(source, s.take())
-    s.transport.wait_event(event)
-    del source
-    s.filled()
-    assert s.machine.reused == 1
-    return list(s.machine.races)
+# Random steps, in test_offload_order, find other broken transports, but these two not at once.
 
 
 def a_source_is_freed_by_another_stream(s):
@@ -94,30 +70,6 @@ def a_source_is_freed_by_another_stream(s):
     del source
     s.filled()
     assert s.machine.reused == 1
-    return list(s.machine.races)
-
-
-def what_was_copied_in_is_read(s):
-    buffer = s.pool.take(SIZE)
-    source = s.filled(7)
-    left = s.out(source, buffer)
-    s.transport.wait_event(left)
-    target, loaded = s.back(buffer, [left])
-    s.transport.wait_event(loaded, target)
-    s.machine.launch(reads=[target])
-    assert values(target) == {7}
-    return list(s.machine.races)
-
-
-def a_copy_in_gets_a_block_that_was_just_in_use(s):
-    buffer = s.pool.take(SIZE)
-    left = s.out(s.filled(), buffer)
-    s.transport.wait_event(left)
-    old = s.filled(2)
-    s.machine.launch(reads=[old])
-    del old
-    s.back(buffer, [left])
-    assert s.machine.reused >= 1
     return list(s.machine.races)
 
 
@@ -137,59 +89,17 @@ def a_buffer_is_taken_again_while_it_is_read(s):
     return list(s.machine.races)
 
 
-def a_buffer_is_taken_back_by_the_host(s):
-    buffer, source = s.pool.take(SIZE), s.filled()
-    s.pool.give(buffer, [s.out(source, buffer)])
-    del buffer
-    s.pool.clear()
-    gc.collect()
-    return list(s.machine.races)
-
-
-STEPS = [
-    a_copy_out_reads_what_was_computed,
-    also_on_a_stream_of_the_users_own,
-    a_source_is_freed_and_its_block_written,
-    a_source_is_freed_by_another_stream,
-    what_was_copied_in_is_read,
-    a_copy_in_gets_a_block_that_was_just_in_use,
-    a_copy_in_right_behind_the_copy_out,
-    a_buffer_is_taken_again_while_it_is_read,
-    a_buffer_is_taken_back_by_the_host,
-]
-
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_correct_transports_have_no_races(s, step):
-    assert step(s) == []
-
-
 @pytest.mark.parametrize(
     "broken, step",
     [
-        (simulated.EventBeforeTheCopy, a_source_is_freed_and_its_block_written),
-        (simulated.EventBeforeTheCopy, what_was_copied_in_is_read),
-        (simulated.EventBeforeTheCopy, a_copy_in_right_behind_the_copy_out),
-        (simulated.EventBeforeTheCopy, a_buffer_is_taken_back_by_the_host),
-        (simulated.EventOnTheComputingStream, a_source_is_freed_and_its_block_written),
-        (simulated.EventOnTheComputingStream, what_was_copied_in_is_read),
-        (simulated.CachedStream, also_on_a_stream_of_the_users_own),
-        (simulated.FreesSourceEarly, a_source_is_freed_and_its_block_written),
-        (simulated.FreesSourceEarly, a_source_is_freed_by_another_stream),
-        (simulated.UsesTargetEarly, what_was_copied_in_is_read),
         (simulated.IgnoresOwner, a_source_is_freed_by_another_stream),
-        (simulated.IgnoresComputing, a_copy_out_reads_what_was_computed),
-        (simulated.IgnoresComputing, a_copy_in_gets_a_block_that_was_just_in_use),
         (simulated.IgnoresEarlierCopies, a_copy_in_right_behind_the_copy_out),
         (simulated.IgnoresEarlierCopies, a_buffer_is_taken_again_while_it_is_read),
     ],
     ids=lambda each: each.__name__,
 )
 def test_a_race_is_found_where_the_transport_is_broken(broken, step):
-    assert step(Setting(broken)) != []
-
-
-# The orders themselves.
+    assert step(Setting()) == [] != step(Setting(broken))
 
 
 def test_a_copy_waits_for_the_current_stream_and_no_other(s):

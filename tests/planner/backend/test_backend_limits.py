@@ -76,20 +76,6 @@ def test_evaluation_does_not_raise_at_the_limit(compiled):
             call(torch.ones(5, 8))
 
 
-@both_ways
-def test_a_higher_limit_works_after_the_error(compiled):
-    plans = []
-    call = compiled(Net(), policy="full", on_plan=plans.append)
-    with limited:
-        for rows in range(1, 4):
-            call(torch.ones(rows, 8)).backward()
-        raises(ackpt.TraceError, "recompile_limit", lambda: call(torch.ones(4, 8)))
-        torch._dynamo.config.recompile_limit = 6
-        for rows in range(1, 7):
-            call(torch.ones(rows, 8)).backward()
-    assert len(plans) == 6
-
-
 def test_the_accumulated_limit_is_named():
     call = as_function(Net(), policy="full")
     with torch._dynamo.config.patch(accumulated_recompile_limit=2):
@@ -193,15 +179,6 @@ def test_an_error_of_the_model_is_not_replaced():
     with pytest.raises(Exception) as raised:
         as_function(Fails(), policy="full")(torch.ones(4, 8))
     assert "without a plan" not in str(raised.value)
-
-
-def test_inside_the_handler_of_another_error():
-    call = as_function(Net(), policy="full")
-    try:
-        raise KeyError("another")
-    except KeyError:
-        with SomeMode(), pytest.raises(ackpt.TraceError, match="without a plan"):
-            call(torch.ones(4, 8))
 
 
 def test_a_copy_of_a_compiled_model_and_another_thread():

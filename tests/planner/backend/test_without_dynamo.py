@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import assert_equal, left_by, measured_step, raises
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
@@ -212,16 +211,6 @@ def test_a_second_compile_replaces_the_first(model):
     ackpt.remove_budget(model)
     model(torch.ones(6, 8)).backward()
     assert len(second) == 1
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo reads that of the second graph's input
-def test_inside_another_compiled_function(model):
-    x, plans = torch.randn(4, 8), []
-    eager = copy.deepcopy(model)
-    call = as_module(model, on_plan=plans.append)
-    outer = torch.compile(lambda x: call(x) * 1, backend=CompileCounter())
-    assert_equal(left_by(model, outer, x), left_by(eager, eager, x), "step")
-    assert len(plans) == 1
 
 
 def test_outputs_kept_by_the_caller_count():

@@ -218,10 +218,6 @@ def test_numeric_arguments_are_part_of_the_capture():
     raises(TypeError, "an argument of type set cannot be compared", lambda: planned(torch.ones(3, 4), {1}))
 
 
-def test_numbers_made_by_the_forward():
-    same_as_eager(Model(lambda self, x: self.first(x) * (torch.tensor(1.5) > 0)), torch.randn(3, 4))
-
-
 def test_threads_may_capture_at_the_same_time():
     errors = []
 

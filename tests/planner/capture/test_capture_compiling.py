@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-import transformers
 from conftest import assert_as_eager, raises
 from torch import nn
 
@@ -82,14 +81,3 @@ def test_a_model_refused_in_both_ways_names_both_reasons():
 NYSTROMFORMER = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 NYSTROMFORMER |= {"intermediate_size": 64, "max_position_embeddings": 32, "segment_means_seq_len": 16}
 NYSTROMFORMER |= {"num_landmarks": 4, "conv_kernel_size": 5}
-IDS = torch.arange(32).reshape(2, 16)
-
-
-def test_a_nystromformer_refused_in_both_ways_names_both_reasons():
-    def build():
-        model = transformers.NystromformerForMaskedLM(transformers.NystromformerConfig(**NYSTROMFORMER))
-        return model, {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}
-
-    model, batch = ackpt.from_shapes(build)
-    with pytest.raises(ackpt.TraceError, match="values of a tensor .*module 'nystromformer'.*is_compiling.*broadcast"):
-        ackpt.trace(model, **batch)

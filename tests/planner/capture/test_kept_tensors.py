@@ -186,14 +186,6 @@ def test_a_cache_that_the_first_call_fills_gets_real_tensors(name):
     assert without_data() == before
 
 
-@pytest.mark.parametrize("call", [ackpt.trace, ackpt.explain])
-@pytest.mark.parametrize("name", ["functools.lru_cache", "new object"])
-def test_trace_and_explain_fill_caches_with_real_tensors(name, call):
-    before, model, x = without_data(), Attends(CACHES[name]()), torch.randn(2, 6, 8)
-    call(model, x)
-    assert without_data() == before and torch.isfinite(model(x))
-
-
 @pytest.mark.parametrize("name", ["functools.cache", "functools.lru_cache", "global dict", "new object", *UNNAMED])
 def test_a_refused_capture_leaves_caches_empty(name):
     mask_of = CACHES[name]()

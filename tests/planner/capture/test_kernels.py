@@ -106,36 +106,6 @@ def test_a_result_in_the_memory_of_another_is_none_for_the_cache():
     assert [value.untyped_storage().nbytes() for value in copies] == [48, 48]
 
 
-LAYOUTS = {
-    "transposed": lambda: torch.randn(4, 8, 6).transpose(1, 2),
-    "permuted": lambda: torch.randn(6, 4, 8).transpose(0, 1),
-    "channels last": lambda: torch.randn(2, 6, 4, 5).to(memory_format=torch.channels_last),
-    "piece of channels last": lambda: torch.randn(2, 8, 4, 5).to(memory_format=torch.channels_last)[:, :6],
-    "contiguous": lambda: torch.randn(2, 6, 4, 5),
-}
-
-
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_batch_norm_has_the_strides_of_the_kernels(layout, train):
-    def strides(x):
-        one, zero, none = torch.ones(6), torch.zeros(6), torch.zeros(0)
-        operation = aten._native_batch_norm_legit_functional if train else aten._native_batch_norm_legit_no_training
-        result = operation.default(x, one, zero, zero, one, *([True] if train else []), 0.1, 1e-5)[0]
-        saved, found = (zero, one) if train else (none, none), [result.stride()]
-        for gradient in (torch.empty_like(x), x.contiguous(), x.transpose(1, 2).contiguous().transpose(1, 2)):
-            backward = aten.native_batch_norm_backward.default
-            made, *_ = backward(gradient, x, one, zero, one, *saved, train, 1e-5, [True, True, True])
-            found.append(made.stride())
-        return [tuple(stride) for stride in found]
-
-    x = LAYOUTS[layout]()
-    mode = FakeTensorMode()
-    with mode, true_results(mode):
-        fake = strides(mode.from_tensor(x))
-    assert fake == strides(x)
-
-
 def elementwise(operation, *rest):
     return lambda gradient, a, b: [operation(gradient, a, *rest)]
 

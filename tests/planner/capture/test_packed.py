@@ -1,13 +1,9 @@
 """Decoders of transformers: captured with the attention that eager has, whatever their positions are."""
 
-import sys
-import types
-
 import pytest
 import torch
 import transformers
 from conftest import Case, assert_same_step, measured_step, model_of
-from torch import nn
 
 import ackpt
 
@@ -115,11 +111,6 @@ def test_position_ids_of_the_caller_keep_their_mask():
     kwargs = {**batch(), "position_ids": positions}
     assert_same_step(lambda: Case(decoder(), kwargs=kwargs), loss=lambda outputs: outputs.loss, call=planned)
     assert list(attends(decoder(), **kwargs)) == [True]
-
-
-def test_a_version_of_transformers_without_these_masks_is_left_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers.masking_utils", types.ModuleType("masking_utils"))
-    assert planned(nn.Linear(2, 2), torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_transformers_is_left_unchanged():

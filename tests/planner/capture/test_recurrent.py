@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_as_eager, assert_equal, measured_step, model_of, train
+from conftest import assert_as_eager, measured_step, model_of
 from torch import nn
 
 import ackpt
@@ -93,29 +93,6 @@ def test_the_measured_peak_is_the_planned_one(name, policy):
     model, args = build(name)
     step = ackpt.compile(model, args, policy=policy)
     assert measured_step(model, step, args).dynamic_peak_bytes == step.plan.dynamic_peak_bytes
-
-
-def test_a_budget_is_kept_while_it_trains():
-    model, args = build("lstm, four layers")
-    other, _ = build("lstm, four layers")
-    step = ackpt.compile(other, args, budget=0.5)
-    assert "recomputed" in step.plan.fates.values()
-    assert_equal(train(model, (args,)), train(step, (args,)), "training")
-
-
-def test_onednns_memory_is_part_of_the_plan():
-    """One layer keeps a buffer that only it knows the size of; it is saved as one tensor."""
-    model, args = build("lstm, input without a gradient")
-    kept = torch.zeros(6, 2, 8)
-    with torch.enable_grad():
-        weights = [parameter.detach() for parameter in model.layers.parameters()]
-        state = torch.zeros(2, 8)
-        buffer = torch.ops.aten.mkldnn_rnn_layer(
-            kept, *weights, state, state, False, [], 2, 8, 1, True, False, False, True
-        )[3]
-    graph = ackpt.trace(model, args)
-    (layer,) = (node for node in graph.nodes if "rnn_layer.default" in node.target)
-    assert buffer.numel() in [graph.storages[storage].bytes for storage in layer.storages]
 
 
 def test_flops_are_counted():

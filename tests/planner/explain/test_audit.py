@@ -371,12 +371,6 @@ def test_adapters_with_the_switch_of_transformers_are_sound(use_reentrant):
     assert kinds(lora(model), tokens()) == []
 
 
-def test_a_model_of_transformers_with_regions_is_sound():
-    model = llama(use_cache=False)
-    ackpt.apply_activation_checkpointing(model)
-    assert kinds(model, tokens()) == []
-
-
 def test_a_step_of_accelerate_is_sound():
     accelerate = pytest.importorskip("accelerate")
     net, x = Net(by_torch), batch()

@@ -17,7 +17,6 @@ from audited_models import (
     by_torch,
     kinds,
     llama,
-    lora,
     only,
     plain,
     tokens,
@@ -160,16 +159,6 @@ def test_finds_a_vision_tower_without_regions():  # NeMo Automodel 2840
     assert found.kind == "not_covered" and found.module == "tower.0" and "4 x tower.*" in found.message
 
 
-def test_finds_layers_of_another_kind_without_regions():  # NeMo Automodel 3192
-    class Linear(Block):
-        pass
-
-    net = Net(lambda block, x: by_torch(block, x) if type(block) is Block else block(x))
-    net.blocks.extend([Linear(), Linear()])
-    audit = ackpt.audit(net, batch(), compare_budget=False)
-    assert [f.kind for f in audit.findings] == ["not_covered"] and audit.not_regions == ("blocks.4", "blocks.5")
-
-
 def switched(use_cache=False):
     """A model with a switch, as those of transformers and timm."""
 
@@ -194,27 +183,11 @@ def test_finds_checkpointing_in_evaluation_mode():
     assert found.kind == "evaluation" and "train()" in found.fix
 
 
-def test_finds_evaluation_mode_of_a_model_of_transformers():
-    model = llama().eval()
-    model.activation_checkpointing_enable()
-    assert kinds(model, tokens()) == ["evaluation"]
-
-
 def test_finds_a_returned_cache():  # FSDP's wrapper around the layers of transformers
     model = llama()
     layer = type(model.model.layers[0])
     wrappers.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
     assert kinds(model, tokens()) == ["cache"]
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_finds_adapters_without_input_gradients():  # peft 1142
-    model = lora(llama())
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing, module._gradient_checkpointing_func = True, by_reentrant
-    found = only(model, tokens())
-    assert found.kind == "no_gradients" and "enable_input_require_grads" in found.fix and "lora_A" in found.message
 
 
 def test_finds_an_offload_around_backward_only():
@@ -285,13 +258,6 @@ def test_finds_regions_inside_regions_of_the_same_blocks():
     assert (found.kind, found.module) == ("nested", "blocks.0")
 
 
-@pytest.mark.parametrize("wrap", [wrappers.apply_activation_checkpointing, ackpt.apply_activation_checkpointing])
-def test_finds_two_tools_around_the_same_blocks(wrap):
-    net = Net(by_torch)
-    wrap(net, check_fn=lambda module: isinstance(module, Block))
-    assert kinds(net, batch()) == ["nested"]
-
-
 def test_finds_one_region_around_everything():  # pytorch 147449
     found = only(Custom([nn.Sequential(*(Block() for _ in range(6)))]), batch(512))
     assert found.kind == "no_effect" and "at once" in found.message
@@ -320,15 +286,6 @@ def test_finds_a_head_that_saves_most():
 
     found = only(Model(), batch(128))
     assert found.kind == "head" and "chunked_cross_entropy" in found.fix
-
-
-def test_finds_an_input_changed_in_place():  # TabPFN 1138, mamba.py 80
-    class InPlace(Block):
-        def forward(self, x):
-            return super().forward(x.mul_(2))
-
-    found = only(Net(lambda block, x: by_torch(block, x.clone()), make=InPlace), batch())
-    assert (found.kind, found.module) == ("error", "blocks.0") or "modified by an inplace" in found.message
 
 
 def test_finds_a_recomputation_that_routes_other_tokens():  # pytorch 155171

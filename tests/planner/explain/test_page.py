@@ -14,7 +14,6 @@ from torch.cuda import _memory_viz
 import ackpt
 from ackpt.metering.meter import memory_format
 from ackpt.planner.explain.page import _STYLE, live_series, timeline_svg
-from ackpt.planner.schedule.allocations import LIVE
 
 VOID = {"meta", "br"}
 
@@ -108,15 +107,6 @@ def test_text_is_readable_in_both_themes():
         for text in ("text", "faint"):
             for ground in ("ground", "bar"):
                 assert contrast(theme[text], theme[ground]) >= 4.5, (text, ground)
-
-
-def test_kinds_have_the_colors_of_the_figures():
-    from experiments.reports.plots import COLORS
-
-    names = {"saved": "activations", "outputs": "other"}
-    for theme in styles():
-        assert {kind: theme[kind] for kind in LIVE} == {kind: COLORS[names.get(kind, kind)] for kind in LIVE}
-    assert len({*map(styles()[0].get, LIVE)}) == len(LIVE)
 
 
 def test_names_are_escaped(tmp_path):

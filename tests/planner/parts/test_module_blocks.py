@@ -305,40 +305,6 @@ def test_fast_weights_get_their_gradients():
         assert_equal(gradients(step), expected, "fast weights")
 
 
-def test_gradients_that_backward_writes_elsewhere():
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x)
-            ctx.weight = weight
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            (x,) = ctx.saved_tensors
-            ctx.weight.main_grad.add_(gradient.t() @ x)
-            return gradient @ ctx.weight, None
-
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.norm = nn.Parameter(torch.randn(16, 16) / 4), nn.LayerNorm(16)
-            self.weight.main_grad = torch.zeros(16, 16)
-
-        def forward(self, x):
-            return Fused.apply(self.norm(x), self.weight).tanh()
-
-    def sums(prepare):
-        torch.manual_seed(0)
-        model, x = Adds(Layer), torch.randn(64, 16)
-        call = prepare(model, x)
-        for _ in range(3):
-            call(x).backward()
-        return [block.weight.main_grad for block in model.blocks]
-
-    assert_equal(sums(lambda model, x: ackpt.compile(model, x, budget=0.9)), sums(lambda model, x: model), "main_grad")
-
-
 def test_hooks_of_blocks_run_as_in_eager():
     model, x = Adds(), torch.randn(64, 16)
     features, backward = [], []

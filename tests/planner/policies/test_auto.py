@@ -107,10 +107,6 @@ def test_long_skips_are_pinned(name):
     assert skips <= coarse_chain(graph, skips).pinned
 
 
-def test_a_model_of_small_blocks_has_no_long_skips():
-    assert not long_skips(traced("language_model")[0])
-
-
 def test_a_short_chain_of_single_operations_is_cut_everywhere():
     graph, _ = traced("line")
     assert len(coarse_chain(graph).blocks) > 60

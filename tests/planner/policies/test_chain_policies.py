@@ -11,7 +11,6 @@ from planned_models import MODELS, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.planner.policies import rotor
 from ackpt.planner.policies.chains.blocks import fine_chain
 from ackpt.planner.policies.search.frontier import added_cost, costs
 from ackpt.planner.schedule.schedule import recomputed
@@ -72,21 +71,6 @@ def test_snapshots_are_those_of_the_theory(n):
     assert len(schedules) == blocks
     for snapshots, schedule in enumerate(schedules, 1):
         assert revolve.advances(n, snapshots) <= runs_again(graph, schedule) <= revolve.advances(blocks, snapshots)
-
-
-def test_segments_of_blocks_differ_by_one_at_most():
-    for blocks in range(1, 40):
-        length, longer = divmod(blocks, chen.sqrt_counts(blocks).segments)
-        ends = chen._ends(blocks, length, longer)
-        lengths = [end - before for before, end in zip([-1, *ends], ends)]
-        assert lengths == [length + 1] * longer + [length] * (len(ends) - longer)
-        assert ends[-1] == blocks - 1
-
-
-def test_numbers_of_snapshots_grow_to_one_for_each_state():
-    assert revolve._growing(5) == [1, 2, 3, 4, 5]
-    found = revolve._growing(1000)
-    assert found[:64] == list(range(1, 65)) and found[-1] == 1000 and len(found) < 100
 
 
 def test_long_chains_are_joined():
@@ -165,10 +149,3 @@ def test_a_model_without_cut_points():
         assert plan.recompute_flops == 0
         with pytest.raises(ackpt.BudgetError, match=f"policy '{plan.policy}' cannot keep"):
             ackpt.plan(graph, 0.01, policy, profile=profile)
-
-
-def test_stages_are_counted_in_whole_units():
-    graph, profile = traced("line")
-    chain = rotor.stages(graph, fine_chain(graph), profile)
-    assert all(isinstance(size, int) for size in chain.sizes())
-    assert rotor._SIZE_UNITS * 0.8 <= sum(chain.saved_bytes) <= rotor._SIZE_UNITS * 1.2

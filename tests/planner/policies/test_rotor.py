@@ -30,15 +30,6 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("chain, least, times", TABLE)
-def test_times_of_the_table(chain, least, times):
-    found = [rotor.solve(chain, budget) for budget in range(least, least + len(times))]
-    assert tuple(solution.time for solution in found) == times
-    for budget, solution in enumerate(found, least):
-        time, peak = replay(chain, solution.operations)
-        assert time == solution.time and peak <= budget
-
-
 def after(chain, held, gradient, operation):
     """What is held after `operation` and the bytes it takes while it runs; None if it cannot run.
 
@@ -199,6 +190,20 @@ def test_a_refusal_names_the_smallest_budget(chain):
         assert textbook(chain, 0) < inf
 
 
+@settings(max_examples=60, deadline=None)
+@given(chains(stages=6))
+def test_the_frontier_of_rotor_has_the_fastest_schedule_of_every_budget(chain):
+    found = [(replay(chain, solution.operations), solution.time) for solution in rotor.frontier(chain)]
+    assert all(time == promised for (time, _), promised in found)
+    for (_, peak), _ in found:
+        if peak:
+            assert rotor.solve(chain, peak).time == min(time for (time, taken), _ in found if taken <= peak)
+    peaks = [peak for (_, peak), _ in found]
+    assert peaks == sorted(peaks, reverse=True)
+    everything = sum(chain.forward) + sum(chain.backward)
+    assert found[0][1] == everything
+
+
 def test_the_best_schedule_need_not_be_persistent():
     assert (exhaustive(NOT_PERSISTENT, 15), time_of(NOT_PERSISTENT, 15)) == (14, 16)
 
@@ -208,20 +213,6 @@ def test_a_budget_that_keeps_everything():
     assert found.time == 30
     forward = [(rotor.FORWARD_ALL, stage) for stage in range(4)]
     assert found.operations == (*forward, *((rotor.BACKWARD, stage) for stage in reversed(range(4))))
-
-
-def test_overheads_and_the_input_take_part_of_the_budget():
-    chain = rotor.Chain([1] * 4, [1] * 4, [1] * 4, [1] * 4, input_bytes=5)
-    assert [rotor.solve(chain, budget).time for budget in range(8, 12)] == [13, 10, 8, 8]
-    # The last stage's forward takes 2 bytes of its own.
-    chain = rotor.Chain([1] * 4, [1] * 4, [1] * 4, [1] * 4, (0, 0, 0, 2))
-    assert [rotor.solve(chain, budget).time for budget in range(5, 8)] == [11, 10, 8]
-
-
-def test_a_long_chain_is_solved():
-    found = rotor.solve(equal(60), 9)
-    assert replay(equal(60), found.operations) == (found.time, 9)
-    assert len(found.operations) == found.time
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gzip
-import json
 import multiprocessing
 import pickle
 
@@ -136,13 +135,6 @@ def test_damaged_files_are_replaced_with_one_warning(tmp_path, searches, damage)
     assert ackpt.plan(graph(), 0.75, cache=tmp_path) == expected and searches == [2]
 
 
-def test_the_files_are_json(tmp_path):
-    ackpt.plan(graph(), 0.75, cache=tmp_path)
-    (file,) = tmp_path.iterdir()
-    data = json.loads(gzip.decompress(file.read_bytes()))
-    assert data["key"]["torch"] == torch.__version__ and len(data["schedules"]) > 1
-
-
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):
     file = tmp_path / "file"
     file.touch()
@@ -188,12 +180,3 @@ def test_processes_share_a_folder(tmp_path):
         assert process.exitcode == 0
     assert costs == {ackpt.plan(graph(), 0.75).cost}
     assert [file.suffix for file in tmp_path.iterdir()] == [".gz"]  # and no temporary file
-
-
-def test_a_model_with_a_budget(tmp_path, searches):
-    for _ in range(2):
-        net = model()
-        step = ackpt.apply_budget(net, X, 0.75, cache=tmp_path)
-        net(X).sum().backward()
-        assert step.plan.cost > 0
-    assert searches == [1]

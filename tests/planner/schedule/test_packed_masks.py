@@ -150,16 +150,6 @@ def test_manual_fates():
         check_runs(dataclasses.replace(graph, replays_random=False), plan)
 
 
-def test_the_cost_counts_packing():
-    graph = ackpt.trace(deep(), torch.ones(ROWS, WIDTH))
-    fates, costs = fates_of(graph, "packed"), default_profile(graph)
-    timed = ackpt.plan(graph, policy="manual", profile=costs, fates=fates)
-    plain, packing = (simulate(graph, costs, each).seconds for each in (everything(graph), timed.schedule))
-    assert timed.cost * plain == pytest.approx(2 * sum(costs.pack_seconds)) == pytest.approx(packing - plain)
-    untimed = ackpt.plan(graph, policy="manual", profile=profile(graph), fates=fates)
-    assert untimed.cost > 0 and untimed.recompute_flops == 0
-
-
 def test_a_packed_plan_survives_a_file(tmp_path, graph):
     plan = ackpt.plan(graph, policy="manual", fates=fates_of(graph, "packed"))
     again = Plan.load(plan.save(tmp_path / "plan.json"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import model_of, raises
+from conftest import raises
 from planned_models import Mean
 from torch import nn
 
@@ -74,19 +74,6 @@ def test_the_table_has_one_line_for_equal_layers(graph):
     file = Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)
     assert line.startswith(f"{memory_format(sum(a.bytes for a in up))} ")
     assert f"4 x *.up (addmm): {memory_format(up[0].bytes)} each, {file}:" in line
-
-
-def test_several_activations_of_equal_layers_are_counted_once():
-    def twice():
-        def forward(self, x):
-            for _ in range(2):
-                x = torch.tanh(self.layer(x))
-            return x
-
-        return model_of(forward, layer=nn.Linear(8, 8))
-
-    plan = ackpt.plan(ackpt.trace(nn.Sequential(twice(), twice()), torch.ones(4, 8)))
-    assert any(" 4 x * (tanh): 128 B each, " in line for line in plan.table().splitlines())
 
 
 def test_equal_layers_with_different_fates_have_a_line_each(graph):

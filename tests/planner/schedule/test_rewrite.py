@@ -1,23 +1,20 @@
 """The modules that run a schedule, their listings, and the proof that finds any that take other bytes."""
 
 import sys
-import types
 import weakref
 
 import pytest
 import torch
-from conftest import assert_equal, raises
+from conftest import raises
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ackpt
-from ackpt.graph import PlannedStep, RewriteError, lower, rewrite
-from ackpt.planner.request import Request
+from ackpt.graph import RewriteError, lower, rewrite
 from ackpt.planner.schedule.added_operations import run_again, run_and_save
 from ackpt.planner.schedule.listing import Line, Listing, boxed
 from ackpt.planner.schedule.proof import FakeResults, fake_results, storages_in
-from ackpt.planner.schedule.schedule import missing, scheduled
 
 
 def model():
@@ -67,66 +64,6 @@ def test_a_module_with_other_bytes_is_reported(graph, monkeypatch):
 
     monkeypatch.setattr(implementation, "_rewritten", tampered)
     raises(RewriteError, "bytes live.*were simulated", lambda: rewrite(graph, lower(graph, ())))
-
-
-class Views(nn.Module):
-    """One result, read by backward as it is, transposed, and in part; drawn anew in between."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
-
-    def forward(self, x):
-        hidden = self.dropout(self.first(x).tanh())
-        return (hidden.t() @ hidden).sin().sum() + hidden[1:].view(-1).exp().sum()
-
-
-def for_every_use(graph):
-    """The schedule that keeps nothing: every operation of backward has all that it reads computed for itself."""
-    analysis = graph.analysis
-    live = {*analysis.sources, *(place for place in analysis.outputs if place is not None)}
-    backward = []
-    for place in analysis.needed_backward:
-        backward += missing(analysis, place, live)
-        live.add(place)
-    return scheduled(graph, None, backward)
-
-
-def views():
-    torch.manual_seed(0)
-    return Views()
-
-
-def test_one_node_is_recomputed_for_every_use():
-    graph = ackpt.trace(views(), torch.ones(3, 4))
-    schedule = for_every_use(graph)
-    assert schedule.saved == tuple(sorted(s for s in schedule.saved if s in graph.analysis.live_to_end))
-    rewritten = rewrite(graph, schedule)
-    again = targets(rewritten.backward)
-    assert again.count(torch.ops.aten.tanh.default) == again.count(run_again) + 1 > 2
-    assert again.count(torch.ops.aten.t.default) > targets(rewritten.forward).count(torch.ops.aten.t.default)
-    values = [node for node in rewritten.backward.graph.nodes if node.target is torch.ops.aten.tanh.default]
-    assert all(node.users for node in values)  # each run is read
-
-
-def for_policy(policy):
-    return lambda graph: ackpt.plan(graph, policy=policy).schedule
-
-
-@pytest.mark.parametrize(
-    "make, schedule", [(model, for_policy("none")), (model, for_policy("full")), (views, for_every_use)]
-)
-def test_rewritten_steps_are_bit_equal_to_eager(make, schedule):
-    eager, planned = make(), make()
-    lowered = lambda graph: types.SimpleNamespace(schedule=schedule(graph), limit_bytes=None)  # noqa: E731
-    step = PlannedStep(planned, Request(planner=lowered, differentiate="all"))
-    for seed in range(3):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
-        for call in (eager, step):
-            torch.manual_seed(seed)
-            call(x).square().sum().backward()
-    assert_equal([p.grad for p in eager.parameters()], [p.grad for p in planned.parameters()], "gradient")
-    assert_equal([*eager.buffers()], [*planned.buffers()], "buffer")
 
 
 def mixed(x, index):

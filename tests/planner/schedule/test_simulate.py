@@ -8,7 +8,7 @@ from conftest import model_of, raises
 from torch import nn
 
 import ackpt
-from ackpt.graph import Profile, Schedule, ScheduleError, lower, scheduled, simulate
+from ackpt.graph import Profile, Schedule, ScheduleError, lower, simulate
 from ackpt.planner.schedule.schedule import COMPUTE, FREE, Step, everything
 from ackpt.planner.schedule.simulator import peak_of, rng_state_bytes
 
@@ -88,34 +88,6 @@ def test_bytes_of_a_recomputed_value():
     categories = found.timeline.at(found.timeline.peak_index)
     # Of mul and exp, which are recomputed, exp is live; the tangent and the results of backward are temporaries.
     assert categories == {"gradients": 0, "activations": B, "recomputed": B, "temporaries": 3 * B}
-
-
-def test_bytes_of_a_value_recomputed_twice():
-    graph = exp_and_sin()
-    backward = [MUL, EXP, COS, MUL_1, MUL, EXP, VIEW, VIEW_1, MUL_2, MUL_3]
-    found = simulated(graph, scheduled(graph, None, backward))
-    forward = [0, 1, 2, 1, 2, 1]
-    first = [2, 3, 4, 3, 4, 3, 4, 3]  # the tangent, mul, exp, -mul, cos, -exp, mul_1, -cos
-    second = [4, 5, 4, 5, 4, 3, 4, 3]  # mul, exp, -mul, mul_2, -mul_1, -exp, the gradient, -mul_2
-    assert tensors(found) == [*forward, *first, *second]
-    assert found.recompute_flops == 5
-
-
-def test_views_live_in_one_storage():
-    graph = traced(lambda h: h.view(2, 2).sin().t())
-    found = simulated(graph, everything(graph))
-    # mul, sin | the tangent, cos, mul is freed, mul_1, cos is freed, the gradient, mul_1 is freed; views are nothing.
-    assert tensors(found) == [0, 1, 2, 3, 4, 3, 4, 3, 4, 3]
-    assert found.saved_bytes == B
-
-
-def test_results_of_one_operation_are_freed_separately():
-    graph = traced(lambda h: h.sort()[0].sin())  # int64 places take two tensors' room
-    found = simulated(graph, everything(graph))
-    forward = [0, 1, 2, 4, 3, 4]  # mul, values, places, mul is freed, sin
-    # The tangent, cos, values are freed, mul_1, -cos, zeros, scatter, -zeros, -mul_1, -places, the gradient, -scatter.
-    assert tensors(found) == [*forward, 5, 6, 5, 6, 5, 6, 7, 6, 5, 3, 4, 3]
-    assert found.saved_bytes == 3 * B
 
 
 def test_workspace_counts_while_its_operation_runs():

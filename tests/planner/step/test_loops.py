@@ -104,37 +104,6 @@ def test_an_unknown_optimizer_is_refused(model):
     raises(TypeError, "or a name such as 'adamw', got float", lambda: ackpt.apply_budget(model, BATCH, optimizer=1.0))
 
 
-def test_a_scaler_adds_the_bytes_of_the_scaled_loss(model):
-    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
-    with torch.autocast("cpu", torch.float16):
-        step = ackpt.apply_budget(model, BATCH, budget=0.9, optimizer=optimizer)
-
-    def whole():
-        with torch.autocast("cpu", torch.float16):
-            loss = model(*BATCH)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    whole()
-    scaled_loss = 4
-    assert peak(whole, model) == step.plan.peak_bytes + scaled_loss
-
-
-class Counts(nn.Linear):
-    def doubled(self, x):
-        return 2 * self(x)
-
-
-def test_a_method_that_calls_the_model_runs_the_step():
-    model, x = Counts(8, 8), torch.ones(4, 8)
-    step = ackpt.compile(model, x, budget="1MiB")
-    assert torch.equal(step.doubled(x), model.doubled(x))
-    assert not any("ackpt" in name for name in vars(model)) and step.in_features == 8
-    step.doubled(torch.ones(5, 8)).sum().backward()
-    assert [event.kind for event in step.history] == ["capture", "dynamic capture"]
-
-
 @pytest.mark.parametrize("optimizer_name", [None, "SGD", "AdamW"])
 def test_a_scaler_counts_to_the_byte(model, optimizer_name):
     scaler = torch.amp.GradScaler("cpu")

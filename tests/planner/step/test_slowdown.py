@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_equal, left_by, measured_step, raises
+from conftest import measured_step, raises
 from torch import nn
 
 import ackpt
@@ -77,15 +77,6 @@ def test_a_budget_is_kept_or_refused_by_its_slowdown(graph):
     assert ackpt.plan(graph, within.peak_bytes, slowdown=0.1).peak_bytes == within.peak_bytes
     with pytest.raises(BudgetError, match="policy 'full' makes the step .* or policy='auto'"):
         ackpt.plan(graph, 1.0, "full", slowdown=0.01)
-
-
-def test_the_planned_step_has_this_peak_and_equal_gradients():
-    model, x = _model(), torch.randn(8, 8, 32)
-    expected = left_by(model, model, x)
-    step = ackpt.apply_budget(model, x, slowdown="10%")
-    assert 0 < step.plan.cost <= 0.1
-    assert measured_step(model, model, x).peak_bytes == step.plan.peak_bytes < step.plan.baseline_peak_bytes
-    assert_equal(left_by(model, model, x), expected, "step")
 
 
 @pytest.mark.parametrize("budget", [None, "1MiB"])
