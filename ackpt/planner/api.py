@@ -98,10 +98,11 @@ def compile(
             earlier forwards that exceed it are always a warning.
         chunk_head: whether the head of a language model, from its last matrix product to the loss, runs in chunks of
             tokens, forward and backward of a chunk together: the logits then never exist as a whole, and nothing runs
-            twice (except the head's forward, if a token's gradient depends on other tokens). With True, in the fewest chunks, at least 2, with which the policy keeps the budget; with ``"auto"``,
-            in chunks only if the policy cannot keep the budget without. Loss and gradients then differ from eager's by
-            roundings of sums over tokens, as ``plan.note`` says, and reading the logits that the model returns raises
-            an error. Each size is captured by itself.
+            twice (except the head's forward, if a token's gradient depends on other tokens). With True, in the fewest
+            chunks, at least 2, with which the policy keeps the budget; with ``"auto"``, in chunks only if the policy
+            cannot keep the budget without. Loss and gradients then differ from eager's by roundings of sums over
+            tokens, as ``plan.note`` says, and reading the logits that the model returns raises an error. Each size is
+            captured by itself.
 
     Returns:
         A `PlannedStep`, whose ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients. If no
