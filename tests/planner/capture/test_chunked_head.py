@@ -192,7 +192,9 @@ def test_every_number_of_chunks_keeps_its_bytes(name, count):
     rewrite(small, everything(small))  # raises if another number of bytes is live after any operation
     profiles = [ackpt.profile(each, workspace="measured") for each in (graph, small)]
     before, after = (simulate(one, its, everything(one)) for one, its in zip((graph, small), profiles))
-    assert small.head_chunks >= min(count, 6 if name == "transducer" else count) and after.peak_bytes <= before.peak_bytes
+    assert (
+        small.head_chunks >= min(count, 6 if name == "transducer" else count) and after.peak_bytes <= before.peak_bytes
+    )
     again = 2 * IDS.numel() * 16 * WORDS if name in [each.__name__ for each in TWICE] else 0
     assert after.flops == before.flops + again  # otherwise no product runs twice
 
