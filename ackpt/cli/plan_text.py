@@ -12,9 +12,8 @@ from ackpt.core.budget import readable
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.metering.meter import memory_format
 from ackpt.planner.explain.explanation import Explanation, explained
-from ackpt.planner.workloads.optimizers import optimizer_kind
 from ackpt.planner.workloads.planned_shapes import PlanConfig, Planned, in_chunks
-from ackpt.planner.workloads.step_request import TrainingStep
+from ackpt.planner.workloads.step_request import TrainingStep, optimizer_kind
 
 LARGEST = 10
 ON_A_GPU = (

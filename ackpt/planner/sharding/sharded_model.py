@@ -8,9 +8,8 @@ from ackpt.metering.gpus import BLOCK, MIB, gpu
 from ackpt.planner.costs.devices import device
 from ackpt.planner.costs.profiles import profile
 from ackpt.planner.workloads.device_memory import DeviceMemory, rank_memory
-from ackpt.planner.workloads.optimizers import optimizer_kind
 from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
-from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, training_step
+from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, optimizer_kind, training_step
 
 from .planner import CAPTURED, Blocks, ShardedPlan, Table, check_policy, deep
 from .sharding import ROOT, Group, GroupBytes, Sharding, ShardingError, groups_of
