@@ -173,13 +173,16 @@ class Head:
             elif rows and self._is_sum(node, fx_node, rows[0]):
                 self.sums.add(node.id)
             elif rows:
-                self.rows[node.id] = self._rule(node)
+                result = self._rule(node)
+                if result.dims not in ((0,), (0, 1)) and not self._is_large(node.id, result):
+                    raise MixesRows("it moves the dimension of the tokens")
+                self.rows[node.id] = result
                 if fx_node.target in PRODUCTS:
                     self.exits.add(node.id)
                     self._closed.add(node.id)
         except MixesRows as why:
             for source in rows:
-                if self._is_large(source, self.rows[source]):
+                if self._is_large(source, self.rows[source]) or not isinstance(self.value(source), torch.Tensor):
                     self._refuse(node, why)
             self.exits.update(rows)
         if not self._in_head(node.id) and (phases := {self._phase(source) for source in node.inputs} - {None}):
@@ -473,9 +476,9 @@ class _Writer:
         names = [argument.name for argument in target._schema.arguments][: len(args)]
         if target is aten.nll_loss_forward.default:
             args[3] = 2 if args[3] else 0  # a sum, also for a mean
-        elif target is aten.mean.default:
+        elif target is aten.mean.default:  # of all, so it is one of `sums`
             target, args, kwargs = aten.sum.default, args[:1], {"dtype": head.value(node_id).dtype}
-        elif target is aten.mean.dim:
+        elif target is aten.mean.dim and node_id in head.sums:
             target, kwargs = aten.sum.dim_IntList, {**kwargs, "dtype": head.value(node_id).dtype}
         elif node_id in head.rows:
             rows = head.rows[node_id]

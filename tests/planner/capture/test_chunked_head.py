@@ -122,7 +122,7 @@ def transducer(logits, targets):
 
 
 def squared(logits, targets):
-    return logits.softmax(-1).square().mean()
+    return logits.softmax(-1).square().mean() + logits.var(-1).mean()
 
 
 ONCE = (flat, shifted, gathered, mean_of_tokens, normalizer, capped, weighted, smoothed, z_loss, entropy_bonus)
