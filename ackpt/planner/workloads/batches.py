@@ -22,11 +22,12 @@ class Batches(Sampler[list[int]]):
 
     def __init__(self, groups: list[list[list[int]]], lengths: Sequence[int], rank: int, seed: int):
         self._groups, self._lengths, self._rank, self._seed = groups, lengths, rank, seed
+        self.items: list[int] = []
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle the steps, as every rank does for this `epoch`."""
-        self._steps = random.Random(self._seed + epoch).sample(self._groups, len(self._groups))
+        self._steps: list[list[list[int]]] = random.Random(self._seed + epoch).sample(self._groups, len(self._groups))
         self.items = [sum(self._lengths[index] for batch in step for index in batch) for step in self._steps]
 
     def __len__(self) -> int:
