@@ -18,6 +18,13 @@ class Batches(Sampler[list[int]]):
 
     ``items``: for each step of the epoch, the tokens of all ranks, by which to divide a sum of losses; `len` is the
     number of steps, which is the same on every rank.
+
+    Example:
+        >>> from ackpt.planner.workloads.batches import Batches
+        >>> steps = [[[0, 2], [1]], [[3], [4]]]
+        >>> sampler = Batches(steps, lengths=[5, 9, 4, 2, 2], rank=1, seed=0)
+        >>> len(sampler), sorted(sampler), sorted(sampler.items)
+        (2, [[1], [4]], [4, 18])
     """
 
     def __init__(self, groups: list[list[list[int]]], lengths: Sequence[int], rank: int, seed: int):
@@ -74,7 +81,7 @@ def batches(
         >>> batch = lambda size, length: torch.zeros(size, length, dtype=torch.long)
         >>> sampler = ackpt.batches(model, [3, 9, 5, 4, 8, 2], batch=batch, budget="4kB")
         >>> sorted(map(sorted, sampler)), sum(sampler.items)
-        ([[0, 2, 3, 5], [1], [4]], 31)
+        ([[0, 2, 3], [1], [4], [5]], 31)
     """
     if not 0 <= rank < ranks or len(lengths) < ranks:
         raise ValueError(f"rank={rank} of ranks={ranks} with {len(lengths)} sequences: each rank needs at least one")
