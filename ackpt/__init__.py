@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ackpt.planner.explain.print_saved import print_saved
     from ackpt.planner.schedule.plan import Plan
     from ackpt.planner.trainer_callback import AckptCallback as AckptCallback
+    from ackpt.planner.workloads.batches import batches
     from ackpt.planner.workloads.lengths import fits
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "apply_activation_checkpointing",
     "apply_budget",
     "audit",
+    "batches",
     "calibrate",
     "checkpoint",
     "checkpoint_sequential",
@@ -75,6 +77,7 @@ _LATER = {
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
     "apply_budget": ("ackpt.planner.api", "apply_budget"),
     "audit": ("ackpt.planner.explain.audit", "audit"),
+    "batches": ("ackpt.planner.workloads.batches", "batches"),
     "calibrate": ("ackpt.planner.costs.calibration", "calibrate"),
     "compile": ("ackpt.planner.api", "compile"),
     "explain": ("ackpt.planner.explain.explanation", "explain"),

@@ -2,7 +2,8 @@
 
 The loss needs only a few rows of logits at a time. The gradient with respect to the logits is softmax minus one-hot,
 times a scalar that backward provides. So the forward computes the gradients of the hidden states and of the weight
-chunk by chunk, and saves only these two; nothing is recomputed.
+chunk by chunk, and saves only these two; nothing is recomputed. With a loss for each row, backward provides a factor
+for each, and computes the logits of each chunk a second time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ackpt.core.errors import CheckpointError
 
-_REDUCTIONS = ("mean", "sum")
+_REDUCTIONS = ("mean", "sum", "none")
 
 
 def chunked_cross_entropy(
@@ -22,7 +23,7 @@ def chunked_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     chunks: int = 8,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
@@ -35,12 +36,13 @@ def chunked_cross_entropy(
         targets: class indices, ``[N]``, int64; `ignore_index` marks rows to ignore.
         chunks: the number of chunks; the largest temporary has ``ceil(N / chunks) * V``
             elements, in fp32 (fp64 for fp64 inputs), and in 16 bits a second one in that dtype.
-        reduction: ``"mean"`` over the rows that are not ignored, or ``"sum"``.
+        reduction: ``"mean"`` over the rows that are not ignored, ``"sum"``, or ``"none"``: a loss for each row, 0 for
+            ignored ones, whose backward computes the logits a second time.
         ignore_index: the target of rows to ignore.
         label_smoothing: the part of each target that is spread over all classes, from 0 to 1.
 
     Returns:
-        The loss, a scalar in fp32 (fp64 for fp64 inputs).
+        The loss, a scalar (``[N]`` with ``reduction="none"``) in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ValueError, TypeError: for inconsistent shapes, wrong dtypes or unknown options.
@@ -70,31 +72,19 @@ def chunked_cross_entropy(
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunks, reduction, ignore_index, smoothing, dtype):
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         counted = targets != ignore_index
-        total = torch.zeros((), dtype=precise, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden if needs_hidden else hidden[:0])
-        grad_weight = torch.zeros_like(weight if needs_weight else weight[:0], dtype=precise)
-        head = weight.to(dtype)
-        rows = max(1, -(-hidden.shape[0] // chunks))
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
-            inputs = hidden[part].to(dtype)
-            loss, grad_logits = _chunk(inputs, head, targets[part], counted[part], precise, smoothing)
-            total += loss
-            if needs_hidden:
-                grad_hidden[part] = grad_logits @ head
-            if needs_weight and dtype == precise:
-                torch.addmm(grad_weight, grad_logits.T, inputs, out=grad_weight)
-            elif needs_weight:
-                grad_weight += grad_logits.T @ inputs
-            del grad_logits  # otherwise it would be live together with the next chunk's
+        ctx.weight_dtype, ctx.arguments = weight.dtype, (chunks, smoothing, dtype)
+        ctx.has_losses = reduction == "none"
+        if ctx.has_losses:
+            ctx.save_for_backward(hidden, weight, targets, counted)
+            return _in_chunks(hidden, weight, targets, counted, (False, False), *ctx.arguments)[0]
+        needed = ctx.needs_input_grad[:2]
+        losses, *gradients = _in_chunks(hidden, weight, targets, counted, needed, *ctx.arguments)
         # The gradients are saved without the 1/N of the mean, with which small probabilities would underflow in fp16.
-        rows_counted = counted.sum().to(precise) if reduction == "mean" else torch.ones_like(total)
+        total = losses.sum()
+        rows_counted = counted.sum().to(total.dtype) if reduction == "mean" else torch.ones_like(total)
         scale = rows_counted.clamp(min=1).reciprocal()  # if all rows are ignored, torch's gradients are 0
-        ctx.weight_dtype = weight.dtype
-        ctx.save_for_backward(scale, *([grad_hidden] * needs_hidden), *([grad_weight] * needs_weight))
+        ctx.save_for_backward(scale, *(each for each in gradients if each is not None))
         return total / rows_counted
 
     @staticmethod
@@ -104,18 +94,48 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 "backward with create_graph=True reached chunked_cross_entropy, which has no second derivative; use "
                 "F.cross_entropy on the full logits where you need one."
             )
-        scale, *saved = ctx.saved_tensors
-        scale = scale * grad_loss
-        # Both are as large as their tensors, so they are scaled in place unless a second backward may follow.
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
-        grads = iter([grad * scale if keep_graph else grad.mul_(scale) for grad in saved])
-        grad_hidden = next(grads) if ctx.needs_input_grad[0] else None
-        grad_weight = next(grads).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
+        needed = ctx.needs_input_grad[:2]
+        if ctx.has_losses:
+            hidden, weight, targets, counted = ctx.saved_tensors
+            _, *gradients = _in_chunks(hidden, weight, targets, counted, needed, *ctx.arguments, grad_losses=grad_loss)
+        else:
+            scale, *gradients = ctx.saved_tensors
+            scale = scale * grad_loss
+            # Both are as large as their tensors, so they are scaled in place unless a second backward may follow.
+            keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+            gradients = [grad * scale if keep_graph else grad.mul_(scale) for grad in gradients]
+        grads = iter(each for each in gradients if each is not None)
+        grad_hidden, grad_weight = (next(grads) if need else None for need in needed)
+        grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
+def _in_chunks(hidden, weight, targets, counted, needed, chunks, smoothing, dtype, grad_losses=None):
+    """The losses of all rows, and the gradients of `hidden` and `weight` that are `needed`, None for others."""
+    precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    losses = torch.empty(hidden.shape[:1], dtype=precise, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if needed[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=precise) if needed[1] else None
+    head = weight.to(dtype)
+    rows = max(1, -(-hidden.shape[0] // chunks))
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        inputs = hidden[part].to(dtype)
+        losses[part], grad_logits = _chunk(inputs, head, targets[part], counted[part], precise, smoothing)
+        if grad_losses is not None:
+            grad_logits *= grad_losses[part].unsqueeze(1)
+        if grad_hidden is not None:
+            grad_hidden[part] = grad_logits @ head
+        if grad_weight is not None and dtype == precise:
+            torch.addmm(grad_weight, grad_logits.T, inputs, out=grad_weight)
+        elif grad_weight is not None:
+            grad_weight += grad_logits.T @ inputs
+        del grad_logits  # otherwise it would be live together with the next chunk's
+    return losses, grad_hidden, grad_weight
+
+
 def _chunk(inputs, head, targets, counted, precise, smoothing):
-    """The summed loss of one chunk of rows, and its gradient with respect to the logits, in the dtype of `inputs`.
+    """The losses of one chunk of rows, and the gradient of their sum with respect to the logits, in `inputs`' dtype.
 
     The logits become the probabilities in place; torch.logsumexp would make a copy.
     """
@@ -141,7 +161,7 @@ def _chunk(inputs, head, targets, counted, precise, smoothing):
     if smoothing:
         probabilities -= smoothing / head.shape[0]
     probabilities.mul_(counted.unsqueeze(1))
-    return torch.where(counted, losses, 0).sum(), probabilities.to(inputs.dtype)
+    return torch.where(counted, losses, 0), probabilities.to(inputs.dtype)
 
 
 def _check(hidden, weight, targets, chunks, reduction, label_smoothing):

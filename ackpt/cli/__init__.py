@@ -1,4 +1,4 @@
-"""The command line of ``ackpt``, also ``python -m ackpt``: ``plan``, ``selftest``, ``doctor``; one module each.
+"""The command line of ``ackpt``, also ``python -m ackpt``: ``plan``, ``selftest``, ``doctor``.
 
 Read `command_line` first: it holds the parser, the exit statuses and the options that commands share. `plan_text`
 writes the output of ``ackpt plan``, `plan_fsdp` that for a model sharded by FSDP2, and `plan_sweep` that for several
@@ -10,9 +10,8 @@ from __future__ import annotations
 import sys
 
 from .command_line import parser_of, run
-from .doctor import add_doctor
 from .plan import add_plan
-from .selftest import add_selftest
+from .selftest import add_doctor, add_selftest
 
 __all__ = ["main"]
 

@@ -15,12 +15,13 @@ from ackpt.core.budget import is_share
 from ackpt.core.errors import did_you_mean
 from ackpt.core.files import RecordError, check_writable
 from ackpt.planner.costs.devices import DEVICES, device
-from ackpt.planner.workloads.optimizers import OPTIMIZERS, UNSHARDED
 from ackpt.planner.workloads.step_request import (
     BUILT_IN,
     DTYPES,
     FROM_FILE,
+    OPTIMIZERS,
     TRANSFORMERS,
+    UNSHARDED,
     Lora,
     StepRequest,
     dtype_called,

@@ -12,11 +12,13 @@ from ackpt.core.budget import readable
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.metering.meter import memory_format
 from ackpt.planner.explain.explanation import Explanation, explained
-from ackpt.planner.workloads.optimizers import optimizer_kind
 from ackpt.planner.workloads.planned_shapes import PlanConfig, Planned, in_chunks
-from ackpt.planner.workloads.step_request import TrainingStep
+from ackpt.planner.workloads.step_request import TrainingStep, optimizer_kind
 
 LARGEST = 10
+# Of the predicted reserved bytes: a step of vit-large reserved 5.69 GB where 4.71 GB are predicted, the largest of the
+# errors of 60 published figures of whole steps (chapter 11).
+MEASURED_ERROR = 0.21
 ON_A_GPU = (
     "captured on CPU tensors with the attention, dropout and autocast of a GPU; blocks are multiples of 512 bytes; "
     "not included: workspaces of convolutions, of sorting and of memory-efficient attention"
@@ -158,8 +160,11 @@ def _verdict(planned: Planned) -> list[str]:
         f"{memory_format(memory.context)} context, {memory_format(memory.margin)} margin",
         "",
     ]
-    if memory.fits:
+    if memory.margin >= MEASURED_ERROR * memory.reserved:
         return [f"fits {device.name}: {takes} of {size}", *sizes]
+    if memory.fits:
+        error = f"measured steps reserved up to {MEASURED_ERROR:.0%} more than predicted"
+        return [f"may not fit {device.name}: {takes} of {size}; {error}", *sizes]
     verdict = f"does not fit {device.name}: {takes} of {size}"
     try:
         other = planned.that_fits()
@@ -179,7 +184,7 @@ def _verdict(planned: Planned) -> list[str]:
 
 def _that_fits(planned: Planned) -> str:
     reserved = memory_format(planned.memory.reserved) if planned.memory is not None else ""
-    return f"that plan fits, reserves {reserved} and adds {planned.plan.cost:.1%} to the time of the step"
+    return f"that plan reserves {reserved} and adds {planned.plan.cost:.1%} to the time of the step"
 
 
 def _in_chunks(planned: Planned) -> list[str]:

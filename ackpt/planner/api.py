@@ -98,10 +98,11 @@ def compile(
             earlier forwards that exceed it are always a warning.
         chunk_head: whether the head of a language model, from its last matrix product to the loss, runs in chunks of
             tokens, forward and backward of a chunk together: the logits then never exist as a whole, and nothing runs
-            twice. With True, in the fewest chunks, at least 2, with which the policy keeps the budget; with ``"auto"``,
-            in chunks only if the policy cannot keep the budget without. Loss and gradients then differ from eager's by
-            roundings of sums over tokens, as ``plan.note`` says, and reading the logits that the model returns raises
-            an error. Each size is captured by itself.
+            twice (except the head's forward, if a token's gradient depends on other tokens). With True, in the fewest
+            chunks, at least 2, with which the policy keeps the budget; with ``"auto"``, in chunks only if the policy
+            cannot keep the budget without. Loss and gradients then differ from eager's by roundings of sums over
+            tokens, as ``plan.note`` says, and reading the logits that the model returns raises an error. Each size is
+            captured by itself.
 
     Returns:
         A `PlannedStep`, whose ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients. If no
@@ -111,7 +112,7 @@ def compile(
         BudgetError: if the budget is infeasible; names the smallest feasible one. Also if `plan` would exceed its own
             budget at the sizes of a call.
         TraceError: if the model cannot be captured as one graph, and is not planned in parts; also if `chunk_head`
-            does not know an operation between the last matrix product and the loss, which the error names.
+            meets an operation that combines the logits of different tokens, which the error names.
         RecordError: if the folder `cache` cannot be written.
         TypeError: for a keyword that looks like a misspelled keyword of `compile` and that the model's forward does not
             have; for a tensor or a number that was probably meant for the model, but is the value of a keyword of

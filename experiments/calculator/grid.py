@@ -15,7 +15,7 @@ from ackpt.planner.capture.optimizer_state import eight_bit_bytes, optimizer_byt
 from ackpt.planner.costs.devices import DEVICES, device
 from ackpt.planner.sharding.planner import CAPTURED
 from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of
-from ackpt.planner.workloads.optimizers import EIGHT_BIT, OPTIMIZERS
+from ackpt.planner.workloads.step_request import EIGHT_BIT, OPTIMIZERS
 
 from .choices import HALF, KINDS, LORA, MIXED, MODES, SINGLE, kind_of, plan_config, shardings, whole_step
 from .measured import Measured, points_of

@@ -31,7 +31,7 @@ def loss_and_gradients(loss_of, hidden, weight, targets, **options):
     hidden, weight = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (hidden, weight))
     loss = loss_of(hidden, weight, targets, **options)
     if loss.requires_grad:
-        (loss * 1.5).backward()
+        (loss * torch.linspace(1, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)).sum().backward()
     return [loss.detach(), hidden.grad, weight.grad]
 
 
@@ -45,7 +45,7 @@ def assert_close(made, **options):
             torch.testing.assert_close(one, other, equal_nan=True)
 
 
-OPTIONS = list(itertools.product(["mean", "sum"], [-100, 3, 0], [1, 2, 5, 13, 100]))
+OPTIONS = list(itertools.product(["mean", "sum", "none"], [-100, 3, 0], [1, 2, 5, 13, 100]))
 
 
 @pytest.mark.parametrize(("reduction", "ignore_index", "chunks"), OPTIONS)
@@ -178,7 +178,7 @@ ERRORS = {
     "no chunk": (lambda h, w, t: (h, w, t), {"chunks": 0}, ValueError, "at least 1, got 0"),
     "fraction": (lambda h, w, t: (h, w, t), {"chunks": 1.5}, ValueError, "whole number .* got 1.5"),
     "truth": (lambda h, w, t: (h, w, t), {"chunks": True}, ValueError, "got True"),
-    "reduction": (lambda h, w, t: (h, w, t), {"reduction": "none"}, ValueError, "one of mean, sum, got 'none'"),
+    "reduction": (lambda h, w, t: (h, w, t), {"reduction": "all"}, ValueError, "of mean, sum, none, got 'all'"),
     "smoothing": (lambda h, w, t: (h, w, t), {"label_smoothing": 2}, ValueError, "from 0 to 1, got 2"),
     "too large": (lambda h, w, t: (h, w, t.where(t < 0, 11)), {}, IndexError, "from 11 to 11, outside of the 11 rows"),
     "below zero": (lambda h, w, t: (h, w, t.where(t >= 0, -1)), {}, IndexError, "classes from -1 to 9"),

@@ -182,7 +182,7 @@ def test_a_step_that_exceeds_the_device_is_reported():
     other = run_plan(replace(small.config, budget=suggested))  # what the user then types
     assert other.memory is not None and other.memory.fits and other.plan.cost > 0
     assert advice == (
-        f'add --budget "{suggested}": that plan fits, reserves {other.memory.reserved / 2**30:.1f} GiB and adds '
+        f'add --budget "{suggested}": that plan reserves {other.memory.reserved / 2**30:.1f} GiB and adds '
         f"{other.plan.cost:.1%} to the time of the step"
     )
     data = plan_report.to_json(small)["device"]
@@ -197,6 +197,10 @@ def test_a_step_that_exceeds_the_device_is_reported():
     verdict, sizes, *_ = plan_report.text(large).splitlines()
     assert verdict == f"fits h200: {plain} of 139.8 GiB"
     assert re.fullmatch(r"on h200: \S+ GiB allocated, \S+ GiB reserved, 612.0 MiB context, \S+ GiB margin", sizes)
+    left = (large.memory.margin + large.memory.context - large.memory.reserved // 5) // 2**20  # a margin of 20 %
+    close = run_plan(replace(large.config, context_mib=left))
+    assert close.memory is not None and close.memory.fits
+    assert re.match(r"may not fit h200: .*; measured steps reserved up to 21% more", plan_report.text(close))
 
 
 def test_an_infeasible_budget_prints_the_minimum_the_memory_and_the_remedies():

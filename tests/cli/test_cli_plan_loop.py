@@ -12,9 +12,8 @@ from test_cli_plan import BERT, SMALL, planned
 
 import ackpt
 from ackpt.cli import main
-from ackpt.planner.workloads.optimizers import optimizer_kind
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
-from ackpt.planner.workloads.step_request import Lora, StepRequest
+from ackpt.planner.workloads.step_request import Lora, StepRequest, optimizer_kind
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 LLAMA = ["hf:LlamaConfig", "--seq-len", "16", "--set", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,12 +22,14 @@ from ackpt.core.errors import TraceError
 from ackpt.metering.flops import formula
 
 from .joint_graph import JointGraph, once_per_graph
-from .operations import BACKWARD, FORWARD, Node, may_draw, storage_keys
+from .operations import BACKWARD, FORWARD, Node, storage_keys
 from .patches.kernels import true_results
+from .row_operations import PRODUCTS, SLICES, SUMS, MixesRows, Rows, arguments_of, dims_of, is_linear, rows_of
 from .tracing import described_graph
 
 aten: Any = torch.ops.aten
 ours: Any = torch.ops.ackpt_graph
+_SIZES = {"size", "input_sizes", "self_sizes"}  # arguments that give the sizes of the result
 WITHHELD = "ackpt_withheld"  # on an output that is not computed: the shape that the model gives it
 
 
@@ -40,7 +42,8 @@ def _scaled(x, scale):
 
 
 def _with_rows(whole, rows, start):
-    whole[start : start + rows.shape[0]] = rows
+    """`whole`, contiguous, with `rows` from this element on."""
+    whole.view(-1)[start : start + rows.numel()].view(rows.shape).copy_(rows)
     return whole
 
 
@@ -58,87 +61,56 @@ for _name, _arguments, _function in (
 flop_registry[ours.addmm] = lambda total, a, b, **_: 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
-class Rows(NamedTuple):
-    """How a tensor has a row for each token.
-
-    ``lead``: the leading dimensions that number the tokens: 1, or 2 for sequences and their tokens. ``start``, ``end``:
-    the tokens of every sequence that it has. ``is_last``: transposed, with the tokens in its last dimension.
-    ``is_linear``: whether it is proportional to the gradient of the loss.
-    """
-
-    lead: int
-    start: int
-    end: int
-    is_last: bool = False
-    is_linear: bool = False
-
-
-_SAME = {aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default}
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
-_TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
-_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
-_SLICES = {aten.slice.Tensor, aten.slice_backward.default}
-_ALONG_DIM = {  # every row by itself, unless the dimension is a leading one
-    *(aten._softmax.default, aten._log_softmax.default, aten.logsumexp.default, aten.amax.default),
-    *(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.gather.default),
-    *(aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.squeeze.dim, aten.unsqueeze.default),
-}
-_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
-_LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
-_MADE = {*_ZEROS, *_LIKE, aten.full.default, aten.ones.default, aten.scalar_tensor.default}
-# Linear in one of several factors: its place, or None for any.
-_LINEAR = {
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.neg.default), None),
-    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), 0),
-    **dict.fromkeys((aten.squeeze.dim, aten.unsqueeze.default, aten.gather.default), 0),
-}
-
-
 class Head:
-    """The operations of the head in `graph`: what is computed for every token, and the sums over tokens.
+    """The operations of the head in `graph`, from its last matrix product on: those that compute each row by itself.
 
-    ``rows``: by node, those of the first kind; ``sides``: nodes outside of the head of which a chunk reads a part.
-    ``exits``: by node, those of the second kind: their rows, and how they end: "sum", "mean", "rows" (gradients of
-    hidden states), "loss" or "count" (the results of ``nll_loss``). ``withheld``: places of the model's outputs that
-    are not computed. ``gradient``: the scalar that backward begins with, and the count by which it is divided.
-    ``sequences``, ``tokens``: tokens are numbered by both if some are left out, otherwise as those of one sequence.
+    An operation belongs to the head if it works element by element, or along dimensions that do not number tokens, or
+    if it is a matrix product of rows with a whole matrix. What other operations read is assembled from all chunks: the
+    gradient of the hidden states, sums over tokens, and small tensors with a row for each token, such as losses.
+
+    ``rows``: by node of the head, those of its result. ``reads``: by node and source, the rows that it reads, None for
+    all of the source. ``sums``, ``exits``: nodes of which chunks add up, or write their rows of, what others read.
+    ``counts``: the second results of ``nll_loss``, which need no logits. ``withheld``: places of the model's outputs
+    that are not computed. ``tangent``: the gradient of the loss, if backward is linear in it and reads nothing else
+    that a sum over tokens leads to: backward of a chunk then follows its forward. None if backward computes the
+    logits of each chunk a second time.
 
     Raises:
-        TraceError: if an operation between the last matrix product and the loss is not known; names it.
+        TraceError: if an operation mixes rows as large as the logits; names it.
     """
 
     def __init__(self, graph: JointGraph):
         self.graph, self.fx = graph, graph.analysis.fx
-        self.rows: dict[int, Rows] = {}
-        self.sides: dict[int, Rows] = {}
-        self.exits: dict[int, tuple[str, Rows]] = {}
-        self.gradient: tuple[int, int | None] | None = None
-        self._has_slices = False
-        self._after_exits: set[int] = set()
-        self._after_tangents = set(graph.analysis.tangents)
+        self.after_tangents = set(graph.analysis.tangents)
+        for node in graph.nodes:
+            if not self.after_tangents.isdisjoint(node.inputs):
+                self.after_tangents.add(node.id)
         self.product = self._last_product()
-        reader = next(node.id for node in graph.nodes if self.product.id in node.inputs)
-        shape = self.value(reader).shape
-        self.sequences, self.tokens = shape[:2] if len(shape) == 3 else (1, shape[0])
-        self.rows[self.product.id] = Rows(1, 0, self.tokens)
-        self._part(self.product.inputs[-2], self.rows[self.product.id], self.product)
+        shapes = [self.value(node.id).shape for node in graph.nodes if self.product.id in node.inputs]
+        shape = next((shape for shape in shapes if len(shape) > 2), shapes[0])
+        self.sequences, self.tokens = shape[:2] if len(shape) > 2 else (1, shape[0])
+        self.rows: dict[int, Rows] = {self.product.id: Rows((0,), 0, self.tokens)}
+        self.reads: dict[tuple[int, int], Rows | None] = {(self.product.id, each): None for each in self.product.inputs}
+        self.reads[self.product.id, self.product.inputs[-2]] = self.rows[self.product.id]
+        self.sums: set[int] = set()
+        self.exits: set[int] = set()
+        self.counts: dict[int, fx.Node] = {}
+        self._closed: set[int] = set()  # of `rows`: their readers are outside of the head
+        self._after: dict[int, str] = {}  # phases of the exits from which nodes outside of the head are computed
         for node in graph.nodes[self.product.id + 1 :]:
-            if not self._after_tangents.isdisjoint(node.inputs):
-                self._after_tangents.add(node.id)
-            if not self.rows.keys().isdisjoint(node.inputs):
-                self._classify(node)
-            elif any(source in self.exits or source in self._after_exits for source in node.inputs):
-                self._after_exits.add(node.id)
-        self.withheld = [place for place, node in enumerate(graph.analysis.outputs) if node in self.rows]
+            self._visit(node)
+        outputs = graph.analysis.outputs
+        returned = {node for node in outputs if node is not None and self._is_open(node)}
+        self.exits.update(node for node in returned if not self._is_large(node, self.rows[node]))
+        self.withheld = [place for place, node in enumerate(outputs) if node in returned - self.exits]
         if self.withheld and graph.keeps_outputs:
             self._refuse(self.product, "outputs='keep' keeps an output with a row for every token, such as logits")
-        if self.gradient is None or not any(rows.is_linear for _, rows in self.exits.values()):
+        if self.after_tangents.isdisjoint(self.exits | self.sums):
             self._refuse(self.product, "its backward computes no gradient")
-        if not self._has_slices:
-            self.sequences, self.tokens = 1, self.sequences * self.tokens
-            for table in (self.rows, self.sides):
-                table.update({node: rows._replace(end=self.tokens) for node, rows in table.items()})
-            self.exits = {node: (how, rows._replace(end=self.tokens)) for node, (how, rows) in self.exits.items()}
+        self.tangent = self._only_tangent()
+        overwritten = {source for _, source in self.reads} & graph.analysis.mutated.keys()
+        if self.tangent is None and overwritten:
+            self._refuse(graph.nodes[min(overwritten)], "the head reads it in backward, after the step has changed it")
 
     def value(self, node: int) -> Any:
         return self.fx[node].meta.get("val")
@@ -153,11 +125,6 @@ class Head:
         described = self.fx[len(graph.nodes)].meta["desc"]
         with_gradient = [getattr(self.fx[node].meta.get("desc"), "output", None) for node in analysis.tangents]
         losses = [node for what, node in zip(described, analysis.outputs) if what in with_gradient and node is not None]
-        if [self.numel(each) for each in losses] != [1]:
-            raise TraceError(
-                "chunk_head needs a model that returns one loss, a scalar, and this step differentiates outputs of "
-                f"{[self.numel(each) for each in losses]} elements: pass the labels to the model"
-            )
         todo, seen, products = [*losses], set(), []
         while todo:
             node = todo.pop()
@@ -171,217 +138,138 @@ class Head:
         if not products:
             raise TraceError("chunk_head found no matrix product from which the loss is computed")
         last = graph.nodes[max(products, key=lambda node: (self.numel(node), node))]
-        if self.fx[last.id].target not in (aten.mm.default, aten.addmm.default):
-            self._refuse(last, "the last matrix product before the loss is no linear layer")
-        if self.value(last.id).dtype == torch.float16:
-            self._refuse(
-                last, "in float16, the gradients of a chunk may overflow before the loss is scaled", "Use bfloat16"
+        most = max(map(self.numel, losses))
+        if most > 1 and 2 * most > self.numel(last.id):
+            raise TraceError(
+                "chunk_head needs a model that returns its loss, or a small tensor for each token, and this step "
+                f"differentiates an output of {most} elements: pass the labels to the model"
             )
+        if self.fx[last.id].target not in PRODUCTS:
+            self._refuse(last, "the last matrix product before the loss is no linear layer")
         return last
 
-    def _refuse(self, node: Node, why: str, fix: str = "Compute the loss by F.cross_entropy"):
+    def _refuse(self, node: Node, why: object):
         where = ", ".join(part for part in (node.module, node.source) if part)
         raise TraceError(
             f"chunk_head cannot split the head of this model: {why}. The operation is {node.name} ({node.target})"
-            f"{where and f' of {where}'}. {fix}, or leave chunk_head out."
+            f"{where and f' of {where}'}. Reduce each token's logits over the vocabulary before tokens are combined, "
+            "as F.cross_entropy does with [tokens, classes], or leave chunk_head out."
         )
 
-    def _part(self, source: int, rows: Rows, reader: Node) -> Rows:
-        """`source`, which `reader` reads row by row: as it is known, or else as `rows`."""
-        known = self.rows.get(source) or self.sides.get(source)
-        if known is not None:
-            if known[:4] != rows[:4]:
-                self._refuse(reader, "it combines rows of other tokens")
-            return known
-        node, target, shape = self.graph.nodes[source], self.fx[source].target, self.value(source).shape
-        rows = rows._replace(is_linear=source in self._after_tangents)
-        if source in self._after_exits or source in self.exits:
-            self._refuse(reader, "it reads a sum over all tokens")
-        if target in _MADE:
-            for each in node.inputs if target in _LIKE else ():
-                self._part(each, rows, node)
-            self.rows[source] = rows._replace(is_linear=False)
-        elif target is aten.expand.default and rows.is_linear and self.numel(node.inputs[0]) == 1:
-            self._begin(node.inputs[0], None, reader)
-            self.rows[source] = rows
-        elif rows.is_linear:
-            for each in node.inputs:
-                if self.numel(each) > 1 and self.value(each).shape[: rows.lead] == shape[: rows.lead]:
-                    self._part(each, rows, node)
-            self._classify(node)
-        elif self.numel(source) >= self.numel(self.product.id):
-            self._refuse(reader, "it reads a tensor as large as the logits that is computed elsewhere")
-        else:
-            self.sides[source] = rows
-        return self.rows.get(source) or self.sides[source]
+    def _is_open(self, node: int) -> bool:
+        """Whether operations that read `node` may belong to the head."""
+        return node in self.rows and node not in self._closed
 
-    def _whole(self, source: int, reader: Node) -> None:
-        """Check a `source` of which every chunk reads all."""
-        if source in self._after_exits or source in self.exits or source in self._after_tangents:
-            self._refuse(reader, "it reads a sum over all tokens, or the gradient of one")
+    def _is_large(self, node: int, rows: Rows) -> bool:
+        """Whether it has more than half as many elements for each token as the logits."""
+        return 2 * self.numel(node) * self.tokens > self.numel(self.product.id) * (rows.end - rows.start)
 
-    def _begin(self, gradient: int, count: int | None, reader: Node) -> None:
-        if self.gradient not in (None, (gradient, count)):
-            why = "the loss is a sum of several terms, each with a gradient of its own, as with label_smoothing"
-            self._refuse(reader, why, "Leave label_smoothing and other terms of the loss out")
-        self.gradient = gradient, count
+    def _visit(self, node: Node) -> None:
+        """Add `node` to the head, or note what it reads of it."""
+        fx_node, rows = self.fx[node.id], [source for source in node.inputs if self._is_open(source)]
+        try:
+            if rows and fx_node.target is operator.getitem and fx_node.args[0].target is aten.nll_loss_forward.default:
+                self._result_of_loss(node, fx_node, rows[0])
+            elif rows and self._is_sum(node, fx_node, rows[0]):
+                self.sums.add(node.id)
+            elif rows:
+                result = self._rule(node)
+                if result.dims not in ((0,), (0, 1)) and not self._is_large(node.id, result):
+                    raise MixesRows("it moves the dimension of the tokens")
+                self.rows[node.id] = result
+                if fx_node.target in PRODUCTS:
+                    self.exits.add(node.id)
+                    self._closed.add(node.id)
+        except MixesRows as why:
+            for source in rows:
+                if self._is_large(source, self.rows[source]) or not isinstance(self.value(source), torch.Tensor):
+                    self._refuse(node, why)
+            self.exits.update(rows)
+        if not self._in_head(node.id) and (phases := {self._phase(source) for source in node.inputs} - {None}):
+            self._after[node.id] = BACKWARD if BACKWARD in phases else FORWARD
 
-    def _classify(self, node: Node) -> None:
-        if node.id in self.rows or node.id in self.exits:
+    def _in_head(self, node: int) -> bool:
+        return node in self.rows or node in self.sums
+
+    def _phase(self, source: int) -> str | None:
+        """The phase of the exits from which `source` is computed, as a node outside of the head."""
+        is_exit = source in self.sums or source in self.exits
+        return self.graph.nodes[source].phase if is_exit else self._after.get(source)
+
+    def _read(self, node: Node, source: int, rows: Rows | None) -> None:
+        """Note that `node`, of the head, reads these rows of `source`."""
+        if self._is_open(source):
+            if rows != self.rows[source]:
+                raise MixesRows("it combines rows of different tokens")
+        elif self._phase(source) in (node.phase, BACKWARD):
+            raise MixesRows("it reads a sum over all tokens")
+        elif rows is not None and source not in self.rows:
+            self._pull(source, rows)
+        self.reads[node.id, source] = rows
+
+    def _pull(self, source: int, rows: Rows) -> None:
+        """Compute a tensor as large as the logits in chunks, too, if that is possible."""
+        node, hidden = self.graph.nodes[source], self.graph.nodes[self.product.inputs[-2]]
+        is_input = source in self.graph.analysis.sources or not set(hidden.storages).isdisjoint(node.storages)
+        if is_input or None in rows.dims or not self._is_large(source, rows):
             return
-        fx_node = self.fx[node.id]
-        target, first = fx_node.target, self.rows.get(node.inputs[0])
-        if may_draw(target, *fx_node.args):
-            self._refuse(node, "it draws random numbers")
-        if target is operator.getitem:
-            self._result_of_loss(node)
-        elif target is aten.nll_loss_forward.default and first is not None and first.lead == 1:
-            self._part(fx_node.args[1].meta["ackpt_id"], first, node)
-            self.rows[node.id] = first
-        elif target is aten.nll_loss_backward.default:
-            self._loss_backward(node, *(each.meta["ackpt_id"] for each in (*fx_node.args[:3], fx_node.args[6])))
-        elif target is aten.mm.default:
-            self._product(node, *(each.meta["ackpt_id"] for each in fx_node.args))
-        elif target in _SUMS and first is not None:
-            self._sum(node, first)
-        else:
-            self.rows[node.id] = self._rule(node, target, first, self.value(node.id))
-
-    def _rule(self, node: Node, target, first: Rows | None, value) -> Rows:
-        if target in _ALONG_DIM or torch.Tag.pointwise in getattr(target, "tags", ()):
-            return self._row_by_row(node, target, value)
-        if first is None or target in _SAME or not isinstance(value, torch.Tensor):
-            return first or self._refuse(node, "it is not known")
-        before, shape = self.value(node.inputs[0]).shape, value.shape
-        if target in _VIEWS and not first.is_last:
-            tokens = self.sequences * (first.end - first.start)
-            if shape[:1] == (tokens,):
-                return first._replace(lead=1)
-            if shape[:2] == (self.sequences, first.end - first.start):
-                return first._replace(lead=2)
-        elif target in _TURNS and first.lead == 1 and len(shape) == 2 and shape == before[::-1]:
-            return first._replace(is_last=not first.is_last)
-        elif target in _SLICES and not first.is_last:
-            return self._sliced(node, first, before, shape)
-        elif (target in _MADE or target is aten.expand.default) and shape[: first.lead] == before[: first.lead]:
-            return first._replace(is_linear=first.is_linear and target not in _MADE)
-        return self._refuse(node, "it is not known, or mixes tokens with other dimensions")
-
-    def _sliced(self, node: Node, rows: Rows, before, after) -> Rows:
-        arguments = arguments_of(self.fx[node.id])
-        dim = arguments.get("dim", 0) % len(before)
-        if dim >= rows.lead or before[dim] == after[dim]:
-            return rows
-        if dim != rows.lead - 1 or (rows.lead == 1 and self.sequences > 1) or arguments.get("step", 1) != 1:
-            self._refuse(node, "it selects tokens in an unknown way")
-        self._has_slices = True
-        is_slice = self.fx[node.id].target is aten.slice.Tensor
-        start = arguments.get("start") or 0
-        start += max(before[dim], after[dim]) if start < 0 else 0
-        start = rows.start + (start if is_slice else -start)
-        return rows._replace(start=start, end=start + after[dim])
-
-    def _row_by_row(self, node: Node, target, value) -> Rows:
-        """Elementwise, or along a dimension that is no leading one."""
-        rows = next((self.rows[source] for source in node.inputs if source in self.rows), None)
-        if rows is None or rows.is_last:
-            self._refuse(node, "it is not known, or follows a transposition")
-        if target in _ALONG_DIM:
-            dims = arguments_of(self.fx[node.id])["dim"]
-            rank = value.dim() if target is aten.unsqueeze.default else self.value(node.inputs[0]).dim()
-            if any(dim % rank < rows.lead for dim in (dims if isinstance(dims, (list, tuple)) else [dims])):
-                self._refuse(node, "it works along the dimension of the tokens")
-        linear = []
-        sources = [each.meta["ackpt_id"] for each in self.fx[node.id].args if isinstance(each, fx.Node)]
-        for at, source in enumerate(sources):
-            shape = self.value(source).shape
-            aligned = len(shape) - value.dim() + rows.lead if target not in _ALONG_DIM else rows.lead
-            if aligned == rows.lead and shape[: rows.lead] == value.shape[: rows.lead]:
-                if self._part(source, rows, node).is_linear:
-                    linear.append(at)
-            elif source not in self.rows and all(size == 1 for size in shape[: max(0, aligned)]):
-                self._whole(source, node)
-            else:
-                self._refuse(node, "it broadcasts over tokens")
-        if linear and not self._is_linear(node, target, linear, sources):
-            self._refuse(node, "it is not linear in the gradient of the loss")
-        return rows._replace(is_linear=bool(linear))
-
-    def _is_linear(self, node: Node, target, linear: list[int], sources: list[int]) -> bool:
-        """Whether the result is linear in the arguments at these places of `sources`, together."""
-        if target in _LINEAR:
-            return len(linear) == 1 and _LINEAR[target] in (None, linear[0])
-        if target in (aten.add.Tensor, aten.sub.Tensor):
-            return linear == [0, 1]
-        if target is aten.where.self:
-            return 0 not in linear and all(at in linear or self._is_zero(sources[at]) for at in (1, 2))
-        if target in (aten.scatter_add.default, aten.scatter.src):
-            return linear == [2] and self._is_zero(sources[0])
-        if target is aten.masked_fill.Scalar:
-            return linear == [0] and self.fx[node.id].args[2] == 0
-        return linear == [0] and "_backward" in str(target)
-
-    def _is_zero(self, node: int) -> bool:
-        made = self.fx[node]
-        fill = made.args[-1] if made.target in _MADE and made.args else None
-        return made.target in _ZEROS or (isinstance(fill, (int, float)) and fill == 0)
-
-    def _end(self, node: Node, how: str, rows: Rows) -> None:
-        if rows.is_linear != (node.phase == BACKWARD):
-            self._refuse(node, "it is a sum over tokens that is neither a loss nor a gradient")
-        self.exits[node.id] = how, rows
-
-    def _result_of_loss(self, node: Node) -> None:
-        loss, index = self.fx[node.id].args
-        if loss.target is not aten.nll_loss_forward.default:
-            self._refuse(node, "it takes one of several results")
-        if loss.args[3]:  # a sum or a mean
-            self._end(node, "count" if index else "loss", self.rows[node.inputs[0]])
-        elif index == 0:
-            self.rows[node.id] = self.rows[node.inputs[0]]
-
-    def _loss_backward(self, node: Node, gradient: int, logits: int, targets: int, count: int) -> None:
-        rows, reduction = self.rows.get(logits), self.fx[node.id].args[4]
-        if rows is None or (reduction == 0 and not self._part(gradient, rows, node).is_linear):
-            self._refuse(node, "it is no gradient of the logits")
-        if reduction != 0:
-            self._begin(gradient, count if reduction == 1 else None, node)
-        self._part(targets, rows, node)
-        self.rows[node.id] = rows._replace(is_linear=True)
-
-    def _product(self, node: Node, left: int, right: int) -> None:
-        """The gradient of the hidden states, or that of the weight, which is a sum over tokens."""
-        rows, others = self.rows.get(left), self.rows.get(right)
-        if rows is not None and not rows.is_last and others is None and rows[1:3] == (0, self.tokens):
-            self._whole(right, node)
-            self._end(node, "rows", rows)
+        try:
+            if self._rule(node, rows) == rows:
+                self.rows[source] = rows
+                self._closed.add(source)
+        except MixesRows:
             return
-        if rows is not None and rows.is_last:
-            others = self._part(right, rows._replace(is_last=False), node)
-        elif rows is None and others is not None and not others.is_last:
-            rows = self._part(left, others._replace(is_last=True), node)
-        if rows is None or others is None or not rows.is_last or (rows.is_linear and others.is_linear):
-            self._refuse(node, "it is another matrix product of the logits")
-        self._end(node, "sum", rows._replace(is_linear=rows.is_linear or others.is_linear))
 
-    def _sum(self, node: Node, rows: Rows) -> None:
-        rank = self.value(node.inputs[0]).dim()
-        dims = arguments_of(self.fx[node.id]).get("dim") or range(rank)
-        dims = sorted(dim % rank for dim in dims)
-        how = "mean" if "mean" in node.target else "sum"
-        if dims[0] >= rows.lead and not rows.is_last:
-            self.rows[node.id] = rows
-        elif rows.is_last or dims[: rows.lead] != list(range(rows.lead)) or (how == "mean" and len(dims) < rank):
-            self._refuse(node, "it sums over some of the tokens' dimensions")
+    def _result_of_loss(self, node: Node, fx_node, loss: int) -> None:
+        self.reads[node.id, loss] = self.rows[loss]
+        if fx_node.args[1] == 1:
+            self.counts[node.id] = fx_node.args[0]
+        elif arguments_of(fx_node.args[0])["reduction"] == 0:
+            self.rows[node.id] = self.rows[loss]
         else:
-            self._end(node, how, rows)
+            self.sums.add(node.id)
 
+    def _is_sum(self, node: Node, fx_node, source: int) -> bool:
+        """Whether it sums rows as large as the logits over all tokens, or is the gradient of a weight."""
+        rows = self.rows[source]
+        if fx_node.target is not aten.mm.default:
+            self.reads[node.id, source] = rows
+            is_large_sum = fx_node.target in SUMS and self._is_large(source, rows)
+            return is_large_sum and set(rows.dims) <= dims_of(fx_node, self.value(source).dim())
+        both = [each.meta["ackpt_id"] for each in fx_node.args]
+        if rows.dims == ((0,) if source == both[0] else (1,)):
+            return False
+        for dim, each in zip((1, 0), both):
+            self._read(node, each, rows._replace(dims=(dim,)))
+        return True
 
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by their names."""
-    operation: Any = node.target
-    given = zip((argument.name for argument in operation._schema.arguments), node.args)
-    return {**dict(given), **node.kwargs}
+    def _rule(self, node: Node, wanted: Rows | None = None) -> Rows:
+        """The rows of the result of `node`; notes which rows it reads."""
+        known = {self.fx[source]: self.rows[source] for source in node.inputs if self._is_open(source)}
+        rows, reads = rows_of(self.fx[node.id], known, wanted, self.sequences, self.tokens)
+        for source in node.inputs:
+            self._read(node, source, reads[self.fx[source]])
+        return rows
+
+    def _only_tangent(self) -> int | None:
+        """See ``tangent``."""
+        (tangent, *others), todo, seen = self.graph.analysis.tangents, [*self.rows, *self.sums], set()
+        variables = {self.fx[node] for node in self.after_tangents}
+        if others or self.numel(tangent) != 1 or self.value(self.product.id).dtype == torch.float16:
+            return None  # in float16, gradients of a loss that is not scaled yet underflow
+        todo += [source for node, source in self.reads if self._in_head(node)]
+        while todo:
+            node = todo.pop()
+            if node in seen or node == tangent:
+                continue
+            seen.add(node)
+            if not self._in_head(node) and self._after.get(node):
+                return None
+            if node in self.after_tangents:
+                if not is_linear(self.fx[node], variables):
+                    return None
+                todo += self.graph.nodes[node].inputs
+        return tangent
 
 
 @once_per_graph
@@ -401,18 +289,19 @@ def _split(length: int, parts: int) -> list[tuple[int, int]]:
 class _Writer:
     """Writes `graph` with `head` in `count` chunks.
 
-    ``made``: the new nodes by the ids of the old ones; ``local``: those of the current chunk; ``totals``: sums over
-    chunks, by exit. ``moved``: storages of old results that new nodes replace. ``phase``: of what is written.
+    ``made``: the new nodes by the ids of the old ones; ``local``: those of the current chunk, by the rows that they
+    have; ``totals``: what chunks are assembled in, by exit. ``moved``: storages of old results that new nodes replace.
+    ``phase``: of what is written.
     """
 
     def __init__(self, graph: JointGraph, head: Head, count: int):
         self.graph, self.head, self.fx = graph, head, graph.analysis.fx
         self.new = fx.Graph()
         self.made: dict[int, fx.Node] = {}
-        self.local: dict[int, fx.Node] = {}
+        self.local: dict[tuple[int, Rows | None], fx.Node] = {}
         self.totals: dict[int, fx.Node] = {}
         self.moved: set[int] = set()
-        self.phase = FORWARD
+        self.phase, self.is_of_one = FORWARD, False
         self.fake_mode: Any = detect_fake_mode([head.value(head.product.id)])
         pieces = _split(head.tokens, -(-count // head.sequences))
         self.chunks = [(each, piece) for each in _split(head.sequences, count) for piece in pieces]
@@ -425,12 +314,12 @@ class _Writer:
             for node in graph.nodes:
                 ends_forward = node.phase == BACKWARD and self.phase == FORWARD
                 if not self.totals and (ends_forward or node.id in writes):
-                    self._write_chunks()
+                    self._write_chunks(FORWARD)
                 for place in head.withheld if ends_forward else ():
                     old, returned[place] = returned[place], self._empty([0], returned[place].meta["ackpt_id"])
                     returned[place].meta[WITHHELD] = tuple(old.meta["val"].shape)
                 self.phase = node.phase
-                if node.id not in head.rows and node.id not in head.exits:
+                if node.id not in head.rows and node.id not in head.sums:
                     self._copied(node.id)
             given = [each if each is None or each.graph is self.new else self._value(each) for each in returned]
         self.new.create_node("output", "output", (type(output.args[0])(given),)).meta.update(output.meta)
@@ -445,11 +334,15 @@ class _Writer:
 
     def _copied(self, node_id: int) -> fx.Node:
         """The new node for an old one outside of the head, or for a result of the head."""
-        if node_id not in self.made and node_id in self.head.exits:
-            if not self.totals:
-                self._write_chunks()
+        head = self.head
+        if node_id in (head.sums | head.exits) - self.made.keys():
+            if node_id not in self.totals:
+                self._write_chunks(self.graph.nodes[node_id].phase)
             if node_id not in self.made:
-                self.made[node_id] = self._add(ours.mul.default, (self.totals[node_id], self._scale()), node_id)
+                scale = self._copied(head.tangent)  # pyright: ignore[reportArgumentType]
+                self.made[node_id] = self._add(ours.mul.default, (self.totals[node_id], scale), node_id)
+        if node_id in head.counts:
+            self._count(node_id)
         if node_id not in self.made:
             old = self.fx[node_id]
             for source in old.all_input_nodes:
@@ -457,22 +350,24 @@ class _Writer:
             node = self.made[node_id] = self.new.node_copy(old, self._value)
             if self.phase == FORWARD:  # a view of a weight, say, that only the backward made
                 node.meta.pop("partitioner_tag", None)
-            if not self.moved.isdisjoint(storage_keys(old)):
+            is_of_one = self.is_of_one and node_id in head.after_tangents
+            if is_of_one or not self.moved.isdisjoint(storage_keys(old)):
                 node.meta["val"] = self._run(node)
         return self.made[node_id]
 
-    def _scale(self) -> fx.Node:
-        """The gradient by which the results of the chunks are scaled."""
-        assert self.head.gradient is not None
-        gradient, count = self.head.gradient
-        if count is None:
-            return self._copied(gradient)
-        if gradient not in self.local:  # without tokens that count, gradients are 0
-            total = self._copied(count)
-            is_zero = self._add(aten.eq.Scalar, (total, 0), gradient)
-            total = self._add(aten.masked_fill.Scalar, (total, is_zero, 1.0), gradient)
-            self.local[gradient] = self._add(aten.div.Tensor, (self._copied(gradient), total), gradient)
-        return self.local[gradient]
+    def _count(self, node_id: int) -> None:
+        """The divisor of a mean of ``nll_loss``: the sum of the weights of the targets that count."""
+        if node_id in self.made:
+            return
+        arguments = arguments_of(self.head.counts[node_id])
+        target, weight = self._value(arguments["target"]), arguments["weight"]
+        total = self._add(aten.ne.Scalar, (target, arguments["ignore_index"]), node_id)
+        if weight is not None:
+            index = self._add(aten.mul.Tensor, (target, total), node_id)
+            chosen = self._add(aten.index_select.default, (self._value(weight), 0, index), node_id)
+            total = self._add(aten.mul.Tensor, (chosen, total), node_id)
+        dtype = self.head.value(node_id).dtype
+        self.made[node_id] = self._add(aten.sum.default, (total,), node_id, dtype=dtype)
 
     def _empty(self, shape, like: int) -> fx.Node:
         value = self.head.value(like)
@@ -496,104 +391,134 @@ class _Writer:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
         return operation(*args, **kwargs)
 
-    def _write_chunks(self) -> None:
-        head, phase, self.phase = self.head, self.phase, FORWARD
-        assert head.gradient is not None
-        value = head.value(head.gradient[0])
-        one = self._add(aten.full.default, ([], 1.0), head.product.id, dtype=value.dtype, device=value.device)
-        needed = set(head.exits)
-        for node_id in sorted(needed | head.rows.keys(), reverse=True):
+    def _write_chunks(self, of_phase: str) -> None:
+        """Write what the exits of this phase need, those of both phases if backward is linear in the tangent."""
+        head, nodes, phase, made = self.head, self.graph.nodes, self.phase, self.made
+        is_scaled = head.tangent is not None
+        exits = {node for node in head.sums | head.exits if is_scaled or nodes[node].phase == of_phase}
+        self.phase = of_phase
+        if head.tangent is not None:  # the gradient of the loss is 1 until the results are scaled
+            value = head.value(head.tangent)
+            one = self._add(aten.full.default, ([], 1.0), head.product.id, dtype=value.dtype, device=value.device)
+            self.made, self.is_of_one = {**made, head.tangent: one}, True
+        needed = set(exits)
+        for node_id in sorted({*exits, *head.rows}, reverse=True):
             if node_id in needed:
-                needed.update(source for source in self.graph.nodes[node_id].inputs if source in head.rows)
-        for source in head.sides:
-            self._copied(source)
+                needed.update(each for each in nodes[node_id].inputs if self._is_row(node_id, each))
+        for node_id in needed:
+            for source in nodes[node_id].inputs:
+                if not self._is_row(node_id, source):
+                    self._copied(source)
         for chunk in self.chunks:
-            self.local = {head.gradient[0]: one}
+            self.local = {}
             for node_id in sorted(needed):
-                args, kwargs = self._arguments(node_id, chunk)
-                if node_id in head.exits:
-                    self._accumulate(node_id, chunk, args, kwargs)
-                else:
-                    self.local[node_id] = self._add(self.fx[node_id].target, args, node_id, **kwargs)
+                self._write(node_id, chunk, node_id in exits)
         self.local = {}
-        for node_id, (how, rows) in head.exits.items():
+        for node_id in exits:
             self.moved.update(storage_keys(self.fx[node_id]))
-            if rows.is_linear:
-                continue
-            total, old = self.totals[node_id], self.fx[node_id].args[0]
-            if how == "mean":
-                total = self._add(aten.div.Scalar, (total, old.meta["val"].numel()), node_id)
-            elif how == "loss" and old.args[3] == 1:
-                counts = (each for each, (what, _) in head.exits.items() if what == "count")
-                (count,) = (self.totals[each] for each in counts if self.fx[each].args[0] is old)
-                total = self._add(aten.div.Tensor, (total, count), node_id)
-            self.made[node_id] = total
+            if not (is_scaled and node_id in head.after_tangents):
+                self.made[node_id] = self.totals[node_id]
+        if is_scaled:
+            of_step = {node: each for node, each in self.made.items() if node not in head.after_tangents}
+            self.made, self.is_of_one = {**of_step, **made}, False
         self.phase = phase
 
-    def _accumulate(self, node_id: int, chunk: _Chunk, args, kwargs) -> None:
-        """Add a chunk's part of an exit to the total."""
-        target, (how, _) = self.fx[node_id].target, self.head.exits[node_id]
-        if how == "mean":
-            target, args, kwargs = aten.sum.default, args[:1], {"dtype": self.head.value(node_id).dtype}
-        if how == "rows" and node_id not in self.totals:
-            self.totals[node_id] = self._empty(list(self.head.value(node_id).shape), node_id)
-        total = self.totals.get(node_id)
-        if total is None:
-            self.totals[node_id] = self._add(target, args, node_id, **kwargs)
-        elif how == "rows":
-            start = chunk[0][0] * self.head.tokens + chunk[1][0]
-            self._add(ours.slice_scatter.default, (total, self._add(target, args, node_id), start), node_id)
-        elif target is aten.mm.default:
+    def _is_row(self, reader: int, source: int) -> bool:
+        """Whether the chunk computes what `reader` reads."""
+        return source in self.head.rows and self.head.reads[reader, source] == self.head.rows[source]
+
+    def _write(self, node_id: int, chunk: _Chunk, is_exit: bool) -> None:
+        """An operation of the head in a chunk; of an exit, also what makes its result part of the total."""
+        head, total = self.head, self.totals.get(node_id)
+        target, args, kwargs = self._call(node_id, chunk)
+        if node_id in head.sums and total is not None and target is aten.mm.default:
             self._add(ours.addmm.default, (total, *args), node_id)
-        else:
-            self._add(ours.add.default, (total, self._add(target, args, node_id, **kwargs)), node_id)
+            return
+        result = self._add(target, args, node_id, **kwargs)
+        if node_id in head.sums:
+            result = self._divided(node_id, result)
+            if total is None:
+                self.totals[node_id] = result
+            else:
+                self._add(ours.add.default, (total, result), node_id)
+            return
+        rows = head.rows[node_id]
+        self.local[node_id, rows] = result
+        if is_exit:
+            if total is None:
+                total = self.totals[node_id] = self._empty(list(head.value(node_id).shape), node_id)
+            tokens = rows.end - rows.start
+            start = chunk[0][0] * tokens + self._span(rows, chunk)[0]
+            start *= head.numel(node_id) // (head.sequences * tokens)
+            self._add(ours.slice_scatter.default, (total, result, start), node_id)
 
-    def _arguments(self, node_id: int, chunk: _Chunk) -> tuple[list, dict[str, Any]]:
-        """The arguments of an operation of the head in a chunk, with its sizes."""
+    def _divided(self, node_id: int, result: fx.Node) -> fx.Node:
+        """A chunk's part of a mean, from its sum."""
+        old = self.fx[node_id]
+        if old.target in (aten.mean.default, aten.mean.dim):
+            share = self.head.numel(self.graph.nodes[node_id].inputs[0]) // self.head.numel(node_id)
+            return self._add(aten.div.Scalar, (result, share), node_id)
+        if old.target is operator.getitem and arguments_of(old.args[0])["reduction"] == 1:
+            count = next(each for each, loss in self.head.counts.items() if loss is old.args[0])
+            return self._add(aten.div.Tensor, (result, self._copied(count)), node_id)
+        return result
+
+    def _call(self, node_id: int, chunk: _Chunk) -> tuple[Any, list, dict[str, Any]]:
+        """An operation of the head in a chunk, with its sizes: what is called, and the arguments."""
         old, head = self.fx[node_id], self.head
-        given = list(old.args)
-        if old.target is aten.nll_loss_forward.default:
-            given[3] = 2 if given[3] else 0  # a sum, of which the mean is computed afterwards
-        elif old.target is aten.nll_loss_backward.default:
-            given[4], given[6] = 2 if given[4] else 0, self.fx[head.gradient[0]]  # pyright: ignore
-        args, kwargs = fx.map_arg((given, dict(old.kwargs)), lambda node: self._argument(node.meta["ackpt_id"], chunk))
-        args, rows = list(args), head.rows.get(node_id)
-        if rows is None or old.target is operator.getitem:
-            return args, kwargs
-        names = [argument.name for argument in old.target._schema.arguments][: len(args)]  # pyright: ignore
-        for name in {"size", "input_sizes"} & set(names):
-            args[names.index(name)] = [*self._lead(rows, chunk), *old.meta["val"].shape[rows.lead :]]
-        if old.target in _SLICES and rows[:3] != (before := head.rows[self.graph.nodes[node_id].inputs[0]])[:3]:
-            whole, part = (before, rows) if old.target is aten.slice.Tensor else (rows, before)
-            start, end = (part.start - whole.start + token for token in self._span(part, chunk))
-            first = self._span(whole, chunk)[0]
-            args[names.index("start") : names.index("start") + 2] = start - first, end - first
-        return args, kwargs
+        target: Any = old.target
+        args, kwargs = fx.map_arg(
+            (list(old.args), dict(old.kwargs)), lambda each: self._argument(node_id, each.meta["ackpt_id"], chunk)
+        )
+        args = list(args)
+        if target is operator.getitem:
+            return target, args, kwargs
+        names = [argument.name for argument in target._schema.arguments][: len(args)]
+        if target is aten.nll_loss_forward.default:
+            args[3] = 2 if args[3] else 0  # a sum, also for a mean
+        elif target is aten.mean.default:  # of all, so it is one of `sums`
+            target, args, kwargs = aten.sum.default, args[:1], {"dtype": head.value(node_id).dtype}
+        elif target is aten.mean.dim and node_id in head.sums:
+            target, kwargs = aten.sum.dim_IntList, {**kwargs, "dtype": head.value(node_id).dtype}
+        elif node_id in head.rows:
+            rows = head.rows[node_id]
+            for name in _SIZES & set(names):
+                args[names.index(name)] = self._sizes(list(old.meta["val"].shape), rows, chunk)
+            before = head.reads.get((node_id, next(iter(self.graph.nodes[node_id].inputs), -1)))
+            if target in SLICES and before is not None and rows[1:] != before[1:]:
+                whole, part = (before, rows) if target is aten.slice.Tensor else (rows, before)
+                start, end = (part.start - whole.start + token for token in self._span(part, chunk))
+                first = self._span(whole, chunk)[0]
+                args[names.index("start") : names.index("start") + 2] = start - first, end - first
+        return target, args, kwargs
 
-    def _argument(self, node_id: int, chunk: _Chunk) -> fx.Node:
-        if node_id in self.head.sides and node_id not in self.local:
-            self.local[node_id] = self._part(node_id, self.head.sides[node_id], chunk)
-        return self.local[node_id] if node_id in self.local else self._copied(node_id)
+    def _argument(self, reader: int, source: int, chunk: _Chunk) -> fx.Node:
+        rows = self.head.reads[reader, source]
+        if rows is None:
+            return self._copied(source)
+        if (source, rows) not in self.local:
+            part = whole = self._copied(source)
+            for dim, (start, end) in self._ranges(whole.meta["val"].shape, rows, chunk).items():
+                part = self._add(aten.slice.Tensor, (part, dim, start, end), source)
+            self.local[source, rows] = part
+        return self.local[source, rows]
 
     def _span(self, rows: Rows, chunk: _Chunk) -> tuple[int, int]:
         """The tokens of a chunk's sequences that `rows` has, counted from its own first one."""
         return tuple(min(max(token, rows.start), rows.end) - rows.start for token in chunk[1])  # pyright: ignore
 
-    def _lead(self, rows: Rows, chunk: _Chunk) -> list[int]:
-        """The leading sizes of `rows` in a chunk."""
-        sequences, (start, end) = chunk[0][1] - chunk[0][0], self._span(rows, chunk)
-        return [sequences * (end - start)] if rows.lead == 1 else [sequences, end - start]
+    def _ranges(self, shape, rows: Rows, chunk: _Chunk) -> dict[int, tuple[int, int]]:
+        """By dimension of a tensor with `rows`, the indices of a chunk, where it has not all of them."""
+        sequences, tokens, whole = chunk[0], self._span(rows, chunk), rows.end - rows.start
+        ranges = dict(zip(rows.dims, (sequences, tokens)))
+        if len(rows.dims) == 1 and rows.dims[0] is not None:
+            each = shape[rows.dims[0]] // (self.head.sequences * whole)
+            start = sequences[0] * whole + tokens[0]
+            count = (sequences[1] - sequences[0]) * (tokens[1] - tokens[0])
+            ranges = {rows.dims[0]: (start * each, (start + count) * each)}
+        return {dim: its for dim, its in ranges.items() if dim is not None and its != (0, shape[dim])}
 
-    def _part(self, source: int, rows: Rows, chunk: _Chunk) -> fx.Node:
-        """The rows of a chunk of a tensor that exists as a whole."""
-        whole, (start, end), tokens = self._copied(source), self._span(rows, chunk), rows.end - rows.start
-        if rows.lead == 1:
-            start += chunk[0][0] * tokens
-            end = start + self._lead(rows, chunk)[0]
-            return self._add(aten.slice.Tensor, (whole, 1 if rows.is_last else 0, start, end), source)
-        shape = (self.head.sequences, tokens, *whole.meta["val"].shape[2:])
-        if shape != tuple(whole.meta["val"].shape):
-            whole = self._add(aten.clone.default, (whole,), source, memory_format=torch.contiguous_format)
-            whole = self._add(aten.view.default, (whole, shape), source)
-        part = self._add(aten.slice.Tensor, (whole, 0, *chunk[0]), source)
-        return self._add(aten.slice.Tensor, (part, 1, start, end), source)
+    def _sizes(self, shape: list[int], rows: Rows, chunk: _Chunk) -> list[int]:
+        for dim, (start, end) in self._ranges(shape, rows, chunk).items():
+            shape[dim] = end - start
+        return shape

@@ -2,7 +2,7 @@
 
 The state of an optimizer is resident; its step allocates and frees. Both follow from one step of a copy of the
 optimizer on fake tensors, so neither the optimizer nor the model changes, and most new optimizers need no code here.
-`ackpt.planner.workloads.optimizers` has the names that ``ackpt plan --optimizer`` takes.
+`ackpt.planner.workloads.step_request` has the names that ``ackpt plan --optimizer`` takes.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import profile
 from ackpt.planner.policies import selective
 from ackpt.planner.workloads.device_memory import DeviceMemory
-from ackpt.planner.workloads.optimizers import optimizer_kind
 from ackpt.planner.workloads.planned_shapes import PlanConfig, captured, in_chunks
-from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, training_step
+from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, optimizer_kind, training_step
 
 from .planner import CAPTURED, SELECTIVE, Blocks, Choice, ShardedPlan, Table, check_policy, deep
 from .sharding import (

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ackpt.core.budget import dynamic_limit, is_share, readable
-from ackpt.core.errors import TraceError
+from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.gpus import MIB, gpu
@@ -240,6 +240,15 @@ def fits(
         >>> found.methods["none"].sorted.shapes, found.methods["none"].sorted.exceeding
         (((2, 3), (2, 5), (2, 9)), 1)
     """
+    steps, positions = steps_of(model, batch, device, budget, optimizer, accumulation)
+    numbers = lengths.tolist() if isinstance(lengths, (torch.Tensor, np.ndarray)) else lengths
+    if not isinstance(numbers, Iterable):
+        raise TypeError(f"lengths must be the lengths of all sequences, such as [512, 83, 240], got {numbers!r}")
+    return report(steps, [*numbers], batching(batch_size, tokens_per_batch, packed), positions, seed=seed)
+
+
+def steps_of(model: nn.Module, batch, device: str | None, budget, optimizer, accumulation: bool):
+    """The steps of `model` at many shapes, and its number of positions with the field's name, None if unknown."""
     check_model(model)
     check_optimizer(model, optimizer)
     make, positions = batches_of(model) if batch is None else (batch, None)
@@ -254,18 +263,16 @@ def fits(
         with torch.device("meta"):
             shape_of = Shapes(tensors)
         data = copy.deepcopy(model, shape_of.copies)
-    steps = _Steps(
-        data,
-        make,
-        where,
-        _bytes(budget),
-        capturing=partial(calls_as_on, where, dtype.removeprefix("torch.")),
-        finish=lambda graph: with_loop(graph, model, Loop(optimizer, accumulation)),
-    )
-    numbers = lengths.tolist() if isinstance(lengths, (torch.Tensor, np.ndarray)) else lengths
-    if not isinstance(numbers, Iterable):
-        raise TypeError(f"lengths must be the lengths of all sequences, such as [512, 83, 240], got {numbers!r}")
-    return report(steps, [*numbers], batching(batch_size, tokens_per_batch, packed), positions, seed=seed)
+    capturing = partial(calls_as_on, where, dtype.removeprefix("torch."))
+    finish = lambda graph: with_loop(graph, model, Loop(optimizer, accumulation))  # noqa: E731
+    return _Steps(data, make, where, _bytes(budget), capturing, finish), positions
+
+
+@contextlib.contextmanager
+def quiet():
+    """Inside, the steps of a model at many shapes are captured and evaluated."""
+    with shown(), no_collection(), CAPTURING, _disable_current_modes():
+        yield
 
 
 def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, name_of: Callable[[int], str]) -> Fits:
@@ -309,7 +316,7 @@ def report(
     orders = random.Random(seed).sample(list(lengths), len(lengths)), sorted(lengths)
     most = positions[0] if positions is not None and kind[0] == PACKED else sum(lengths)
     policies = NONE, FULL, *([] if steps.budget is None else [AUTO])
-    with shown(), no_collection(), CAPTURING, _disable_current_modes():
+    with quiet():
         methods = {policy: steps.method(policy, orders, kind, most) for policy in policies}
     name, (_, ascending) = None if steps.where is None else steps.where.name, orders
     words = _WORDS[kind[0]].format(kind[1])
@@ -402,6 +409,27 @@ class _Steps:
             middle = (low + high) // 2
             low, high = (middle, high) if is_enough(middle) else (low, middle)
         return low if low >= least else 0
+
+    def most_sequences(self, policy: str, length: int, most: int) -> int:
+        """The largest number of sequences of this length, up to `most`, that fits; BudgetError if one does not."""
+        assert self.budget is not None
+        low = 0
+        while low < most:
+            count = min(max(1, 2 * low), (low + most + 1) // 2)
+            shape = self._searched(policy, (count, length))
+            if self._exceeding(policy, [shape]) or self.peaks[policy, shape][0] > self.budget:
+                most = count - 1
+            else:
+                low = count
+        if not low:
+            peak = self.peaks[policy, self._searched(policy, (1, length))][0]
+            raise BudgetError(
+                f"one sequence of length {length} needs {readable(peak)}, more than the budget: give a larger budget, "
+                "or leave out longer sequences",
+                peak,
+                self.budget,
+            )
+        return low
 
     def _searched(self, policy: str, shape: Shape) -> Shape:
         """`shape`, or two sequences in place of one if they fit, since one sequence needs a capture of its own."""

@@ -40,8 +40,7 @@ from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.schedule.simulator import simulate
 
 from .device_memory import DeviceMemory, device_memory
-from .optimizers import EIGHT_BIT, optimizer_kind
-from .step_request import DTYPES, StepRequest, TrainingStep, autocast, training_step
+from .step_request import DTYPES, EIGHT_BIT, StepRequest, TrainingStep, autocast, optimizer_kind, training_step
 
 NEEDS_FATES = "manual"
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from ackpt.core.budget import is_share
 from ackpt.metering.meter import memory_format
@@ -125,6 +126,8 @@ def _arguments(args, kwargs) -> Iterator[tuple[str, str]]:
 
 def call_arguments(batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a model from a batch: a mapping, a tuple or list, or one argument."""
+    if isinstance(batch, (DataLoader, Iterator)):
+        raise TypeError(f"batch is a {type(batch).__name__}: give one batch, such as next(iter(loader))")
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
