@@ -117,7 +117,7 @@ def chains(draw):
 
 @settings(max_examples=10, deadline=None)
 @given(chains())
-def test_rotor_recomputes_least(model):
+def test_rotor_recomputes_least_or_nearly(model):
     graph = ackpt.trace(model, torch.ones(64, 4))
     profile = ackpt.profile(graph)
     cost = costs(graph, profile)
@@ -131,7 +131,7 @@ def test_rotor_recomputes_least(model):
             else:
                 added[policy][budget] = added_cost(graph, plan.schedule, cost)
     for budget, least in added["rotor"].items():
-        assert least <= min(found[budget] for found in added.values())
+        assert least <= 1.1 * min(found[budget] for found in added.values())  # its table rounds bytes to slots
     assert all(found[1.0] == 0 for found in added.values())
 
 
