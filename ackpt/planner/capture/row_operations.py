@@ -129,7 +129,8 @@ def _broadcast(shape, result, rows: Rows) -> Rows | None:
 def _along_dims(node: fx.Node, before: int, after: int, rows: Rows) -> Rows:
     """An operation with an argument ``dim``: every index of the other dimensions is computed by itself."""
     dims = dims_of(node, max(before, after))
-    if dims is None or node.target in _OTHER_DIM:
+    target: Any = node.target
+    if dims is None or target in _OTHER_DIM or target.namespace != "aten":  # the user's operation may do anything
         raise MixesRows("it is not known to compute the logits of each token by themselves")
     if after <= before and not dims.isdisjoint(rows.dims):
         raise MixesRows("it works along the dimension of the tokens")
