@@ -12,7 +12,9 @@ inside the outer one, hence the name *reentrant*. Two decisions differ from torc
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -20,11 +22,13 @@ from itertools import compress
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ackpt.core.autograd_state import phase, recomputation_ends
 from ackpt.core.errors import CheckpointError
 from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
+from .dead_calls import dead_like
 from .evidence import REGION_NODES
 from .reachable import Graph, graph_of
 from .region import Region, _swap
@@ -34,6 +38,7 @@ __all__ = ["checkpoint"]
 _NOTHING = contextlib.nullcontext()
 _dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
 _keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
+_ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 _Result = TypeVar("_Result")
 
 
@@ -220,11 +225,12 @@ class _Recompute(torch.autograd.Function):
             (grad_outputs,) = grad_outputs
         _refuse_unsupported(region)
         region.check_unchanged(ctx.leaves)
+        used_once = _used_once(ctx, region)
         taken = _take_hooks(ctx.leaves)
         try:
             while True:
                 try:
-                    return _Recompute._gradients_of(ctx, region, grad_outputs)
+                    return _Recompute._gradients_of(ctx, region, grad_outputs, used_once)
                 except Exception as error:
                     if not region.runs_again_after(error):
                         raise
@@ -234,7 +240,7 @@ class _Recompute(torch.autograd.Function):
                 hooks.update(items)
 
     @staticmethod
-    def _gradients_of(ctx, region, grad_outputs):
+    def _gradients_of(ctx, region, grad_outputs, used_once):
         is_last = not (region.may_run_again or _keeps_graph())
         with _NOTHING if region.state is None or region.state.is_as_before() else region.state.restored():
             # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
@@ -267,7 +273,11 @@ class _Recompute(torch.autograd.Function):
                 return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
             summands = Summands(region.uses, received, graph)
             del received, graph
+            added: set[int] = set()
+            for leaf in used_once:
+                leaf.register_hook(functools.partial(_add_to_gradient, leaf, added))  # `backward` removes it
             gradients = _gradients(outputs, given, [*graph_inputs, *region.leaked])
+            gradients = [None if id(at) in added else each for each, at in zip(gradients, graph_inputs)]
             if region.dead:
                 region.dead.is_proven = True
             return None, None, None, None, *summands.gradients(gradients)
@@ -334,6 +344,58 @@ class Summands:
             separate += [*each, *[None] * (count - len(each))]
             each.clear()  # the graph's hooks refer to the list, and the model's code may keep the graph
         return separate
+
+
+def _used_once(ctx, region) -> list[torch.Tensor]:
+    """The leaves of the node `ctx` whose gradients can be added to existing ones as soon as they are computed, as
+    without a region: nothing else in the whole backward uses them, so the sum is the same, and no hook waits for it."""
+    leaves = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf.grad is not None]
+    if not leaves or region.is_nested or region.may_run_again or region.accumulates_inside:
+        return []
+    task = torch._C._current_graph_task_id()
+    if phase.used_once[0] != task:
+        graph = _graph_of_backward(ctx)
+        uses = () if graph is None else zip(graph.ends, graph.users)
+        phase.used_once = task, {id(end) for end, users in uses if len(users) == 1 and not _has_hooks(end)}
+    return [leaf for leaf in leaves if id(leaf) in phase.used_once[1]]
+
+
+def _has_hooks(leaf) -> bool:
+    """Whether hooks of `leaf` receive its gradient, or run after it is accumulated and are not those of a meter."""
+    after = (leaf._post_accumulate_grad_hooks or {}).values()
+    return bool(leaf._backward_hooks) or not all(
+        str(getattr(hook, "__module__", "")).startswith("ackpt.metering") for hook in after
+    )
+
+
+def _graph_of_backward(ctx) -> Graph | None:
+    """The graph of the running backward, which has reached the node `ctx`."""
+    # Torch tells no node of its roots, but the frame that has called the engine has them: ``_engine_run_backward`` in
+    # ``torch/autograd/graph.py``. It is in another thread where the engine has its own, as for a GPU.
+    for frame in (sys._getframe(), *sys._current_frames().values()):
+        while frame is not None and frame.f_code is not _ENGINE_CODE:
+            frame = frame.f_back
+        if frame is not None:
+            roots = frame.f_locals["t_outputs"]
+            graph = graph_of(roots) if all(isinstance(root, torch.Tensor) for root in roots) else None
+            if graph is not None and ctx in graph.nodes:
+                return graph
+    return None
+
+
+def _add_to_gradient(leaf, added, gradient):
+    """A hook of a leaf that does what torch's ``AccumulateGrad`` does; a tensor without memory goes on."""
+    existing = leaf.grad
+    if gradient is None or existing is None or not _are_alike(existing, gradient):
+        return None
+    existing += gradient
+    added.add(id(leaf))
+    return dead_like(gradient)
+
+
+def _are_alike(*tensors) -> bool:
+    facts = {(each.shape, each.dtype, each.device, each.layout) for each in tensors}
+    return len(facts) == 1 and all(type(each) in (torch.Tensor, FakeTensor) for each in tensors)
 
 
 def _collector(wanted: dict[int, list[torch.Tensor]]):

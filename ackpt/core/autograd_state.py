@@ -16,6 +16,7 @@ class Phase(threading.local):
     the region ends, so that nothing needs to be saved. ``function``: the function being recomputed. ``leaked``: tensors
     of the dropped graphs of nested regions that are still alive. ``recorder``: the recorder of the innermost region.
     ``detached``: the mode that replaces closed-over tensors, also in regions nested in the one that is recomputed.
+    ``used_once``: torch's number of a backward, and the ids of the leaves that it uses once.
     ``leaves_behind``: whether a first forward left tensors of its dropped graph alive; None if this is not checked.
     """
 
@@ -26,6 +27,7 @@ class Phase(threading.local):
     recorder: Any = None
     detached: Any = None
     leaves_behind: bool | None = None
+    used_once: tuple[int, set[int]] = -1, set()
 
 
 phase = Phase()
