@@ -19,10 +19,12 @@ import types
 import weakref
 from collections.abc import Callable
 from itertools import compress
+from threading import get_ident
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
 
 from ackpt.core.autograd_state import phase, recomputation_ends
 from ackpt.core.errors import CheckpointError
@@ -275,7 +277,8 @@ class _Recompute(torch.autograd.Function):
             del received, graph
             added: set[int] = set()
             for leaf in used_once:
-                leaf.register_hook(functools.partial(_add_to_gradient, leaf, added))  # `backward` removes it
+                hook = functools.partial(_add_to_gradient, leaf, added, get_ident())
+                leaf.register_hook(hook)  # `backward` removes it
             gradients = _gradients(outputs, given, [*graph_inputs, *region.leaked])
             gradients = [None if id(at) in added else each for each, at in zip(gradients, graph_inputs)]
             if region.dead:
@@ -383,12 +386,15 @@ def _graph_of_backward(ctx) -> Graph | None:
     return None
 
 
-def _add_to_gradient(leaf, added, gradient):
-    """A hook of a leaf that does what torch's ``AccumulateGrad`` does; a tensor without memory goes on."""
+def _add_to_gradient(leaf, added, thread, gradient):
+    """A hook of a leaf that calls torch's ``AccumulateGrad``; a tensor without memory goes on.
+
+    ``thread``: that of the region's backward. Backwards in other threads meet the hook, too.
+    """
     existing = leaf.grad
-    if gradient is None or existing is None or not _are_alike(existing, gradient):
+    if gradient is None or existing is None or thread != get_ident() or not _are_alike(existing, gradient):
         return None
-    existing += gradient
+    get_gradient_edge(leaf).node(gradient)  # under its lock: other threads may add to the same gradient
     added.add(id(leaf))
     return dead_like(gradient)
 
@@ -455,6 +461,8 @@ def _take_hooks(leaves) -> list[tuple[dict, dict]]:
     for leaf in leaves:
         for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
             if hooks and leaf.grad_fn is None:
-                taken.append((hooks, dict(hooks)))
+                # without those of regions whose backward runs in other threads, which then return the gradient
+                items = [item for item in hooks.items() if getattr(item[1], "func", None) is not _add_to_gradient]
+                taken.append((hooks, dict(items)))
                 hooks.clear()
     return taken

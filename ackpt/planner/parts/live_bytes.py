@@ -168,7 +168,7 @@ class LiveBytes(Counter):
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         self.sizes, self._start = 0, torch.autograd._get_sequence_nr()
-        for key in [key for key, (_, size) in self._followed.items() if size <= _SCALAR]:
+        for key in [key for key, (_, size) in [*self._followed.items()] if size <= _SCALAR]:  # other threads add
             self.freed(key)
         with self.without_numbers(), super().forward():
             yield
