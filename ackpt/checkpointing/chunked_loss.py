@@ -77,11 +77,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.has_losses = reduction == "none"
         if ctx.has_losses:
             ctx.save_for_backward(hidden, weight, targets, counted)
-            return _in_chunks(hidden, weight, targets, counted, (False, False), *ctx.arguments)[0]
+            return _in_chunks(hidden, weight, targets, counted, (False, False), *ctx.arguments, is_summed=False)[0]
         needed = ctx.needs_input_grad[:2]
-        losses, *gradients = _in_chunks(hidden, weight, targets, counted, needed, *ctx.arguments)
+        total, *gradients = _in_chunks(hidden, weight, targets, counted, needed, *ctx.arguments)
         # The gradients are saved without the 1/N of the mean, with which small probabilities would underflow in fp16.
-        total = losses.sum()
         rows_counted = counted.sum().to(total.dtype) if reduction == "mean" else torch.ones_like(total)
         scale = rows_counted.clamp(min=1).reciprocal()  # if all rows are ignored, torch's gradients are 0
         ctx.save_for_backward(scale, *(each for each in gradients if each is not None))
@@ -110,10 +109,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def _in_chunks(hidden, weight, targets, counted, needed, chunks, smoothing, dtype, grad_losses=None):
-    """The losses of all rows, and the gradients of `hidden` and `weight` that are `needed`, None for others."""
+def _in_chunks(hidden, weight, targets, counted, needed, chunks, smoothing, dtype, is_summed=True, grad_losses=None):
+    """The losses of all rows, or their sum; and the gradients of `hidden` and `weight`, None if not `needed`."""
     precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    losses = torch.empty(hidden.shape[:1], dtype=precise, device=hidden.device)
+    losses = torch.zeros(() if is_summed else hidden.shape[:1], dtype=precise, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if needed[0] else None
     grad_weight = torch.zeros_like(weight, dtype=precise) if needed[1] else None
     head = weight.to(dtype)
@@ -121,7 +120,11 @@ def _in_chunks(hidden, weight, targets, counted, needed, chunks, smoothing, dtyp
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         inputs = hidden[part].to(dtype)
-        losses[part], grad_logits = _chunk(inputs, head, targets[part], counted[part], precise, smoothing)
+        loss, grad_logits = _chunk(inputs, head, targets[part], counted[part], precise, smoothing, is_summed)
+        if is_summed:
+            losses += loss
+        else:
+            losses[part] = loss
         if grad_losses is not None:
             grad_logits *= grad_losses[part].unsqueeze(1)
         if grad_hidden is not None:
@@ -134,8 +137,8 @@ def _in_chunks(hidden, weight, targets, counted, needed, chunks, smoothing, dtyp
     return losses, grad_hidden, grad_weight
 
 
-def _chunk(inputs, head, targets, counted, precise, smoothing):
-    """The losses of one chunk of rows, and the gradient of their sum with respect to the logits, in `inputs`' dtype.
+def _chunk(inputs, head, targets, counted, precise, smoothing, is_summed):
+    """The losses of a chunk, or their sum; and the gradient of the sum with respect to the logits, in `inputs`' dtype.
 
     The logits become the probabilities in place; torch.logsumexp would make a copy.
     """
@@ -161,7 +164,8 @@ def _chunk(inputs, head, targets, counted, precise, smoothing):
     if smoothing:
         probabilities -= smoothing / head.shape[0]
     probabilities.mul_(counted.unsqueeze(1))
-    return torch.where(counted, losses, 0), probabilities.to(inputs.dtype)
+    losses = torch.where(counted, losses, 0)
+    return losses.sum() if is_summed else losses, probabilities.to(inputs.dtype)
 
 
 def _check(hidden, weight, targets, chunks, reduction, label_smoothing):
