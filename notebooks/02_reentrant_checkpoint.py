@@ -27,6 +27,7 @@ generator = torch.manual_seed(0)
 
 # %% tags=["hide-input"]
 import functools
+import gc
 import warnings
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -47,6 +48,7 @@ def measured(function, *resident):
         x.grad = None
         function(x).sum().backward()
 
+    gc.collect()  # what earlier cells have left
     return measure(step, resident=[x, *resident], warmup=0, repeats=0)
 
 
