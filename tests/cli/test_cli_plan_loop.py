@@ -143,8 +143,8 @@ def test_json_has_one_format(capsys):
         (["--offload-blocks"], "--offload-blocks copies from a GPU to the host: give --device-profile"),
         (["--every-n-layers", "2", "--policy", "full"], "are options of policy selective: leave out --policy full"),
         (["--device-profile", "t5"], "no rates are known for device 't5'"),
-        (["--fsdp", "2", "--grad-scaler"], "leave out --clip-gradients, --grad-scaler"),
-        (["--fsdp", "2", "--every-n-layers", "2"], "policy 'selective' does not plan shards"),
+        (["--fsdp", "2", "--grad-scaler"], "leave out --grad-scaler"),
+        (["--fsdp", "2", "--policy", "rotor"], "policy 'rotor' does not plan shards"),
     ],
 )
 def test_bad_input_prints_one_line(options, message, capsys):

@@ -89,7 +89,7 @@ class Value:
         """Restore it where a forward has set plain values, or tensors without data."""
         now = self.namespace.get(self.name, ABSENT)
         if _is_set(self.original, now):
-            key = id(getattr(self.namespace, "cell", self.namespace)), self.name
+            key = id(self.namespace if self.owner is None else self.owner), self.name
             repeat, revert = functools.partial(self._put, now), functools.partial(self._put, self.original)
             revert()
             yield Change(key, now, _refusal(self.label, ABSENT, self.original, now), repeat, revert)
