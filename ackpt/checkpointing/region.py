@@ -354,7 +354,7 @@ class Region:
             self.opaque += opaque_nodes(graph, self.recorder.liveness)
 
     def _histories(self, aliases, reachable) -> list:
-        """Older tensors with a history, at which the graph of the first run may end; custom functions read others, too."""
+        """Older tensors with a history, at which the graph of the first run may end; custom functions read others."""
         reads = () if self.recorder is None else (read.value for read in self.recorder.reads.values())
         tensors = itertools.chain(aliases, (tensor for tensor, _ in reachable.tensors.values()), reads)
         return [t for t in tensors if t is not None and t.grad_fn and t.grad_fn._sequence_nr() < self.started]
