@@ -394,7 +394,8 @@ def _add_to_gradient(leaf, added, thread, gradient):
     existing = leaf.grad
     if gradient is None or existing is None or thread != get_ident() or not _are_alike(existing, gradient):
         return None
-    get_gradient_edge(leaf).node(gradient)  # under its lock: other threads may add to the same gradient
+    accumulate: Any = get_gradient_edge(leaf).node
+    accumulate(gradient)  # under its lock: other threads may add to the same gradient
     added.add(id(leaf))
     return dead_like(gradient)
 

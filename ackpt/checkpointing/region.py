@@ -354,10 +354,10 @@ class Region:
             self.opaque += opaque_nodes(graph, self.recorder.liveness)
 
     def _histories(self, aliases, reachable) -> list:
-        """Older tensors with a history, at which the graph of the first run may end; custom functions read others."""
-        reads = () if self.recorder is None else (read.value for read in self.recorder.reads.values())
+        """The tensors with a history at which the graph of the first run may end; with a mark, they had none before."""
+        reads = () if self.recorder is None else (r.value for r in self.recorder.reads.values() if r.mark is None)
         tensors = itertools.chain(aliases, (tensor for tensor, _ in reachable.tensors.values()), reads)
-        return [t for t in tensors if t is not None and t.grad_fn and t.grad_fn._sequence_nr() < self.started]
+        return [tensor for tensor in tensors if tensor is not None and tensor.grad_fn is not None]
 
     def _record_state(self, inputs, leaves, reachable):
         """Freeze the function's closure, and record the versions of all tensors that must not change until backward."""
