@@ -23,10 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.models import Transformer, TransformerConfig
+from experiments import synthetic
 from experiments.graph_profile import orders_plot
 from experiments.reports import plots
+from experiments.reports import training as report
 from experiments.reports.figures import line_plot
 from experiments.results import environment, markdown_table, write_text_atomic
+from experiments.steps.predicted import predict_experiment
 from experiments.suite.chapters import measure_here
 
 torch.set_num_threads(2)
@@ -322,6 +325,11 @@ for method in methods:
         f"measured {runs[method, T].peak_bytes:,} bytes"
     )
     assert predicted.peak_bytes == runs[method, T].peak_bytes
+
+# %% tags=["hide-input"]
+for group in predict_experiment(synthetic.GPU, SOURCE):
+    for record in group:  # for the tables of later pages
+        path = record.save(f"results/cpu/04_{report.file_name(record)}")
 
 # %% [markdown]
 # The same holds for other people's models: we predict the ten published peaks of this experiment, on a GPU, to within

@@ -20,7 +20,6 @@
 
 # %% tags=["hide-input"]
 import warnings
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -45,7 +44,7 @@ from experiments.reports import training as report
 from experiments.reports.figures import bar_plot
 from experiments.reports.gpu_records import gpu_records, with_measured
 from experiments.results import environment, load_records, load_reference, markdown_table, write_text_atomic
-from experiments.steps.predicted import predict_experiment, predicted_timelines
+from experiments.steps.predicted import predicted_timelines
 from experiments.suite.chapters import measure_here
 
 torch.set_num_threads(2)
@@ -82,13 +81,6 @@ experiments = {
     "reference-resnet": "ResNet-152, without checkpointing",
 }
 every = {kind: [stored.of(row) for row in published_figures() if row["step"] == kind] for kind in experiments}
-on_gpus = {
-    "reference-synthetic": gpu_records("reference-synthetic"),
-    "reference-language-model": gpu_records("reference-language-model"),
-    "reference-offload": gpu_records("reference-offload"),
-    "reference-resnet": gpu_records("reference-resnet"),
-}
-every = {kind: with_measured(rows, on_gpus[kind]) for kind, rows in every.items()}
 for kind, name in experiments.items():
     largest = max(every[kind], key=lambda row: abs(row["error"]))
     missing = largest["bytes"] - largest["predicted"]
@@ -125,11 +117,9 @@ figure
 
 # %% tags=["hide-input"]
 published = synthetic.GPU
-predictions = [record for group in predict_experiment(published, SOURCE) for record in group]
-for record in predictions:
-    path = record.save(f"results/cpu/14_{report.file_name(record)}")
+predictions = load_records("results/cpu", "synthetic-predicted")  # written by chapter 4
 figures = load_reference("synthetic")
-configured = every["reference-synthetic"]
+configured = with_measured(every["reference-synthetic"], gpu_records("reference-synthetic"))
 on_gpu = gpu_records("synthetic")
 rows = report.published_rows(figures, configured, predictions, on_gpu)
 if at_16k := {r.config["method"]: r.metrics for r in on_gpu if r.config["seq_len"] == 16384}:
@@ -227,7 +217,8 @@ caption = (
     "The language model: peaks as published, predicted from shapes for the published model, and predicted for ours; "
     "published seconds of 499 steps, and their ratio to the baseline's."
 )
-rows = report.published_rows(lm_figures, every["reference-language-model"], ours, measured)
+configured = with_measured(every["reference-language-model"], gpu_records("reference-language-model"))
+rows = report.published_rows(lm_figures, configured, ours, measured)
 table = markdown_table(rows, report.PUBLISHED, caption, "tab-lm-published")
 path = write_text_atomic("results/tables/14_lm.md", table)
 
@@ -331,11 +322,8 @@ print(
 
 # %% tags=["hide-input"]
 offload_figures = load_reference("offload")
-modes = tuple(row["method"] for row in offload_figures["rows"])
-predicted = offload.predict_offload(replace(offload.GPU, methods=modes), SOURCE)
-for record in predicted:
-    path = record.save(f"results/cpu/14_{offload_report.file_name(record)}")
-peaks = every["reference-offload"]
+predicted = load_records("results/cpu", "offload-predicted")  # written by the chapter on offload
+peaks = with_measured(every["reference-offload"], gpu_records("reference-offload"))
 ratios = load_reference(time_ratios.REFERENCE)["rows"]
 times = [time_ratios.compared(row, time_ratios.Times()) for row in ratios if row["url"].endswith("/offload.json")]
 gpu = gpu_records("offload", total_tokens=offload.GPU.total_tokens)
@@ -406,7 +394,8 @@ curves = BatchCurves().curves("h100-80g")["resnet152"]
 without, with_it = (
     {row["batch_size"]: row for row in resnet_figures["rows"] if row["method"] == method} for method in ("without", "with")
 )
-rows = batch_report.published_rows(resnet_figures, every["reference-resnet"], curves)
+peaks = with_measured(every["reference-resnet"], gpu_records("reference-resnet"))
+rows = batch_report.published_rows(resnet_figures, peaks, curves)
 columns = {"batch": "batch", "without": "without, MiB", "predicted": "predicted, MiB", "error": "error, %"}
 columns |= {"measured": "on a GPU, MiB", "with": "with, MiB", "saved": "peak, %", "without_ms": "without, ms"}
 columns |= {"predicted_ms": "predicted, ms", "measured_ms": "on a GPU, ms", "with_ms": "with, ms"}
