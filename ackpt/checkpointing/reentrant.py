@@ -24,7 +24,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import get_gradient_edge
 
 from ackpt.core.autograd_state import phase, recomputation_ends
 from ackpt.core.errors import CheckpointError
@@ -32,8 +31,9 @@ from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
 from .dead_calls import dead_like
 from .evidence import REGION_NODES
-from .reachable import Graph, graph_of
+from .reachable import ACCUMULATE_GRAD, Graph, graph_of
 from .region import Region, _swap
+from .rng import LOCK
 
 __all__ = ["checkpoint"]
 
@@ -191,7 +191,10 @@ def _run(function, args, kwargs, preserve_rng_state, offload, compiler=None) -> 
         sources = [*inputs_with_grad, *leaves]
         if max(region.uses, default=1) > 1:
             sources = [tensor for tensor, count in zip(sources, region.uses) for _ in range(count)]
-        outputs = _apply(region, inputs, leaves, anchor, *sources)
+        # Torch takes a weight's lock here while this thread has the GIL; the thread of another region may have the lock
+        # and wait for the GIL: ``grad_accumulator`` in ``torch/csrc/autograd/variable.cpp``.
+        with LOCK if preserve_rng_state else _NOTHING:
+            outputs = _apply(region, inputs, leaves, anchor, *sources)
         del sources
         region.accumulators = None
     count = len(region.node_outputs)
@@ -276,8 +279,8 @@ class _Recompute(torch.autograd.Function):
             summands = Summands(region.uses, received, graph)
             del received, graph
             added: set[int] = set()
-            for leaf in used_once:
-                hook = functools.partial(_add_to_gradient, leaf, added, get_ident())
+            for leaf, node in used_once:
+                hook = functools.partial(_add_to_gradient, leaf, node, added, get_ident())
                 leaf.register_hook(hook)  # `backward` removes it
             gradients = _gradients(outputs, given, [*graph_inputs, *region.leaked])
             gradients = [None if id(at) in added else each for each, at in zip(gradients, graph_inputs)]
@@ -349,9 +352,10 @@ class Summands:
         return separate
 
 
-def _used_once(ctx, region) -> list[torch.Tensor]:
+def _used_once(ctx, region) -> list[tuple[torch.Tensor, Any]]:
     """The leaves of the node `ctx` whose gradients can be added to existing ones as soon as they are computed, as
-    without a region: nothing else in the whole backward uses them, so the sum is the same, and no hook waits for it."""
+    without a region: nothing else in the whole backward uses them, so the sum is the same, and no hook waits for it.
+    With the node ``AccumulateGrad`` of each."""
     leaves = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf.grad is not None]
     if not leaves or region.is_nested or region.may_run_again or region.accumulates_inside:
         return []
@@ -360,7 +364,8 @@ def _used_once(ctx, region) -> list[torch.Tensor]:
         graph = _graph_of_backward(ctx)
         uses = () if graph is None else zip(graph.ends, graph.users)
         phase.used_once = task, {id(end) for end, users in uses if len(users) == 1 and not _has_hooks(end)}
-    return [leaf for leaf in leaves if id(leaf) in phase.used_once[1]]
+    ends = {id(node.variable): node for node, _ in ctx.next_functions if type(node) is ACCUMULATE_GRAD}
+    return [(leaf, ends[id(leaf)]) for leaf in leaves if id(leaf) in phase.used_once[1]]
 
 
 def _has_hooks(leaf) -> bool:
@@ -386,16 +391,15 @@ def _graph_of_backward(ctx) -> Graph | None:
     return None
 
 
-def _add_to_gradient(leaf, added, thread, gradient):
-    """A hook of a leaf that calls torch's ``AccumulateGrad``; a tensor without memory goes on.
+def _add_to_gradient(leaf, node, added, thread, gradient):
+    """A hook of a leaf that calls torch's ``AccumulateGrad``, its `node`; a tensor without memory goes on.
 
     ``thread``: that of the region's backward. Backwards in other threads meet the hook, too.
     """
     existing = leaf.grad
     if gradient is None or existing is None or thread != get_ident() or not _are_alike(existing, gradient):
         return None
-    accumulate: Any = get_gradient_edge(leaf).node
-    accumulate(gradient)  # under its lock: other threads may add to the same gradient
+    node(gradient)  # under its lock: other threads may add to the same gradient
     added.add(id(leaf))
     return dead_like(gradient)
 
