@@ -395,7 +395,7 @@ def _refusal(graph, profile, schedule, policy, budget, limit, simulated: Simulat
 
 
 def cannot_keep(budget, limit: int, resident_bytes: int, resident=_RESIDENT) -> str:
-    """The part of the error for an infeasible budget that says what it leaves beside the `resident` memory."""
+    """A part of the error for an infeasible budget: how many bytes it leaves, in addition to `resident` memory."""
     held = f"{memory_format(resident_bytes)} of {', '.join(resident[:-1])} and {resident[-1]}"
     leaves = f"it leaves {memory_format(limit)} for what the step allocates, in addition to {held}"
     if limit < 0:

@@ -449,7 +449,7 @@ def _step_of_function(request: StepRequest) -> TrainingStep:
 
 
 def function_in_file(path: str, name: str) -> Callable[..., Any]:
-    """The function called `name` of a Python file, which is run; ValueError if there is none."""
+    """Run a Python file and return its function `name`; ValueError if the file or the function is missing."""
     file = Path(path)
     spec = importlib.util.spec_from_file_location(file.stem, file) if file.is_file() else None
     if spec is None or spec.loader is None:
