@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 from ackpt.core.errors import did_you_mean
 from ackpt.metering.kernel_memory import MATMULS
@@ -70,7 +71,7 @@ def schedule(
     owner = _block_of(graph)
     inputs, outputs = _crossing(graph, chosen)
     inside = {s for s in graph.analysis.savable if owner[graph.storages[s].producer] in chosen}
-    results = _results(graph, chosen, save) | graph.analysis.must_be_saved
+    results = set().union(*saved_results(graph, owner, chosen, save).values()) | graph.analysis.must_be_saved
     late = lower(graph, ({*everything(graph).saved} - inside) | inputs | outputs | results)
     whole = _recomputed_by_block(graph, late, chosen)
     if not offload:
@@ -135,13 +136,13 @@ def _crossing(graph: JointGraph, chosen) -> tuple[set[int], set[int]]:
     return inputs, outputs
 
 
-def _results(graph: JointGraph, chosen, save: str) -> set[int]:
-    """The storages of the operations whose results the `chosen` blocks save."""
-    saved: set[int] = set()
-    products, owner = dict.fromkeys(chosen, 0), _block_of(graph)
+def saved_results(graph: JointGraph, owner, chosen, save: str) -> dict[Any, set[int]]:
+    """By block, the storages of the operations whose results the `chosen` ones save; ``owner[node]``: its block."""
+    saved: dict[Any, set[int]] = {block: set() for block in chosen}
+    products = dict.fromkeys(saved, 0)
     for node in graph.nodes[: graph.boundary]:
         block = owner[node.id]
-        if block not in products or save == "inputs":
+        if block not in saved or save == "inputs":
             continue
         is_product = node.target in _PRODUCTS
         products[block] += is_product
@@ -150,7 +151,7 @@ def _results(graph: JointGraph, chosen, save: str) -> set[int]:
         else:
             is_saved = products[block] % 2 == 1 if is_product else "scaled_dot_product" in node.target
         if is_saved:
-            saved |= graph.analysis.allocated.get(node.id, frozenset()) & graph.analysis.savable
+            saved[block] |= graph.analysis.allocated.get(node.id, frozenset()) & graph.analysis.savable
     return saved
 
 

@@ -133,17 +133,10 @@ def _selective(blocks: Blocks, save: str) -> Choice:
     """Checkpointed blocks that also save the results of chosen operations, see `policies.selective`."""
     if save not in selective.SAVE:
         raise ValueError(f"save must be one of {', '.join(selective.SAVE)}, got {save!r}")
-    kept: list[set[int]] = [set() for _ in blocks.groups]
-    products = [0] * len(kept)
-    for node in blocks.graph.nodes[: blocks.graph.boundary] if save != "inputs" else ():
-        block, is_product = blocks.owners[node.id], node.target in selective._PRODUCTS
-        products[block] += is_product
-        is_saved = "scaled_dot_product" in node.target or (
-            node.target in selective._MATMULS if save == "matmuls" else is_product and products[block] % 2 == 1
-        )
-        if block != ROOT and is_saved:
-            kept[block] |= blocks.analysis.allocated.get(node.id, frozenset()) & blocks.analysis.savable
-    return Choice(SELECTIVE, tuple(map(frozenset, kept)), again=True, unread=True)
+    chosen = set(range(len(blocks.groups))) - {ROOT}
+    kept = selective.saved_results(blocks.graph, blocks.owners, chosen, save)
+    saved = tuple(frozenset(kept.get(block, ())) for block in range(len(blocks.groups)))
+    return Choice(SELECTIVE, saved, again=True, unread=True)
 
 
 def _shortened(config: PlanConfig, groups: tuple[Group, ...]) -> TrainingStep | None:
