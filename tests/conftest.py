@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
 import ackpt
@@ -25,6 +26,10 @@ from ackpt.planner.workloads import planned_shapes
 
 # The committed rates of a CPU, for subprocesses too: plans do not depend on the machine that runs the tests.
 os.environ["ACKPT_CALIBRATION"] = str(Path(__file__).parents[1] / "results" / "cpu_calibration.json")
+
+# The same examples in every run: a commit fails for what it changes. `--hypothesis-profile=default` draws others.
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 # Between tests, everything is collected: the many collections on the way, of objects that live, would take a twentieth
 # of the time.

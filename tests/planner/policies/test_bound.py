@@ -37,7 +37,7 @@ def small(widths, rows):
     return graph, ackpt.profile(graph)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.integers(1, 12), min_size=3, max_size=4), st.integers(4, 40))
 def test_no_set_of_saved_values_is_cheaper_than_the_bound(widths, rows):
     graph, profile = small(widths, rows)

@@ -67,7 +67,7 @@ def replay(stages, operations) -> float:
     return cost
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(stages())
 def test_the_operations_of_every_slot_have_the_cost_of_the_table(chain):
     most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.partials[0].options) for stage in chain) + 40
@@ -78,7 +78,7 @@ def test_the_operations_of_every_slot_have_the_cost_of_the_table(chain):
         assert replay(chain, table.operations(int(slot))) == pytest.approx(costs[slot])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(stages(most=4))
 def test_more_options_cost_no_more(chain):
     most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.partials[0].options) for stage in chain) + 40
@@ -86,7 +86,7 @@ def test_more_options_cost_no_more(chain):
     assert (ChainTable(chain, most, slots=most).costs() <= ChainTable(one, most, slots=most).costs()).all()
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None)
 @given(stages(most=2))
 def test_equal_blocks_share_their_solutions(chain):
     """Blocks that agree in all numbers share their solutions; with all of them told apart the table is the same."""

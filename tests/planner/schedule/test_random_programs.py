@@ -25,9 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using a target size:UserWarning"),
 ]
 SEEDS = st.integers(0, 2**32 - 1)
-check = settings(
-    max_examples=15, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+check = settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 def must_be_saved(graph) -> set[int]:
