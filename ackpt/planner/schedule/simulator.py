@@ -4,8 +4,8 @@
 schedules: the same numbers without events, tested against it. A storage is allocated by the first operation that writes
 to it and lives until the schedule frees it; an operation's results are allocated before its arguments are freed, and
 its workspace comes from the profile. Parameters, buffers and inputs belong to the caller and never move. An offloaded
-storage counts on the device until it is freed there, and again from its prefetch on; its copy in host memory is counted
-separately.
+storage counts on the device until it is freed there, which is allowed only after a wait, and again from its prefetch
+on. Its copy in host memory is counted separately, until the last step that names the storage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ackpt.metering.timeline import Copy, Timeline
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, once_per_graph
 from ackpt.planner.capture.mask_bits import packed_bytes
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.schedule.host_copies import Host, clock
+from ackpt.planner.schedule.host_copies import clock
 from ackpt.planner.schedule.schedule import (
     COMPUTE,
     FREE,
@@ -79,10 +79,13 @@ class Live:
         self.storage: list[int | None] = []
         self.after: list[tuple[int, int]] = []
         self.total = self.host_total = self.boundary = 0
-        self.host = Host(analysis, schedule)
         self.copies: list[list] = []
         self.packed: set[int] = set()  # storages whose bits are live
-        self._unpacks = Counter(step.id for step in (*schedule.forward, *schedule.backward) if step.kind == UNPACK)
+        steps = (*schedule.forward, *schedule.backward)
+        self._unpacks = Counter(step.id for step in steps if step.kind == UNPACK)
+        self._moves = Counter(step.id for step in steps if step.kind in (OFFLOAD, PREFETCH, WAIT))
+        self._offloaded: dict[int, bool] = {}  # by storage, whether its copy in host memory still exists
+        self._moving: dict[int, str] = {}  # by storage, the step that started its present copy
         activations = {*schedule.saved, *schedule.offloaded, *schedule.packed, *storages_of(graph, analysis.outputs)}
         self.category = dict.fromkeys(activations, _ACTIVATION)
         self.category.update(dict.fromkeys(storages_of(graph, analysis.bw_outputs), _GRADIENT))
@@ -97,7 +100,7 @@ class Live:
                 self._compute(node, False)
             else:
                 self._move(step, node)
-        self.host.refuse_any("forward")
+        self._refuse_moving_at_end("forward")
 
     def enter_backward(self, saved):
         """Start backward: of the forward's values, it gets the base tensors of saved storages and nothing else."""
@@ -131,7 +134,7 @@ class Live:
                 self._event(-self.state_bytes, TEMPORARY, node)
                 if last[node] == at:
                     self._event(-self.state_bytes, _ACTIVATION, node)
-        self.host.refuse_any("backward")
+        self._refuse_moving_at_end("backward")
         self._event(-self.graph.scaled_loss_bytes, TEMPORARY, None)
         for size in (self.graph.optimizer_step_bytes, -self.graph.optimizer_step_bytes):
             self._event(size, TEMPORARY, None)
@@ -191,26 +194,45 @@ class Live:
         if kind == OFFLOAD:
             if self.analysis.base_of.get(storage) not in self.values:
                 raise ScheduleError(f"storage {storage} is offloaded, but it is not live")
-            self.host.offload(storage)
+            if storage in self.analysis.resident or storage in self.analysis.callers:
+                raise ScheduleError(f"storage {storage} belongs to the caller: it cannot be offloaded")
+            if storage in self._offloaded:
+                raise ScheduleError(f"storage {storage} is offloaded twice: one copy in host memory is enough")
+            self._offloaded[storage] = True
             self._event(size, HOST, node, storage)
-            self.copies.append([kind, storage, len(self.events), len(self.events)])
         elif kind == PREFETCH:
             if storage in self.storages:
                 raise ScheduleError(f"storage {storage} is prefetched while it is still live")
-            self.host.prefetch(storage)
+            if not self._offloaded.get(storage):
+                raise ScheduleError(f"storage {storage} is prefetched, but it was never offloaded")
+            self._refuse_moving(storage, "prefetched")
             self.storages.add(storage)
             self._event(size, self._category(storage), node, storage)
-            self.copies.append([kind, storage, len(self.events), len(self.events)])
         elif kind == WAIT:
-            if self.host.wait(storage):
+            if storage not in self._moving:
+                raise ScheduleError(f"storage {storage} is waited for, but no copy of it is in progress")
+            if self._moving.pop(storage) == PREFETCH:
                 self.members[storage] = {self.analysis.base_of[storage]}
                 self.values.add(self.analysis.base_of[storage])
             next(copy for copy in reversed(self.copies) if copy[1] == storage)[3] = len(self.events)
         else:
             raise ScheduleError(f"{kind!r} is not a kind of step")
+        if kind != WAIT:
+            self._moving[storage] = kind
+            self.copies.append([kind, storage, len(self.events), len(self.events)])
         self.after.append((self.total, self.host_total))
-        if self.host.is_last(storage):
+        self._moves[storage] -= 1
+        if not self._moves[storage]:
+            self._offloaded[storage] = False
             self._event(-size, HOST, node, storage)
+
+    def _refuse_moving(self, storage: int, action: str):
+        if storage in self._moving:
+            raise ScheduleError(f"storage {storage} is {action} before the wait for its {self._moving[storage]}")
+
+    def _refuse_moving_at_end(self, phase: str):
+        if self._moving:
+            raise ScheduleError(f"copies of storages {sorted(self._moving)} are in progress at the end of the {phase}")
 
     def _pack(self, storage: int):
         if storage not in self.analysis.masks:
@@ -241,7 +263,7 @@ class Live:
     def _free(self, storage: int, node: int | None):
         if storage not in self.storages:
             raise ScheduleError(f"storage {storage} is freed, but it is not live")
-        self.host.refuse_moving(storage, "freed")
+        self._refuse_moving(storage, "freed")
         self._event(-self.analysis.bytes[storage], self._category(storage), node, storage)
         self.storages.discard(storage)
         self.recomputed.discard(storage)
