@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ackpt.checkpointing.standing_in import remove_from
 from ackpt.core.errors import did_you_mean, warn
 from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
 from ackpt.planner.capture.inspection.model_checks import forward_names, is_sharded
@@ -25,7 +26,7 @@ from ackpt.planner.policies import Policy
 from ackpt.planner.policies.search.schedule_cache import Cache
 from ackpt.planner.request import DynamicArgument, Request, refuse_misplaced_keywords, refuse_values_for_the_model
 from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.step.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
+from ackpt.planner.step.planned_step import PlannedStep, in_place_of, put_in_place, without_budget
 
 _MISSING: Any = object()
 
@@ -275,7 +276,7 @@ def remove_budget(model: nn.Module) -> None:
             f"this {type(model).__name__} has no budget: give the object that ackpt.apply_budget was called with, "
             "which is the one inside of a wrapper such as DistributedDataParallel"
         )
-    take_away(model)
+    remove_from(model)
 
 
 def plan(

@@ -383,14 +383,15 @@ def _refusal(graph, profile, schedule, policy, budget, limit, simulated: Simulat
     least = simulated.peak_bytes + simulated.resident_bytes
     share = least_share(simulated.peak_bytes, baseline_bytes)
     fraction = "" if share is None else f", or {share} of the baseline's dynamic peak"
-    blocks = allocations(graph, schedule, profile.workspace_bytes)
+    peak = simulated.timeline.peak_index
+    live = [each for each in allocations(graph, schedule, profile.workspace_bytes) if each.is_live(peak)]
     more = {"optimizer state": graph.optimizer_bytes, "accumulated gradients": graph.accumulated_bytes}
     more["targets"] = graph.target_bytes
     resident = ("parameters", "buffers", "inputs", *(name for name, size in more.items() if size))
     return (
         f"policy {policy!r} {cannot_keep(budget, limit, simulated.resident_bytes, resident)}{unit_hint(budget)}"
         f"The smallest feasible budget of this policy is {readable(least)} ({least} bytes){fraction}; it makes the "
-        f"step {cost:.0%} longer. {peak_in_words(graph, blocks)}"
+        f"step {cost:.0%} longer. {peak_in_words(graph, live)}"
     )
 
 

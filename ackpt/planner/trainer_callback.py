@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ackpt.checkpointing.standing_in import remove_from
 from ackpt.planner.api import step_of
 from ackpt.planner.request import Request
-from ackpt.planner.step.planned_step import in_place_of, put_in_place, take_away
+from ackpt.planner.step.planned_step import in_place_of, put_in_place
 
 
 class AckptCallback(TrainerCallback):
@@ -62,4 +63,4 @@ class AckptCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Take the step away."""
         if model is not None and self.step is not None and in_place_of(model) is self.step:
-            take_away(model)
+            remove_from(model)

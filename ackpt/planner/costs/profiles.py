@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -169,7 +170,7 @@ def _calls(graph: JointGraph):
     """Every node with its arguments, which have shapes and no data."""
     for node_id in range(len(graph.nodes)):
         node = graph.analysis.fx[node_id]
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: value_of(graph, argument))
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), partial(value_of, graph.module))
         yield node, args, kwargs
 
 

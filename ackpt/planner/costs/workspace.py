@@ -11,8 +11,8 @@ the operations in `WITHOUT` that had none: their CPU kernels allocate nothing bu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from ackpt.metering.run_alone import (
     signature,
 )
 from ackpt.metering.timeline import MeterError
-from ackpt.planner.capture.dynamic_sizes import DynamicModule, expression
+from ackpt.planner.capture.dynamic_sizes import DynamicModule, Symbols, expression
 from ackpt.planner.capture.in_place import AUTOCAST
 from ackpt.planner.capture.joint_graph import JointGraph, communicates, once_per_graph
 from ackpt.planner.costs.operation_costs import allocates
@@ -102,7 +102,7 @@ def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], 
         real: dict[torch.fx.Node, Any] = {}  # values that differ from those in the graph; later ones depend on them
 
         def value(argument):
-            return real[argument] if argument in real else value_of(graph, argument)
+            return real[argument] if argument in real else value_of(graph.module, argument)
 
         for node_id in sorted(analysis.fx):
             node = analysis.fx[node_id]
@@ -124,9 +124,9 @@ def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], 
     return in_own_thread(run)
 
 
-def value_of(graph: JointGraph, node: torch.fx.Node):
-    """The fake value of a node, or the constant that it is."""
-    return node.meta["val"] if "val" in node.meta else getattr(graph.module, str(node.target))
+def value_of(module: torch.fx.GraphModule, node: torch.fx.Node):
+    """The fake value of a node of `module`, or the constant that it is."""
+    return node.meta["val"] if "val" in node.meta else getattr(module, str(node.target))
 
 
 def allocation_of(node, target, call) -> Allocations:
@@ -199,15 +199,14 @@ class DynamicWorkspace:
     def at(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Bytes by node id at these sizes of the dynamic dimensions."""
         workspace = list(self._at_reference)
-        numbers = iter(self.dynamic.symbols.evaluated(self._expressions, values))
         todo, threads = [], torch.get_num_threads()
-        for node_ids, target, leaves, spec, formula in self._calls:
-            call = [evaluated(leaf, numbers) for leaf in leaves]
-            key = target, spec, tuple(map(key_of, call)), threads
+        calls = calls_at(self._calls, self.dynamic.symbols, values)
+        for (node_ids, fx, call, spec), formula in zip(calls, self._formulas):
+            key = fx.target, spec, tuple(map(_key_of, call)), threads
             if formula is not None and key not in self._measured:
                 args, _ = tree_unflatten(call, spec)
                 self._measured[key] = formula(threads, *args)
-            todo.append((node_ids, target, call, spec, key))
+            todo.append((node_ids, fx.target, call, spec, key))
         if any(key not in self._measured for *_, key in todo):
             in_own_thread(lambda: self._measure(todo))
         for node_ids, *_, key in todo:
@@ -218,51 +217,35 @@ class DynamicWorkspace:
     def _measure(self, todo) -> None:
         for node_ids, target, call, spec, key in todo:
             if key not in self._measured:
-                arguments = tree_unflatten(
-                    [tensor_of(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in call], spec
-                )
-                self._measured[key] = allocation_of(self.reference.nodes[node_ids[0]], target, arguments).workspace
+                allocation = allocation_of(self.reference.nodes[node_ids[0]], target, with_tensors(call, spec))
+                self._measured[key] = allocation.workspace
 
     @cached_property
-    def _calls(self) -> list[tuple]:
-        """(nodes, operation, leaves of its arguments, their pytree, formula) of every call that depends on sizes, once.
-
-        A call without a formula must run.
-        """
-        calls: dict[tuple, tuple] = {}
-        for node in self.reference.nodes:
-            fx = self.dynamic.fx[node.id]
-            if not runs_alone(fx) or self._keeps_its_workspace(fx, node.id):
-                continue
-            call = torch.fx.map_arg((fx.args, fx.kwargs), self._value)
-            leaves, spec = tree_flatten(call)
-            leaves = [layout_of(leaf) for leaf in leaves]
-            formula = self._formula(node.id)
-            key = fx.target, spec, tuple(map(key_of, leaves)), formula
-            calls.setdefault(key, ([], fx.target, leaves, spec, formula))[0].append(node.id)
-        return list(calls.values())
+    def _calls(self) -> list:
+        """The calls whose workspace depends on the sizes."""
+        nodes = ((node.id, self.dynamic.fx[node.id]) for node in self.reference.nodes)
+        run = (each for each in nodes if runs_alone(each[1]) and not self._keeps_its_workspace(*each))
+        return distinct_calls(self.dynamic.module, run)
 
     @cached_property
-    def _expressions(self) -> tuple[Any, ...]:
-        return tuple(number for _, _, leaves, _, _ in self._calls for leaf in leaves for number in numbers_of(leaf))
-
-    def _value(self, node: torch.fx.Node) -> Any:
-        return node.meta["val"] if "val" in node.meta else getattr(self.dynamic.module, str(node.target))
+    def _formulas(self) -> list[Callable[..., int] | None]:
+        """The formula of every call; one without must run."""
+        return [self._formula(node_ids[0]) for node_ids, *_ in self._calls]
 
     def _formula(self, node_id: int) -> Callable[..., int] | None:
         """The formula of an operation, if it gives the workspace at the captured sizes, so that nothing is copied."""
         fx = self.reference.analysis.fx[node_id]
         if fx.target not in _FORMULAS:
             return None
-        call = torch.fx.map_arg((fx.args, fx.kwargs), lambda node: value_of(self.reference, node))
-        args, kwargs = tree_map(layout_of, call)
+        call = torch.fx.map_arg((fx.args, fx.kwargs), partial(value_of, self.reference.module))
+        args, kwargs = tree_map(_layout_of, call)
         dtypes = {leaf.dtype for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)}
         formula = _FORMULAS[fx.target]
         is_exact = dtypes.issubset(FLOATS) and len(dtypes) == 1 and not kwargs
         return formula if is_exact and formula(self._threads, *args) == self._at_reference[node_id] else None
 
-    def _keeps_its_workspace(self, fx: torch.fx.Node, node_id: int) -> bool:
-        values = [self._value(node) for node in fx.all_input_nodes]
+    def _keeps_its_workspace(self, node_id: int, fx: torch.fx.Node) -> bool:
+        values = [value_of(self.dynamic.module, node) for node in fx.all_input_nodes]
         tensors = [value for value in tree_leaves((values, fx.meta.get("val"))) if isinstance(value, torch.Tensor)]
         if not any(map(_has_expressions, tree_leaves(values))):
             return not any(map(_has_expressions, tensors))
@@ -280,7 +263,34 @@ def _has_expressions(value) -> bool:
     return value._has_symbolic_sizes_strides if is_tensor else isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
-def layout_of(leaf):
+def distinct_calls(module: torch.fx.GraphModule, nodes: Iterable[tuple[int, torch.fx.Node]], results=False) -> list:
+    """Every distinct call of `nodes`, (id, node of `module`), once: (ids, one of the nodes, leaves, their pytree).
+
+    The leaves are those of its arguments, and of its result if `results`; their sizes may be expressions.
+    """
+    calls: dict[tuple, tuple] = {}
+    for node_id, fx in nodes:
+        values = torch.fx.map_arg((fx.args, fx.kwargs), partial(value_of, module))
+        leaves, spec = tree_flatten((*values, fx.meta.get("val")) if results else values)
+        leaves = list(map(_layout_of, leaves))
+        calls.setdefault((fx.target, spec, tuple(map(_key_of, leaves))), ([], fx, leaves, spec))[0].append(node_id)
+    return list(calls.values())
+
+
+def calls_at(calls: list, symbols: Symbols | None, values: tuple[int, ...]) -> Iterator[tuple]:
+    """`calls` with numbers in place of expressions, at these sizes of the dynamic dimensions."""
+    expressions = tuple(number for _, _, leaves, _ in calls for leaf in leaves for number in _numbers_of(leaf))
+    numbers = iter(expressions if symbols is None else symbols.evaluated(expressions, values))
+    for node_ids, fx, leaves, spec in calls:
+        yield node_ids, fx, [_evaluated(leaf, numbers) for leaf in leaves], spec
+
+
+def with_tensors(leaves: Sequence[Any], spec) -> Any:
+    """The pytree of `leaves` with tensors without data in place of layouts."""
+    return tree_unflatten([_tensor_of(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in leaves], spec)
+
+
+def _layout_of(leaf):
     if not isinstance(leaf, torch.Tensor):
         return expression(leaf)
     shape, strides = (tuple(map(expression, sizes)) for sizes in (leaf.shape, leaf.stride()))
@@ -288,13 +298,13 @@ def layout_of(leaf):
     return TensorLayout(leaf.dtype, shape, strides, offset, size, leaf.is_conj(), leaf.is_neg())
 
 
-def numbers_of(leaf) -> tuple[Any, ...]:
+def _numbers_of(leaf) -> tuple[Any, ...]:
     if isinstance(leaf, TensorLayout):
         return (*leaf.shape, *leaf.strides, leaf.offset, leaf.bytes)
     return (leaf,) if _is_expression(leaf) else ()
 
 
-def evaluated(leaf, numbers):
+def _evaluated(leaf, numbers):
     """`leaf` with the next ones of `numbers` in place of its own."""
     if isinstance(leaf, TensorLayout):
         dims = len(leaf.shape)
@@ -309,11 +319,11 @@ def _is_expression(leaf) -> bool:
     return hasattr(leaf, "free_symbols")
 
 
-def key_of(leaf):
+def _key_of(leaf):
     return leaf if isinstance(leaf, TensorLayout) or _is_expression(leaf) else (type(leaf), repr(leaf))
 
 
-def tensor_of(layout: TensorLayout) -> torch.Tensor:
+def _tensor_of(layout: TensorLayout) -> torch.Tensor:
     elements = layout.bytes // layout.dtype.itemsize
     tensor = torch.empty(elements, dtype=layout.dtype, device="meta")
     tensor = tensor.as_strided(layout.shape, layout.strides, layout.offset)

@@ -1,21 +1,18 @@
 """The operations that a planned step adds: offload to pinned host memory and back, and replays of random operations.
 
-Storages move between the device and pinned host memory as the schedule says; `ackpt.offloading` instead decides while
-a step runs. A copy moves a whole storage; views of it are recomputed
-afterwards. On a GPU each direction has its own stream, by the rules of `ackpt.offloading.transport`. On the CPU a
-copy is complete when it returns, and the "host" is the same memory. The start of a copy returns its event together with
-the tensor and passes both to the wait. These are plain Python functions since operations registered with torch can
-return tensors only.
+A copy moves a whole storage; views of it are recomputed afterwards. On a GPU each direction has its own stream, by the
+rules of `ackpt.offloading.transport`. On the CPU a copy is complete when it returns, and the "host" is the same memory.
+These are plain Python functions since operations registered with torch can return tensors only.
 
 A random operation is replayed by saving and restoring the generator's state. Torch has higher-order operators for this,
-but they cannot run under dispatch modes such as a FLOP counter's. An operation of others runs under the autocast of the
-model's call.
+but they cannot run under dispatch modes such as a FLOP counter's.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -32,7 +29,10 @@ from ackpt.planner.capture.operations import is_tagged
 
 
 def offload(source: torch.Tensor):
-    """``(host, event)``: a copy of the storage of `source` in host memory, uint8[bytes], complete after `wait`."""
+    """``(host, ended)``: a copy of the storage of `source` in host memory, uint8[bytes], complete after `wait`.
+
+    ``ended()`` lets the compute stream wait for it; None if it is complete already.
+    """
     transport = _transport(source)
     if transport is None:
         size = source.untyped_storage().nbytes()
@@ -42,44 +42,34 @@ def offload(source: torch.Tensor):
         return host, None
     storage = source.untyped_storage()
     host = _pinned(storage.nbytes())
-    return host, _Event(transport, transport.copy_out(storage, 0, host, storage.nbytes(), ()))
+    return host, partial(transport.wait_event, transport.copy_out(storage, 0, host, storage.nbytes(), ()))
 
 
 def prefetch(host: torch.Tensor, device: torch.device, dtype: torch.dtype, shape, strides, offset: int):
-    """``(tensor, event)``: a tensor on `device` in a new storage, which has the bytes of `host` after `wait`.
+    """``(tensor, ended)``: a tensor on `device` in a new storage, which has the bytes of `host` after `wait`.
 
     ``shape``, ``strides`` and ``offset`` count elements of `dtype`.
     """
     transport = None if isinstance(host, FakeTensor) else _transport(host, device)
-    event = None
+    ended = None
     if transport is None:
         on_device = torch.empty(host.numel(), dtype=torch.uint8, device=device)
         if not isinstance(host, FakeTensor):
             on_device.copy_(host)
     else:
         storage = transport.allocate(host.numel())
-        event = _Event(transport, transport.copy_in(host, storage, host.numel(), ()), storage)
+        ended = partial(transport.wait_event, transport.copy_in(host, storage, host.numel(), ()), storage)
         on_device = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     whole = on_device[: host.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    return whole.as_strided(shape, strides, offset), event
+    return whole.as_strided(shape, strides, offset), ended
 
 
 def wait(moved, source):
     """The result of `offload` or `prefetch` of `source`, once the copy is complete; `source` may then be freed."""
-    value, event = moved
-    if event is not None:
-        event.hold()
+    value, ended = moved
+    if ended is not None:
+        ended()
     return value
-
-
-class _Event:
-    """The end of a copy, for which the compute stream waits."""
-
-    def __init__(self, transport, event, storage=None):
-        self._transport, self._event, self._storage = transport, event, storage
-
-    def hold(self) -> None:
-        self._transport.wait_event(self._event, self._storage)
 
 
 def _transport(tensor: torch.Tensor, device: torch.device | None = None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,21 +109,6 @@ def _is_forward(graph: JointGraph, node: int | None) -> bool:
     return node is not None and graph.nodes[node].phase == FORWARD
 
 
-def peak_index(blocks: Iterable[Allocation]) -> int:
-    """The first entry of the timeline at which most bytes are live."""
-    changes: Counter[int] = Counter()
-    for block in blocks:
-        changes[block.begin] += block.bytes
-        if block.end is not None:
-            changes[block.end] -= block.bytes
-    best = total = most = 0
-    for event in sorted(changes):
-        total += changes[event]
-        if total > most:
-            best, most = event, total
-    return best
-
-
 def operation_of(graph: JointGraph, node: int) -> str:
     """The operation that computes a node's result, in words: for one of several results, the operation itself."""
     fx = graph.analysis.fx[node]
@@ -147,11 +132,8 @@ def described(graph: JointGraph, block: Allocation) -> str:
     return f"{prefix}{operation_of(graph, node.id)} ({where})"
 
 
-def peak_in_words(graph: JointGraph, blocks: Iterable[Allocation]) -> str:
-    """What the peak consists of, and what reduces it: two sentences for an error about a budget."""
-    blocks = tuple(blocks)
-    index = peak_index(blocks)
-    live = [block for block in blocks if block.is_live(index)]
+def peak_in_words(graph: JointGraph, live: Sequence[Allocation]) -> str:
+    """What the peak, at which the blocks `live` are, consists of, and what reduces it: two sentences for an error."""
     sizes = Counter(by_kind(live))
     sizes["gradients"] += graph.accumulated_bytes
     total = sum(sizes.values())

@@ -12,8 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ackpt.metering.gpus import BLOCK
 from ackpt.metering.kernel_memory import cuda_temporaries
@@ -24,7 +22,7 @@ from ackpt.planner.choose import default_profile
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.operation_costs import allocates, flops, traffic
 from ackpt.planner.costs.profiles import Profile, default_rates, profile, seconds_of, with_gpu_workspace
-from ackpt.planner.costs.workspace import TensorLayout, evaluated, key_of, layout_of, numbers_of, tensor_of, value_of
+from ackpt.planner.costs.workspace import calls_at, distinct_calls, with_tensors
 from ackpt.planner.policies import auto, full
 from ackpt.planner.policies.search.frontier import frontier, packing_cost
 from ackpt.planner.schedule.schedule import Schedule, everything, recomputed
@@ -146,39 +144,23 @@ class ManySizes:
         return default_rates(self.graph) if self.gpu is None else self.gpu
 
     @cached_property
-    def _calls(self) -> list[tuple]:
-        """(nodes, one of them, leaves of its arguments and result, their pytree) of every distinct operation."""
+    def _calls(self) -> list:
+        """The distinct operations, with their results."""
         module = self.step.module
-        calls: dict[Any, tuple] = {}
-        for node in self.graph.nodes:
-            fx = self.graph.analysis.fx[node.id] if module is None else module.fx[node.id]
-            if allocates(fx):
-                args, kwargs = torch.fx.map_arg((fx.args, fx.kwargs), self._value)
-                leaves, spec = tree_flatten((args, kwargs, fx.meta.get("val")))
-                layouts = list(map(layout_of, leaves))
-                key = fx.target, spec, tuple(map(key_of, layouts))
-                calls.setdefault(key, ([], fx, layouts, spec))[0].append(node.id)
-        return list(calls.values())
+        nodes, root = (self.graph.analysis.fx, self.graph.module) if module is None else (module.fx, module.module)
+        ids = (node.id for node in self.graph.nodes if allocates(nodes[node.id]))
+        return distinct_calls(root, ((node_id, nodes[node_id]) for node_id in ids), results=True)
 
     @cached_property
-    def _with_temporaries(self) -> list[tuple]:
+    def _with_temporaries(self) -> list:
         """The calls that allocate temporaries at the captured sizes, and so at others."""
         own = self._called(self._calls, self.step.sizes)
         return [call for call, (_, fx, *both, _) in zip(self._calls, own) if cuda_temporaries(fx.target, *both)]
 
-    def _called(self, calls: list[tuple], values: Values) -> Iterator[tuple]:
+    def _called(self, calls: list, values: Values) -> Iterator[tuple]:
         """`calls` with tensors without data of these sizes: (nodes, one of them, args, kwargs, result)."""
-        expressions = tuple(number for _, _, leaves, _ in calls for leaf in leaves for number in numbers_of(leaf))
-        numbers = iter(self._evaluated(expressions, values))
-        for nodes, fx, leaves, spec in calls:
-            known = [evaluated(leaf, numbers) for leaf in leaves]
-            tensors = [tensor_of(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in known]
-            yield nodes, fx, *tree_unflatten(tensors, spec)
-
-    def _value(self, node: torch.fx.Node) -> Any:
-        if self.step.module is None:
-            return value_of(self.graph, node)
-        return node.meta["val"] if "val" in node.meta else getattr(self.step.module.module, str(node.target))
+        for nodes, fx, leaves, spec in calls_at(calls, self.step.captured.symbols, values):
+            yield nodes, fx, *with_tensors(leaves, spec)
 
     def _evaluated(self, expressions: tuple[Any, ...], values: Values) -> Sequence[int]:
         symbols = self.step.captured.symbols

@@ -204,17 +204,12 @@ def in_place_of(model: nn.Module) -> Any:
     return None if run is None else run.args[0]
 
 
-def take_away(model: nn.Module) -> None:
-    """Let calls of `model` run the model itself."""
-    standing_in.remove_from(model)
-
-
 @contextlib.contextmanager
 def without_budget(model: nn.Module):
     """Take away the budget of `model` inside."""
     step = in_place_of(model) if isinstance(model, nn.Module) else None
     if step is not None:
-        take_away(model)
+        standing_in.remove_from(model)
     try:
         yield
     finally:

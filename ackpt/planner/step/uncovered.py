@@ -166,7 +166,8 @@ class Uncovered:
         self._unplanned: tuple[str, int] | None = None  # an optimizer and the bytes of its state
         _ALL.add(self)
         if self._is_in_bytes and request.loop.optimizer is None:
-            _watch(self)
+            _WATCHING.add(self)
+            _observe_optimizers()
 
     def begin(self, inputs, arguments, room: Callable[[], Room | None]) -> Callable[[Any, Mapping], Check] | None:
         """Check what is allocated before a planned forward with these `inputs`, among them `arguments`.
@@ -347,11 +348,6 @@ def _before_backward(nodes, check: Callable[[], None]) -> None:
 
 _ALL: weakref.WeakSet[Uncovered] = weakref.WeakSet()
 _WATCHING: weakref.WeakSet[Uncovered] = weakref.WeakSet()
-
-
-def _watch(each: Uncovered) -> None:
-    _WATCHING.add(each)
-    _observe_optimizers()
 
 
 @cache

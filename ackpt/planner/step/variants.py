@@ -149,13 +149,7 @@ class Variants:
         opaque: why the model is planned in parts from the first call on, in words.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        request: Request,
-        uncovered: Uncovered,
-        opaque: str | None,
-    ):
+    def __init__(self, model: nn.Module, request: Request, uncovered: Uncovered, opaque: str | None):
         self.model, self.request, self.uncovered = model, request, uncovered
         self.history = History()
         self._watched: WatchedModel | None = None
@@ -164,9 +158,8 @@ class Variants:
         self._plan: tuple[Variant, Plan] | None = None
         self._regions: PlannedRegions | None = None
         if opaque is not None or request.regions:
-            self._regions = PlannedRegions(
-                model, request, self.history, None, opaque or "regions=True", uncovered.note_outputs
-            )
+            reason = opaque or "regions=True"
+            self._regions = PlannedRegions(model, request, self.history, None, reason, uncovered.note_outputs)
 
     @property
     def plan(self) -> Any:
@@ -217,7 +210,8 @@ class Variants:
     def _variant_for(self, call: Call) -> Variant:
         group = self._groups.pop(call.facts, None) or _Group()
         self._groups[call.facts] = group  # now the one that was used last
-        variant = self._existing_variant(group, call)
+        existing = group.variants.get(call.sizes, ())
+        variant = next((each for each in existing if each.captured.serves(call.leaves)), None)
         if variant is None:
             with shown(), _disable_current_modes():  # a mode that observes the step must not see captures
                 variant = self._new_variant(group, call)
@@ -235,12 +229,6 @@ class Variants:
         elif self._last is not None and variant is not self._last[-1]:
             self._last = (*self._last[:-1], variant)
         return variant
-
-    def _existing_variant(self, group: _Group, call: Call) -> Variant | None:
-        for variant in group.variants.get(call.sizes, ()):
-            if variant.captured.serves(call.leaves):
-                return variant
-        return None
 
     def _new_variant(self, group: _Group, call: Call) -> Variant:
         declared_bounds(self.request.dynamic, self.model, call)  # only to raise for a size outside of the bounds

@@ -7,7 +7,7 @@ from torch import nn
 import ackpt
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.planner.choose import default_profile
-from ackpt.planner.schedule.allocations import LIVE, allocations, by_kind, described, peak_index
+from ackpt.planner.schedule.allocations import LIVE, allocations, by_kind, described
 
 
 def block():
@@ -29,7 +29,6 @@ def test_the_live_allocations_are_the_simulator_s_bytes_at_every_event(policy, o
     blocks = allocations(graph, plan.schedule, profile.workspace_bytes)
     for index, live in enumerate(plan.timeline.live):
         assert sum(b.bytes for b in blocks if b.is_live(index)) == plan.resident_bytes + live
-    assert peak_index(blocks) == plan.timeline.peak_index
     assert {b.kind for b in blocks} <= set(LIVE)
     assert any(b.kind == "recomputed" for b in blocks) == (plan.recompute_flops > 0)
 
