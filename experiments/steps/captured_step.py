@@ -16,8 +16,7 @@ from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop
 from ackpt.planner.capture.tracing import captured_graph
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan, check_applies
-from ackpt.planner.step.backward_checks import gradient_strides
-from ackpt.planner.step.compiled_schedule import compiled_schedule, fates_of_outputs
+from ackpt.planner.step.compiled_schedule import compiled_schedule, fates_of_outputs, gradient_strides
 from ackpt.planner.step.uncovered import Uncovered
 from ackpt.planner.step.variants import Variant
 

@@ -34,7 +34,7 @@ from ackpt.planner.capture.tracing import joint_graph
 from ackpt.planner.choose import check_runs, default_profile, plan_by_policy
 from ackpt.planner.costs.profiles import default_rates, fused
 from ackpt.planner.request import Request
-from ackpt.planner.step.backward_checks import (
+from ackpt.planner.step.compiled_schedule import (
     backward_node,
     before_backward,
     depends_on,
@@ -42,8 +42,8 @@ from ackpt.planner.step.backward_checks import (
     gradients_as_planned,
     leave_undefined,
     refuse_other_modes,
+    rewritten_for,
 )
-from ackpt.planner.step.compiled_schedule import partitioner
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
 from .options import checked
@@ -206,7 +206,8 @@ class _Partition(CustomPartitionerFn):
             ) from None
         if use.on_plan is not None:
             use.on_plan(made)
-        return partitioner(graph, made.schedule)(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
+        rewritten = rewritten_for(num_fwd_outputs, graph, made.schedule)
+        return rewritten.forward, rewritten.backward
 
     def _gradient(self, what):
         kind = self.kinds.get(getattr(getattr(what, "grad_of", None), "idx", None))

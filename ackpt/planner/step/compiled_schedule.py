@@ -1,9 +1,14 @@
-"""Build the autograd function that runs a captured step with a schedule."""
+"""Build the autograd function that runs a captured step with a schedule, and check its backward when it begins.
+
+``node`` is the autograd node of the step, from `backward_node`. Most functions on it are or return a `Check`; those of
+one step run in one hook, `before_backward`. `leave_undefined` leaves gradients undefined where eager mode does.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,31 +18,24 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from ackpt.core.errors import TraceError
+from ackpt.checkpointing.guards import BACKWARD_FIRST, Watch
+from ackpt.core.autograd_state import version
+from ackpt.core.errors import CheckpointError, TraceError
 from ackpt.core.progress import stage
 from ackpt.planner.capture.aot import Capture
 from ackpt.planner.capture.chunked_head import WITHHELD
 from ackpt.planner.capture.dynamic_sizes import DynamicModule
 from ackpt.planner.capture.in_place import AUTOCAST
-from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, Node
+from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph, Node, once_per_graph
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.schedule.listing import Line, Listing, boxed, mapped
 from ackpt.planner.schedule.rewriting import Rewritten, rewrite
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 
-from .backward_checks import (
-    ARGUMENT,
-    backward_node,
-    before_backward,
-    depends_on,
-    gradients_as_planned,
-    leave_undefined,
-    refuse_other_modes,
-    unchanged_outputs,
-    unchanged_until_backward,
-)
-from .uncovered import DROPPED, KEPT, SAVED
-
+ARGUMENT = "an argument"  # what errors call an input that is neither a parameter nor a buffer
+Check = Callable[[Sequence[torch.Tensor | None]], None]  # raises an error, given the gradients of the outputs
+_ALWAYS = -1  # represents an output that backward always reaches
+SAVED, DROPPED, KEPT = "saved", "dropped", "kept"  # what happens to an output, see `fates_of_outputs`
 Strides = Mapping[int, Sequence[int]]
 # Torch: the first call runs in a dispatch mode, which switches autocast off (`_AnalyzeCustomOpInputOutputMode`).
 _CHECK = "check_custom_op_aliasing"
@@ -57,7 +55,7 @@ def compiled_schedule(
     functions: list[Callable[..., Any]] = []
 
     def partition(joint, inputs, *, num_fwd_outputs, **_):
-        rewritten = _rewritten(graph, schedule, num_fwd_outputs, dynamic)
+        rewritten = rewritten_for(num_fwd_outputs, graph, schedule, dynamic)
         halves = rewritten.forward_listing, rewritten.backward_listing
         outlines = [_outline(half) for half in halves]
         functions.extend(boxed(rewritten.root, half) for half in halves)
@@ -93,6 +91,16 @@ def compiled_schedule(
         return outputs
 
     return run_step
+
+
+def rewritten_for(
+    num_outputs: int, graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None
+) -> Rewritten:
+    """The modules of `schedule`; to be called in a ``partition_fn``, where the user's autocast is off."""
+    rewritten = rewrite(graph, schedule, dynamic)
+    if num_outputs != rewritten.num_outputs:
+        raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_outputs}")
+    return rewritten
 
 
 def fates_of_outputs(graph: JointGraph, schedule: Schedule) -> dict[int, str]:
@@ -151,26 +159,6 @@ def _fresh(joint):
     return joint
 
 
-def partitioner(graph: JointGraph, schedule: Schedule):
-    """AOTAutograd's ``partition_fn`` that splits `graph` as `schedule` says."""
-
-    def partition(joint, inputs, *, num_fwd_outputs, **_):
-        rewritten = _rewritten(graph, schedule, num_fwd_outputs)
-        return rewritten.forward, rewritten.backward
-
-    return partition
-
-
-def _rewritten(
-    graph: JointGraph, schedule: Schedule, num_outputs: int, dynamic: DynamicModule | None = None
-) -> Rewritten:
-    """The modules of `schedule`; to be called in a ``partition_fn``, where the user's autocast is off."""
-    rewritten = rewrite(graph, schedule, dynamic)
-    if num_outputs != rewritten.num_outputs:
-        raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_outputs}")
-    return rewritten
-
-
 def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:
     """(index, name for errors) of the step's inputs that its backward reads, so that they must not change before it."""
     analysis = graph.analysis
@@ -197,3 +185,159 @@ def _storages_of_outputs(graph: JointGraph) -> list[tuple[int, set[int]]]:
 def _called(graph: JointGraph, node: Node) -> str:
     name = getattr(graph.analysis.fx[node.id].meta["desc"], "target", None)
     return ARGUMENT if name is None else f"{graph.storages[node.storages[0]].category} {name!r}"
+
+
+def backward_node(outputs) -> Any:
+    """The autograd node of the step that returned `outputs`, which is one node; None if no output has it."""
+    nodes = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
+    return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+
+
+def before_backward(node, checks: Sequence[Check]) -> None:
+    """Run `checks` when the backward of `node` begins."""
+
+    def run(gradients) -> None:
+        for check in checks:
+            check(gradients)
+
+    node.register_prehook(run)
+
+
+@once_per_graph
+def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
+    """For every input of the step, the outputs on whose gradients its own depends; None if it has none.
+
+    A gradient that is always zero, such as that of `torch.copysign` for the sign, depends on all outputs.
+    """
+    analysis = graph.analysis
+    outputs_of: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        # A tangent that is not that of one output, such as of the base of several outputs, always has a gradient.
+        output = getattr(getattr(analysis.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
+        outputs_of[node.id] = frozenset({output} if node.id in analysis.tangents else ()).union(
+            *(outputs_of[i] for i in node.inputs)
+        )
+    everything = frozenset().union(*(outputs_of[node_id] for node_id in analysis.bw_outputs if node_id is not None))
+    return tuple(None if node_id is None else outputs_of[node_id] or everything for node_id in analysis.bw_outputs)
+
+
+def leave_undefined(node, outputs, depends) -> None:
+    """Return no gradient where eager returns none: for inputs that only influence outputs without a gradient.
+
+    Torch passes zeros for such outputs, so parameters would get zero gradients, which an optimizer with weight decay or
+    momentum applies. ``outputs``: what the step returns; ``depends``: from `depends_on`.
+    """
+    everything = frozenset().union(*filter(None, depends))
+    if all(needs is None or needs == everything for needs in depends):
+        return
+    numbers = _numbers(node, outputs)
+
+    def undefined(gradients, incoming):
+        reached = {_ALWAYS, *(at for at, number in numbers.items() if incoming[number] is not None)}
+        return tuple(g if needs is None or needs & reached else None for g, needs in zip(gradients, depends))
+
+    node.register_hook(undefined)
+
+
+def _numbers(node, outputs) -> dict[int, int]:
+    """The number that autograd gives each of `outputs`, by its index."""
+    tensors = {at: value for at, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
+    return {at: value.output_nr for at, value in tensors.items() if value.grad_fn is node}
+
+
+def refuse_other_modes(gradients) -> None:
+    """A `Check` that backward builds no graph and does not run in autocast."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: a planned step cannot be differentiated twice, because its backward builds no "
+            "graph. Call the model itself for such a step."
+        )
+    devices = {gradient.device.type for gradient in gradients if isinstance(gradient, torch.Tensor)}
+    if any(map(torch.is_autocast_enabled, devices)):
+        raise CheckpointError(
+            "backward runs inside torch.autocast, where eager mode also casts the operations of the backward pass, "
+            "and a planned step does not: call backward() after the autocast region, as PyTorch recommends"
+        )
+
+
+def gradient_strides(analysis: Analysis, nodes: Mapping[int, fx.Node] | None = None) -> dict[int, tuple[Any, ...]]:
+    """By output number, the strides with which its gradient was captured; torch copies all other gradients anyway.
+
+    `nodes`: those of a module whose sizes are expressions, by the ids of the graph.
+    """
+    nodes = analysis.fx if nodes is None else nodes
+    strides = {}
+    for node_id in analysis.tangents:
+        output: Any = getattr(nodes[node_id].meta["desc"], "output", None)
+        if node_id not in analysis.restrided and type(output).__name__ == "PlainAOTOutput":
+            strides[output.idx] = nodes[node_id].meta["val"].stride()
+    return strides
+
+
+def gradients_as_planned(node, outputs, strides: Mapping[int, Sequence[int]]) -> Check:
+    """Refuse gradients that arrive in a different memory layout than the captured one.
+
+    Torch would copy them into the captured layout. The copy would exceed the plan's peak, and sums over it would round
+    differently than in eager. ``outputs``: what the step returned; ``strides``: from `gradient_strides`.
+    """
+    numbers = _numbers(node, outputs)
+    planned = {numbers[at]: wanted for at, wanted in strides.items() if at in numbers}
+
+    def check(gradients) -> None:
+        for number, wanted in planned.items():
+            gradient = gradients[number]
+            if gradient is not None and not _in_one_order(gradient, wanted):
+                raise RuntimeError(
+                    f"the gradient of an output of shape {list(gradient.shape)} has the strides {gradient.stride()}, "
+                    f"but this step was planned for {wanted}: a copy would exceed the plan's peak and change the "
+                    "last bits. Compute the loss in the model, or let it return output.contiguous()."
+                )
+
+    return check
+
+
+def _in_one_order(gradient, wanted) -> bool:
+    """Whether the strides are equal where they matter: not in dimensions of size 1 or expanded ones."""
+    return all(
+        size <= 1 or not its or its == stride for size, its, stride in zip(gradient.shape, gradient.stride(), wanted)
+    )
+
+
+def unchanged_until_backward(inputs, read) -> Check:
+    """Raise an error that names an input of the step if `Watch` finds that it changed between forward and backward.
+
+    ``read``: index and description of the inputs that backward reads.
+    """
+    # Arguments may be freed early in backward.
+    items = [weakref.ref(inputs[index]) if description == ARGUMENT else inputs[index] for index, description in read]
+    watch = Watch(items, [description for _, description in read])
+
+    def check(gradients) -> None:
+        for tensor, description, how in watch.changes():
+            if how == "changed":  # a frozen one gets no gradient, as in eager mode
+                raise CheckpointError(
+                    f"{description} of shape {list(tensor.shape)} was changed between the forward of this planned step "
+                    f"and its backward, which reads it. {BACKWARD_FIRST}"
+                )
+
+    return check
+
+
+def unchanged_outputs(outputs, places: Sequence[int]) -> Check:
+    """Raise an error if backward reads an output that was changed in place, which torch does not detect for all views.
+
+    `places`: indices of the outputs whose memory backward reads.
+    """
+    tensors = [(at, outputs[at]) for at in places if isinstance(outputs[at], torch.Tensor)]
+    held = [(at, tensor.detach(), version(tensor)) for at, tensor in tensors]
+
+    def check(gradients) -> None:
+        while held:  # the memory must be free after its last use in backward
+            at, tensor, before = held.pop()
+            if version(tensor) != before:
+                raise CheckpointError(
+                    f"output {at} of shape {list(tensor.shape)} was changed in place between the forward of this "
+                    "planned step and its backward, which reads it. Change a copy, as in output.clone()."
+                )
+
+    return check

@@ -51,8 +51,7 @@ from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule, Step, everything
 from ackpt.planner.schedule.simulator import peak_of, saved_bytes
-from ackpt.planner.step.backward_checks import gradient_strides
-from ackpt.planner.step.compiled_schedule import Strides, compiled_schedule
+from ackpt.planner.step.compiled_schedule import Strides, compiled_schedule, gradient_strides
 
 
 class CapturedStep:

@@ -33,11 +33,10 @@ from ackpt.planner.parts.live_bytes import allocated, with_peak
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 
-from .backward_checks import Check
+from .compiled_schedule import DROPPED, KEPT, SAVED, Check
 
 _WORKSPACES = 2 * 32 * MIB  # of cuBLAS, one for the forward's thread and one for backward's
 _SCALAR = 16  # bytes; a loop usually refers to the loss of the last step
-SAVED, DROPPED, KEPT = "saved", "dropped", "kept"  # what happens to an output, see `fates_of_outputs`
 _GRADIENTS = (
     "If you accumulate gradients, give accumulation=True, which counts both; otherwise call optimizer.zero_grad(), "
     "which sets them to None, before the step."

@@ -40,8 +40,7 @@ from ackpt.planner.request import Request, declared, declared_bounds, named_dime
 from ackpt.planner.schedule.plan import Plan, PlanError
 from ackpt.planner.schedule.rewriting import RewriteError
 
-from .backward_checks import backward_node, before_backward
-from .compiled_schedule import fates_of_outputs, withheld
+from .compiled_schedule import backward_node, before_backward, fates_of_outputs, withheld
 from .plans import CapturedStep, PlanAt, plan_function, saved_dimensions
 from .uncovered import Room, Uncovered
 
