@@ -45,8 +45,7 @@ from ackpt.planner.step.compiled_schedule import (
     rewritten_for,
 )
 
-from .dynamo_calls import check_compiled_here, install, runs_graph
-from .options import checked
+from .dynamo_calls import check_compiled_here, checked, install, runs_graph
 
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 _FUNCTION: Any = torch.ops.higher_order.autograd_function_apply

@@ -1,7 +1,7 @@
-"""Make every call of a model that Inductor compiles run as planned, or raise an error.
+"""Check the options of the backend, and make every call of a compiled model run as planned, or raise an error.
 
-With the compiler ``"eager"``, the model is not given to Dynamo at all: see `without_dynamo`. The rest of this module is
-for the compiler ``"inductor"``.
+With the compiler ``"eager"``, the model is not given to Dynamo at all: see `without_dynamo`. All but `checked` is for
+the compiler ``"inductor"``.
 
 Dynamo prefers running a model without its backend to failing: after ``config.recompile_limit`` compilations, at a frame
 that it skips, and after an error under ``config.suppress_errors``. The budget would then be ignored silently. For this
@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +30,16 @@ from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
-from ackpt.core.errors import TraceError
+from ackpt.core.errors import TraceError, check_misspelt
+from ackpt.planner.request import Request
 
-from .options import checked
 from .without_dynamo import WithoutDynamo
 
+_NOT_OF_INDUCTOR = ("outputs", "optimizer", "accumulation", "scaler", "cache")
+_OPTIONS = (
+    *("budget", "slowdown", "policy", "differentiate", "compiler", "on_plan", "device_profile", "chunk_head"),
+    *_NOT_OF_INDUCTOR,
+)
 _INSTEAD = "Without the option compiler='inductor', the model is captured without Dynamo"
 _threads = threading.local()
 
@@ -60,6 +66,30 @@ def install(backend) -> None:
         return functools.partial(_outside_of_graphs, context)
 
     dynamo.optimize = optimize_or_raise
+
+
+def checked(options: Any, mode: str | None = None) -> Request:
+    """The request that the user's `options`, a dict or None, describe; a TypeError or ValueError names a wrong one."""
+    if mode is not None:
+        raise ValueError(
+            f"mode {mode!r} is one of Inductor's: leave it out; options={{'compiler': 'inductor'}} uses it"
+        )
+    if not isinstance(options, (Mapping, type(None))):
+        raise TypeError(f"options must be a dict such as {{'budget': '6GiB'}}, got {type(options).__name__}")
+    rest = dict(options or {})
+    if foreign := sorted({"plan", "dynamic"} & set(rest)):
+        raise TypeError(
+            f"{foreign[0]!r} is not an option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)"
+        )
+    check_misspelt(rest, _OPTIONS, "this backend")
+    given = {name: rest.pop(name) for name in _OPTIONS if name in rest}
+    request = Request.from_keywords(**given, options=rest)
+    if request.compiler == "inductor" and (refused := next(filter(given.__contains__, _NOT_OF_INDUCTOR), None)):
+        raise TypeError(
+            f"{refused!r} is not an option of compiler 'inductor', whose plans count all outputs and no optimizer, and "
+            "are not cached"
+        )
+    return request
 
 
 class _CompiledModule(OptimizedModule):

@@ -52,15 +52,6 @@ class Example:
     def name(self) -> str:
         return self.overload.overloadpacket.__name__
 
-    @property
-    def has_flops(self) -> bool:
-        """Whether torch has a formula for its FLOPs."""
-        return formula(self.overload.overloadpacket) is not None
-
-    def made(self, dtype: torch.dtype) -> tuple[Callable, tuple, dict[str, Any]]:
-        """The operation with arguments and keywords."""
-        return self.overload, self.arguments(dtype), self.keywords
-
     def work(self, arguments, keywords, result) -> int:
         """What its rate counts: FLOPs, or else elements of the largest tensor, or bytes."""
         if self.counts_bytes:
@@ -102,20 +93,8 @@ def _wide_ids(dtype: torch.dtype) -> Tensor:
     return torch.arange(_COLUMNS).expand(_ROWS, -1).contiguous()
 
 
-def _permuted(dtype: torch.dtype) -> Tensor:
-    return _heads(dtype).transpose(1, 2)
-
-
 def _mask(dtype: torch.dtype) -> Tensor:
     return torch.ones(_ROWS, _COLUMNS, dtype=torch.bool)
-
-
-def _bits(dtype: torch.dtype) -> Tensor:
-    return torch.full((packed_bytes(_ROWS * _COLUMNS),), 85, dtype=torch.uint8)
-
-
-def _float32_log_sums(dtype: torch.dtype) -> Tensor:
-    return _log_sums(torch.float32)
 
 
 _ELEMENTWISE = [
@@ -136,7 +115,7 @@ OPERATIONS = (
     _example(aten._scaled_dot_product_flash_attention_for_cpu.default, _heads, _heads, _heads),
     _example(
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        *(_heads, _heads, _heads, _heads, _heads, _float32_log_sums, 0.0, False),
+        *(_heads, _heads, _heads, _heads, _heads, lambda _: _log_sums(torch.float32), 0.0, False),
     ),
     *(_example(packet.default, _rows) for packet in _ELEMENTWISE),
     *(_example(packet.default, _rows, _rows) for packet in _BACKWARD),
@@ -165,7 +144,8 @@ OPERATIONS = (
     _example(torch.ops.ackpt_graph.pack_bits.default, _rows),
     _example(
         torch.ops.ackpt_graph.unpack_bits.default,
-        *(_bits, [_ROWS, _COLUMNS], [_COLUMNS, 1], lambda dtype: dtype, 1),
+        lambda _: torch.full((packed_bytes(_ROWS * _COLUMNS),), 85, dtype=torch.uint8),
+        *([_ROWS, _COLUMNS], [_COLUMNS, 1], lambda dtype: dtype, 1),
     ),
     _example(aten.bernoulli.p, _rows, 0.9),
     _example(aten.rand_like.default, _rows),
@@ -179,7 +159,7 @@ OPERATIONS = (
     _example(aten.scatter_add.default, _rows, 1, _wide_ids, _rows),
     _example(aten.where.self, _mask, _rows, _rows),
     _example(aten.masked_fill.Scalar, _rows, _mask, 0),
-    _example(aten.clone.default, _permuted, memory_format=torch.contiguous_format),
+    _example(aten.clone.default, lambda dtype: _heads(dtype).transpose(1, 2), memory_format=torch.contiguous_format),
     _example(aten.cat.default, lambda dtype: [_images(dtype), _images(dtype)], 1),
     _example(aten.max_pool2d_with_indices.default, _images, [2, 2], [2, 2]),
     _example(aten.avg_pool2d.default, _images, [2, 2], [2, 2]),
@@ -292,11 +272,11 @@ def _measure() -> dict[str, Any]:
     for _ in range(_ROUNDS):
         for example in OPERATIONS:
             best = by_operation[example.name]
-            for dtype in _DTYPES + example.has_flops * _MORE_DTYPES:
+            for dtype in _DTYPES + (formula(example.overload.overloadpacket) is not None) * _MORE_DTYPES:
                 name = str(dtype).removeprefix("torch.")
                 if (rate := _rate(example, dtype)) is not None:
                     best[name] = max(best.get(name, 0.0), rate)
-        call, arguments, _ = LAUNCH.made(torch.float32)
+        call, arguments = LAUNCH.overload, LAUNCH.arguments(torch.float32)
         calls.append(_fastest(lambda: call(*arguments)))  # noqa: B023
         bytes_per_second.append(_rate(BYTES, torch.float32))
     return {
@@ -309,7 +289,7 @@ def _measure() -> dict[str, Any]:
 def _rate(example: Example, dtype: torch.dtype) -> float | None:
     """FLOP/s, or elements or bytes per second; None if the kernel does not exist for the dtype."""
     try:
-        call, arguments, keywords = example.made(dtype)
+        call, arguments, keywords = example.overload, example.arguments(dtype), example.keywords
         result = call(*arguments, **keywords)
     except (RuntimeError, NotImplementedError):
         return None
