@@ -142,4 +142,11 @@ def own_engine(mode="async", **options):
 
 def run_boxed(gm, example_inputs):
     """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
-    return boxed(gm, Listing.from_graph(gm.graph))
+    return boxed(gm, listing_of(gm))
+
+
+def listing_of(module: torch.fx.GraphModule) -> Listing:
+    listing, made = Listing(), {}
+    for node in module.graph.nodes:
+        made[node] = listing.copy(node, made.__getitem__)
+    return listing

@@ -40,14 +40,10 @@ def plan_by_policy(
     profile: Profile | None = None,
     unchunked: tuple[JointGraph, Profile] | None = None,
 ) -> Plan:
-    """The plan of `graph` that the policy of `request` makes within its budget and slowdown.
+    """The plan of `graph` that the policy of `request` makes within its budget and slowdown, or a BudgetError.
 
     `unchunked`: if the head of `graph` runs in chunks, the graph without chunks and its profile. A fraction as budget,
     and the cost of the plan, are relative to the baseline of that graph, which is the model's own step.
-
-    Raises:
-        BudgetError: if the budget is infeasible for the policy or within the slowdown; names the smallest feasible one.
-        TypeError: for an option that the policy does not have.
     """
     check_options(request.policy, request.options)
     with shown():
@@ -154,14 +150,10 @@ def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
 def plan_in_chunks(
     graph: JointGraph, request: Request, profile: Profile, chunked: Callable[[int], tuple[JointGraph, Profile]]
 ) -> tuple[Plan, JointGraph, Profile]:
-    """The plan that keeps the budget with the head in chunks, and its graph and profile.
+    """The plan that keeps the budget with the head in chunks, its graph and profile; a BudgetError if there is none.
 
     The number of chunks doubles from 2 on until a plan keeps the budget, and then as long as plans become cheaper: with
     smaller chunks, less must be recomputed. `chunked`: the graph with so many chunks, and its profile.
-
-    Raises:
-        BudgetError: if no number of chunks keeps the budget.
-        TraceError: if the head cannot run in chunks.
     """
     refusal = None
     if request.chunk_head == "auto":
@@ -223,11 +215,7 @@ def checked_plan(graph, profile: Profile, schedule: Schedule, baseline: Baseline
 
 
 def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, budget) -> int:
-    """The simulated dynamic peak of the model in eager mode.
-
-    Raises:
-        BudgetError: if the budget is a fraction, but the capture may differ from eager mode.
-    """
+    """The simulated dynamic peak in eager mode; an error for a fraction if the capture may differ from that."""
     if not graph.as_compiled:
         return min(simulated.peak_bytes, eager_peak(graph, profile.workspace_bytes))
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget first
@@ -278,11 +266,7 @@ def eager_schedule(graph: JointGraph) -> Schedule:
 
 
 def check_runs(graph: JointGraph, plan: Plan) -> Plan:
-    """`plan`, if its activations can be offloaded where `graph` runs.
-
-    Raises:
-        PlanError: if the plan offloads and the model is on the CPU, or its compiler does not run copies.
-    """
+    """`plan`, or an error if its activations cannot be offloaded or packed where `graph` runs."""
     if copies(plan.schedule) and graph.on_cpu:
         raise PlanError(
             "this plan offloads, but the model is on the CPU, where host memory is the device's own: nothing would be "

@@ -255,11 +255,7 @@ def named_dimensions(dynamic: DynamicArgument, model: nn.Module, call: Call) -> 
 
 
 def declared_bounds(dynamic: DynamicArgument, model: nn.Module, call: Call) -> dict[Dimension, Bounds | None]:
-    """The bounds of every dimension that `dynamic` names.
-
-    Raises:
-        TypeError, ValueError: for names, dimensions and bounds that do not fit the call; names the argument.
-    """
+    """The bounds of every dimension that `dynamic` names; an error for those that do not fit the call."""
     if dynamic is None or isinstance(dynamic, bool):
         return {}
     if not isinstance(dynamic, Mapping):

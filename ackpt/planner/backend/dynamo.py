@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOu
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._pytree import tree_leaves
 
 from ackpt.core.budget import is_share
 from ackpt.core.errors import BudgetError, TraceError
@@ -182,7 +183,7 @@ class _Partition(CustomPartitionerFn):
         # Inductor's passes keep the old shapes and aliases of nodes that they replace.
         again = FakeTensorProp(joint, detect_fake_mode(joint_inputs))
         with torch.no_grad():
-            again.propagate_dont_convert_inputs(*_flat(joint_inputs))
+            again.propagate_dont_convert_inputs(*tree_leaves(joint_inputs))  # inputs, tangents
         graph = joint_graph(joint, replays_random=False)
         self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
         use = self.request
@@ -193,7 +194,9 @@ class _Partition(CustomPartitionerFn):
                 profile = fused(graph, profile, device)
             made = check_runs(graph, plan_by_policy(graph, use, profile))
         except BudgetError as error:
-            if not (_compiled_before() and is_share(use.budget)):
+            compile_id = CompileContext.current_compile_id()
+            is_first = compile_id is None or not compile_id.frame_compile_id  # of this code, for any shapes
+            if is_first or not is_share(use.budget):
                 raise
             raise BudgetError(
                 f"{error} The model was compiled before, for other arguments or in another mode, and a fraction is "
@@ -214,17 +217,6 @@ class _Partition(CustomPartitionerFn):
 
     def uuid(self):
         return None
-
-
-def _compiled_before() -> bool:
-    """Whether Dynamo has compiled this code before, for other shapes."""
-    compile_id = CompileContext.current_compile_id()
-    return compile_id is not None and bool(compile_id.frame_compile_id)
-
-
-def _flat(joint_inputs):
-    """Torch passes (inputs, tangents)."""
-    return [value for part in joint_inputs for value in (part if isinstance(part, (list, tuple)) else [part])]
 
 
 def _refuse_pieces() -> None:

@@ -161,12 +161,8 @@ class _Convert:
         except Unsupported as error:
             if needs_plan:
                 raise _graph_break(error) from error
-        return _without_dynamo()
-
-
-def _without_dynamo():
-    """Tell Dynamo to let Python run this frame and what it calls, and to call `_Convert` again the next time."""
-    return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
+        # Python runs this frame and what it calls; the next time, Dynamo calls this again.
+        return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
 
 
 class _Call:
@@ -207,11 +203,7 @@ def check_compiled_here(compiler: str) -> None:
 
 
 def runs_graph(planned: bool) -> None:
-    """Record that the current call runs a graph of the backend.
-
-    Raises:
-        TraceError: at the second planned graph of a call: a budget holds for a whole step.
-    """
+    """Record that the current call runs a graph of the backend; a second planned graph of a call is an error."""
     if not _calls():  # compiled code is called directly, without the model
         return
     call = _calls()[-1]

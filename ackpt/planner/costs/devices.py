@@ -65,11 +65,6 @@ class Device:
         return self.seconds_per_call + max(computing, bytes / self.memory_bytes_per_second)
 
 
-def operation_name(target) -> str:
-    """The name of an operation without its overload, such as ``"addmm"``."""
-    return getattr(getattr(target, "overloadpacket", target), "__name__", "")
-
-
 def with_all_dtypes(device: Device) -> Device:
     """`device` with a rate for every dtype: others count as float32, as bfloat16 does on a T4."""
     dtypes = [str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)]

@@ -154,7 +154,7 @@ def seconds_of(rates: devices.Device, node, args, kwargs, result, flops: int, mo
     """The run time of one operation that computes `flops` and moves `moved` bytes."""
     if not moved and not flops:  # a view
         return 0.0
-    name = devices.operation_name(node.target)
+    name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
     return rates.seconds(flops, moved, dtype(args, kwargs), name, elements(args, kwargs, result))
 
 

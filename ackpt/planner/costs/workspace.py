@@ -1,8 +1,5 @@
 """Measure the CPU workspace of operations by running each distinct operation once.
 
-Nodes with the same operation and constants, and arguments of the same shapes, dtypes and strides, have the same
-workspace. So the time grows with the kinds of layers of a model, not with their number.
-
 At new sizes, an operation is measured only if its workspace may depend on them. That of an elementwise operation on
 tensors of one dtype does not if it is at most a scalar at the captured sizes: TensorIterator in ATen allocates
 temporaries only to convert dtypes, but a kernel such as that of gelu's backward may copy an argument. Nor does that of
@@ -76,11 +73,6 @@ def has_users_kernel(node: torch.fx.Node) -> bool:
         return True  # it may cast inside
     name = str(operation).removesuffix(".default").replace(".", "/", 1)
     return operation.namespace not in _OWN and any(f"{name}/{key}" in torch.library._impls for key in _KERNELS)
-
-
-def results_agree(graph: JointGraph) -> bool:
-    """Whether all operations return results with the shapes, strides and storages of the graph."""
-    return _measured(graph, torch.get_num_threads())[1]
 
 
 @once_per_graph
@@ -194,7 +186,7 @@ class DynamicWorkspace:
     @property
     def is_exact(self) -> bool:
         """Whether the sizes of all results follow from the graph; otherwise every instance has to be measured."""
-        return results_agree(self.reference)
+        return _measured(self.reference, torch.get_num_threads())[1]
 
     def at(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Bytes by node id at these sizes of the dynamic dimensions."""

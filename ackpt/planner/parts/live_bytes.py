@@ -76,12 +76,10 @@ class Backward:
 class Counter(TorchDispatchMode):
     """Counts the bytes that are live in steps, beyond those that are allocated before and after them.
 
-    Args:
-        ended: called at the end of every backward that `begin` was called in. It may raise an error.
-
-    ``bytes``: live now. ``bound``: an upper bound; a forward that exceeds it calls ``exceeded`` once, with its live
-    bytes. ``cost``: of all operations so far, as plans compare it; counted while ``counts_cost``. ``watches``: whether
-    recomputations also count their own backward.
+    `ended` is called at the end of every backward that `begin` was called in; it may raise an error. ``bytes``: live
+    now. ``bound``: an upper bound; a forward that exceeds it calls ``exceeded`` once, with its live bytes. ``cost``: of
+    all operations so far, as plans compare it, while ``counts_cost``. ``watches``: whether recomputations count their
+    backward.
     """
 
     bytes: int

@@ -134,8 +134,7 @@ def run_body(forward, *args, **kwargs) -> Any:
 class Undo:
     """The state that a block can change, for a second run of a block that cannot be a region.
 
-    It includes random numbers, buffers and attributes of modules, and the containers, objects and small tensors among
-    the arguments.
+    Random numbers, buffers and attributes of modules; containers, objects and small tensors among the arguments.
     """
 
     def __init__(self, forward: Callable[..., Any], args: tuple, kwargs: dict):

@@ -120,13 +120,10 @@ class _Planned:
 
 
 class PlannedRegions:
-    """The plans of a step in regions; runs each call.
+    """The plans of a step in regions; runs each call. Policy ``"full"`` checkpoints all blocks, ``"none"`` saves all.
 
-    Args:
-        model, request, history: of the step; policy ``"full"`` checkpoints all blocks, ``"none"`` saves all.
-        error: of the capture; None if the user asked for regions or the model contains a scripted module.
-        reason: why the model is not one graph.
-        note_outputs: called with the outputs that get a gradient in the first step.
+    `error`: of the capture; None if the user asked for regions or the model contains a scripted module. `reason`: why
+    the model is not one graph. `note_outputs`: called with the outputs that get a gradient in the first step.
     """
 
     def __init__(
@@ -202,12 +199,7 @@ class PlannedRegions:
         return {path: SAVED if saves else CHECKPOINTED for path, saves in is_saved.items()}
 
     def run(self, planned: _Planned, call: Call) -> Any:
-        """The model's outputs, with blocks saved and checkpointed as planned.
-
-        Raises:
-            BudgetError: if the forward allocates more than the budget.
-            CheckpointError: if a block that ran as a region before cannot do so now.
-        """
+        """The model's outputs, with blocks saved and checkpointed as planned."""
         with self._lock:
             record = self._record(planned)
             if record is not None and not record.forwards:
@@ -275,11 +267,7 @@ class PlannedRegions:
             first.report(self._exceeds(size, first.planned, moment) + " All gradients of this step are complete.")
 
     def _finish(self, planned: _Planned) -> None:
-        """Make the plan from the record of the first step.
-
-        Raises:
-            BudgetError: if the step exceeds the budget with all blocks checkpointed.
-        """
+        """Make the plan from the first step's record; report if all blocks checkpointed exceed the budget."""
         record, planned.record = planned.record, None
         assert record is not None
         record.end()

@@ -108,8 +108,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def run_and_save(operation, *args, **kwargs):
     """``(state of the generator before, operation(*args, **kwargs))``; the state is a uint8 tensor in host memory.
 
-    Raises:
-        CheckpointError: if a custom operation draws from another generator, whose state `run_again` does not restore.
+    A custom operation that draws from another generator, whose state `run_again` does not restore, is an error.
     """
     generator = _generator(args, kwargs)
     state = generator.get_state()
@@ -157,8 +156,7 @@ def run_again(state, operation, *args, **kwargs):
 def run_as_called(operation, module, autocast, dtypes, *args, **kwargs):
     """``operation(*args, **kwargs)``, an operation of others, under the autocast under which `module` calls it.
 
-    Raises:
-        CheckpointError: if it then returns other `dtypes` than the plan's, those of its fake implementation.
+    Results of other `dtypes` than the plan's, those of its fake implementation, are an error.
     """
     result = run_under(operation, autocast, *args, **kwargs)
     if (actual := [each.dtype for each in tree_leaves(result) if isinstance(each, torch.Tensor)]) != [*dtypes]:

@@ -1,8 +1,4 @@
-"""List every allocation of a schedule with its lifetime and kind, and what is live at the peak.
-
-The same account as the simulator's (`simulator.follow`), block by block. `ackpt.explain` and the message of a
-`BudgetError` are made from it.
-"""
+"""List every allocation of a schedule with its lifetime and kind, for `ackpt.explain` and for the error of a budget."""
 
 from __future__ import annotations
 
@@ -85,10 +81,11 @@ def allocations(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple
         if size < 0:
             opened[key].pop()[4] = event
             continue
+        is_late = event > live.boundary
         if storage is None:
-            is_state = owner is not None and event <= live.boundary and category != TEMPORARY
+            is_state = owner is not None and not is_late and category != TEMPORARY
             kind = "saved" if is_state else "temporaries"
-        elif event > live.boundary and storage not in moved and _is_forward(graph, owner):
+        elif is_late and storage not in moved and owner is not None and graph.nodes[owner].phase == FORWARD:
             kind = "recomputed"
         else:
             kind = kind_of.get(storage, "temporaries")
@@ -103,10 +100,6 @@ def _kinds(graph: JointGraph, schedule: Schedule) -> dict[int, str]:
     kinds = dict.fromkeys(storages_of(graph, graph.analysis.outputs), "outputs")
     kinds |= dict.fromkeys((*schedule.saved, *schedule.offloaded, *schedule.packed), "saved")
     return kinds | dict.fromkeys(storages_of(graph, graph.analysis.bw_outputs), "gradients")
-
-
-def _is_forward(graph: JointGraph, node: int | None) -> bool:
-    return node is not None and graph.nodes[node].phase == FORWARD
 
 
 def operation_of(graph: JointGraph, node: int) -> str:

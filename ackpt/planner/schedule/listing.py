@@ -1,14 +1,12 @@
 """`Listing`: the program of one module, one `Line` for each operation; `boxed` generates a Python function from it.
 
 It holds what `torch.fx.Graph` holds, without its linked lists and tables of users: building one takes a fraction of the
-time, and it is freed without the garbage collector. `Listing.graph` and `Listing.from_graph` convert from and to fx
-graphs.
+time, and it is freed without the garbage collector.
 
-The generated code has little Python overhead per operation. Torch's Python bindings parse their arguments in two thirds
-of the time of an ``OpOverload``, and dispatch the same operation with the same arguments. Views that only undo earlier
-ones are left out. Operations run below autograd, which has nothing to record here and would describe every view;
-AOTAutograd counts the versions of inputs that change. None of this changes a bit or a byte. Calls around recomputed
-operations let a meter tell what was recomputed.
+The generated code has little Python overhead per operation, and no other bits or bytes. Torch's Python bindings parse
+their arguments in two thirds of the time of an ``OpOverload``. Views that only undo earlier ones are left out.
+Operations run below autograd, which has nothing to record here; AOTAutograd counts the versions of inputs that change.
+Calls around recomputed operations let a meter tell what was recomputed.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from ackpt.core.autograd_state import recomputation_begins, recomputation_ends
 
-IS_RECOMPUTED = "ackpt_recomputed"  # in the meta of an fx node whose line is `is_recomputed`
 CALLS = "call_function", "call_method"
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
@@ -94,19 +91,9 @@ class Listing:
         for line in self.lines:
             args, kwargs = mapped(line.args, made.__getitem__), mapped(line.kwargs, made.__getitem__)
             made[line] = graph.create_node(line.op, line.target, args, kwargs, line.name or None)
-            made[line].meta = {**line.meta, IS_RECOMPUTED: True} if line.is_recomputed else dict(line.meta)
+            made[line].meta = dict(line.meta)
         graph.lint()
         return graph
-
-    @staticmethod
-    def from_graph(graph: fx.Graph) -> Listing:
-        """The listing of an fx graph."""
-        listing = Listing()
-        made: dict[fx.Node, Line] = {}
-        for node in graph.nodes:
-            made[node] = listing.copy(node, made.__getitem__)
-            made[node].is_recomputed = IS_RECOMPUTED in node.meta
-        return listing
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:

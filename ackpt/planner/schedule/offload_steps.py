@@ -1,11 +1,9 @@
 """Insert offload steps into a schedule: when each offloaded storage leaves the device, and when it comes back.
 
-The copy to the host starts as soon as the storage is computed and overlaps with later operations of the forward. The
-storage is freed when the copy is complete, or earlier, after a wait, where the peak demands it. The copy back starts
-just early enough to be complete at the first use in backward, as far as the peak allows. Copies in one direction run
-one after another.
-
-`packed` inserts the steps that pack dropout masks after their last use in forward and unpack them in backward.
+A copy to the host starts as soon as the storage is computed. The storage is freed when the copy is complete, or
+earlier, after a wait, where the peak demands it. The copy back starts just early enough to be complete at the first
+use, as far as the peak allows. Copies in one direction run one after another. `packed` inserts the steps that pack
+dropout masks.
 """
 
 from __future__ import annotations

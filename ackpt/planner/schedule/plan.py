@@ -188,6 +188,7 @@ class Plan:
         again = f"{self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step's"
         if self.limit_bytes is not None and fates[SAVED] == len(self.activations) and not self.recompute_flops:
             again = "nothing: the baseline fits the budget"
+        rates = "" if self.device == "any" else f", in times of {self.device}"
         lines = [
             f"policy            {self.policy}",
             f"peak              {memory_format(self.peak_bytes)}, {memory_format(self.resident_bytes)} of it resident",
@@ -195,7 +196,7 @@ class Plan:
             f"{memory_format(baseline)}",
             f"reached at        {self.peak_node}",
             f"recomputed        {again}",
-            f"cost              {self.cost:.1%} of the step{self._rates()}; {self._bound()}",
+            f"cost              {self.cost:.1%} of the step{rates}; {self._bound()}",
             f"activations       {fates[SAVED]} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}; "
             f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded"
             + (f", {fates[PACKED]} packed" if fates[PACKED] else ""),
@@ -228,9 +229,6 @@ class Plan:
         for a in self.activations:
             groups.setdefault((pattern(a.module), operation(a.name), a.source, a.bytes, a.fate), []).append(a)
         return sorted(map(tuple, groups.values()), key=lambda group: -sum(a.bytes for a in group))
-
-    def _rates(self) -> str:
-        return "" if self.device == "any" else f", in times of {self.device}"
 
     def _bound(self) -> str:
         if self.lower_bound is not None:

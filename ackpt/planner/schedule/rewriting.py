@@ -216,7 +216,7 @@ class _Builder:
 
     def value(self, node_id: int) -> Line:
         if node_id not in self.env and self.fx[node_id].op == "get_attr":
-            self.env[node_id] = self._copied(node_id)
+            self.env[node_id] = self.listing.copy(self.fx[node_id], self._argument)
         return self.env[node_id]
 
     def run(self, step: Step, saves_state: bool = False):
@@ -238,21 +238,16 @@ class _Builder:
             target, given = run_as_called, (target, *about, *given)
         is_recomputed = self.again and self.analysis.graph.nodes[node_id].phase == FORWARD
         if is_recomputed and is_training_batch_norm(original):
-            args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
-            line = self._added(_BATCH_NORM_AGAIN, args, kwargs, original.meta)
-        elif is_recomputed and node_id in self.states:
-            args, kwargs = self._mapped(given, original.kwargs)
+            target, given = _BATCH_NORM_AGAIN, (*original.args[:3], *original.args[5:])
+        args, kwargs = mapped((given, original.kwargs), self._argument)
+        if is_recomputed and node_id in self.states:
             line = self._added(run_again, (self.states[node_id], target, *args), kwargs, original.meta)
         elif saves_state:
-            args, kwargs = self._mapped(given, original.kwargs)
             both = self._added(run_and_save, (target, *args), kwargs)
             self.states[node_id] = self._added(operator.getitem, (both, 0))
             line = self._added(operator.getitem, (both, 1), meta=original.meta)
-        elif autocast:
-            args, kwargs = self._mapped(given, original.kwargs)
-            line = self._added(target, args, kwargs, original.meta)
         else:
-            line = self._copied(node_id)
+            line = self._added(target, args, kwargs, original.meta, original.name)
         line.is_recomputed = is_recomputed
         self.env[node_id] = line
 
@@ -264,8 +259,8 @@ class _Builder:
             self.sizes.insert()
         return self.listing
 
-    def _added(self, target, args, kwargs=None, meta=None) -> Line:
-        return self.listing.add("call_function", target, args, kwargs, meta=meta)
+    def _added(self, target, args, kwargs=None, meta=None, name="") -> Line:
+        return self.listing.add("call_function", target, args, kwargs, name, meta)
 
     def _copy(self, kind: str, storage: int):
         base = self.analysis.base_of[storage]
@@ -289,12 +284,6 @@ class _Builder:
         value = self.fx[base].meta["val"]
         layout = self._numbers(value.shape), self._numbers(value.stride()), mask.dtype, mask.one
         self.env[base] = self._added(_UNPACK, (self.bits[storage], *layout), meta=self.fx[base].meta)
-
-    def _copied(self, node_id: int) -> Line:
-        return self.listing.copy(self.fx[node_id], self._argument)
-
-    def _mapped(self, args, kwargs):
-        return mapped((tuple(args), dict(kwargs)), self._argument)
 
     def _argument(self, node: fx.Node) -> Any:
         if not is_size(node):

@@ -1,11 +1,7 @@
 """A schedule: the order in which a step computes, frees and copies. The set of saved storages follows from it.
 
-Two schedules that save the same storages can have different peaks, depending on when they recompute. So every policy
-returns a `Schedule`, and nothing else is simulated or run.
-
-Planning makes thousands of schedules for a graph, so `frees` and `unpacked_at_once` are its innermost loop: one pass of
-numpy over a whole order of nodes. They compute when each storage is freed, and take results from operations that have
-several.
+Two schedules that save the same storages can have different peaks, depending on when they recompute. Planning makes
+thousands of them, so `frees` and `unpacked_at_once` are its innermost loop: one pass of numpy over an order of nodes.
 """
 
 from __future__ import annotations
@@ -85,7 +81,8 @@ def _arrays(steps) -> StepArrays:
     kinds, ids = zip(*steps) if steps else ((), ())
     numbers = {kind: number for number, kind in enumerate(KINDS)}
     kinds = np.fromiter(map(numbers.__getitem__, kinds), np.int8, len(steps))
-    return StepArrays(kinds, np.fromiter(ids, np.int32, len(steps)), _places(kinds))
+    places = tuple(np.flatnonzero(kinds == number).astype(np.int32) for number in range(len(KINDS)))
+    return StepArrays(kinds, np.fromiter(ids, np.int32, len(steps)), places)
 
 
 @dataclass(frozen=True)
@@ -345,10 +342,6 @@ def _numbered_arrays(graph: JointGraph, numbers: np.ndarray) -> StepArrays:
     places = dict.fromkeys(KINDS, np.empty(0, dtype=np.int32))
     places[COMPUTE], places[FREE] = (np.flatnonzero(each).astype(np.int32) for each in (~is_free, is_free))
     return StepArrays(kinds, (numbers - is_free * len(graph.nodes)).astype(np.int32), tuple(places.values()))
-
-
-def _places(kinds: np.ndarray) -> tuple[np.ndarray, ...]:
-    return tuple(np.flatnonzero(kinds == number).astype(np.int32) for number in range(len(KINDS)))
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 """The one simulator: the live bytes after every step of a schedule, and what the schedule costs.
 
-`simulate` is exact and refuses schedules that cannot run. `peak_of` and `step_peaks` are its fast variant for valid
-schedules: the same numbers without events, tested against it. A storage is allocated by the first operation that writes
-to it and lives until the schedule frees it; an operation's results are allocated before its arguments are freed, and
-its workspace comes from the profile. Parameters, buffers and inputs belong to the caller and never move. An offloaded
+`simulate` is exact and refuses schedules that cannot run. `peak_of` and `step_peaks` give the same numbers for valid
+schedules, in a fraction of the time. An operation's results are allocated before its arguments are freed, and its
+workspace comes from the profile. Parameters, buffers and inputs belong to the caller and never move. An offloaded
 storage counts on the device until it is freed there, which is allowed only after a wait, and again from its prefetch
 on. Its copy in host memory is counted separately, until the last step that names the storage.
 """
@@ -407,11 +406,10 @@ def peak_of(graph: JointGraph, schedule: Schedule, workspace_bytes, sizes: Sizes
 
 
 def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[list[int], list[int]]:
-    """Dynamic bytes at every compute step of the forward and of the backward.
+    """Dynamic bytes at every compute step of the forward and of the backward, and last at the optimizer's step.
 
-    A prefetch or unpacking counts at the compute step after it, packing at the one before it.
-    The last entry of the backward is the optimizer's step. This is the fast variant of `simulate`, which policies call
-    for hundreds of schedules: it checks nothing and keeps no events. ``tests/planner/schedule`` compares the two.
+    A prefetch or unpacking counts at the compute step after it, packing at the one before it. This is the fast variant
+    of `simulate` for hundreds of schedules: it checks nothing and keeps no events.
     """
     forward, backward, at_end = _peaks(graph, schedule, workspace_bytes)
     return forward.tolist(), [*backward.tolist(), at_end]

@@ -46,11 +46,7 @@ def compiled_schedule(
 ) -> Callable[[Sequence[torch.Tensor], Strides], list[Any]]:
     """A function of the step's inputs, and of the strides of its outputs' gradients, that runs `schedule`.
 
-    Args:
-        captured: the step; it may be compiled several times.
-        graph: its graph; with dynamic dimensions, an instance of it.
-        schedule: of that graph.
-        dynamic: the module of a capture with dynamic dimensions.
+    `captured` may be compiled several times. With dynamic dimensions, `dynamic` is its module and `graph` an instance.
     """
     functions: list[Callable[..., Any]] = []
 
@@ -72,7 +68,7 @@ def compiled_schedule(
     if any(AUTOCAST in node.meta for node in graph.module.graph.nodes) and hasattr(functorch_config, _CHECK):
         run = functorch_config.patch(_CHECK, False)(run)
     depends, read = depends_on(graph), _read_later(graph, schedule)
-    saved_outputs = _saved_outputs(graph, schedule)
+    saved_outputs = [at for at, storages in _storages_of_outputs(graph) if not storages.isdisjoint(schedule.saved)]
     returned = {info.base_idx for info in captured.joint._aot_state.fw_metadata.output_info}
     # Hooks on the gradient accumulators of unused parameters would run, which eager does not call.
     unused = [place for place, needs in enumerate(depends) if needs is None and place not in returned]
@@ -167,12 +163,6 @@ def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str],
     read = {storage for source in sources for storage in graph.nodes[source].storages}
     inputs = [node for node in map(graph.nodes.__getitem__, analysis.placeholders) if node.phase == FORWARD]
     return tuple((place, _called(graph, node)) for place, node in enumerate(inputs) if read & set(node.storages))
-
-
-def _saved_outputs(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
-    """Indices of the outputs whose memory backward reads."""
-    saved = set(schedule.saved)
-    return tuple(at for at, storages in _storages_of_outputs(graph) if storages & saved)
 
 
 def _storages_of_outputs(graph: JointGraph) -> list[tuple[int, set[int]]]:

@@ -1,8 +1,4 @@
-"""`ManySizes`: peaks, allocations and costs of schedules of one capture, at thousands of sizes.
-
-The bytes of all storages are a few expressions in the sizes, and so are the shapes of all distinct operations. They are
-evaluated once for each size.
-"""
+"""`ManySizes`: peaks, allocations and costs of schedules of one capture, at thousands of sizes."""
 
 from __future__ import annotations
 
@@ -71,7 +67,7 @@ class ManySizes:
         """The peak of `schedule` at these sizes, in bytes, resident ones included."""
         storages, workspace = self._at(values)[0][self._kind_of], self.workspace_bytes(values)
         dynamic = peak_of(self.graph, schedule, workspace, sizes_of(self.graph, storages))
-        resident = int(storages[self._resident].sum())
+        resident = int(storages[[*self.graph.analysis.resident]].sum())
         return dynamic + resident + self.graph.optimizer_bytes + self.graph.accumulated_bytes
 
     def values(self, sizes: Sizes) -> Values | None:
@@ -98,10 +94,6 @@ class ManySizes:
     @cached_property
     def _frontier(self) -> list[Schedule]:
         return [point.schedule for point in frontier(self.graph, self.profile, auto.candidates)]
-
-    @cached_property
-    def _resident(self) -> list[int]:
-        return [*self.graph.analysis.resident]
 
     def _at(self, values: Values) -> tuple[np.ndarray, np.ndarray]:
         """The bytes of every kind of storage, and the workspace of every operation."""

@@ -251,11 +251,7 @@ def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:
 
 
 def _require_no_gradients(outputs) -> None:
-    """Refuse gradients of tensors that are neither parameters nor arguments: their step would run without a plan.
-
-    Raises:
-        TraceError: at an output that requires grad.
-    """
+    """Refuse gradients of tensors that are neither parameters nor arguments: their step would run without a plan."""
     if any(is_tensor(leaf) and leaf.requires_grad for leaf in tree_flatten(outputs)[0]):
         raise TraceError(
             "the step computes a gradient, but no parameter of the model and no argument requires grad, so it would "

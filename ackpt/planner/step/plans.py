@@ -1,20 +1,15 @@
 """A captured step: its graph at the sizes that it serves, the schedule that runs it there, and its plan.
 
-With policy ``"auto"`` and dynamic dimensions, one search serves all sizes. The Pareto frontier is computed at the
-largest sizes seen so far. At other sizes, the cheapest schedule of this frontier runs whose simulated peak is within
-the budget, or, with a slowdown alone, the one with the lowest peak within it. If none keeps the budget, a search at
-these sizes adds its schedules to the others.
-
-A plan from a file runs at the sizes that it was made for, and at others where its schedule keeps the same bytes: the
-limit of the plan, less what the arguments take in addition.
+With policy ``"auto"`` and dynamic dimensions, the Pareto frontier at the largest sizes seen so far serves all sizes:
+the cheapest of its schedules runs whose simulated peak is within the budget, or, with a slowdown alone, the one with
+the lowest peak within it. If none keeps the budget, a search at these sizes adds its schedules to the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +53,7 @@ class CapturedStep:
     """One capture, which serves all sizes for which its guards hold; without dynamic dimensions, its own sizes alone.
 
     ``module``: of a capture with dynamic dimensions. ``sizes``: the sizes of these dimensions in the captured call.
-    ``reference``: the graph at these sizes; schedules of it run at all sizes. ``names``: of the
-    call's tensors, by leaf.
+    ``reference``: the graph at these sizes; its schedules run at all sizes. ``names``: of the call's tensors, by leaf.
     """
 
     def __init__(self, captured: Capture, call: Call, model, loop: Loop):
@@ -148,47 +142,32 @@ class Choice(NamedTuple):
 
 _ALIAS = "aten.alias.default"
 PlanAt = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
-
-
-EarlierPlans = Mapping[tuple[int, ...], PlanAt]  # by the sizes of captures, whose searches are not repeated
-_NOTHING: EarlierPlans = MappingProxyType({})
+Earlier = tuple[tuple[int, ...] | None, PlanAt] | None  # a capture at these sizes alone, and its plans
 
 
 def plan_function(
-    step: CapturedStep,
-    request: Request,
-    expected: Sequence[tuple[int, ...]] = (),
-    earlier_plans: EarlierPlans = _NOTHING,
+    step: CapturedStep, request: Request, expected: Sequence[tuple[int, ...]] = (), earlier: Earlier = None
 ) -> PlanAt:
     """The function from sizes to what `request` runs `step` with; `expected`: sizes that occurred or are declared."""
-    if request.plan is not None:
-        return SavedPlan(step, request.plan)
-    if request.planner is None:
-        return Plans(step, request, expected, earlier_plans)
-    planner = request.planner
-
-    def by_function(sizes: tuple[int, ...]) -> Choice:
-        graph = step.graph(sizes)
-        plan = planner(graph)
-        return Choice(
-            plan.schedule if graph is step.reference else _for_graph(plan.schedule, step.reference), lambda: plan
-        )
-
-    return by_function
+    return Plans(step, request, expected, earlier) if request.plan is None else SavedPlan(step, request.plan)
 
 
 class Plans:
-    """The plans of a policy: those of one search for all sizes of `step` where the policy allows it."""
+    """The plans of a policy: those of one search for all sizes of `step` where the policy allows it.
 
-    def __init__(
-        self, step: CapturedStep, request: Request, expected: Sequence[tuple[int, ...]], earlier_plans: EarlierPlans
-    ):
-        self.step, self.request, self.expected, self.earlier_plans = step, request, expected, earlier_plans
+    The search of an `earlier` capture is not repeated at its sizes.
+    """
+
+    def __init__(self, step: CapturedStep, request: Request, expected: Sequence[tuple[int, ...]], earlier: Earlier):
+        self.step, self.request, self.expected, self.earlier = step, request, expected, earlier
         self._candidates: list[tuple[float, Schedule]] = []  # by their cost, a fraction of the baseline's
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
         self._is_share = request.budget is not None and is_share(request.budget)
 
     def __call__(self, sizes: tuple[int, ...]) -> Choice:
+        if self.request.planner is not None:
+            plan = self.request.planner(self.step.graph(sizes))
+            return Choice(_for_graph(plan.schedule, self.step.reference), lambda: plan)
         baseline_is_unknown = self._is_share and bool(self.step.reference.as_compiled)
         if not self.step.dimensions or self.request.policy != "auto" or baseline_is_unknown:
             return self._plan_alone(sizes)
@@ -238,7 +217,7 @@ class Plans:
     def _add_frontier(self, sizes: tuple[int, ...]) -> None:
         """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(sizes)
-        earlier: Any = self.earlier_plans.get(sizes)
+        earlier: Any = self.earlier[1] if self.earlier and self.earlier[0] == sizes else None
         translation = earlier and Translation.between(earlier.step.reference, graph)
         graph, profile = earlier._at(()) if translation else (graph, profile)
         points = frontier(graph, profile, candidates_of_auto(self.request))
@@ -361,10 +340,9 @@ def saved_dimensions(plan: Plan, call: Call) -> set[Dimension]:
 
 
 class SavedPlan:
-    """Runs the schedule of `plan` at all sizes of `step`; called with the sizes, as `Plans` is.
+    """Runs the schedule of `plan` at its own sizes, and at others where it keeps the same bytes; called as `Plans` is.
 
-    Raises:
-        PlanError: if the plan was made for another step, or offloads although `step` runs on the CPU.
+    A plan of another step, or one that offloads although `step` runs on the CPU, is a PlanError.
     """
 
     def __init__(self, step: CapturedStep, plan: Plan):
@@ -385,8 +363,9 @@ class SavedPlan:
                 "this plan offloads, so it is valid only for the sizes that it was made for, "
                 f"{self._planned_shapes()}: the copies may take longer at other sizes. Plan for the sizes of this call."
             )
-        graph = self.step.sized(sizes)
-        limit = self._limit_bytes(graph)
+        graph, limit = self.step.sized(sizes), self.plan.limit_bytes
+        if limit is not None:  # so that the whole peak is bounded as at the plan's own sizes
+            limit += self._resident_bytes - graph.resident_bytes
         peak_bytes = peak_of(graph, self._schedule, self.step.workspace_bytes(sizes))
         if limit is not None and peak_bytes > limit:
             raise self._exceeded(sizes, graph.resident_bytes, peak_bytes, limit)
@@ -434,12 +413,6 @@ class SavedPlan:
 
     def _planned_shapes(self) -> str:
         return ", ".join(str(list(shape)) for shape in self.plan.sizes or ())
-
-    def _limit_bytes(self, graph: JointGraph) -> int | None:
-        """The bound on the dynamic bytes of `graph`, so that the whole peak is bounded as at the plan's own sizes."""
-        if self.plan.limit_bytes is None:
-            return None
-        return self.plan.limit_bytes + self._resident_bytes - graph.resident_bytes
 
     def _exceeded(self, sizes: tuple[int, ...], resident_bytes: int, peak_bytes: int, limit: int) -> BudgetError:
         assert self.step.captured.symbols is not None  # else its only sizes are the plan's

@@ -1,10 +1,9 @@
 """Report memory around a planned step that its plan does not count.
 
 `Uncovered` counts what earlier forwards of the step still hold, gradients and outputs, where a forward and its backward
-begin; if they would exceed the budget, it raises a BudgetError or warns. A loss outside the model allocates memory that
-no plan counts, and so does the optimizer without ``optimizer=``: it warns of both. A global hook of torch reports every
-optimizer's step, so the user's objects need none. On a GPU the allocator's peak shows at the end of backward whether
-the step stayed within its budget; on a CPU torch counts no bytes outside of its profiler.
+begin. It warns of a loss outside the model, and of the state of an optimizer that is not planned, which a global hook
+of torch reports. On a GPU the allocator's peak shows whether the step stayed within its budget; on a CPU torch counts
+none.
 """
 
 from __future__ import annotations
@@ -148,12 +147,7 @@ _arrived = _Arrived()
 
 
 class Uncovered:
-    """The memory that the budget of a step of `model` does not cover, and the errors and warnings about it.
-
-    Args:
-        model: the model of the step.
-        request: the options of the step.
-    """
+    """The memory that the budget of a step of `model` does not cover, and the errors and warnings about it."""
 
     def __init__(self, model: nn.Module, request: Request):
         self.model, self.request, self.budget = model, request, request.budget
@@ -171,11 +165,8 @@ class Uncovered:
     def begin(self, inputs, arguments, room: Callable[[], Room | None]) -> Callable[[Any, Mapping], Check] | None:
         """Check what is allocated before a planned forward with these `inputs`, among them `arguments`.
 
-        Returns a function; call it with the autograd node and the outputs, and it returns the check before backward.
-        Returns None without a budget.
-
-        Raises:
-            BudgetError: if the forward would exceed the budget.
+        Returns a function of the autograd node and the outputs, which returns the check before backward; None without
+        a budget.
         """
         if not self._is_bounded:
             return None
@@ -295,7 +286,8 @@ class Uncovered:
             tensors = [leaf for leaf in flatten_outputs(outputs)[0] if is_tensor(leaf) and leaf.grad_fn is not None]
             at_end = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue]
             check = partial(self._check_peak, device, *counters, plan)
-            _before_backward({tensor.grad_fn for tensor in tensors}, lambda: at_end(check))
+            for node in {tensor.grad_fn for tensor in tensors}:
+                node.register_prehook(lambda gradients: at_end(check))
         return outputs
 
     def _check_peak(self, device: torch.device, begin: int, before: int, plan: Callable[[], Plan]) -> None:
@@ -328,21 +320,6 @@ class Uncovered:
         size = sum({each._cdata: each.nbytes() for tensor in tensors for each in storages_of(tensor)}.values())
         if size:
             self._unplanned = type(optimizer).__name__, size
-
-
-def _before_backward(nodes, check: Callable[[], None]) -> None:
-    """Call `check` when a backward reaches the first of `nodes`."""
-    last = None
-
-    def first(gradients) -> None:
-        nonlocal last
-        backward = torch._C._current_graph_task_id()
-        if backward != last:
-            last = backward
-            check()
-
-    for node in nodes:
-        node.register_prehook(first)
 
 
 _ALL: weakref.WeakSet[Uncovered] = weakref.WeakSet()

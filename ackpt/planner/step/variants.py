@@ -141,11 +141,7 @@ class _Group:
 class Variants:
     """The captures of one step, and what runs each call.
 
-    Args:
-        model: of the step.
-        request: the options of the step.
-        uncovered: the memory that their plans do not count.
-        opaque: why the model is planned in parts from the first call on, in words.
+    `uncovered`: the memory that plans do not count; `opaque`: why the model is planned in parts from the first call on.
     """
 
     def __init__(self, model: nn.Module, request: Request, uncovered: Uncovered, opaque: str | None):
@@ -323,16 +319,17 @@ class Variants:
             group.refusal = f"the model converts a number that it computes from a size{line}"
         if not symbols.holds(sizes):
             raise TraceError(f"torch computes the sizes {list(sizes)} differently if they are symbols")
-        same = [(layouts, each) for layouts, each in group.alone if _branches_alike(each.captured, captured)]
+        answers = [branch.answer for branch in captured.branches]
+        alone = ((layouts, each, [branch.answer for branch in each.captured.branches]) for layouts, each in group.alone)
+        same = [(layouts, each) for layouts, each, others in alone if others == answers]
         earlier = {at: each for layouts, each in same if (at := symbols.values_in(layouts)) is not None}
         _require_equal_captures(step, earlier)
         bounds = declared_bounds(self.request.dynamic, self.model, call)
         largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.dimensions, sizes))
         expected = [each for each in (sizes, largest, *earlier) if symbols.holds(each)]
         fixed_plans, group.fixed_plans = group.fixed_plans, None
-        at = None if fixed_plans is None else symbols.values_in(fixed_plans[0])
-        earlier_plans = {} if at is None or fixed_plans is None else {at: fixed_plans[1]}
-        plan_at = plan_function(step, self.request, expected, earlier_plans)
+        same_plans = None if fixed_plans is None else (symbols.values_in(fixed_plans[0]), fixed_plans[1])
+        plan_at = plan_function(step, self.request, expected, same_plans)
         group.captures.insert(0, (step, plan_at))
         try:
             variant = self._add_variant(group, step, plan_at, call, sizes)
@@ -475,11 +472,6 @@ def _require_equal_captures(step: CapturedStep, earlier: Mapping[tuple[int, ...]
                     f"the model computes something else if a size is a symbol{line and f', first at {line}'}: the code "
                     "may check isinstance(size, int), or convert the size to a string"
                 )
-
-
-def _branches_alike(one: Capture, other: Capture) -> bool:
-    """Whether the model took the same branches in two captures."""
-    return [branch.answer for branch in one.branches] == [branch.answer for branch in other.branches]
 
 
 def _said(fixed: Mapping[Dimension, str], call: Call) -> str:

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from conftest import raises
+from steps import listing_of
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -82,7 +83,7 @@ def captured() -> tuple[fx.GraphModule, list[torch.Tensor]]:
 
 def test_a_listing_is_turned_back_into_its_graph():
     module, args = captured()
-    again = fx.GraphModule(module, Listing.from_graph(module.graph).graph())
+    again = fx.GraphModule(module, listing_of(module).graph())
     one, other = (
         [(node.op, node.name, str(node.target), str(node.args), str(node.kwargs)) for node in each.graph.nodes]
         for each in (module, again)
@@ -94,7 +95,7 @@ def test_a_listing_is_turned_back_into_its_graph():
 def test_the_code_of_a_listing_gives_the_results_of_the_module():
     module, args = captured()
     given = list(args)
-    results = boxed(module, Listing.from_graph(module.graph))(given)
+    results = boxed(module, listing_of(module))(given)
     assert given == []
     assert all(map(torch.equal, results, module(*args)))
 

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from conftest import assert_as_eager, model_of
+from steps import listing_of
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,7 +107,7 @@ def test_a_view_that_undoes_others_is_left_out():
 
     x = torch.randn(4, 6)
     module = _captured(function, x)
-    listing = Listing.from_graph(module.graph)
+    listing = listing_of(module)
     run = boxed(module, listing)
     given = [x]
     results = run(given)
@@ -117,7 +118,7 @@ def test_a_view_that_undoes_others_is_left_out():
 
 def test_an_argument_that_only_left_out_views_read_is_freed_at_once():
     x = torch.ones(4, 6)
-    listing = Listing.from_graph(_captured(lambda x, y: (x.detach(), y.relu())[1], x, x).graph)
+    listing = listing_of(_captured(lambda x, y: (x.detach(), y.relu())[1], x, x))
     given, freed = [x.clone(), x], []
     held = weakref.ref(given[0])
     listing.lines.insert(-1, Line("call_function", lambda: freed.append(held() is None)))
@@ -132,7 +133,7 @@ def test_a_view_with_other_strides_or_that_is_returned_stays():
 
     x = torch.randn(4, 4)
     module = _captured(function, x)
-    listing = Listing.from_graph(module.graph)
+    listing = listing_of(module)
     first, second = boxed(module, listing)([x])
     assert first.stride() == function(x)[0].stride() and second.stride() == function(x)[1].stride()
     assert first is not second and torch.equal(first, x.t().relu())
@@ -141,7 +142,7 @@ def test_a_view_with_other_strides_or_that_is_returned_stays():
 
 def test_an_operation_on_a_number_keeps_its_overload():
     module = _captured(lambda x: torch.add(x, 2.5) + x, torch.ones(3))
-    listing = Listing.from_graph(module.graph)
+    listing = listing_of(module)
     assert torch.equal(boxed(module, listing)([torch.ones(3)]), torch.full((3,), 4.5))
     targets = [direct(line)[0] for line in simplified(listing).lines if line.op in CALLS]
     assert targets == [_ATEN.add.Tensor, torch.add]
