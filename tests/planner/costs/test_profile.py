@@ -1,10 +1,10 @@
-"""What a profile says of a graph without running it."""
+"""What a profile says of a graph without running it, also of operations that a compiler fuses."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import raises
+from conftest import model_of, raises
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
@@ -12,7 +12,7 @@ import ackpt
 from ackpt.graph import trace
 from ackpt.metering.meter import MeterError
 from ackpt.planner.costs import devices
-from ackpt.planner.costs.profiles import default_rates, profile
+from ackpt.planner.costs.profiles import default_rates, fused, profile
 
 
 class Attention(nn.Module):
@@ -184,3 +184,41 @@ def test_a_formula_that_fails_is_an_error(linear, monkeypatch):
     monkeypatch.setitem(flop_registry, torch.ops.aten.addmm, fails)
     with pytest.raises(MeterError, match=r"FLOP formula for aten.addmm.default fails on addmm: KeyError\('shape'\)"):
         profile(linear)
+
+
+BYTES = 4 * 64 * 8  # of every tensor below
+ROOF = devices.Device("memory only", 10**9, {"float32": 1e30}, 1.0, 1.0, "made up")  # a byte takes a second
+
+
+def seconds(model, *args, device=ROOF):
+    graph = trace(model, *args)
+    costs = fused(graph, profile(graph, device), device)
+    return {node.name: costs.seconds[node.id] for node in graph.nodes if node.phase == "forward"}
+
+
+def test_a_chain_reads_once_and_writes_once():
+    line = model_of(lambda self, x: torch.tanh(torch.sigmoid(x).view(-1).neg()).sum())
+    taken = seconds(line, torch.ones(64, 8, requires_grad=True))
+    # reads x; nothing; writes for the sum
+    assert (taken["sigmoid"], taken["neg"], taken["tanh"]) == (BYTES, 0.0, BYTES)
+
+
+def test_other_operations_keep_their_cost():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    graph = trace(layers, torch.ones(64, 8))
+    costs = profile(graph, ROOF)
+    after = fused(graph, costs, ROOF)
+    changed = {node.target for node in graph.nodes if after.seconds[node.id] != costs.seconds[node.id]}
+    assert changed <= {"aten.gelu.default", "aten.gelu_backward.default", "aten.mul.Tensor"}
+
+
+def test_fusion_saves_no_compute():
+    slow = devices.Device("slow tanh", 10**9, {"float32": 1e30}, 1e30, 1.0, "made up", {"tanh": {"float32": 1.0}})
+    taken = seconds(nn.Sequential(nn.Tanh(), nn.Sigmoid()), torch.ones(64, 8, requires_grad=True), device=slow)
+    assert taken["tanh"] == pytest.approx(64 * 8)
+
+
+def test_without_seconds_nothing_changes():
+    graph = trace(nn.Tanh(), torch.ones(4, 8, requires_grad=True))
+    costs = profile(graph)
+    assert fused(graph, costs, ROOF) is costs
