@@ -8,7 +8,7 @@ from late import Arena
 
 import ackpt
 from ackpt.offloading.engine import Engine
-from ackpt.planner.schedule.listing import Listing, boxed
+from ackpt.planner.schedule.listing import Listing, boxed, mapped
 
 STEPS, LAYERS, SHAPE = 6, 6, (8, 512)
 BYTES = 8 * 512 * 4
@@ -148,5 +148,6 @@ def run_boxed(gm, example_inputs):
 def listing_of(module: torch.fx.GraphModule) -> Listing:
     listing, made = Listing(), {}
     for node in module.graph.nodes:
-        made[node] = listing.copy(node, made.__getitem__)
+        args, kwargs = mapped((node.args, node.kwargs), made.__getitem__)
+        made[node] = listing.add(node.op, node.target, args, kwargs, node.name, node.meta)
     return listing

@@ -40,7 +40,7 @@ from ackpt.planner.capture.optimizer_state import CUDA_BLOCK, loop_bytes
 from ackpt.planner.choose import cannot_keep
 from ackpt.planner.request import Request
 
-from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes, with_peak
+from .live_bytes import RNG_STATE_BYTES, AllocatedBytes, Backward, LiveBytes, _top_hooks, with_peak
 from .module_blocks import Block, Undo, blocks_of, first_sentence, free, in_thread, run_body
 from .regions_plan import (
     CHECKPOINTED,
@@ -64,7 +64,6 @@ _DROP = (
     "call backward() before the next forward, drop outputs of the model before backward, and call "
     "optimizer.zero_grad(), or give accumulation=True if you accumulate gradients."
 )
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(eq=False)
@@ -94,10 +93,8 @@ class _Planned:
     room_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
     backwards: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
-    def run(self, call: Call) -> Any:
+    def outputs(self, call: Call) -> Any:
         return self.regions.run(self, call)
-
-    outputs = run
 
     def outgrows(self, block: Block, number: int) -> bool:
         """Whether this call of `block` is the first one that no earlier step had: the next step is recorded again."""

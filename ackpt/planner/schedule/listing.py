@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ CALLS = "call_function", "call_method"
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Line:
     """One operation, like an fx node, but its arguments and ``inputs`` are lines.
 
@@ -33,31 +35,23 @@ class Line:
     ``is_recomputed``: whether it is an operation of the forward that the backward repeats.
     """
 
-    __slots__ = ("args", "inputs", "is_recomputed", "is_size", "kwargs", "meta", "name", "op", "target")
+    op: str
+    target: Any
+    args: Any = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+    is_size: bool = False
+    is_recomputed: bool = False
+    inputs: tuple[Line, ...] = field(init=False)
 
-    def __init__(self, op: str, target: Any, args: Any = (), kwargs: Any = None, name: str = "", meta: Any = None):
-        self.op: str = op
-        self.target: Any = target
-        self.name: str = name
-        self.args: Any = args
-        self.kwargs: dict[str, Any] = kwargs or {}
-        self.meta: dict[str, Any] = {} if meta is None else meta
-        self.is_size: bool = False
-        self.is_recomputed: bool = False
+    def __post_init__(self):
         inputs: dict[Line, None] = {}
-        _collect(args, inputs)
-        if kwargs:
-            _collect(tuple(kwargs.values()), inputs)
-        self.inputs: tuple[Line, ...] = tuple(inputs)
+        mapped((self.args, self.kwargs), inputs.setdefault)
+        self.inputs = tuple(inputs)
 
     def __repr__(self) -> str:
         return f"<{self.name} = {self.target}>"
-
-    def reading(self, args: Any, kwargs: Any) -> Line:
-        """This line with other arguments."""
-        line = Line(self.op, self.target, args, kwargs, self.name, self.meta)
-        line.is_size, line.is_recomputed = self.is_size, self.is_recomputed
-        return line
 
 
 class Listing:
@@ -75,14 +69,9 @@ class Listing:
         return self.lines[-1]
 
     def add(self, op: str, target: Any, args: Any = (), kwargs: Any = None, name: str = "", meta: Any = None) -> Line:
-        line = Line(op, target, args, kwargs, name, meta)
+        line = Line(op, target, args, kwargs or {}, name, meta or {})
         self.lines.append(line)
         return line
-
-    def copy(self, node: fx.Node, argument: Callable[[Any], Any]) -> Line:
-        """Add a line for an fx node, with ``argument(n)`` for every node n among its arguments."""
-        kwargs = mapped(node.kwargs, argument) if node.kwargs else {}
-        return self.add(node.op, node.target, mapped(node.args, argument), kwargs, node.name, node.meta)
 
     def graph(self) -> fx.Graph:
         """This listing as an fx graph."""
@@ -112,22 +101,6 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if kind is slice:
         return slice(*(mapped(each, function) for each in (value.start, value.stop, value.step)))
     return value
-
-
-def _collect(value: Any, lines: dict[Line, None]) -> None:
-    """Add the lines in `value` to `lines`."""
-    kind = type(value)
-    if kind is Line:
-        lines[value] = None
-    elif kind in _PLAIN:
-        return
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            _collect(each, lines)
-    elif isinstance(value, dict):
-        _collect(tuple(value.values()), lines)
-    elif kind is slice:
-        _collect((value.start, value.stop, value.step), lines)
 
 
 _ATEN: Any = torch.ops.aten
@@ -208,7 +181,7 @@ def _without_undone_views(listing: Listing) -> list[Line]:
         original = line
         if any(each in renamed for each in line.inputs):
             args, kwargs = mapped((line.args, line.kwargs), lambda each: renamed.get(each, each))
-            line = renamed[original] = line.reading(args, kwargs)
+            line = renamed[original] = replace(line, args=args, kwargs=kwargs)
         lines.append(line)
         if line.op != "call_function" or original in returned:
             continue

@@ -215,8 +215,9 @@ class _Builder:
         return line
 
     def value(self, node_id: int) -> Line:
-        if node_id not in self.env and self.fx[node_id].op == "get_attr":
-            self.env[node_id] = self.listing.copy(self.fx[node_id], self._argument)
+        node = self.fx[node_id]
+        if node_id not in self.env and node.op == "get_attr":
+            self.env[node_id] = self.listing.add(node.op, node.target, name=node.name, meta=node.meta)
         return self.env[node_id]
 
     def run(self, step: Step, saves_state: bool = False):
@@ -247,7 +248,8 @@ class _Builder:
             self.states[node_id] = self._added(operator.getitem, (both, 0))
             line = self._added(operator.getitem, (both, 1), meta=original.meta)
         else:
-            line = self._added(target, args, kwargs, original.meta, original.name)
+            name = original.name if target is original.target else ""
+            line = self._added(target, args, kwargs, original.meta, name)
         line.is_recomputed = is_recomputed
         self.env[node_id] = line
 
