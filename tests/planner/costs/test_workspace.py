@@ -130,18 +130,14 @@ def test_random_states_of_the_caller_are_unchanged():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Divide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x, counts, mask):
-        return (self.weight * (x // counts)).masked_fill(mask, 0).sum() + self.weight[mask.long()].sum()
-
-
 def test_arguments_are_made_so_that_operations_run():
     """An integer divisor must not be 0, an index must be within any size."""
-    graph = trace(Divide(), torch.arange(3), torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.bool))
+
+    def divide(self, x, counts, mask):
+        return (self.weight * (x // counts)).masked_fill(mask, 0).sum() + self.weight[mask.long()].sum()
+
+    model = model_of(divide, weight=nn.Parameter(torch.ones(3)))
+    graph = trace(model, torch.arange(3), torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.bool))
     assert len(workspace_bytes(graph)) == len(graph.nodes)
 
 

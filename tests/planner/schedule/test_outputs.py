@@ -256,15 +256,8 @@ def test_parameters_that_backward_does_not_reach_have_no_gradient(name):
 
 
 def test_a_gradient_that_is_always_zero_is_zero():
-    class Signed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.size, self.sign = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
-
-        def forward(self, x):
-            return (torch.copysign(self.size, self.sign) * x).sum()
-
-    model, x = Signed(), torch.randn(4)
+    size, sign, x = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4)), torch.randn(4)
+    model = model_of(lambda self, x: (torch.copysign(self.size, self.sign) * x).sum(), size=size, sign=sign)
     ackpt.compile(model, x)(x).backward()
     assert model.sign.grad is not None and not model.sign.grad.any()
 
@@ -328,20 +321,16 @@ def test_incoming_gradients_have_memory_of_their_own(name, policy):
     assert peak_of(graph, step.plan.schedule, [0] * len(graph.nodes)) == step.plan.dynamic_peak_bytes
 
 
-class ChannelsLast(nn.Module):
-    def __init__(self, returned):
-        super().__init__()
-        self.first, self.second, self.returned = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 16, 1), returned
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x):
-        return self.returned(self.second(self.first(x).sin()))
+def channels_last(returned):
+    layers = {"first": nn.Conv2d(3, 8, 1), "second": nn.Conv2d(8, 16, 1)}
+    model = model_of(lambda self, x: self.returned(self.second(self.first(x).sin())), returned=returned, **layers)
+    return model.to(memory_format=torch.channels_last)
 
 
 def test_gradients_in_another_order_than_the_planned_one_are_refused():
     """Torch would copy them: memory that the plan does not count, and sums that round another way."""
     x, target = torch.randn(2, 3, 8, 8), torch.randn(2, 16, 8, 8)
-    step = ackpt.compile(ChannelsLast(lambda y: y), x, policy="none")
+    step = ackpt.compile(channels_last(lambda y: y), x, policy="none")
     raises(RuntimeError, "contiguous", lambda: nn.functional.mse_loss(step(x), target).backward())
     step(x).backward(target.contiguous(memory_format=torch.channels_last))
     step(x).sum().backward()  # expanded
@@ -349,5 +338,5 @@ def test_gradients_in_another_order_than_the_planned_one_are_refused():
 
 def test_contiguous_outputs_take_contiguous_gradients():
     x, target = torch.randn(2, 3, 8, 8), torch.randn(2, 16, 8, 8)
-    model = ChannelsLast(lambda y: y.contiguous())
+    model = channels_last(lambda y: y.contiguous())
     assert_as_eager(model, ackpt.compile(model, x, policy="none"), x, loss=lambda y: nn.functional.mse_loss(y, target))

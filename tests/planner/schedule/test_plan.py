@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import raises
+from conftest import model_of, raises
 from planned_models import Mean
 from torch import nn
 
@@ -16,18 +16,14 @@ from ackpt.metering.meter import memory_format
 from ackpt.planner.policies import POLICIES
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+def residual():
+    forward = lambda self, x: x + self.down(nn.functional.gelu(self.up(x)))  # noqa: E731
+    return model_of(forward, up=nn.Linear(8, 32), down=nn.Linear(32, 8))
 
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(*(Residual() for _ in range(4)), Mean())
+    return nn.Sequential(*(residual() for _ in range(4)), Mean())
 
 
 X = torch.ones(64, 8)

@@ -296,21 +296,15 @@ def test_counting_flops_causes_no_capture():
     assert len(step.history) == 1
 
 
-class Scaled(nn.Module):
+def scaled():
     """Scales by a tensor that is neither a parameter nor a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.scale = nn.Linear(4, 4), torch.full((4,), 2.0)
-
-    def forward(self, x):
-        return self.layer(x) * self.scale
+    return model_of(lambda self, x: self.layer(x) * self.scale, layer=nn.Linear(4, 4), scale=torch.full((4,), 2.0))
 
 
 @pytest.mark.parametrize("data", [torch.full((1,), 3.0), torch.full((4,), 3.0, dtype=torch.float64)])
 @pytest.mark.parametrize("rows", [(3,), (3, 5, 6)])
 def test_a_held_tensor_of_another_shape_or_dtype_is_followed(data, rows):
-    model = Scaled()
+    model = scaled()
     step = ackpt.compile(model, x(), policy="full")
     for each in rows:
         step(x(rows=each))
@@ -320,7 +314,7 @@ def test_a_held_tensor_of_another_shape_or_dtype_is_followed(data, rows):
 
 
 def test_a_held_tensor_that_requires_grad_later_is_refused():
-    model = Scaled()
+    model = scaled()
     step = ackpt.compile(model, x(), policy="full")
     model.scale.requires_grad_()
     raises(ackpt.TraceError, "that requires grad is used .* but is not a parameter", lambda: step(x()))

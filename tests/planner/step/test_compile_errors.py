@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import raises, raises_cleanly
-from dynamic_steps import check, ids
+from dynamic_steps import Words, check, ids
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor
@@ -418,34 +418,17 @@ def state(model):
     ]
 
 
-class NetInterrupts(nn.Module):
-    """Two equal blocks with dropout between embeddings and a loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(50, 16)
-        wide = ([nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)] for _ in range(2))
-        self.blocks = nn.ModuleList(nn.Sequential(*layers) for layers in wide)
-        self.head = nn.Linear(16, 50)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
 @pytest.fixture(scope="module")
 def plan():
     """The plan of a call that nothing interrupts."""
-    plan = ackpt.compile(NetInterrupts(), ids(4, 12), budget=0.7).plan
+    plan = ackpt.compile(Words(2), ids(4, 12), budget=0.7).plan
     assert plan.cost > 0
     return plan
 
 
 @pytest.mark.parametrize(("file", "function"), POINTS)
 def test_an_interrupted_first_call_leaves_the_model_unchanged(tmp_path, plan, file, function):
-    model = NetInterrupts()
+    model = Words(2)
     before = state(model)
     with pytest.raises(KeyboardInterrupt), Interrupt(file, function):
         ackpt.compile(model, ids(4, 12), budget=0.7, cache=tmp_path)

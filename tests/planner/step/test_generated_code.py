@@ -168,19 +168,14 @@ class Incremented(torch.autograd.Function):
         return gradient
 
 
-class Incrementing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
+def test_operations_that_write_into_arguments_run_under_modes():
+    """AOTAutograd makes them higher-order operators, which torch's counter of FLOPs does not call."""
 
     def forward(self, x):
         hidden = Incremented.apply(self.layer(x))
         return (hidden * hidden.tanh()).sum()
 
-
-def test_operations_that_write_into_arguments_run_under_modes():
-    """AOTAutograd makes them higher-order operators, which torch's counter of FLOPs does not call."""
-    model, x = Incrementing(), torch.randn(64, 8)
+    model, x = model_of(forward, layer=nn.Linear(8, 8)), torch.randn(64, 8)
     step = ackpt.compile(model, x, policy="full")
     assert ackpt.count_flops(lambda: step(x).backward()) == ackpt.count_flops(lambda: model(x).backward()) == 16384
     peaks = [ackpt.measure(lambda: call(x).backward(), resident=[model, x]).peak_bytes for call in (model, step)]  # noqa: B023
@@ -210,21 +205,12 @@ def test_operations_of_torch_run_below_autograd_where_no_kernel_may_need_it(oper
     assert torch.equal(result, x.relu() if is_below else x * x) and torch.equal(row, result[1])
 
 
-class Counting(nn.Module):
-    """Changes a buffer in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.register_buffer("calls", torch.zeros(()))
-
+def test_a_buffer_that_changes_in_place_gets_the_version_of_eager():
     def forward(self, x):
         self.calls += 1
         return self.layer(x).tanh().sum() * self.calls
 
-
-def test_a_buffer_that_changes_in_place_gets_the_version_of_eager():
-    model, x = Counting(), torch.randn(4, 6)
+    model, x = model_of(forward, layer=nn.Linear(6, 6), calls=nn.Buffer(torch.zeros(()))), torch.randn(4, 6)
     step = ackpt.compile(model, x, policy="none")
     versions = []
     for call in (model, step, step):
