@@ -39,7 +39,7 @@ class WithoutDynamo:
 
     def __call__(self, function: Any) -> Any:
         if self.model is not None:
-            return self._step(self.model).forward
+            return PlannedStep(self.model, self.request).forward
         if isinstance(function, nn.Module):
             return PlannedModule(function, replace(self, model=function))  # pyright: ignore[reportArgumentType]
         if not callable(function) or inspect.isclass(function):
@@ -48,24 +48,21 @@ class WithoutDynamo:
         if isinstance(owner, nn.Module) and function.__name__ == "_call_impl":  # owner.compile()
             torch._dynamo.reset()  # what was compiled before has the model's own operations in it
             with without_budget(owner):
-                step = self._step(owner)
+                step = PlannedStep(owner, self.request)
             put_in_place(step)
             return None  # for `_compiled_call_impl`: what stands in for forward runs the plan
         steps: dict[tuple[nn.Module, ...], PlannedStep] = {}  # by the modules among the arguments
-        steps[()] = self._step(_Function(function))
+        steps[()] = PlannedStep(_Function(function), self.request)
 
         @torch._dynamo.disable  # inside another compiled function Dynamo would inline it, without its plan
         @functools.wraps(function)
         def call(*args, **kwargs):
             given = tuple(each for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Module))
             if given not in steps:
-                steps[given] = self._step(_Function(function, given))
+                steps[given] = PlannedStep(_Function(function, given), self.request)
             return steps[given].forward(*args, **kwargs)
 
         return call
-
-    def _step(self, model: nn.Module) -> PlannedStep:
-        return PlannedStep(model, self.request)
 
 
 class PlannedModule(OptimizedModule):
