@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from conftest import measured_step, model_of, raises
+from conftest import assert_as_eager, measured_step, model_of, raises
 from real_bytes import disagreements
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -157,12 +157,9 @@ class Images(nn.Module):
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_a_made_up_mask_selects_at_most_the_available_elements(policy):
     model, args = Images(), (torch.tensor([[1, 7, 7, 2, 3]]), torch.randn(2, 16))
-    model(*args).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
     step = ackpt.compile(model, *args, policy=policy)
-    measured = measured_step(model, step, *args)
-    assert all(torch.equal(a, b.grad) for a, b in zip(expected, model.parameters()))
-    assert measured.peak_bytes == step.plan.peak_bytes
+    assert_as_eager(model, step, *args)
+    assert measured_step(model, step, *args).peak_bytes == step.plan.peak_bytes
 
 
 @torch.library.custom_op("workspace_test::picky", mutates_args=())
