@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.policies.mu_two import Intermediate, State, intermediates, schedules_of, states
 from ackpt.planner.policies.search.frontier import costs
-from ackpt.planner.schedule.host_copies import timed
 from ackpt.planner.schedule.schedule import COMPUTE, everything
-from ackpt.planner.schedule.simulator import peak_of, step_peaks
+from ackpt.planner.schedule.simulator import peak_of, step_peaks, timed
 
 
 def name_of(graph: JointGraph, intermediate: Intermediate) -> str:

@@ -28,10 +28,9 @@ from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.policies.search.schedule_cache import CachedCandidates, cached
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.allocations import allocations, peak_in_words
-from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, activations
 from ackpt.planner.schedule.schedule import COMPUTE, FREE, Schedule, Step, everything
-from ackpt.planner.schedule.simulator import Simulation, peak_of, simulate
+from ackpt.planner.schedule.simulator import Simulation, copies, peak_of, simulate
 
 
 def plan_by_policy(

@@ -15,10 +15,9 @@ import ackpt
 from ackpt.models import Transformer, TransformerConfig
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.schedule.host_copies import timed
 from ackpt.planner.schedule.offload_steps import offloadable, offloaded
 from ackpt.planner.schedule.schedule import COMPUTE, OFFLOAD, PREFETCH, WAIT, Schedule, everything, lower
-from ackpt.planner.schedule.simulator import follow, simulate
+from ackpt.planner.schedule.simulator import follow, simulate, timed
 
 from .chain_steps import SCHEMA
 

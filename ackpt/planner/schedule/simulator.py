@@ -10,7 +10,7 @@ on. Its copy in host memory is counted separately, until the last step that name
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,7 +21,6 @@ from ackpt.metering.timeline import Copy, Timeline
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, once_per_graph
 from ackpt.planner.capture.mask_bits import packed_bytes
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.schedule.host_copies import clock
 from ackpt.planner.schedule.schedule import (
     COMPUTE,
     FREE,
@@ -507,3 +506,52 @@ def _compute_peaks(
     if len(packs):
         np.maximum.at(peaks, np.searchsorted(computes, packs) - 1, live[packs])
     return peaks, int(live[-1])
+
+
+def copies(schedule: Schedule) -> bool:
+    """Whether the schedule offloads anything: the kinds of steps after `UNPACK` copy."""
+    return any((steps.kinds > _UNPACK).any() for steps in (schedule.forward_arrays, schedule.backward_arrays))
+
+
+def waiting(profile, schedule: Schedule) -> float:
+    """Seconds in which computation waits for copies; 0 where nothing is copied or the profile has no times."""
+    times = clock(profile, schedule) if profile.swap_seconds is not None and copies(schedule) else None
+    return 0.0 if times is None else times[1]
+
+
+def clock(profile, schedule: Schedule) -> tuple[float, float] | None:
+    """(seconds of the step, seconds of these in which computation waits for copies); None without times in the profile.
+
+    Three streams: operations, packing included, run one after another on the first, copies to the host on the second,
+    and copies back on the third, in the order in which they were started. A copy starts when computation has reached
+    its step and its stream is idle.
+    """
+    if profile.seconds is None or (profile.swap_seconds is None and copies(schedule)):
+        return None
+    now = exposed = 0.0
+    for kind, _, start, end in timed(profile, schedule):
+        if kind == WAIT:
+            exposed += end - start
+        if kind in (COMPUTE, PACK, UNPACK, WAIT):
+            now = end
+    return now, exposed
+
+
+def timed(profile, schedule: Schedule) -> Iterator[tuple[str, int, float, float]]:
+    """Every step but the frees, as (kind, id, start, end) in seconds; a copy starts in its stream, perhaps later."""
+    swaps = profile.swap_seconds or ()
+    now = 0.0
+    idle = dict.fromkeys((OFFLOAD, PREFETCH), 0.0)
+    done: dict[int, float] = {}
+    for kind, number in (*schedule.forward, *schedule.backward):
+        if kind in idle:
+            start = max(now, idle[kind])
+            done[number] = idle[kind] = start + swaps[number]
+            yield kind, number, start, done[number]
+        elif kind == WAIT:
+            start, now = now, max(now, done[number])
+            yield kind, number, start, now
+        elif kind in (COMPUTE, PACK, UNPACK):
+            seconds = profile.seconds if kind == COMPUTE else profile.pack_seconds
+            start, now = now, now + seconds[number]
+            yield kind, number, start, now

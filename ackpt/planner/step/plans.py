@@ -42,10 +42,9 @@ from ackpt.planner.costs.workspace import DynamicWorkspace, workspace_bytes
 from ackpt.planner.policies import name_of
 from ackpt.planner.policies.search.frontier import baseline_cost, costs, frontier, whole_added_cost
 from ackpt.planner.request import Request, named_tensors
-from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.plan import Plan, PlanError, check_applies
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule, Step, everything
-from ackpt.planner.schedule.simulator import peak_of, saved_bytes
+from ackpt.planner.schedule.simulator import copies, peak_of, saved_bytes
 from ackpt.planner.step.compiled_schedule import Strides, compiled_schedule, gradient_strides
 
 

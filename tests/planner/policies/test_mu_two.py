@@ -14,8 +14,8 @@ import ackpt
 from ackpt.graph import profile, rewrite, simulate
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.planner.policies.mu_two import Link, drop, evictions, intermediates, order_for_each_reader
-from ackpt.planner.schedule.host_copies import copies
 from ackpt.planner.schedule.schedule import everything, missing, scheduled
+from ackpt.planner.schedule.simulator import copies
 from experiments.models.resnet import ResNet, ResNetConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,8 +10,8 @@ from ackpt.graph import profile, rewrite, simulate
 from ackpt.planner.policies import auto
 from ackpt.planner.policies.auto import offloads
 from ackpt.planner.policies.search.frontier import added_cost, costs, frontier
-from ackpt.planner.schedule.host_copies import copies, waiting
 from ackpt.planner.schedule.offload_steps import offloadable
+from ackpt.planner.schedule.simulator import copies, waiting
 
 BUDGETS = (0.9, 0.7, 0.5, 0.4)
 

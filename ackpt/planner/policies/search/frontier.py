@@ -17,9 +17,8 @@ import numpy as np
 from ackpt.core.progress import counted
 from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.schedule.host_copies import waiting
 from ackpt.planner.schedule.schedule import KINDS, PACK, UNPACK, Schedule, everything, recomputed
-from ackpt.planner.schedule.simulator import peak_of
+from ackpt.planner.schedule.simulator import peak_of, waiting
 
 FLOPS_PER_BYTE = 10  # cost of a byte that is read or written, on a processor with an average memory bandwidth
 
