@@ -45,7 +45,7 @@ class Line:
     is_recomputed: bool = False
     inputs: tuple[Line, ...] = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         inputs: dict[Line, None] = {}
         mapped((self.args, self.kwargs), inputs.setdefault)
         self.inputs = tuple(inputs)
