@@ -172,14 +172,12 @@ _EXACT = {
 torch.library.define("ackpt_graph::with_strides", "(Tensor x, SymInt[] strides) -> Tensor")
 
 
-@torch.library.impl("ackpt_graph::with_strides", "CompositeExplicitAutograd")
-def _with_strides(x, strides):
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-
-
 @torch.library.register_fake("ackpt_graph::with_strides")
-def _strided_shape(x, strides):
+def _strided(x, strides):
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+torch.library.impl("ackpt_graph::with_strides", "CompositeExplicitAutograd")(lambda x, to: _strided(x, to).copy_(x))
 
 
 def _with_eager_strides(dispatch, mode, func, types, args, kwargs):

@@ -65,20 +65,20 @@ def every_module(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def attributes(modules) -> tuple:
-    """The attributes of these modules, except parameters, buffers and modules, in a form that a call can compare.
+def attributes(modules) -> tuple[tuple, ...]:
+    """The attributes of each of these modules, except parameters, buffers and modules, in a form that a call compares.
 
     Hooks are represented by the ids of their handles, which are unique.
     """
-    entries = []
+    facts = []
     for module in modules:
         values = vars(module)
-        entries += [(name, comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
+        entries = [(name, comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
         entries += [(name, *values[name]) for name in HOOKS if values[name]]
         for name, tensor in (*values["_parameters"].items(), *values["_buffers"].items()):
             entries += [(f"{name}.{key}", fact) for key, fact in tensor_attributes(tensor)]
-        entries.append(None)
-    return tuple(entries)
+        facts.append(tuple(entries))
+    return tuple(facts)
 
 
 def tensor_attributes(tensor) -> list[tuple[str, Any]]:
@@ -93,7 +93,8 @@ def tensor_attributes(tensor) -> list[tuple[str, Any]]:
 
 def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) -> tuple[str, str] | None:
     """What differs first between two results of `attributes` and how to avoid it, and the name of the attribute."""
-    for (path, module), before, after in zip(modules.items(), _by_module(was), _by_module(now)):
+    for (path, module), *both in zip(modules.items(), was, now):
+        before, after = ({fact[0]: fact[1:] for fact in facts} for facts in both)
         for name in {**before, **after}:
             if before.get(name) != after.get(name):
                 label = f"{name} of {path or 'the model'}"
@@ -105,16 +106,6 @@ def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) 
                     advice = _CHECKPOINTED
                 return f"{label} {words}; {advice}", label
     return None
-
-
-def _by_module(facts: tuple) -> list[dict[str, tuple]]:
-    modules: list[dict[str, tuple]] = [{}]
-    for fact in facts:
-        if fact is None:
-            modules.append({})
-        else:
-            modules[-1][fact[0]] = fact[1:]
-    return modules
 
 
 def _value_in(fact) -> str | None:

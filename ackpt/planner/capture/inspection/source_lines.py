@@ -252,10 +252,6 @@ def _module_of(error, model) -> str:
     return entered[-1] if entered else ""
 
 
-def _called_in_message(module: str) -> str:
-    return f"module {module!r}" if module else "the model itself"
-
-
 def _after_capture(frames):
     """The frames from capture.py's call of the model inwards; all frames if there is no such call."""
     calls = [index for index, frame in enumerate(frames) if frame.filename == _CAPTURE]
@@ -351,7 +347,7 @@ def _is_own(error) -> bool:
 def _explained(error, model) -> TraceError:
     frames = traceback.extract_tb(error.__traceback__)
     where, path = _of(frames), _module_of(error, model)
-    module = _called_in_message(path)
+    module = f"module {path!r}" if path else "the model itself"
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, _LOOKS_AT_VALUES):
         inside = _in_torch(frames)

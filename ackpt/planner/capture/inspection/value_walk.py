@@ -225,7 +225,9 @@ class Walk:
         if not self._runs:
             return
         value = namespace.get(name, None)
-        items = [(namespace, name, value), *(each for container in _containers(value) for each in _keyed(container))]
+        items = [(namespace, name, value)]
+        for each in (each for each in _containers(value) if not isinstance(each, set)):  # whose items have no keys
+            items += [(each, key, item) for key, item in (each.items() if isinstance(each, dict) else enumerate(each))]
         for container, key, item in items:
             if isinstance(item, torch.Generator) and id(item) not in self._generators:
                 stream, state = TorchStream(item), item.get_state()
@@ -439,14 +441,6 @@ def _containers(value, depth: int = 0):
             yield value
         for item in _items(value):
             yield from _containers(item, depth + 1)
-
-
-def _keyed(container) -> list[tuple[Any, Any, Any]]:
-    """(container, key, item) of the items that can be set by a key."""
-    if isinstance(container, set):
-        return []
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    return [(container, key, item) for key, item in items]
 
 
 def _items(container):

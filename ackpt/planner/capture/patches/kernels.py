@@ -34,7 +34,7 @@ def true_results(fake_mode=None):
 
     ``fake_mode``: that of the inputs, if they are fake already.
     """
-    with LOCK, _rules([_OURS] * 2), contiguous_elementwise(), exact_cache(fake_mode):
+    with LOCK, _rules([_OURS] * 2), mock.patch.object(prims, "utils", _Utils(_UTILS.__name__)), exact_cache(fake_mode):
         yield
 
 
@@ -348,11 +348,6 @@ class _Utils(types.ModuleType):
         if all(isinstance(x, torch.Tensor) and x.dim() > 3 and _is_contiguous(x) for x in operands):
             return list(range(operands[0].dim())), False
         return _UTILS.compute_elementwise_output_logical_to_physical_perm(*operands, **options)
-
-
-def contiguous_elementwise():
-    """Inside, elementwise results of contiguous fake tensors are contiguous."""
-    return mock.patch.object(prims, "utils", _Utils(_UTILS.__name__))
 
 
 # The cache of fake results. A cached result has the right shape, strides and dtype, but a new storage of just that

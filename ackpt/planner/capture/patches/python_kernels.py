@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -207,11 +208,6 @@ def _noise(x, p: float):
     return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 
 
-@torch.library.register_fake("ackpt_graph::dropout_noise")
-def _noise_shape(x, p: float):
-    return torch.empty_like(x)
-
-
 @torch.library.impl("ackpt_graph::filled", "CompositeExplicitAutograd")
 def _filled(x, operation: str, numbers, tensors, generator=None):
     """A tensor like `x` after the in-place `operation`."""
@@ -220,27 +216,18 @@ def _filled(x, operation: str, numbers, tensors, generator=None):
     return fill(torch.empty_like(x), *tensors, *numbers, generator=generator)
 
 
-@torch.library.register_fake("ackpt_graph::filled")
-def _filled_shape(x, operation: str, numbers, tensors, generator=None):
-    return torch.empty_like(x)
+for _name in ("dropout_noise", "filled"):
+    torch.library.register_fake(f"ackpt_graph::{_name}")(lambda x, *_, **__: torch.empty_like(x))
 
 
-def _dropout(x, p: float, train: bool):
+def _dropout(x, p: float, train: bool, multiply=torch.mul):
     if not train or p == 0 or x.numel() == 0:
         return x
     if p == 1:
-        return x * torch.zeros((), dtype=x.dtype, device=x.device)
-    if x.device.type != "cpu":
+        return multiply(x, torch.zeros((), dtype=x.dtype, device=x.device))
+    if x.device.type != "cpu" and multiply is torch.mul:
         return aten.native_dropout.default(x, p, train)[0]
-    return x * torch.ops.ackpt_graph.dropout_noise(x.detach(), p)
-
-
-def _dropout_in_place(x, p: float, train: bool):
-    if not train or p == 0 or x.numel() == 0:
-        return x
-    if p == 1:
-        return x.mul_(torch.zeros((), dtype=x.dtype, device=x.device))
-    return x.mul_(torch.ops.ackpt_graph.dropout_noise(x.detach(), p))
+    return multiply(x, torch.ops.ackpt_graph.dropout_noise(x.detach(), p))
 
 
 def _in_order_of_memory(operation):
@@ -260,7 +247,7 @@ _FILLS = (
     *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to, aten.exponential_.default),
     *(aten.cauchy_.default, aten.geometric_.default, aten.log_normal_.default),
 )
-_DRAWS = {aten.dropout.default: _dropout, aten.dropout_.default: _dropout_in_place}
+_DRAWS = {aten.dropout.default: _dropout, aten.dropout_.default: partial(_dropout, multiply=torch.Tensor.mul_)}
 _DRAWS |= {operation: _in_order_of_memory(operation) for operation in _FILLS}
 
 
