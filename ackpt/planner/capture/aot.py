@@ -35,7 +35,7 @@ from ackpt.metering.resident import inner_tensors, tensor_at
 from ackpt.metering.without_data.packed_sequences import found_packed
 
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
-from .inspection.attributes import arguments_unchanged, every_module, tensor_attributes
+from .inspection.attributes import arguments_unchanged, tensor_attributes
 from .inspection.branches import Branch, Branches
 from .inspection.calls import described
 from .inspection.kept_tensors import OF_SHAPES, Held, HoldsTensors, places
@@ -435,7 +435,7 @@ def _stable(stack, call: _Call) -> Capture:
             computed = _computed(captured, reads.kept.alive())
         with reads.after_first_call(contextlib.nullcontext() if call.has_data else call.fake_mode) as refused:
             captured = _captured(stack, call)
-            inputs = captured.inputs(every_module(call.model), call.leaves)
+            inputs = captured.inputs(dict(call.model.named_modules()), call.leaves)
             if _computed(captured, reads.kept.given) != computed or _writes(captured, inputs, reads.kept.given):
                 raise refused
         return captured

@@ -32,7 +32,6 @@ from .inspection.attributes import (
     attributes,
     changed_attribute,
     comparable,
-    every_module,
     is_constant,
     plain,
 )
@@ -242,7 +241,7 @@ class WatchedModel:
         return _tensors(self._named)
 
     def _read(self) -> None:
-        self.modules = every_module(self.model)
+        self.modules = dict(self.model.named_modules())
         modules = self.modules.values()
         for path, module in self.modules.items():
             if path and in_place_of(module) is not None:

@@ -89,9 +89,10 @@ def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModul
 
     `instance`: the captured module at the sizes of the call, if it was captured with dynamic dimensions.
     """
-    module = captured.joint.graph_module if instance is None else instance
-    graph = (joint_graph if instance is None else described_graph)(
-        module,
+    if instance is None:
+        prepared(captured.joint.graph_module)
+    graph = described_graph(
+        captured.joint.graph_module if instance is None else instance,
         has_data=captured.has_data,
         made_for={**captured.made_for, **({CHECKPOINTS: "left out"} if captured.reads.has_checkpoints else {})},
         as_compiled=captured.reason,
@@ -99,15 +100,6 @@ def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModul
     )
     graph = with_loop(graph, model, loop)
     return graph if loop.loss is None else loop.loss.counted(graph, lambda tensors: captured.outputs(tensors, {}))
-
-
-def joint_graph(module, **fields) -> JointGraph:
-    """The `JointGraph` of torch's joint graph `module`: assigns ids in the order of execution, derives everything else.
-
-    `fields`: fields of `JointGraph` that cannot be derived from the module.
-    """
-    prepared(module)
-    return described_graph(module, **fields)
 
 
 def prepared(module) -> None:
@@ -134,7 +126,7 @@ def prepared(module) -> None:
 
 
 def described_graph(module, **fields) -> JointGraph:
-    """The `JointGraph` of a joint graph whose operations have their ids."""
+    """The `JointGraph` of a joint graph whose operations have their ids; `fields`: those that do not follow from it."""
     output = next(node for node in module.graph.nodes if node.op == "output")
     nodes = (node for node in module.graph.nodes if node.op != "output")
     ordered = sorted(nodes, key=lambda node: node.meta["ackpt_id"])

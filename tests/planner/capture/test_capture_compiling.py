@@ -76,8 +76,3 @@ def test_a_model_refused_in_both_ways_names_both_reasons():
     assert "no compiled variant" not in str(error.value)
     with pytest.raises(ackpt.TraceError, match="values of a tensor .*is_compiling.*no compiled variant"):
         ackpt.trace(model.to("meta"), x.to("meta"))
-
-
-NYSTROMFORMER = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-NYSTROMFORMER |= {"intermediate_size": 64, "max_position_embeddings": 32, "segment_means_seq_len": 16}
-NYSTROMFORMER |= {"num_landmarks": 4, "conv_kernel_size": 5}

@@ -49,22 +49,6 @@ ABSENT: Any = object()
 _WITHOUT_DATA = FakeTensor, FunctionalTensor
 
 
-def every_module(model: nn.Module) -> dict[str, nn.Module]:
-    """`model` and its submodules by path, each once: named_modules(), which takes ten times as long in every step."""
-    modules: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    left: list[tuple[str, nn.Module | None]] = [("", model)]
-    while left:
-        path, module = left.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        modules[path] = module
-        prefix = path and path + "."
-        left += [(prefix + name, submodule) for name, submodule in reversed(module._modules.items())]
-    return modules
-
-
 def attributes(modules) -> tuple[tuple, ...]:
     """The attributes of each of these modules, except parameters, buffers and modules, in a form that a call compares.
 

@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import threading
 import types
-import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -166,10 +165,12 @@ class Walk:
         for value, label, depth in list(self._objects.values()):
             self._attributes(value, label, depth, new)
 
-    def guard_closed_over(self, frame: types.FrameType) -> None:
-        """Guard the iterators and queues that code which starts to run in `frame` closes over."""
-        values = frame.f_locals
-        if any(_advances(values.get(name)) for name in frame.f_code.co_freevars):
+    def enter_closure(self, frame: types.FrameType) -> None:
+        """Record the objects that code which starts to run in `frame` closes over, and guard iterators and queues."""
+        closed_over = {name: frame.f_locals.get(name) for name in frame.f_code.co_freevars}
+        for name, value in closed_over.items():
+            self.add(value, f"{name!r} of {said(frame.f_code)}")
+        if any(map(_advances, closed_over.values())):
             self.close_over(functions_of([frame.f_code]))
             _ = frame.f_locals  # before Python 3.13, what was read last is written back after a trace function
 
@@ -495,44 +496,6 @@ def _compares_types(code: types.CodeType) -> int | None:
 
 def said(code: types.CodeType) -> str:
     return f"{code.co_name}() at {code_location(code.co_filename, code.co_firstlineno)}"
-
-
-# Since Python 3.11, a frame references its function once it has ended.
-_FRAMES_HAVE_FUNCTIONS = sys.version_info >= (3, 11)
-
-
-class Closures:
-    """The functions that ran and that something else still references.
-
-    Frames keep their local variables alive: add frames only while a model runs on tensors without data.
-    """
-
-    def __init__(self) -> None:
-        self._functions: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
-        self._frames: list[types.FrameType] = []
-        self._unknown: dict[int, types.CodeType] = {}
-
-    def add(self, frame: types.FrameType) -> None:
-        """Add the function that starts to run in `frame`."""
-        self._frames = [other for other in self._frames if not self._is_found(other)]
-        self._frames.append(frame)
-
-    def ended(self) -> None:
-        """Drop all frames, because the model's forward has ended."""
-        left = [frame.f_code for frame in self._frames if not self._is_found(frame)]
-        self._unknown.update({id(code): code for code in left})
-        self._frames = []
-
-    def functions(self) -> list[types.FunctionType]:
-        """The functions that were added, and all that have the code of a frame that did not reveal its function."""
-        return [*self._functions, *functions_of([*self._unknown.values()])]
-
-    def _is_found(self, frame: types.FrameType) -> bool:
-        for function in gc.get_referents(frame) if _FRAMES_HAVE_FUNCTIONS else ():
-            if isinstance(function, types.FunctionType) and function.__code__ is frame.f_code:
-                self._functions.add(function)
-                return True
-        return False
 
 
 def functions_of(codes: list[types.CodeType]) -> list[types.FunctionType]:
