@@ -421,10 +421,7 @@ def _drop_weak_references(graph_module) -> None:
 
 
 def _stable(stack, call: _Call) -> Capture:
-    """A capture that also holds for later calls: a second one if the first call changes values that the code reads.
-
-    The first call may, for example, fill a cache or set an attribute.
-    """
+    """A capture that holds for later calls, too: a second one if the first call changes what the code reads."""
     reads = call.reads
     try:
         with contextlib.ExitStack() as first:

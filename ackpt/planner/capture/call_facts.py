@@ -208,11 +208,7 @@ class ModelFacts:
         return self is other or (self._hash == other._hash and self._facts == other._facts)
 
     def change_since(self, before: ModelFacts, modules: Mapping[str, nn.Module]) -> tuple[str, str] | None:
-        """The first module or attribute that differs from the facts `before`; `modules` are the model's by their paths.
-
-        Returns:
-            What changed, in words, and its name; None if no module and no attribute did.
-        """
+        """What differs first from the facts `before`, in words, and its name, or None; `modules`: by their paths."""
         change = _changed_module(before.structure, self.structure)
         return change or changed_attribute(modules, before.attributes, self.attributes)
 

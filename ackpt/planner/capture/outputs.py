@@ -46,10 +46,8 @@ def refuse_overlaps(outputs, inputs, without) -> None:
 
 
 def refuse_views_of_changed(outputs, inputs) -> None:
-    """Refuse views of an input that shares memory with another input, if the model changes one of them in place.
-
-    Torch makes such an output from the wrong part of that memory. ``inputs``: tensors and their versions before the
-    call.
+    """Refuse views of an input that shares memory with another input, if the model changes one of them in place: torch
+    makes them from the wrong part of that memory. `inputs`: tensors and their versions before the call.
     """
     inputs = {id(tensor): (tensor, before) for tensor, before in inputs}
     storages = Counter(_storage(tensor) for tensor, _ in inputs.values())

@@ -85,10 +85,7 @@ def trace(
 
 
 def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModule | None = None) -> JointGraph:
-    """The graph of a captured step, with the facts that the capture recorded about the call.
-
-    `instance`: the captured module at the sizes of the call, if it was captured with dynamic dimensions.
-    """
+    """The graph of a captured step; `instance`: its module at the sizes of the call, if it has dynamic dimensions."""
     if instance is None:
         prepared(captured.joint.graph_module)
     graph = described_graph(
@@ -169,10 +166,7 @@ def described_graph(module, **fields) -> JointGraph:
 
 
 def _in_order(module):
-    """Nodes as they run: inputs, forward, gradients of the outputs, backward.
-
-    Writes to buffers are the last operations of the captured graph, but they belong to the end of the forward.
-    """
+    """Nodes as they run: inputs, forward with its writes to buffers at the end, gradients of the outputs, backward."""
     nodes = [node for node in module.graph.nodes if node.op != "output"]
     for node in nodes:  # torch's own passes leave new nodes without a tag
         if any(_phase(source) == BACKWARD for source in node.all_input_nodes):

@@ -50,10 +50,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Branch:
-    """A truth value that the model's code reads, its ``answer`` in the capture, and the ``line`` that reads it.
-
-    ``steps`` compute ``value``.
-    """
+    """A truth value that the model's code reads at ``line``, which ``steps`` compute; ``answer``: in the capture."""
 
     steps: tuple[_Step, ...]
     value: _Value

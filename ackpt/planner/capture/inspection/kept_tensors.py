@@ -51,10 +51,7 @@ class NotConstant(Exception):
 
 
 class Kept:
-    """The tensors that the model's code made in the latest forward, and those that outlived it.
-
-    A forward after one that left tensors also notes the operations that compute them. ``given``: those that got data.
-    """
+    """Tensors that the code made in the latest forward, and those that outlived it; ``given``: those with data now."""
 
     def __init__(self) -> None:
         self._made: list[tuple[weakref.ref, str]] = []
@@ -191,10 +188,7 @@ def _alias(value: torch.Tensor) -> torch.Tensor:
 
 
 def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool]]:
-    """Functions that return whether the tensors in `found` are still where the model's code found them.
-
-    Objects that the forward created are no such places.
-    """
+    """Functions that return whether the tensors in `found` are where the code found them, apart from new objects."""
     new = set(map(id, gc.get_objects(generation=0))) | {id(found), *map(id, found.values())}
     tensors = [tensor for tensor, _ in found.values()]
     checks = []

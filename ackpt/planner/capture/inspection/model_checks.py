@@ -74,10 +74,7 @@ def check_keywords(model, given, keywords, owner: str) -> None:
 
 
 def check_call(model, args, kwargs, keywords: Collection[str] = ()) -> None:
-    """Refuse arguments that the model's forward does not take.
-
-    `keywords`: those of `ackpt.compile`, if the arguments are all others that it got.
-    """
+    """Refuse arguments that the forward does not take; `keywords`: those of `ackpt.compile`, if it got all others."""
     signature = _signature(model)
     if signature is None:
         return

@@ -1,9 +1,8 @@
 """Record the plain values that a model's code reads outside its modules, and compare them at every call.
 
 Such a value becomes a constant of the captured step. The capture therefore records which functions run, and finds the
-values by the names in their code. Every call compares them, as it compares the attributes of modules. Not covered are
-chains longer than ``cfg.model.scale``, objects in containers, containers of more than a hundred items, and what
-properties and C extensions return.
+values by the names in their code. Not covered are containers of more than a hundred items, and what properties and C
+extensions return.
 """
 
 from __future__ import annotations
@@ -250,10 +249,7 @@ def warn_of_checkpoints() -> None:
 
 
 def in_own_context(call):
-    """``call()``, where what it sets in context variables is gone afterwards; plain values and tensors are refused.
-
-    So are torch's default dtype and device if the call leaves others set.
-    """
+    """``call()``, after which context variables and torch's default dtype and device must be what they were before."""
     before, context = contextvars.copy_context(), contextvars.copy_context()
     dtype, device = torch.get_default_dtype(), _default_device()
     left = ""

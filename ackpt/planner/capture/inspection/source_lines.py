@@ -103,10 +103,7 @@ def not_repeated(message: str) -> TraceError:
 
 
 class Where(TorchFunctionMode):
-    """Annotates every operation with the module that calls it and the line in the model's code.
-
-    ``note``: gets the results of each, and the line or module in words.
-    """
+    """Annotates operations with module and line of the model's code; ``note`` gets their results and these words."""
 
     def __init__(self, model, note: Callable[[Any, str], None]):
         super().__init__()
@@ -182,10 +179,7 @@ _RAISES_BY_VALUES += "nll_loss", "cross_entropy"
 
 
 def _is_caught(frame) -> bool:
-    """Whether code of the model that is running in `frame` or around it is in the ``try`` of an ``except``.
-
-    Before Python 3.11, whose code has tables of its handlers, this is not known, and False.
-    """
+    """Whether code that runs in `frame` or around it is in a ``try`` with ``except``; False before Python 3.11."""
     while frame is not None and frame.f_code.co_filename != _CAPTURE:
         code, at = frame.f_code, frame.f_lasti
         # Python: the exception table of a code object has no public reader (``Lib/dis.py``).

@@ -371,10 +371,7 @@ def _owner(value) -> Any:
 
 
 def _advances(value: Any) -> bool:
-    """Whether using `value` changes what it gives next: an iterator, a queue or random numbers, not of a model's class.
-
-    So do functions that are bound to one.
-    """
+    """Whether using `value`, or what it is bound to, changes what it gives next; not if its class is the model's."""
     value = _owner(value)
     if isinstance(value, functools.partial):
         return any(map(_advances, (value.func, *value.args)))
@@ -409,10 +406,7 @@ def _content(value, depth: int = 0):
 
 
 def _is_set(was, now) -> bool:
-    """Whether a forward has set or deleted a value, or stored a tensor; not if it creates an object.
-
-    An object that it creates where there was none may be a cache.
-    """
+    """Whether a forward has set or deleted a value, or stored a tensor; a new object may be a cache, and is not."""
     can_compare = [each is ABSENT or _content(each) is not None for each in (was, now)]
     if all(can_compare):
         return _content(was) != _content(now)

@@ -39,10 +39,7 @@ _FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False, "guess_t
 
 @contextlib.contextmanager
 def like_eager(fake_mode=None):
-    """Inside, a model is captured and compiled as eager computes it.
-
-    ``fake_mode``: that of the inputs, if they are fake already.
-    """
+    """Inside, a model is captured and compiled as eager computes it; `fake_mode`: of the inputs, if they are fake."""
     with LOCK, functorch_config.patch(_FUNCTORCH):
         with in_place_as_eager(), eager_kernels(), true_results(fake_mode):
             with _strides_that_gradients_can_have(), _effects_without_tokens():

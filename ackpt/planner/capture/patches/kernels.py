@@ -30,10 +30,7 @@ LOCK = threading.RLock()  # torch's tables and settings are the process's
 
 @contextlib.contextmanager
 def true_results(fake_mode=None):
-    """Inside, operations on tensors without data return the dtypes and storages that the kernels return.
-
-    ``fake_mode``: that of the inputs, if they are fake already.
-    """
+    """Inside, operations on fake tensors return the dtypes and storages of the kernels; `fake_mode`: of the inputs."""
     with LOCK, _rules([_OURS] * 2), mock.patch.object(prims, "utils", _Utils(_UTILS.__name__)), exact_cache(fake_mode):
         yield
 
@@ -240,10 +237,7 @@ torch.library.define("ackpt_graph::rnn_layer", str(_ONEDNN._schema).partition("m
 
 
 def keep_for_backward(graph: torch.fx.Graph) -> None:
-    """Make every oneDNN layer in a captured `graph` save the tensors that its backward needs.
-
-    Under ``torch.no_grad()``, oneDNN runs another kernel, which saves nothing and rounds differently.
-    """
+    """Make oneDNN's layers in `graph` save what backward needs; under ``no_grad`` another kernel of it runs."""
     for node in graph.find_nodes(op="call_function", target=_ONEDNN):
         node.target = torch.ops.ackpt_graph.rnn_layer.default
 
@@ -271,10 +265,7 @@ def with_workspace(results, *args):
 
 
 def with_own_biases(results, *args):
-    """The `results` of its backward: the gradients of its two biases are two tensors, and all are float32.
-
-    Before torch 2.13 its shapes said they had the arguments' dtype.
-    """
+    """The `results` of its backward: a gradient for each bias, all float32 (not so in shapes before torch 2.13)."""
     results = (*results[:4], torch.empty_like(results[4]), *results[5:])
     return tuple(r if r.dtype == torch.float32 else torch.empty_like(r, dtype=torch.float32) for r in results)
 
@@ -370,10 +361,7 @@ _RESULTS: dict[tuple, dict] = {}
 
 @contextlib.contextmanager
 def exact_cache(fake_mode=None):
-    """Inside, the cache has only results of such contexts under equal settings, since torch's rules differ outside.
-
-    ``fake_mode``: an existing mode; if it has symbols, nothing is cached.
-    """
+    """Inside, the cache has only results of such contexts under equal settings, and none with symbols."""
     if sum(map(len, _RESULTS.values())) > _MOST_RESULTS:
         _RESULTS.clear()
     results = _RESULTS.setdefault(_settings(), {})

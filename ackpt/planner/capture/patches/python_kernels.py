@@ -26,10 +26,7 @@ _KEYS = _KEY, _AUTOGRAD = torch._C.DispatchKey.CompositeImplicitAutograd, torch.
 
 @contextlib.contextmanager
 def put(kernels):
-    """Inside, capturing computes operations by other functions: ``{(operation, dispatch key): function}``.
-
-    None means torch's C++, as in eager.
-    """
+    """Inside, captures compute ``{(operation, dispatch key): function}`` by the function; None: by C++, as in eager."""
     were = {(operation, key): operation.py_kernels.get(key) for operation, key in kernels}
     _put(kernels)
     try:
@@ -362,10 +359,7 @@ _DIFFERS = {
 
 @contextlib.contextmanager
 def eager_kernels():
-    """Inside, a capture computes all these operations as eager does.
-
-    It obeys `cast_once` and `stop_casting_once`, and drops cached casts where autocast does.
-    """
+    """Inside, a capture computes all these operations as eager does, and drops cached casts where autocast does."""
     kernels = {(operation, key): kernel for operation, kernel in _COMPOSITE.items() for key in _KEYS}
     kernels |= {(operation, _KEY): kernel for operation, kernel in {_TO: _to, _LINEAR: _linear, **_DRAWS}.items()}
     kernels |= {(operation, _AUTOGRAD): _whole(operation, differs) for operation, differs in _DIFFERS.items()}
