@@ -107,31 +107,13 @@ def _contiguous_first(results, x, *rest):
     return _contiguous(results) if is_both else results
 
 
-def _in_format_of_input(result, x, *rest):
-    """Resizing writes the memory format of `x`, even if the result is channels last and contiguous at once."""
-    return torch.empty_like(result, memory_format=suggest_memory_format(x))
-
-
-def _prelu(result, x, *rest):
-    """The weight has other strides than `x`, so that the result keeps those of `x`."""
-    return torch.empty_like(torch.mul(x, 1.0), dtype=result.dtype)
-
-
 def _is_contiguous(x) -> bool:
     return is_contiguous_for_memory_format_or_false(x, memory_format=torch.contiguous_format)
-
-
-def _laid_out_like(argument: int):
-    return lambda result, *args: _laid_out(result, args[argument])
 
 
 def _group_norm(results, x, *rest):
     result, *others = _norm(results, x, *rest)
     return _laid_out(result, x), *others
-
-
-def _group_norm_backward(results, gradient, x, *rest):
-    return None if results[0] is None else _laid_out(results[0].to(x.dtype), x), *results[1:]
 
 
 def _batch_norm_backward(results, gradient, x, *rest):
@@ -150,10 +132,6 @@ def _contiguous(results, *args):
     return tree_map(written, results)
 
 
-def _binary_cross_entropy(result, x, *rest):
-    return torch.empty_like(x, dtype=result.dtype) if result.dim() else in_whole_memory(result, x, *rest)
-
-
 def _fold(result, x, *rest):
     """The kernel allocates its result with the size of the columns, which is larger if they overlap."""
     if not x.numel() > result.numel() > 0:
@@ -165,11 +143,6 @@ def _elementwise(result, gradient, *rest):
     """The order of an elementwise result is that of the first operand which has one: here of the gradient."""
     x = next(value for value in rest if isinstance(value, torch.Tensor))
     return torch.empty_like(torch.add(gradient, x), dtype=result.dtype)
-
-
-def _rrelu_backward(result, gradient, x, noise, lower, upper, training, *rest):
-    """In training, the kernel is the product of noise and gradient, in this order."""
-    return torch.empty_like(torch.mul(noise, gradient)) if training else result
 
 
 def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
@@ -293,24 +266,37 @@ _OURS = {
     **{operation.default: _corrected(_contiguous_first) for operation in _CONTIGUOUS_FIRST},
     aten.masked_fill.Scalar: _corrected(_contiguous_first),
     aten.masked_fill.Tensor: _corrected(_contiguous_first),
-    **{resize.default: _corrected(_in_format_of_input) for resize in _RESIZED},
-    aten._prelu_kernel.default: _corrected(_prelu),
-    aten.rrelu_with_noise_backward.default: _corrected(_rrelu_backward),
+    # Even if the result is channels last and contiguous at once.
+    **{
+        resize.default: _corrected(lambda y, x, *_: torch.empty_like(y, memory_format=suggest_memory_format(x)))
+        for resize in _RESIZED
+    },
+    # The weight has other strides than `x`, so that the result keeps those of `x`.
+    aten._prelu_kernel.default: _corrected(lambda y, x, *_: torch.empty_like(torch.mul(x, 1.0), dtype=y.dtype)),
+    # In training, the kernel is the product of noise and gradient, in this order.
+    aten.rrelu_with_noise_backward.default: _corrected(
+        lambda y, gradient, x, noise, *rest: torch.empty_like(torch.mul(noise, gradient)) if rest[2] else y
+    ),
     **{loss: _corrected(in_whole_memory, ("cpu", "cuda")) for loss in LOSSES},
-    aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy, ("cpu", "cuda")),
+    aten.binary_cross_entropy.default: _corrected(
+        lambda y, x, *rest: torch.empty_like(x, dtype=y.dtype) if y.dim() else in_whole_memory(y, x, *rest),
+        ("cpu", "cuda"),
+    ),
     **{resize.default: _resize_backward for resize in _RESIZES},
     aten._grouped_mm.default: _grouped_product,
     aten.col2im.default: _corrected(_fold),
-    aten.roll.default: _corrected(_laid_out_like(0)),
-    aten.reflection_pad2d_backward.default: _corrected(_laid_out_like(1)),
-    aten.replication_pad2d_backward.default: _corrected(_laid_out_like(1)),
+    aten.roll.default: _corrected(lambda y, x, *_: _laid_out(y, x)),
+    aten.reflection_pad2d_backward.default: _corrected(lambda y, gradient, x, *_: _laid_out(y, x)),
+    aten.replication_pad2d_backward.default: _corrected(lambda y, gradient, x, *_: _laid_out(y, x)),
     aten.native_layer_norm.default: _corrected(_norm),
     aten.native_group_norm.default: _corrected(_group_norm),
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm_with_new_statistics),
     aten._native_batch_norm_legit.no_stats: _corrected(_batch_norm),
     aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm),
     aten.native_batch_norm_backward.default: _corrected(_batch_norm_backward),
-    aten.native_group_norm_backward.default: _corrected(_group_norm_backward),
+    aten.native_group_norm_backward.default: _corrected(
+        lambda all_, gradient, x, *_: (None if all_[0] is None else _laid_out(all_[0].to(x.dtype), x), *all_[1:])
+    ),
     aten.mkldnn_rnn_layer.default: _corrected(with_workspace),
     aten.mkldnn_rnn_layer_backward.default: _corrected(with_own_biases),
 }
