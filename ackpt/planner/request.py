@@ -24,9 +24,8 @@ from ackpt.planner.capture.inspection.model_checks import (
     positional_names,
 )
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, loop_with
+from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, OutsideLoss, loop_with
 from ackpt.planner.capture.outputs import check_choices
-from ackpt.planner.capture.outside_loss import OutsideLoss
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import rates
 from ackpt.planner.policies import Policy, check_policy, name_of, options_of
