@@ -86,7 +86,7 @@ def _strides_that_gradients_can_have():
 #
 # Torch: ``why_not_fast_path`` in ``MultiheadAttention.forward``, ``torch/nn/modules/activation.py``, and the like in
 # ``torch/nn/modules/transformer.py``. Test: ``test_the_fused_kernel_of_attention_in_evaluation_is_refused_or_off`` in
-# ``tests/planner/capture/test_whole.py``.
+# ``tests/planner/capture/test_python_kernels.py``.
 
 
 @contextlib.contextmanager

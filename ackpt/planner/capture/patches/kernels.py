@@ -1,8 +1,7 @@
 """Make the results of operations on fake tensors those of torch's kernels: dtypes, strides, storages and workspaces.
 
 Four parts: rules for single operations, oneDNN's recurrent layers, elementwise results in general, and the cache of
-fake results. Tests: ``tests/planner/capture/test_kernels.py`` and ``test_kernel_strides.py``, by operation, and those
-that the parts name.
+fake results. Tests: ``tests/planner/capture/test_kernels.py``.
 """
 
 from __future__ import annotations
@@ -203,7 +202,7 @@ def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *r
 # autograd records. A captured step runs without autograd, so the layer is an operation of ours that saves it.
 #
 # Torch: ``lstm_impl`` and ``gru_impl`` in ``torch/_decomp/decompositions.py``; ``mkldnn_rnn_layer`` in
-# ``aten/src/ATen/native/mkldnn/RNN.cpp``. Test: ``tests/planner/capture/test_recurrent.py``.
+# ``aten/src/ATen/native/mkldnn/RNN.cpp``.
 _ONEDNN = aten.mkldnn_rnn_layer.default
 
 torch.library.define("ackpt_graph::rnn_layer", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
@@ -310,7 +309,7 @@ _TORCHS = [{operation: table.get(operation) for operation in _OURS} for table in
 # contiguous result; torch's rules keep the order of the first operand.
 #
 # Torch: ``compute_fast_setup_type`` in ``aten/src/ATen/TensorIterator.cpp``, and ``_prim_elementwise_meta`` in
-# ``torch/_prims/__init__.py``. Test: ``tests/planner/capture/test_one_pixel.py``.
+# ``torch/_prims/__init__.py``.
 _UTILS = prims.utils
 
 
@@ -331,14 +330,10 @@ class _Utils(types.ModuleType):
 # size, shared with nothing except the argument of a view. So results whose storage is larger (a copy of a slice) or
 # shared are computed every time here.
 #
-# Torch: ``_get_output_tensor_from_cache_entry`` in ``torch/_subclasses/fake_tensor.py``. Tests:
-# ``test_a_result_in_the_memory_of_another_is_none_for_the_cache`` and the case "copy of a slice" in
-# ``test_kernels.py``. Caching nothing would be correct too, but capturing a GPT-2 of 4 layers (815 nodes) then takes
-# 2.4 s of CPU time instead of 1.7 s (torch 2.13). Captures share their results: the next one of an equal model takes a
-# third less.
-#
-# Results with symbols are not cached, because torch takes longer to find an entry than to compute the result: the
-# dynamic capture of four encoder layers takes 4.8 s of CPU time without entries and 5.4 s with them (torch 2.13).
+# Torch: ``_get_output_tensor_from_cache_entry`` in ``torch/_subclasses/fake_tensor.py``. Caching
+# nothing would be correct too, but capturing a GPT-2 of 4 layers (815 nodes) then takes 2.4 s of CPU time instead of
+# 1.7 s (torch 2.13), and the next capture of an equal model a third more. Results with symbols are not cached, because
+# torch takes longer to find an entry than to compute the result.
 _MAKE_ENTRY = FakeTensorMode._make_cache_entry
 _Bypass = fake_tensor._BypassDispatchCache
 _MOST_RESULTS = 20_000  # about 30 MB

@@ -1,7 +1,7 @@
 """Replace the Python code that torch runs for an operation during capture, where eager runs C++ or rounds differently.
 
 Five groups: casts of weights, operations that stay whole, matrix products, random draws, and derivative formulas.
-Torch: ``OpOverload.py_kernels`` in ``torch/_ops.py``, which ``py_impl`` fills.
+Torch: ``OpOverload.py_kernels`` in ``torch/_ops.py``, which ``py_impl`` fills. Tests: ``test_python_kernels.py``.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ def _autocast_asks(device: str) -> bool:
 # Torch: functions registered with ``py_impl(DispatchKey.CompositeImplicitAutograd)`` or ``DispatchKey.Autograd`` in
 # ``torch/_decomp/decompositions.py`` and ``torch/_refs`` (``lstm_impl``, ``upsample_bilinear2d``, ``hardshrink``, ...).
 # The C++ of ``upsample_*.vec`` (``aten/src/ATen/native/UpSample*.cpp``) and of ``max_pool1d`` (``Pooling.cpp``) takes
-# no symbolic sizes: it has Python code here. Test: ``tests/planner/capture/test_whole.py``; an operation can leave the
-# list when it passes without.
+# no symbolic sizes: it has Python code here. An operation can leave the list when the tests pass without.
 _RESIZED = (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_trilinear3d)
 _RESIZED += (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa)
 # Taken apart into indexing, these have contiguous gradients; eager's keep the order of the incoming ones.
@@ -158,7 +157,6 @@ _COMPOSITE = {**dict.fromkeys(_WHOLE), **_RESIZING, **_POOLING}
 # Torch: ``should_fold`` in ``torch/_decomp/decompositions.py`` asks for a contiguous batch, and that of
 # ``LinearAlgebra.cpp`` in ``aten/src/ATen/native`` for one that a view can fold, since torch 2.14 with any strides
 # of dimensions of size 1; ``linear`` in ``Linear.cpp`` adds a bias in place, but not for tensor subclasses.
-# Test: ``tests/planner/capture/test_products.py``.
 def _folds(a, b, is_out: bool) -> bool:
     batch, other = (a, b) if a.dim() >= b.dim() else (b.mT, a)
     if batch.dim() < 3 or other.dim() > 2:
@@ -187,7 +185,7 @@ def _linear(x, weight, bias=None):
 # it in the order of its memory.
 #
 # Torch: ``dropout`` in ``torch/_decomp/decompositions.py``; in eager, ``_dropout_impl`` in
-# ``aten/src/ATen/native/Dropout.cpp``. Test: ``tests/planner/capture/test_draws.py``.
+# ``aten/src/ATen/native/Dropout.cpp``.
 torch.library.define(
     "ackpt_graph::dropout_noise",
     "(Tensor x, float p) -> Tensor",
@@ -254,7 +252,6 @@ _DRAWS |= {operation: _in_order_of_memory(operation) for operation in _FILLS}
 #
 # Torch: ``isTensorSubclassLike`` in ``prod_backward``, ``masked_fill_backward`` and
 # ``binary_cross_entropy_with_logits_backward``, ``torch/csrc/autograd/FunctionsManual.cpp``.
-# Test: ``tests/planner/capture/test_derivative_formulas.py``.
 _EXTREMES = ("aten.maximum", "aten.minimum")
 # What a dispatch mode excludes for the kernels below it, although formulas need it.
 _EXCLUDED = [
