@@ -63,7 +63,8 @@ def in_place_as_eager():
             return _with_eager_strides(dispatch, self, func, types, args, kwargs)
         nodes = capture.tracer.graph.nodes
         last = next(iter(reversed(nodes)), None)
-        from_engine = func is torch.ops.aten.add.Tensor and _called_by_engine(sys._getframe(1))
+        # C++ has called: autograd's engine for a sum of gradients, or a derivative formula.
+        by_cpp = sys._getframe(1).f_globals.get("__name__") == "torch.autograd.graph"
         result = _with_eager_strides(dispatch, self, func, types, args, kwargs)
         for node in itertools.takewhile(lambda node: node is not last, reversed(nodes)):
             if writes and _name(node).removesuffix("_functional") in (func._schema.name.removesuffix("_"), _FILLED):
@@ -72,7 +73,7 @@ def in_place_as_eager():
                 node.meta[AUTOCAST] = autocast
             if autograd_node is not None:
                 node.meta[_RUNS_IN] = autograd_node._sequence_nr()
-                node.meta[_SUM] = from_engine
+                node.meta[_SUM] = by_cpp and func is torch.ops.aten.add.Tensor
                 node.meta[_SUMS_OWN] = sums_own_gradients(autograd_node)
         return result
 
@@ -83,11 +84,6 @@ def in_place_as_eager():
 def autograd_node(node: torch.fx.Node) -> int | None:
     """The sequence number of the autograd node in which an operation of the backward ran; None if it ran in none."""
     return node.meta.get(_RUNS_IN)
-
-
-def _called_by_engine(frame) -> bool:
-    """Whether C++ has called: autograd's engine for a sum of gradients, or a derivative formula."""
-    return frame.f_globals.get("__name__") == "torch.autograd.graph"
 
 
 def _name(node) -> str:

@@ -101,7 +101,9 @@ def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModul
 
 def prepared(module) -> None:
     """Give the operations of torch's joint graph `module` their order and ids, and gradients storages of their own."""
-    _without_running_statistics(module.graph)
+    for node in module.graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if node.args[7] is True:  # in training it receives the running statistics, but uses those of the batch
+            node.args = (*node.args[:3], None, None, *node.args[5:])
     _with_own_defaults(module.graph)
     keep_for_backward(module.graph)
     _require_operations(module.graph)
@@ -180,16 +182,6 @@ def _in_order(module):
     module.graph.lint()
     module.recompile()
     return ordered
-
-
-_BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
-
-
-def _without_running_statistics(graph):
-    """In training, the backward of a batch norm receives the running statistics, but uses those of the batch."""
-    for node in graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
-        if node.args[7] is True:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def _with_own_defaults(graph):

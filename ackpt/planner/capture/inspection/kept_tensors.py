@@ -132,7 +132,11 @@ class Kept:
         while left:
             op, target, args, kwargs = self._operations.get(node := left[-1], ("placeholder",) * 4)
             if target in OF_SHAPES:
-                args = (_of_shape(args[0].meta["val"]), *args[1:])
+                like = args[0].meta["val"]
+                if like._has_symbolic_sizes_strides:
+                    raise NotConstant
+                like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                args = (like, *args[1:])
             needed: list[Node] = []
             map_arg((args, kwargs), needed.append)
             if node in values:
@@ -172,12 +176,6 @@ def _node_of(tensor, tracer) -> Node | None:
     torch._sync(tensor)
     inner = torch._from_functional_tensor(tensor.elem)
     return get_proxy_slot(inner, tracer, None, lambda proxy: proxy.proxy.node)
-
-
-def _of_shape(value: torch.Tensor) -> torch.Tensor:
-    if value._has_symbolic_sizes_strides:
-        raise NotConstant
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _alias(value: torch.Tensor) -> torch.Tensor:

@@ -230,16 +230,6 @@ def public_attributes(tensor: torch.Tensor) -> tuple[str, ...]:
     return tuple(sorted(name for name in vars(tensor) if name[:1] != "_"))
 
 
-def require_no_attributes(args, kwargs) -> None:
-    """Refuse argument tensors with Python attributes, which the tensors of a capture do not have."""
-    for name, leaf in named_leaves(args, kwargs):
-        if isinstance(leaf, torch.Tensor) and (attributes := public_attributes(leaf)):
-            raise not_repeated(
-                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a captured step would "
-                "not see. Pass its value as an argument of its own"
-            )
-
-
 def has_data(model: nn.Module, leaves) -> bool:
     """Whether no tensor of the model or of the call is fake or on the meta device."""
     tensors = filter(is_tensor, (*model.parameters(), *model.buffers(), *leaves))
@@ -257,7 +247,12 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
             "which a captured step would not run. Use torch.nn.utils.parametrizations, pass nn.Sequential(model)"
         )
     require_no_arrays(args, kwargs)
-    require_no_attributes(args, kwargs)
+    for name, leaf in named_leaves(args, kwargs):
+        if is_tensor(leaf) and (attributes := public_attributes(leaf)):
+            raise not_repeated(
+                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a captured step would "
+                "not see. Pass its value as an argument of its own"
+            )
     types = set()
     for name, tensor in _named(model, args, kwargs):
         if tensor.is_nested:

@@ -115,8 +115,10 @@ class Reads:
         given = set(map(id, arguments or ()))
         if stored := next((change for change in changed if not given.isdisjoint(tensors_in([change.now]))), None):
             raise not_repeated(stored.refusal)
-        if changed and not self._note_first_changes(changed):
-            raise not_repeated(changed[0].refusal)
+        if changed and not self._is_first_capture:  # name what the first capture has changed, too, if it did
+            keys = {change.key for change in changed}
+            raise not_repeated(next((each for each in self._changed if each.key in keys), changed[0]).refusal)
+        self._changed += changed
 
     def refuse_new_generators(self, module: torch.fx.GraphModule) -> None:
         """Refuse a captured `module` that draws from a generator of the forward's own: every step would draw on."""
@@ -151,16 +153,6 @@ class Reads:
         with mock.patch.object(function, "apply", watched(function.apply, modes)):
             with mock.patch.object(torch.autograd, "grad", watched(grad, contextlib.nullcontext)):
                 yield
-
-    def _note_first_changes(self, changed: list[Change]) -> bool:
-        """Note what the first capture has changed, if anything; what a later one changes again is refused."""
-        if self._is_first_capture:
-            self._changed += changed
-            return bool(changed)
-        keys = {change.key for change in changed}
-        if again := next((change for change in self._changed if change.key in keys), None):
-            raise not_repeated(again.refusal)
-        return False
 
     def is_stable(self) -> bool:
         """Whether later calls read the same: the latest forward changed nothing, and nothing keeps its tensors."""

@@ -271,7 +271,7 @@ class Walk:
             if (dict(enumerate(container)) if is_list else container).get(key, None) is wire:
                 container[key] = item
         for wire in self._armed:
-            wire.disarm()
+            wire._thread = 0
         new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
         values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
         return [change for each in (*values, *self._snapshots) for change in each.restored()]
@@ -318,9 +318,6 @@ class _Tripwire:
 
     def __init__(self, of, refused: list[str], label: str):
         self.of, self._refused, self._label, self._thread = of, refused, label, threading.get_ident()
-
-    def disarm(self) -> None:
-        self._thread = 0
 
     def _used(self):
         # For each frame that Dynamo sees, as in torch.cond, its ``eval_frame_cpp.cpp`` gets and sets Python's state.
