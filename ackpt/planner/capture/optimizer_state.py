@@ -178,27 +178,12 @@ def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> in
     return size
 
 
-class LoopBytes(NamedTuple):
-    """Bytes of a `Loop`: of the state of optimizer and scaler, of the optimizer's step, and of the other two."""
-
-    state: int
-    step: int
-    accumulated: int
-    scaled_loss: int
-
-
 def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGraph:
     """`graph`, of a step of `model`, with the bytes of the loop around it; raises as `optimizer_bytes` does."""
     if loop == NO_LOOP:
         return graph
-    added = loop_bytes(model, loop, graph.gradient_bytes if loop.accumulation else 0, graph.on_cpu)
-    return dataclasses.replace(
-        graph,
-        optimizer_bytes=added.state,
-        optimizer_step_bytes=added.step,
-        accumulated_bytes=added.accumulated,
-        scaled_loss_bytes=added.scaled_loss,
-    )
+    gradient_bytes = graph.gradient_bytes if loop.accumulation else 0
+    return dataclasses.replace(graph, **loop_bytes(model, loop, gradient_bytes, graph.on_cpu))
 
 
 def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
@@ -209,16 +194,19 @@ def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
     return Loop(optimizer, accumulation, scaling=scales, scales_loss=scales)
 
 
-def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> LoopBytes:
-    """Bytes of the loop around a step of `model`, whose gradients have `gradient_bytes`."""
+def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> dict[str, int]:
+    """The fields of a `JointGraph` for the loop around a step of `model`, whose gradients have `gradient_bytes`."""
     optimizer = optimizer_of(model, loop.optimizer)
     state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu, loop.clipping, loop.scaling)
     scalar = loop.scales_loss * (torch.float32.itemsize if on_cpu else CUDA_BLOCK)
-    state += 2 * scalar  # the scale and the growth tracker
-    if not loop.accumulation:
-        return LoopBytes(state, step, 0, scalar)
-    # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.
-    return LoopBytes(state, max(0, step - gradient_bytes), gradient_bytes, scalar)
+    # When the optimizer's step runs, the step's own gradients have been added to accumulated ones, and are free.
+    accumulated = gradient_bytes if loop.accumulation else 0
+    return {
+        "optimizer_bytes": state + 2 * scalar,  # with the scale and the growth tracker
+        "optimizer_step_bytes": max(0, step - accumulated) if accumulated else step,
+        "accumulated_bytes": accumulated,
+        "scaled_loss_bytes": scalar,
+    }
 
 
 def optimizer_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | str | None) -> torch.optim.Optimizer | None:

@@ -149,12 +149,9 @@ def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
     is_known = isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides and x.device.type == "cpu"
     if not is_known or isinstance(other, torch.Tensor) or x.dim() not in _CHANNELS_LAST or x.shape[0] != 1:
         return NotImplemented  # torch's rule applies
-    with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
-        result = operation(x, other, *rest, **kwargs)
-    if x.is_contiguous() or x.numel() == 0 or not x.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()]):
-        return result
-    with fake_mode:
-        return result.new_empty_strided(x.shape, x.stride())
+    is_as_it_is = x.is_contiguous() or x.numel() == 0 or not x.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()])
+    correct = _corrected(lambda y, *_: y if is_as_it_is else y.new_empty_strided(x.shape, x.stride()))
+    return correct(fake_mode, operation, x, other, *rest, **kwargs)
 
 
 def _view(fake_mode, operation, x, shape):
