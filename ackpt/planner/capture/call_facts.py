@@ -179,16 +179,16 @@ _CONTAINERS = list, tuple, dict, set, deque, SimpleNamespace
 
 Shared = tuple[tuple[int, int, int], ...]
 Names = tuple[tuple[str, bool], ...]
-Structure = tuple[tuple[type, Names, Names, tuple[tuple[str, int | None], ...]], ...]
+Structure = tuple[tuple[str, int, type, Names, Names, Names], ...]
 
 
 class ModelFacts:
     """The facts of a model, in a form that compares and hashes.
 
-    ``structure``: of every module its type, the names of its parameters and of its buffers, each with whether it is
-    None, and the names of its submodules with their indices in `modules`. ``tensors``: type, shape, strides, dtype,
-    device and ``requires_grad`` of every parameter and buffer; ``shared``: see `shared`. ``training``: of every module;
-    ``attributes``: from `ackpt.planner.capture.inspection.attributes`.
+    ``structure``: of every module its path, index in `modules` and type, and the names of its parameters, buffers and
+    submodules, each with whether it is None. ``tensors``: type, shape, strides, dtype, device and ``requires_grad`` of
+    every parameter and buffer; ``shared``: see `shared`. ``training``: of every module; ``attributes``: from
+    `ackpt.planner.capture.inspection.attributes`.
     """
 
     def __init__(self, modules: Collection[nn.Module]):
@@ -273,27 +273,23 @@ def _tensors(named: Iterable[Mapping[str, torch.Tensor | None]]) -> list[torch.T
 
 
 def _structure(modules: Collection[nn.Module]) -> Structure:
-    indices: dict[int, int] = {id(module): index for index, module in enumerate(modules)}
+    indices = {id(module): index for index, module in enumerate(modules)}
+    model = next(iter(modules))
     return tuple(
-        (
-            type(module),
-            _names(module._parameters),
-            _names(module._buffers),
-            tuple((name, indices.get(id(child))) for name, child in module._modules.items()),
-        )
-        for module in modules
+        (path, indices[id(each)], type(each), *map(_names, (each._parameters, each._buffers, each._modules)))
+        for path, each in model.named_modules(remove_duplicate=False)
     )
 
 
-def _names(tensors: Mapping[str, torch.Tensor | None]) -> Names:
-    return tuple((name, tensor is None) for name, tensor in tensors.items())
+def _names(named: Mapping[str, Any]) -> Names:
+    return tuple((name, value is None) for name, value in named.items())
 
 
 def _changed_module(was: Structure, now: Structure) -> tuple[str, str] | None:
     """What differs first between two structures, in words, and its name."""
     if was == now:
         return None
-    before, after = _by_path(was), _by_path(now)
+    before, after = ({path: facts for path, _, *facts, _ in each} for each in (was, now))
     for path in {**after, **before}:
         label = module_label(path)
         if path not in before or path not in after:
@@ -306,18 +302,6 @@ def _changed_module(was: Structure, now: Structure) -> tuple[str, str] | None:
         if old_names != new_names:
             return f"the names of the parameters or buffers of {label} changed", f"the names of {label}"
     return "the order or the sharing of submodules changed", "the order or the sharing of submodules"
-
-
-def _by_path(structure: Structure) -> dict[str, tuple[type, Names, Names]]:
-    """The type and the names of every module by its path; a shared one has several, its submodules have one."""
-    paths, found = {0: ""}, {"": structure[0][:3]}
-    for index, (*_, children) in enumerate(structure):
-        for name, child in children:
-            if child is not None:
-                path = f"{paths[index]}.{name}".lstrip(".")
-                paths.setdefault(child, path)
-                found[path] = structure[child][:3]
-    return found
 
 
 class _Sources:

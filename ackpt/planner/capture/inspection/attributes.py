@@ -128,15 +128,9 @@ class Snapshot:
         items = [item for item in _changed_items(self._container, self._copy) if self._counts(*item[1:])]
         if not items:
             return []
-        now = _copied(self._container)
+        now, of = _copied(self._container), id(self._container)
         changes = [
-            Change(
-                (id(self._container), key),
-                after,
-                self._refusal(key, before, after),
-                self._put(now, key),
-                self._put(self._copy, key),
-            )
+            Change((of, key), after, self._refusal(key, before, after), self._put(now, key), self._put(self._copy, key))
             for key, before, after in items
             if key not in self._derived
         ]

@@ -343,6 +343,7 @@ def _explained(error, model) -> TraceError:
     where, path = _of(frames), _module_of(error, model)
     module = f"module {path!r}" if path else "the model itself"
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    of_module: dict[str, Any] = {"module": path, "can_split": True}
     if isinstance(error, _LOOKS_AT_VALUES):
         inside = _in_torch(frames)
         if hook := _hook(error, frames, module):
@@ -360,8 +361,7 @@ def _explained(error, model) -> TraceError:
             "Control flow and shapes must not depend on values: move such code out of the model, or use "
             "ackpt.checkpoint on its blocks.",
             reason=f"{module} looks at the values of a tensor{where}{inside}",
-            module=path,
-            can_split=True,
+            **of_module,
         )
     if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
         return TraceError(
@@ -377,8 +377,7 @@ def _explained(error, model) -> TraceError:
             "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
             "the operation itself.",
             reason=f"{module} runs an operation without a fake kernel{where}",
-            module=path,
-            can_split=True,
+            **of_module,
         )
     if "version_counter for inference tensor" in reason:
         return not_repeated(
@@ -397,8 +396,7 @@ def _explained(error, model) -> TraceError:
             "torch.where, give a budget, with which the model is planned in parts, or use "
             "ackpt.apply_activation_checkpointing, which runs the model's own code.",
             reason=called,
-            module=path,
-            can_split=True,
+            **of_module,
         )
     if "backprop through mirrored meta" in reason:
         return TraceError(
@@ -409,6 +407,5 @@ def _explained(error, model) -> TraceError:
     return TraceError(
         f"the model fails when it is called like this{where}: {reason}",
         reason=f"{module} cannot be captured as it is{where}: {reason}",
-        module=path,
-        can_split=True,
+        **of_module,
     )
