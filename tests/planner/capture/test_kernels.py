@@ -520,7 +520,9 @@ def untracked(layer, layers):
 
 def test_an_lstm_under_no_grad_is_refused_or_planned_in_parts():
     model, x = untracked(nn.LSTM, 2), torch.randn(4, 10, 32)
-    with pytest.raises(ackpt.TraceError, match=r"runs under torch.no_grad\(\) at .*test_kernels.py:\d+.*requires_grad_"):
+    with pytest.raises(
+        ackpt.TraceError, match=r"runs under torch.no_grad\(\) at .*test_kernels.py:\d+.*requires_grad_"
+    ):
         ackpt.trace(model, x)
     assert_as_eager(model, ackpt.compile(model, x, budget="1GiB"), x)
 
