@@ -21,6 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from ackpt.checkpointing.closures import bound
 from ackpt.checkpointing.reachable import tensors_in
 from ackpt.core.errors import TraceError, warn
 
@@ -44,6 +45,7 @@ class Reads:
     def __init__(self, model: nn.Module, leaves):
         self._roots = model, [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         self._codes: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
+        self._closures: set[tuple[int, ...]] = set()  # ids of the code of functions that ran, and what they close over
         self._values: list[Value] = []
         self._watching: Any = None
         self.kept = Kept()
@@ -79,7 +81,9 @@ class Reads:
                 self._has_hooks = True
             if event != "call" or collecting > 0:
                 return
-            if id(code := frame.f_code) in seen:
+            if id(code := frame.f_code) in self._codes:
+                self._note_closure(frame)
+            if id(code) in seen:
                 return
             if code.co_name in _SEEDING and code.co_filename == _RANDOM:
                 if _is_by_model(frame):
@@ -91,6 +95,7 @@ class Reads:
                 self._codes[id(code)] = code, frame.f_globals
                 walk.enter(code, frame.f_globals)
                 walk.enter_closure(frame)
+                self._note_closure(frame)
 
         try:
             with on_every_call(called) as self._watching:
@@ -119,6 +124,11 @@ class Reads:
             keys = {change.key for change in changed}
             raise not_repeated(next((each for each in self._changed if each.key in keys), changed[0]).refusal)
         self._changed += changed
+
+    def _note_closure(self, frame: types.FrameType) -> None:
+        if closes_over(code := frame.f_code):
+            values = frame.f_locals
+            self._closures.add((id(code), *(id(values.get(name)) for name in code.co_freevars)))
 
     def refuse_new_generators(self, module: torch.fx.GraphModule) -> None:
         """Refuse a captured `module` that draws from a generator of the forward's own: every step would draw on."""
@@ -208,13 +218,17 @@ class Reads:
         if self.has_checkpoints:
             warn_of_checkpoints()
         walk = self._walk()
-        walk.close_over(functions_of([code for code, _ in self._codes.values() if closes_over(code)]))
+        for function in functions_of([code for code, _ in self._codes.values() if closes_over(code)]):
+            values = (cell.cell_contents if bound(cell) else None for cell in function.__closure__ or ())
+            if (id(function.__code__), *map(id, values)) in self._closures:  # others have the code, but did not run
+                walk.close_over([function])
         self._values = list(walk.values.values())
         for value in self._values:
             value.original = value.owner = None
         self.kept.finish()
         self._changed.clear()
         self._codes.clear()
+        self._closures.clear()
 
     def are_same(self) -> bool:
         """Whether all values are the same as at the end of the capture."""
