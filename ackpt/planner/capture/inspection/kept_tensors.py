@@ -202,24 +202,23 @@ def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool
 
 def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
     """A function that returns whether `holder` still has those of `items` that it has now; a capture keeps them."""
+    names: Iterable[Any] = ()
+    get: Callable[[Any], Any] = lambda name: getattr(holder, name, None)  # noqa: E731
     if isinstance(holder, dict):
         if "joint" in holder and "held" in holder:  # an earlier capture
             return None
-        keys = [(key, id(value)) for key, value in holder.items() if items.get(id(value)) is value]
-        return lambda: all(id(holder.get(key)) == was for key, was in keys)
-    if isinstance(holder, (list, deque)):
-        places = [(at, id(value)) for at, value in enumerate(holder) if items.get(id(value)) is value]
-        return lambda: all(at < len(holder) and id(holder[at]) == was for at, was in places)
-    if isinstance(holder, types.CellType):
-        name = "cell_contents"
+        names, get = [*holder], holder.get
+    elif isinstance(holder, (list, deque)):
+        names, get = range(len(holder)), lambda at: holder[at] if at < len(holder) else None
+    elif isinstance(holder, types.CellType):
+        names = ("cell_contents",)
     elif isinstance(holder, types.FunctionType):
-        name = "__defaults__"
-    else:
+        names = ("__defaults__",)
+    elif not isinstance(holder, (type, CACHED)):
         slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
-        names = {*getattr(holder, "__dict__", ()), *slots} if not isinstance(holder, (type, CACHED)) else ()
-        name = next((name for name in names if id(getattr(holder, name, None)) in items), "")
-    was = id(getattr(holder, name, None)) if name else None
-    return (lambda: id(getattr(holder, name, None)) == was) if was in items else None
+        names = {*getattr(holder, "__dict__", ()), *slots}
+    were = [(name, id(value)) for name in names if items.get(id(value := get(name))) is value and value is not None]
+    return (lambda: all(id(get(name)) == was for name, was in were)) if were else None
 
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)

@@ -319,7 +319,7 @@ class _Tripwire:
     def __init__(self, of, refused: list[str], label: str):
         self.of, self._refused, self._label, self._thread = of, refused, label, threading.get_ident()
 
-    def _used(self):
+    def _used(self) -> Any:
         # For each frame that Dynamo sees, as in torch.cond, its ``eval_frame_cpp.cpp`` gets and sets Python's state.
         name = self.of.__name__ if type(self.of) is types.MethodType else ""
         is_dynamos = name in ("getstate", "setstate") and name not in sys._getframe(2).f_code.co_names
@@ -334,12 +334,10 @@ class _Tripwire:
         raise not_repeated(self._refused[-1])
 
     def __iter__(self) -> Any:
-        used: Any = self._used()
-        return iter(used)
+        return iter(self._used())
 
     def __next__(self) -> Any:
-        used: Any = self._used()
-        return next(used)
+        return next(self._used())
 
     def __call__(self, *args, **kwargs):
         return self._used()(*args, **kwargs)
