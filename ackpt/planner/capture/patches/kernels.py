@@ -30,34 +30,34 @@ LOCK = threading.RLock()  # torch's tables and settings are the process's
 @contextlib.contextmanager
 def true_results(fake_mode=None):
     """Inside, operations on fake tensors return the dtypes and storages of the kernels; `fake_mode`: of the inputs."""
-    with LOCK, _rules([_OURS] * 2), mock.patch.object(prims, "utils", _Utils(_UTILS.__name__)), exact_cache(fake_mode):
+    ours = [(table, operation, rule) for table in _TABLES for operation, rule in _OURS.items()]
+    with LOCK, replaced(ours), mock.patch.object(prims, "utils", _Utils(_UTILS.__name__)), exact_cache(fake_mode):
         yield
 
 
 @contextlib.contextmanager
-def _rules(rules):
-    """Inside, torch's tables have these rules for operations, or none where one is None; one dict for each table."""
-    were = [{operation: table.get(operation) for operation in new} for table, new in zip(_TABLES, rules)]
-    _put(rules)
+def replaced(entries):
+    """Inside, ``table[key]`` is `value` for each of these ``(table, key, value)``, and absent where it is None."""
+
+    def put(entries):
+        for table, key, value in entries:
+            table.pop(key, None)
+            if value is not None:
+                table[key] = value
+
+    were = [(table, key, table.get(key)) for table, key, _ in entries]
+    put(entries)
     try:
         yield
     finally:
-        _put(were)
-
-
-def _put(rules) -> None:
-    for table, new in zip(_TABLES, rules):
-        for operation, rule in new.items():
-            table.pop(operation, None)
-            if rule is not None:
-                table[operation] = rule
+        put(were)
 
 
 def _corrected(correct, devices=("cpu",)):
     """A rule for operations on these devices: ``correct(results, *args)`` of the results of torch's own rule."""
 
     def rule(fake_mode, operation, *args, **kwargs):
-        with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
+        with replaced(_TORCHS[operation]), fake_mode:
             results = operation(*args, **kwargs)
             return correct(results, *args) if args[0].device.type in devices else results
 
@@ -156,7 +156,7 @@ def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
 
 def _view(fake_mode, operation, x, shape):
     """Torch's rule gives dimensions of size 1 other strides than the kernel, and with them another memory format."""
-    rule = _TORCHS[0][operation]
+    _, _, rule = _TORCHS[operation][0]
     assert rule is not None
     result = rule(fake_mode, operation, x, shape)
     if x._has_symbolic_sizes_strides or result._has_symbolic_sizes_strides or not x.numel():
@@ -298,7 +298,7 @@ _OURS = {
 }
 # Rules go into both: torch may decompose an operation without one in `meta_table` before it looks into the other.
 _TABLES = fake_impls.op_implementations_dict, meta_table
-_TORCHS = [{operation: table.get(operation) for operation in _OURS} for table in _TABLES]
+_TORCHS = {operation: [(table, operation, table.get(operation)) for table in _TABLES] for operation in _OURS}
 
 
 # Elementwise results where an order of dimensions is not unique: a tensor of images with one pixel or one channel is

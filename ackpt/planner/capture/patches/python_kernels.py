@@ -20,6 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .kernels import replaced
+
 aten = torch.ops.aten
 _KEYS = _KEY, _AUTOGRAD = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd
 
@@ -27,20 +29,14 @@ _KEYS = _KEY, _AUTOGRAD = torch._C.DispatchKey.CompositeImplicitAutograd, torch.
 @contextlib.contextmanager
 def put(kernels):
     """Inside, captures compute ``{(operation, dispatch key): function}`` by the function; None: by C++, as in eager."""
-    were = {(operation, key): operation.py_kernels.get(key) for operation, key in kernels}
-    _put(kernels)
     try:
-        yield
+        with replaced([(operation.py_kernels, key, kernel) for (operation, key), kernel in kernels.items()]):
+            for operation, _ in kernels:
+                operation._dispatch_cache.clear()
+            yield
     finally:
-        _put(were)
-
-
-def _put(kernels) -> None:
-    for (operation, key), kernel in kernels.items():
-        operation.py_kernels.pop(key, None)
-        if kernel is not None:
-            operation.py_kernels[key] = kernel
-        operation._dispatch_cache.clear()
+        for operation, _ in kernels:
+            operation._dispatch_cache.clear()
 
 
 # Weights are cast once per autocast region, as in eager mode; torch's capture casts them at every use. The gradients of
@@ -66,14 +62,10 @@ def is_weight(tensor) -> bool:
 
 
 def cast_once(*traced: torch.Tensor) -> None:
-    """From here to `stop_casting_once`, autocast casts once each of the traced tensors that represent weights."""
-    stop_casting_once()
-    _weights.update({id(tensor): tensor for tensor in traced})
-
-
-def stop_casting_once() -> None:
+    """From here to the next call, autocast casts once each of the traced tensors that represent weights."""
     _weights.clear()
     _made.clear()
+    _weights.update({id(tensor): tensor for tensor in traced})
 
 
 @contextlib.contextmanager
@@ -82,7 +74,7 @@ def casting_once(traced):
     try:
         yield
     finally:
-        stop_casting_once()
+        cast_once()
 
 
 def _to(x, dtype, *args, **kwargs):
@@ -374,4 +366,4 @@ def eager_kernels():
             yield
     finally:
         torch.clear_autocast_cache = clear
-        stop_casting_once()
+        cast_once()
