@@ -155,7 +155,7 @@ def eager_graph(graph: JointGraph) -> JointGraph:
 #
 # Torch: functionalization keeps the strides of the functional result (``aten/src/ATen/FunctionalTensorWrapper.cpp``);
 # loops are in ``aten/src/ATen/native/cpu/Loops.h``. Versions: 2.11 to 2.13.
-# Test: ``tests/planner/capture/test_in_place.py``.
+# Test: ``tests/planner/capture/test_eager.py``.
 _LOOP_BYTES = 128  # a multiple of the bytes of one iteration of a vectorized loop, two registers of at most 64 bytes
 # The same bits in a vectorized loop and in one over single elements, whatever the strides. Not: a * b + c, which one
 # of them rounds once, and functions such as exp.
