@@ -81,8 +81,8 @@ class Reads:
                 self._has_hooks = True
             if event != "call" or collecting > 0:
                 return
-            if id(code := frame.f_code) in self._codes:
-                self._note_closure(frame)
+            if id(code := frame.f_code) in self._codes and closes_over(code):
+                self._closures.add(walk.closure_of(frame))
             if id(code) in seen:
                 return
             if code.co_name in _SEEDING and code.co_filename == _RANDOM:
@@ -94,8 +94,8 @@ class Reads:
             if is_of_model(code.co_filename) and code.co_name != "<module>":
                 self._codes[id(code)] = code, frame.f_globals
                 walk.enter(code, frame.f_globals)
+                self._closures.add(walk.closure_of(frame))
                 walk.enter_closure(frame)
-                self._note_closure(frame)
 
         try:
             with on_every_call(called) as self._watching:
@@ -124,11 +124,6 @@ class Reads:
             keys = {change.key for change in changed}
             raise not_repeated(next((each for each in self._changed if each.key in keys), changed[0]).refusal)
         self._changed += changed
-
-    def _note_closure(self, frame: types.FrameType) -> None:
-        if closes_over(code := frame.f_code):
-            values = frame.f_locals
-            self._closures.add((id(code), *(id(values.get(name)) for name in code.co_freevars)))
 
     def refuse_new_generators(self, module: torch.fx.GraphModule) -> None:
         """Refuse a captured `module` that draws from a generator of the forward's own: every step would draw on."""

@@ -116,6 +116,7 @@ class Walk:
         self.refused: list[str] = []
         self._generators: dict[int, tuple[TorchStream, str, Any, Any]] = {}
         self._wires: list[tuple[Any, Any, Any, Any]] = []
+        self._ids: dict[int, int] = {}  # of items, by those of the wires in their places
         self._armed: list[_Tripwire] = []
         if runs:
             self._guard_module(random, "Python's module random")
@@ -173,6 +174,12 @@ class Walk:
         if any(map(_advances, closed_over.values())):
             self.close_over(functions_of([frame.f_code]))
             _ = frame.f_locals  # before Python 3.13, what was read last is written back after a trace function
+
+    def closure_of(self, frame: types.FrameType) -> tuple[int, ...]:
+        """The ids of the code that starts to run in `frame` and of what it closes over."""
+        values, names = frame.f_locals, frame.f_code.co_freevars
+        ids = (id(values.get(name)) for name in names)
+        return id(frame.f_code), *(self._ids.get(each, each) for each in ids)
 
     def close_over(self, functions: list[types.FunctionType]) -> None:
         """Record what these functions close over."""
@@ -251,6 +258,7 @@ class Walk:
         is_tuple = type(item) is tuple
         wire = tuple(wired(each) if _advances(each) else each for each in item) if is_tuple else wired(item)
         self._wires.append((container, key, item, wire))
+        self._ids[id(wire)] = id(item)
         container[key] = wire
 
     def drawn_from(self) -> list[str]:
