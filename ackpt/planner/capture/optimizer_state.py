@@ -288,7 +288,6 @@ class OutsideLoss:
     """``function(outputs, batch)``, the loss of a training loop, and what it adds to the step of a model.
 
     It runs once at each size; a batch of other sizes than `batch` has those by which the outputs differ.
-    ``step_bytes``: the peak of its forward and backward beyond outputs and batch. ``held_bytes``: of the loss itself.
     """
 
     def __init__(self, function: Callable[[Any, Any], torch.Tensor], batch: Any, inputs: Any):
@@ -301,8 +300,6 @@ class OutsideLoss:
         targets = [each for each in tensors if isinstance(each, torch.Tensor) and id(each) not in given]
         storages = {each._cdata: each.nbytes() for each in map(torch.Tensor.untyped_storage, targets)}
         self.target_bytes: int = sum(storages.values())
-        self.step_bytes: int = 0
-        self.held_bytes: int = 0
         self._shapes: list[tuple[int, ...]] = []  # of the outputs that go with `batch`
 
     def counted(self, graph: JointGraph, outputs: Callable[[Sequence[Any]], Any]) -> JointGraph:
@@ -314,8 +311,7 @@ class OutsideLoss:
         batch = tree_map(lambda leaf: _resized(leaf, sizes), self.batch)
         ratio = sum(map(math.prod, shapes)) / max(1, sum(map(math.prod, self._shapes or shapes)))
         step, held = _bytes_of(self.function, outputs, values, batch, graph.on_cpu)
-        if not self._shapes:
-            self.step_bytes, self.held_bytes, self._shapes = step, held, shapes
+        self._shapes = self._shapes or shapes
         return dataclasses.replace(
             graph,
             outside_loss_bytes=step,
