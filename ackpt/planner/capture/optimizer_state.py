@@ -307,11 +307,11 @@ class OutsideLoss:
         fx = graph.analysis.fx
         values = [None if node is None else fx[node].meta["val"] for node in graph.analysis.outputs]
         shapes = [tuple(each.shape) for each in values if isinstance(each, torch.Tensor)]
-        sizes = dict(zip(chain(*(self._shapes or shapes)), chain(*shapes)))
-        batch = tree_map(lambda leaf: _resized(leaf, sizes), self.batch)
-        ratio = sum(map(math.prod, shapes)) / max(1, sum(map(math.prod, self._shapes or shapes)))
-        step, held = _bytes_of(self.function, outputs, values, batch, graph.on_cpu)
         self._shapes = self._shapes or shapes
+        sizes = dict(zip(chain(*self._shapes), chain(*shapes)))
+        batch = tree_map(lambda leaf: _resized(leaf, sizes), self.batch)
+        ratio = sum(map(math.prod, shapes)) / max(1, sum(map(math.prod, self._shapes)))
+        step, held = _bytes_of(self.function, outputs, values, batch, graph.on_cpu)
         return dataclasses.replace(
             graph,
             outside_loss_bytes=step,

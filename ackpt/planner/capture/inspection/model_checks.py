@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import numpy
 import torch
@@ -247,14 +246,19 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
             "which a captured step would not run. Use torch.nn.utils.parametrizations, pass nn.Sequential(model)"
         )
     require_no_arrays(args, kwargs)
-    for name, leaf in named_leaves(args, kwargs):
-        if is_tensor(leaf) and (attributes := public_attributes(leaf)):
+    arguments = [
+        (f"argument {name}", leaf) for name, leaf in named_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)
+    ]
+    for name, tensor in arguments:
+        if attributes := public_attributes(tensor):
             raise not_repeated(
-                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a captured step would "
-                "not see. Pass its value as an argument of its own"
+                f"{name} is a tensor with a Python attribute {attributes[0]!r}, which a captured step would not see. "
+                "Pass its value as an argument of its own"
             )
+    parameters = [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
+    buffers = [(f"buffer {name!r}", tensor) for name, tensor in model.named_buffers()]
     types = set()
-    for name, tensor in _named(model, args, kwargs):
+    for name, tensor in (*parameters, *buffers, *arguments):
         if tensor.is_nested:
             raise TraceError(
                 f"a nested tensor cannot be planned: give a padded one for {name}, by tensor.to_padded_tensor(0.0)"
@@ -301,10 +305,3 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
         f"{name} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor, whose type and attributes a "
         f"captured step would lose. {fix}"
     )
-
-
-def _named(model: nn.Module, args, kwargs) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of every parameter and buffer of the model and of every tensor among the arguments."""
-    yield from ((f"parameter {name!r}", tensor) for name, tensor in model.named_parameters())
-    yield from ((f"buffer {name!r}", tensor) for name, tensor in model.named_buffers())
-    yield from ((f"argument {name}", leaf) for name, leaf in named_leaves(args, kwargs) if is_tensor(leaf))
