@@ -33,7 +33,7 @@ PYTEST = ["-n", "2", "--dist", "loadfile"]  # a worker for each core of the smal
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
     checkpointing offloading metering
-    planner/capture/test_capture.py planner/capture/test_gradients.py planner/capture/test_in_place.py
+    planner/capture/test_capture.py planner/capture/test_trace.py planner/capture/test_eager.py
     planner/costs/test_profile.py planner/policies/test_chain_table.py experiments/test_chen.py
     experiments/test_ilp.py experiments/test_revolve.py
     planner/policies/test_rotor.py planner/schedule/test_plan.py planner/schedule/test_rewrite.py

@@ -18,7 +18,7 @@ from ackpt.core.errors import did_you_mean, warn
 from ackpt.planner.capture.inspection.calls import as_trainer_calls, call_arguments
 from ackpt.planner.capture.inspection.model_checks import forward_names, is_sharded
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.outside_loss import OutsideLoss, inputs_of
+from ackpt.planner.capture.optimizer_state import OutsideLoss, inputs_of
 from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import Profile

@@ -24,9 +24,8 @@ from ackpt.planner.capture.inspection.model_checks import (
     positional_names,
 )
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, loop_with
-from ackpt.planner.capture.outputs import check_differentiate, check_outputs
-from ackpt.planner.capture.outside_loss import OutsideLoss
+from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, OutsideLoss, loop_with
+from ackpt.planner.capture.outputs import check_choices
 from ackpt.planner.costs.devices import Device
 from ackpt.planner.costs.profiles import rates
 from ackpt.planner.policies import Policy, check_policy, name_of, options_of
@@ -101,8 +100,7 @@ class Request:
         dynamic_limit(self.budget, 0, 0)  # refuses an invalid budget
         if added_share(self.slowdown) is not None:
             self._check_slowdown()
-        check_differentiate(self.differentiate)
-        check_outputs(self.outputs)
+        check_choices(self.differentiate, self.outputs)
         if self.on_plan is not None and not callable(self.on_plan):
             raise TypeError(f"on_plan must be a function of a plan, got {type(self.on_plan).__name__}")
         if self.compiler not in COMPILERS:

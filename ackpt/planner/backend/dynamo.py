@@ -30,8 +30,8 @@ from ackpt.core.errors import BudgetError, TraceError
 from ackpt.planner.capture.inspection.outside_values import warn_of_checkpoints
 from ackpt.planner.capture.outputs import no_gradient, without_gradient
 from ackpt.planner.capture.patches.eager_settings import like_eager
-from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight, stop_casting_once
-from ackpt.planner.capture.tracing import joint_graph
+from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight
+from ackpt.planner.capture.tracing import described_graph, prepared
 from ackpt.planner.choose import check_runs, default_profile, plan_by_policy
 from ackpt.planner.costs.profiles import default_rates, fused
 from ackpt.planner.request import Request
@@ -122,7 +122,7 @@ def backend(
         with gm.graph.inserting_after(placeholders[-1]):
             gm.graph.call_function(cast_once, tuple(weights))
         with gm.graph.inserting_before(output):
-            gm.graph.call_function(stop_casting_once)
+            gm.graph.call_function(cast_once)
     gm.recompile()
     # A cached step would contain the plan of another budget.
     with like_eager(detect_fake_mode(example_inputs)), functorch_config.patch(enable_autograd_cache=False):
@@ -184,7 +184,8 @@ class _Partition(CustomPartitionerFn):
         again = FakeTensorProp(joint, detect_fake_mode(joint_inputs))
         with torch.no_grad():
             again.propagate_dont_convert_inputs(*tree_leaves(joint_inputs))  # inputs, tangents
-        graph = joint_graph(joint, replays_random=False)
+        prepared(joint)
+        graph = described_graph(joint, replays_random=False)
         self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
         use = self.request
         try:

@@ -35,7 +35,7 @@ from ackpt.metering.resident import inner_tensors, tensor_at
 from ackpt.metering.without_data.packed_sequences import found_packed
 
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
-from .inspection.attributes import arguments_unchanged, every_module, tensor_attributes
+from .inspection.attributes import arguments_unchanged, tensor_attributes
 from .inspection.branches import Branch, Branches
 from .inspection.calls import described
 from .inspection.kept_tensors import OF_SHAPES, Held, HoldsTensors, places
@@ -51,8 +51,7 @@ from .inspection.outside_values import Reads, in_own_context
 from .inspection.source_lines import Where, explained, not_repeated, saving_hooks_refused
 from .outputs import (
     Withheld,
-    check_differentiate,
-    check_outputs,
+    check_choices,
     flatten_outputs,
     no_gradient,
     refuse_overlaps,
@@ -107,8 +106,7 @@ class Capture:
 
     def other_branch(self, leaves: Sequence[Any]) -> Branch | None:
         """The first branch that the model takes otherwise in such a call."""
-        number = _plain if self.symbols is None else self.symbols.number
-        return next((branch for branch in self.branches if not branch.holds(leaves, number)), None)
+        return next((branch for branch in self.branches if not branch.holds(leaves, self.symbols)), None)
 
     @property
     def tangents(self) -> list[torch.Tensor]:
@@ -159,11 +157,6 @@ class Capture:
 
 def _facts_of(tensors: Sequence[torch.Tensor]) -> list[tuple]:
     return [(tensor_facts(tensor), tensor_attributes(tensor)) for tensor in tensors]
-
-
-def _plain(size, leaves):
-    """A size of a capture without symbols."""
-    return size
 
 
 @dataclass(frozen=True)
@@ -227,9 +220,6 @@ class _Forward:
                 )
         self._attributes.clear()
 
-    def modes(self):
-        return self.held.modes()
-
     def __call__(self, tensors):
         call = self.call
         call.reads.start()
@@ -251,8 +241,7 @@ class _Forward:
         once = casting_once(weights if self._casts_once else ())
         same_arguments = arguments_unchanged([*args, *kwargs.values()])
         given = {at: tensor for at, tensor in zip(places, tensors) if call.values and at not in call.numbers}
-        number = _plain if call.symbols is None else call.symbols.number
-        branches = Branches(call.values, given, number, held.traced)
+        branches = Branches(call.values, given, call.symbols, held.traced)
         with same_arguments, _stores_none(own[len(pairs) :]) as returned, once, held, held.in_functions():
             anomaly = mock.patch.object(torch, "is_anomaly_enabled", lambda: self._is_anomaly_enabled)
             with found_packed(), anomaly, call.reads.watched(call.leaves):
@@ -358,8 +347,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
     Inside, the state of torch for captures stays active, and so does the arithmetic of symbols: make its graph there.
     `dynamic`: the dimensions whose sizes become symbols. The caller holds `CAPTURING`.
     """
-    check_differentiate(differentiate)
-    check_outputs(outputs)
+    check_choices(differentiate, outputs)
     stage("capturing the step")
     leaves, arguments = tree_flatten((args, kwargs))
     if not any(tensor.requires_grad for tensor in (*model.parameters(), *filter(is_tensor, leaves))):
@@ -401,7 +389,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
                 raise
             reason = error.reason or f"the capture of the model as it is fails ({error})"
             try:
-                with _compiling():
+                with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
                     captured = _stable(stack, replace(call, reason=reason))
             except TraceError as again:
                 if str(again) == str(error):
@@ -415,8 +403,9 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
                 ) from error
         if not captured.has_data:
             captured.reads.undo()  # what the model's code keeps is real, but what it would keep is not
-        if captured.reason:
-            _warn_of_compiling(model, captured.reason)
+        if captured.reason and captured.reason not in _WARNED.setdefault(model, set()):
+            _WARNED[model].add(captured.reason)  # once: a model may have many captures
+            warn(f"The model was {compiling_note(captured.reason)}.")
         captured.reads.finish()
         _drop_weak_references(captured.joint.graph_module)
         yield captured
@@ -432,10 +421,7 @@ def _drop_weak_references(graph_module) -> None:
 
 
 def _stable(stack, call: _Call) -> Capture:
-    """A capture that also holds for later calls: a second one if the first call changes values that the code reads.
-
-    The first call may, for example, fill a cache or set an attribute.
-    """
+    """A capture that holds for later calls, too: a second one if the first call changes what the code reads."""
     reads = call.reads
     try:
         with contextlib.ExitStack() as first:
@@ -446,7 +432,7 @@ def _stable(stack, call: _Call) -> Capture:
             computed = _computed(captured, reads.kept.alive())
         with reads.after_first_call(contextlib.nullcontext() if call.has_data else call.fake_mode) as refused:
             captured = _captured(stack, call)
-            inputs = captured.inputs(every_module(call.model), call.leaves)
+            inputs = captured.inputs(dict(call.model.named_modules()), call.leaves)
             if _computed(captured, reads.kept.given) != computed or _writes(captured, inputs, reads.kept.given):
                 raise refused
         return captured
@@ -508,7 +494,7 @@ def _exported(stack, call: _Call, held) -> Capture:
     flat, given = _Flat(call, held), given_places(call.leaves)
     forward = flat._ackpt_forward
     tensors = tuple(call.leaves[index] for index in given)
-    with contextlib.ExitStack() as inner, forward.where, call.reads.watched_backward(forward.modes):
+    with contextlib.ExitStack() as inner, forward.where, call.reads.watched_backward(lambda: forward.held.modes()):
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
     forward.require_same_attributes()
@@ -528,23 +514,6 @@ _SHARED = tuple({each.name for each in fields(Capture)} & {each.name for each in
 _WARNED: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def _compiling():
-    """Make ``torch.compiler.is_compiling()`` return True inside; models check it before they read tensor values."""
-    was, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = was
-
-
 def compiling_note(reason: str) -> str:
     """The note in a plan from a capture as ``torch.compile`` runs the model; `reason`: why."""
     return f"captured as torch.compile runs it, because {reason}; the model's own step may differ"
-
-
-def _warn_of_compiling(model: torch.nn.Module, reason: str) -> None:
-    """Warn about such a capture, once per model and reason: a model may have many captures."""
-    if reason not in _WARNED.setdefault(model, set()):
-        _WARNED[model].add(reason)
-        warn(f"The model was captured as torch.compile runs it, because {reason}; the model's own step may differ.")

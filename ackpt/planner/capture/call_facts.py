@@ -1,9 +1,7 @@
 """The key by which captures are looked up: everything about a call and its model that a capture depends on.
 
-Reading the properties of a model takes long. `WatchedModel` compares instead, in flat lists, the objects that the facts
-were read from with what these were: by identity where a value cannot change in place. In most steps not even that: as
-the guards of torch.compile do, it compares the versions of dicts, which count their changes, and the tensors in one
-call in C++.
+Reading the properties of a model takes long. `WatchedModel` does so only if something has changed: as the guards of
+torch.compile do, it compares the versions of dicts, which count their changes, and the tensors in one call in C++.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import is_, itemgetter
+from operator import is_
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,10 +32,8 @@ from .inspection.attributes import (
     attributes,
     changed_attribute,
     comparable,
-    every_module,
     is_constant,
     plain,
-    tensor_attributes,
 )
 from .inspection.model_checks import is_tensor, public_attributes, require_no_arrays, tensor_facts
 from .inspection.value_walk import module_label
@@ -183,16 +179,16 @@ _CONTAINERS = list, tuple, dict, set, deque, SimpleNamespace
 
 Shared = tuple[tuple[int, int, int], ...]
 Names = tuple[tuple[str, bool], ...]
-Structure = tuple[tuple[type, Names, Names, tuple[tuple[str, int | None], ...]], ...]
+Structure = tuple[tuple[str, int, type, Names, Names, Names], ...]
 
 
 class ModelFacts:
     """The facts of a model, in a form that compares and hashes.
 
-    ``structure``: of every module its type, the names of its parameters and of its buffers, each with whether it is
-    None, and the names of its submodules with their indices in `modules`. ``tensors``: type, shape, strides, dtype,
-    device and ``requires_grad`` of every parameter and buffer; ``shared``: see `shared`. ``training``: of every module;
-    ``attributes``: from `ackpt.planner.capture.inspection.attributes`.
+    ``structure``: of every module its path, index in `modules` and type, and the names of its parameters, buffers and
+    submodules, each with whether it is None. ``tensors``: type, shape, strides, dtype, device and ``requires_grad`` of
+    every parameter and buffer; ``shared``: see `shared`. ``training``: of every module; ``attributes``: from
+    `ackpt.planner.capture.inspection.attributes`.
     """
 
     def __init__(self, modules: Collection[nn.Module]):
@@ -212,11 +208,7 @@ class ModelFacts:
         return self is other or (self._hash == other._hash and self._facts == other._facts)
 
     def change_since(self, before: ModelFacts, modules: Mapping[str, nn.Module]) -> tuple[str, str] | None:
-        """The first module or attribute that differs from the facts `before`; `modules` are the model's by their paths.
-
-        Returns:
-            What changed, in words, and its name; None if no module and no attribute did.
-        """
+        """What differs first from the facts `before`, in words, and its name, or None; `modules`: by their paths."""
         change = _changed_module(before.structure, self.structure)
         return change or changed_attribute(modules, before.attributes, self.attributes)
 
@@ -234,7 +226,10 @@ class WatchedModel:
     def facts(self) -> ModelFacts:
         """The facts of the model now; `modules` and `storages` are then current, too."""
         if not self._is_current():
+            before = self._facts
             self._read()
+            if self._facts == before:  # which callers compare by identity first
+                self._facts = before
         return self._facts
 
     def own_tensors(self) -> list[torch.Tensor]:
@@ -242,7 +237,7 @@ class WatchedModel:
         return _tensors(self._named)
 
     def _read(self) -> None:
-        self.modules = every_module(self.model)
+        self.modules = dict(self.model.named_modules())
         modules = self.modules.values()
         for path, module in self.modules.items():
             if path and in_place_of(module) is not None:
@@ -252,24 +247,16 @@ class WatchedModel:
                     "on one of the two."
                 )
         self._facts, self._named = ModelFacts(modules), _named(modules)
-        self._attributes = list(map(tensor_attributes, self.own_tensors()))
-        self.storages, self._guards = storages(self.own_tensors()), _guards(self.own_tensors())
-        self._sources = _Sources(modules) if all(map(_has_dicts, modules)) else None
-        if self._sources is not None:
-            self._sources.watch(self.own_tensors())
+        own = self.own_tensors()
+        self.storages, self._guards = storages(own), _guards(own)
+        # Scripted modules have no such dicts.
+        is_python = all(isinstance(vars(module).get(name), dict) for module in modules for name in _DICTS)
+        self._sources = _Sources(modules, own) if is_python else None
 
     def _is_current(self) -> bool:
-        modules, facts, sources = self.modules.values(), self._facts, self._sources
-        if sources is None or not sources.are_same(modules):
+        if self._sources is None or not self._sources.are_same(self.modules.values()):
             return False
-        own = self.own_tensors()
-        if sources.are_touched:
-            if [module.training for module in modules] != facts.training or _facts(own) != facts.tensors:
-                return False
-            if list(map(tensor_attributes, own)) != self._attributes:
-                return False
-            self._guards, sources.are_touched = _guards(own), False
-            sources.watch(own)
+        own, facts = self.own_tensors(), self._facts
         if not (self._guards.check(*own) if self._guards else _facts(own) == facts.tensors):
             return False
         return storages(own) == self.storages and (not facts.shared or shared(own) == facts.shared)
@@ -286,27 +273,23 @@ def _tensors(named: Iterable[Mapping[str, torch.Tensor | None]]) -> list[torch.T
 
 
 def _structure(modules: Collection[nn.Module]) -> Structure:
-    indices: dict[int, int] = {id(module): index for index, module in enumerate(modules)}
+    indices = {id(module): index for index, module in enumerate(modules)}
+    model = next(iter(modules))
     return tuple(
-        (
-            type(module),
-            _names(module._parameters),
-            _names(module._buffers),
-            tuple((name, indices.get(id(child))) for name, child in module._modules.items()),
-        )
-        for module in modules
+        (path, indices[id(each)], type(each), *map(_names, (each._parameters, each._buffers, each._modules)))
+        for path, each in model.named_modules(remove_duplicate=False)
     )
 
 
-def _names(tensors: Mapping[str, torch.Tensor | None]) -> Names:
-    return tuple((name, tensor is None) for name, tensor in tensors.items())
+def _names(named: Mapping[str, Any]) -> Names:
+    return tuple((name, value is None) for name, value in named.items())
 
 
 def _changed_module(was: Structure, now: Structure) -> tuple[str, str] | None:
     """What differs first between two structures, in words, and its name."""
     if was == now:
         return None
-    before, after = _by_path(was), _by_path(now)
+    before, after = ({path: facts for path, _, *facts, _ in each} for each in (was, now))
     for path in {**after, **before}:
         label = module_label(path)
         if path not in before or path not in after:
@@ -321,83 +304,28 @@ def _changed_module(was: Structure, now: Structure) -> tuple[str, str] | None:
     return "the order or the sharing of submodules changed", "the order or the sharing of submodules"
 
 
-def _by_path(structure: Structure) -> dict[str, tuple[type, Names, Names]]:
-    """The type and the names of every module by its path; a shared one has several, its submodules have one."""
-    paths, found = {0: ""}, {"": structure[0][:3]}
-    for index, (*_, children) in enumerate(structure):
-        for name, child in children:
-            if child is not None:
-                path = f"{paths[index]}.{name}".lstrip(".")
-                paths.setdefault(child, path)
-                found[path] = structure[child][:3]
-    return found
-
-
 class _Sources:
-    """The objects from which the facts of modules were read, except for what their tensors are like.
+    """The dicts from which the facts of modules were read, and the containers in their attributes."""
 
-    ``are_touched``: whether a dict has changed since the last comparison that found them the same, perhaps to and fro.
-    """
-
-    def __init__(self, modules: Collection[nn.Module]):
+    def __init__(self, modules: Collection[nn.Module], tensors: Iterable[torch.Tensor]):
         self._types = list(map(type, modules))
-        self._namespaces = [vars(module) for module in modules]
-        self._names = list(map(tuple, self._namespaces))
-        self._getters: list[Callable[[dict], tuple]] = []  # of the values that cannot change in place
-        self._compared: list[tuple[dict[str, Any], str, Any]] = []  # containers, tensors and callables
-        self._ignored: list[tuple[dict[str, Any], str, type]] = []  # objects, of which the type matters alone
-        for namespace in self._namespaces:
-            constant: list[str] = list(_DICTS)
-            for name, value in namespace.items():
-                if name in OF_EVERY_MODULE:
-                    continue
-                if is_constant(value):
-                    constant.append(name)
-                elif (was := comparable(value)) is not None or isinstance(value, _CONTAINERS):
-                    self._compared.append((namespace, name, was))
-                else:
-                    self._ignored.append((namespace, name, type(value)))
-            self._getters.append(itemgetter(*constant))
-        self._constants = list(chain.from_iterable(self._values()))
+        self._namespaces = list(map(vars, modules))
         dicts = [namespace[name] for namespace in self._namespaces for name in _DICTS]
         self._empty = [each for each in dicts if not each]
-        self._filled = [each for each in dicts if each]
-        self._keys = list(map(tuple, self._filled))
-        self._absent = [(each, name) for each in self._filled for name, value in each.items() if value is None]
-        self._parents = [namespace["_modules"] for namespace in self._namespaces if namespace["_modules"]]
-        self._children = list(chain.from_iterable([each.values() for each in self._parents]))
-        self.are_touched = False
-
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Watch the attributes of `tensors`, the parameters and buffers, from here on."""
-        self._dicts = [*self._namespaces, *self._filled, *map(vars, tensors)]
+        self._dicts = [*self._namespaces, *filter(None, dicts), *map(vars, tensors)]
         self._versions = list(map(dict_version, self._dicts))
+        items = chain.from_iterable(map(dict.items, self._namespaces))
+        values = [value for name, value in items if name not in OF_EVERY_MODULE and isinstance(value, _CONTAINERS)]
+        self._containers = [(value, comparable(value)) for value in values if not is_constant(value)]
 
     def are_same(self, modules: Collection[nn.Module]) -> bool:
-        versions = list(map(dict_version, self._dicts))
-        if versions != self._versions:
-            self._versions, self.are_touched = versions, True
         return (
             all(map(is_, map(type, modules), self._types))
             and all(map(is_, map(vars, modules), self._namespaces))
             and not any(self._empty)
-            and (not self.are_touched or self._are_equal())
-            and all(type(namespace[name]) is kind for namespace, name, kind in self._ignored)
-            and all(comparable(namespace[name]) == was for namespace, name, was in self._compared)
+            and list(map(dict_version, self._dicts)) == self._versions
+            and all(comparable(value) == was for value, was in self._containers)
         )
-
-    def _are_equal(self) -> bool:
-        """Whether the dicts have the same keys in the same order, and the same values apart from tensors."""
-        return (
-            list(map(tuple, self._namespaces)) == self._names
-            and list(map(tuple, self._filled)) == self._keys
-            and all(map(is_, chain.from_iterable(self._values()), self._constants))
-            and all(map(is_, chain.from_iterable([each.values() for each in self._parents]), self._children))
-            and all(each[name] is None for each, name in self._absent)
-        )
-
-    def _values(self) -> list[tuple]:
-        return [get(namespace) for get, namespace in zip(self._getters, self._namespaces)]
 
 
 def _facts(tensors: Iterable[torch.Tensor]) -> list[tuple]:
@@ -411,10 +339,6 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Any:
     sizes: Any = [list(each.shape) for each in tensors]  # a dimension with None may have any size
     strides: Any = [list(each.stride()) for each in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-
-
-def _has_dicts(module: nn.Module) -> bool:
-    return all(isinstance(vars(module).get(name), dict) for name in _DICTS)  # not so in scripted modules
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[int | None]:

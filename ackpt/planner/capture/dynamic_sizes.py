@@ -41,10 +41,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True, order=True)
 class Dimension:
-    """One dynamic dimension: dimension ``dim`` of the tensor at index ``leaf`` among the leaves of a call.
-
-    Dimension 0 of an integer is its value.
-    """
+    """Dimension ``dim`` of the tensor at index ``leaf`` among the leaves of a call; 0 of an integer is its value."""
 
     leaf: int
     dim: int
@@ -147,10 +144,7 @@ class Symbols:
         return tuple(layout(leaves[each.leaf])[0][each.dim] for each in self.dimensions)
 
     def values_in(self, sizes: Sequence[Layout]) -> tuple[int, ...] | None:
-        """The sizes of the dynamic dimensions in a call with these layouts.
-
-        None if the capture is not valid for that call.
-        """
+        """The sizes of the dynamic dimensions in a call with these layouts; None if the capture is not valid for it."""
         values = tuple(sizes[self._sized.index(each.leaf)][0][each.dim] for each in self.dimensions)
         is_valid = self.holds(values) and self.layouts(values) == tuple(sizes)
         return values if is_valid else None
@@ -237,10 +231,7 @@ class Symbols:
 
 @dataclass(frozen=True, eq=False)
 class DynamicModule:
-    """A captured module whose sizes are expressions; its operations have ids.
-
-    ``symbols``: those of the expressions.
-    """
+    """A captured module whose sizes are expressions in ``symbols``; its operations have ids."""
 
     module: fx.GraphModule
     symbols: Symbols

@@ -63,7 +63,8 @@ def in_place_as_eager():
             return _with_eager_strides(dispatch, self, func, types, args, kwargs)
         nodes = capture.tracer.graph.nodes
         last = next(iter(reversed(nodes)), None)
-        from_engine = func is torch.ops.aten.add.Tensor and _called_by_engine(sys._getframe(1))
+        # C++ has called: autograd's engine for a sum of gradients, or a derivative formula.
+        by_cpp = sys._getframe(1).f_globals.get("__name__") == "torch.autograd.graph"
         result = _with_eager_strides(dispatch, self, func, types, args, kwargs)
         for node in itertools.takewhile(lambda node: node is not last, reversed(nodes)):
             if writes and _name(node).removesuffix("_functional") in (func._schema.name.removesuffix("_"), _FILLED):
@@ -72,7 +73,7 @@ def in_place_as_eager():
                 node.meta[AUTOCAST] = autocast
             if autograd_node is not None:
                 node.meta[_RUNS_IN] = autograd_node._sequence_nr()
-                node.meta[_SUM] = from_engine
+                node.meta[_SUM] = by_cpp and func is torch.ops.aten.add.Tensor
                 node.meta[_SUMS_OWN] = sums_own_gradients(autograd_node)
         return result
 
@@ -83,11 +84,6 @@ def in_place_as_eager():
 def autograd_node(node: torch.fx.Node) -> int | None:
     """The sequence number of the autograd node in which an operation of the backward ran; None if it ran in none."""
     return node.meta.get(_RUNS_IN)
-
-
-def _called_by_engine(frame) -> bool:
-    """Whether C++ has called: autograd's engine for a sum of gradients, or a derivative formula."""
-    return frame.f_globals.get("__name__") == "torch.autograd.graph"
 
 
 def _name(node) -> str:
@@ -159,7 +155,7 @@ def eager_graph(graph: JointGraph) -> JointGraph:
 #
 # Torch: functionalization keeps the strides of the functional result (``aten/src/ATen/FunctionalTensorWrapper.cpp``);
 # loops are in ``aten/src/ATen/native/cpu/Loops.h``. Versions: 2.11 to 2.13.
-# Test: ``tests/planner/capture/test_in_place_strides.py``.
+# Test: ``tests/planner/capture/test_eager.py``.
 _LOOP_BYTES = 128  # a multiple of the bytes of one iteration of a vectorized loop, two registers of at most 64 bytes
 # The same bits in a vectorized loop and in one over single elements, whatever the strides. Not: a * b + c, which one
 # of them rounds once, and functions such as exp.
@@ -172,14 +168,12 @@ _EXACT = {
 torch.library.define("ackpt_graph::with_strides", "(Tensor x, SymInt[] strides) -> Tensor")
 
 
-@torch.library.impl("ackpt_graph::with_strides", "CompositeExplicitAutograd")
-def _with_strides(x, strides):
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-
-
 @torch.library.register_fake("ackpt_graph::with_strides")
-def _strided_shape(x, strides):
+def _strided(x, strides):
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+torch.library.impl("ackpt_graph::with_strides", "CompositeExplicitAutograd")(lambda x, to: _strided(x, to).copy_(x))
 
 
 def _with_eager_strides(dispatch, mode, func, types, args, kwargs):

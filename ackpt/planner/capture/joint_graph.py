@@ -294,10 +294,7 @@ class Analysis:
 
     @cached_property
     def always_computed(self) -> dict[int, None]:
-        """Forward nodes that the outputs and the effects depend on, in order: the forward runs them in every schedule.
-
-        A dict, which is a set with an order.
-        """
+        """Forward nodes that outputs and effects depend on, which every schedule runs; a dict as an ordered set."""
         roots = [node for node in self.outputs if node is not None]
         roots += [node for node in self.effects if self.graph.nodes[node].phase == FORWARD]
         given = set(self.sources)

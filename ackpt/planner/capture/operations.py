@@ -99,8 +99,7 @@ _TAGGED |= {"bitsandbytes"}  # whose operations draw none
 
 
 def may_draw(target, *args) -> bool:
-    """Whether an operation may draw random numbers: by its tag, or because it is a custom one, for which tags are
-    unreliable.
+    """Whether an operation may draw random numbers: it has the tag, or is a custom one, whose tags are unreliable.
 
     `args`: of the call; the first one is the operation that a wrapper calls.
     """

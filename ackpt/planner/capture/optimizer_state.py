@@ -1,8 +1,9 @@
-"""Compute the memory that any optimizer and accumulated gradients add, by running the optimizer without data.
+"""Compute the memory of the training loop around a step: optimizer, accumulated gradients, and a loss of the loop.
 
 The state of an optimizer is resident; its step allocates and frees. Both follow from one step of a copy of the
 optimizer on fake tensors, so neither the optimizer nor the model changes, and most new optimizers need no code here.
-`ackpt.planner.workloads.step_request` has the names that ``ackpt plan --optimizer`` takes.
+`ackpt.planner.workloads.step_request` has the names that ``ackpt plan --optimizer`` takes. A loss runs without data,
+too.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ackpt.core.errors import TraceError, did_you_mean
 from ackpt.metering.prediction import LATE, predict
 from ackpt.metering.resident import rounded
 
+from .inspection.calls import call_arguments
+from .inspection.model_checks import forward_names
 from .joint_graph import JointGraph
 
 CUDA_BLOCK = 512  # bytes: a GPU allocates multiples of them
@@ -173,27 +178,12 @@ def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> in
     return size
 
 
-class LoopBytes(NamedTuple):
-    """Bytes of a `Loop`: of the state of optimizer and scaler, of the optimizer's step, and of the other two."""
-
-    state: int
-    step: int
-    accumulated: int
-    scaled_loss: int
-
-
 def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGraph:
     """`graph`, of a step of `model`, with the bytes of the loop around it; raises as `optimizer_bytes` does."""
     if loop == NO_LOOP:
         return graph
-    added = loop_bytes(model, loop, graph.gradient_bytes if loop.accumulation else 0, graph.on_cpu)
-    return dataclasses.replace(
-        graph,
-        optimizer_bytes=added.state,
-        optimizer_step_bytes=added.step,
-        accumulated_bytes=added.accumulated,
-        scaled_loss_bytes=added.scaled_loss,
-    )
+    gradient_bytes = graph.gradient_bytes if loop.accumulation else 0
+    return dataclasses.replace(graph, **loop_bytes(model, loop, gradient_bytes, graph.on_cpu))
 
 
 def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
@@ -204,16 +194,19 @@ def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
     return Loop(optimizer, accumulation, scaling=scales, scales_loss=scales)
 
 
-def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> LoopBytes:
-    """Bytes of the loop around a step of `model`, whose gradients have `gradient_bytes`."""
+def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> dict[str, int]:
+    """The fields of a `JointGraph` for the loop around a step of `model`, whose gradients have `gradient_bytes`."""
     optimizer = optimizer_of(model, loop.optimizer)
     state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu, loop.clipping, loop.scaling)
     scalar = loop.scales_loss * (torch.float32.itemsize if on_cpu else CUDA_BLOCK)
-    state += 2 * scalar  # the scale and the growth tracker
-    if not loop.accumulation:
-        return LoopBytes(state, step, 0, scalar)
-    # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.
-    return LoopBytes(state, max(0, step - gradient_bytes), gradient_bytes, scalar)
+    # When the optimizer's step runs, the step's own gradients have been added to accumulated ones, and are free.
+    accumulated = gradient_bytes if loop.accumulation else 0
+    return {
+        "optimizer_bytes": state + 2 * scalar,  # with the scale and the growth tracker
+        "optimizer_step_bytes": max(0, step - accumulated) if accumulated else step,
+        "accumulated_bytes": accumulated,
+        "scaled_loss_bytes": scalar,
+    }
 
 
 def optimizer_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | str | None) -> torch.optim.Optimizer | None:
@@ -289,3 +282,109 @@ def _without_data(parameter):
     value = torch.nn.Parameter(value, parameter.requires_grad)
     value.grad = torch.empty_like(value) if parameter.requires_grad else None
     return value
+
+
+class OutsideLoss:
+    """``function(outputs, batch)``, the loss of a training loop, and what it adds to the step of a model.
+
+    It runs once at each size; a batch of other sizes than `batch` has those by which the outputs differ.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], torch.Tensor], batch: Any, inputs: Any):
+        """`inputs`: the part of `batch` that the model gets; the other tensors count as resident."""
+        if not callable(function):
+            raise TypeError(f"loss must be a function of outputs and batch, got {type(function).__name__}")
+        self.function = function
+        self.batch: Any = tree_map(lambda leaf: _empty(leaf, "meta"), batch)  # without the user's tensors
+        given, tensors = {id(leaf) for leaf in tree_leaves(inputs)}, tree_leaves(batch)
+        targets = [each for each in tensors if isinstance(each, torch.Tensor) and id(each) not in given]
+        storages = {each._cdata: each.nbytes() for each in map(torch.Tensor.untyped_storage, targets)}
+        self.target_bytes: int = sum(storages.values())
+        self._shapes: list[tuple[int, ...]] = []  # of the outputs that go with `batch`
+
+    def counted(self, graph: JointGraph, outputs: Callable[[Sequence[Any]], Any]) -> JointGraph:
+        """`graph` with the bytes of this loss; `outputs` makes what the model returns from a list of tensors."""
+        fx = graph.analysis.fx
+        values = [None if node is None else fx[node].meta["val"] for node in graph.analysis.outputs]
+        shapes = [tuple(each.shape) for each in values if isinstance(each, torch.Tensor)]
+        self._shapes = self._shapes or shapes
+        sizes = dict(zip(chain(*self._shapes), chain(*shapes)))
+        batch = tree_map(lambda leaf: _resized(leaf, sizes), self.batch)
+        ratio = sum(map(math.prod, shapes)) / max(1, sum(map(math.prod, self._shapes)))
+        step, held = _bytes_of(self.function, outputs, values, batch, graph.on_cpu)
+        return dataclasses.replace(
+            graph,
+            outside_loss_bytes=step,
+            target_bytes=math.ceil(ratio * self.target_bytes),
+            scaled_loss_bytes=graph.scaled_loss_bytes + held,
+        )
+
+
+def _resized(leaf, sizes: dict[int, int]):
+    """`leaf`, a part of the batch, for outputs whose sizes have changed as `sizes` says."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty([sizes.get(size, size) for size in leaf.shape], dtype=leaf.dtype, device="meta")
+
+
+def inputs_of(model, batch):
+    """The part of `batch` that the model's forward takes: the other keys, or positions, are for the loss."""
+    args, kwargs = call_arguments(batch)
+    names = forward_names(model)
+    return args[: max(1, len(names))] if not kwargs else {name: kwargs[name] for name in kwargs if name in names}
+
+
+def cross_entropy_bytes(outputs: Sequence[torch.Tensor]) -> int | None:
+    """What a cross-entropy on the largest of `outputs` allocates; None if none can be the logits of one."""
+    logits = [each for each in outputs if each.dim() > 1 and all(isinstance(size, int) for size in each.shape)]
+    logits = [each for each in logits if each.is_floating_point()]
+    if not logits:
+        return None
+    largest = max(logits, key=torch.Tensor.numel)
+    targets = torch.empty(largest.shape[:-1], dtype=torch.int64, device="meta")
+
+    def loss(outputs, targets):
+        return torch.nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    on_cpu = largest.device.type in ("cpu", "meta")
+    return _bytes_of(loss, lambda tensors: tensors[0], [largest], targets, on_cpu)[0]
+
+
+def _bytes_of(function, outputs, values, batch, on_cpu: bool) -> tuple[int, int]:
+    """The dynamic peak of `function`, forward and backward, and the bytes of the loss that it returns."""
+    held = []
+    active = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+    autocast = contextlib.nullcontext() if active is None else torch.autocast("cpu", torch.get_autocast_dtype(active))
+    with _disable_current_modes(), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [_empty(value, "cpu") for value in values]
+        for each in tensors:
+            if isinstance(each, torch.Tensor):
+                each.requires_grad_(each.is_floating_point())
+        returned, batch = outputs(tensors), tree_map(lambda leaf: _empty(leaf, "cpu"), batch)
+
+        def step():
+            with autocast:  # for the loss alone: `predict` refuses it around its own tensors
+                loss = function(returned, batch)
+            held[:] = [loss.untyped_storage().nbytes()]
+            loss.backward()
+
+        resident = [each for each in tree_leaves((tensors, batch)) if isinstance(each, torch.Tensor)]
+        device, block = ("cpu", 1) if on_cpu else ("cuda", CUDA_BLOCK)
+        try:
+            with no_autocast():
+                found = predict(step, resident=resident, warmup=0, device=device, round_to=block)
+        except Exception as error:  # of the user's function
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TraceError(
+                f"loss= cannot run without data: {reason}. It gets the outputs and the batch, whose sizes change as "
+                "those of the outputs do, and must return a scalar without reading values; leave it out to plan the "
+                "model alone."
+            ) from error
+    return found.dynamic_peak_bytes, rounded(held[0], block)
+
+
+def _empty(leaf, device: str):
+    """A tensor like `leaf` without data on `device`; what is no tensor stays as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)

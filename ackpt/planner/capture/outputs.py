@@ -12,20 +12,13 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import TraceError
 
-_DIFFERENTIATE = ("loss", "all")
-_OUTPUTS = ("drop", "keep")
 
-
-def check_differentiate(differentiate) -> str:
-    if differentiate not in _DIFFERENTIATE:
+def check_choices(differentiate, outputs) -> None:
+    """Refuse other values of these keywords than those that `ackpt.trace` takes."""
+    if differentiate not in ("loss", "all"):
         raise ValueError(f"differentiate must be 'loss' or 'all', got {differentiate!r}")
-    return differentiate
-
-
-def check_outputs(outputs) -> str:
-    if outputs not in _OUTPUTS:
+    if outputs not in ("drop", "keep"):
         raise ValueError(f"outputs must be 'drop' or 'keep', got {outputs!r}")
-    return outputs
 
 
 def without_gradient(outputs, differentiate) -> tuple[int, ...]:
@@ -53,10 +46,8 @@ def refuse_overlaps(outputs, inputs, without) -> None:
 
 
 def refuse_views_of_changed(outputs, inputs) -> None:
-    """Refuse views of an input that shares memory with another input, if the model changes one of them in place.
-
-    Torch makes such an output from the wrong part of that memory. ``inputs``: tensors and their versions before the
-    call.
+    """Refuse views of an input that shares memory with another input, if the model changes one of them in place: torch
+    makes them from the wrong part of that memory. `inputs`: tensors and their versions before the call.
     """
     inputs = {id(tensor): (tensor, before) for tensor, before in inputs}
     storages = Counter(_storage(tensor) for tensor, _ in inputs.values())

@@ -62,10 +62,7 @@ def from_shapes(build: Callable[[], T]) -> T:
 
 
 class Shapes:
-    """Copies of tensors without data, parameters of parameters; in a fake tensor mode, or ``torch.device("meta")``.
-
-    Tied tensors stay tied. ``copies``: by the ids of the tensors.
-    """
+    """Copies of tensors without data, in a fake mode or on meta; tied ones stay tied. ``copies``: by ids of tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self.copies: dict[int, torch.Tensor] = {}

@@ -1,7 +1,4 @@
-"""Shorten module names and source lines for printed output, and group equal modules.
-
-Nothing is ever matched by these names: they only group and shorten what is printed.
-"""
+"""Shorten module names and source lines, and group equal modules, in what is printed; nothing is matched by them."""
 
 from __future__ import annotations
 

@@ -85,13 +85,11 @@ def trace(
 
 
 def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModule | None = None) -> JointGraph:
-    """The graph of a captured step, with the facts that the capture recorded about the call.
-
-    `instance`: the captured module at the sizes of the call, if it was captured with dynamic dimensions.
-    """
-    module = captured.joint.graph_module if instance is None else instance
-    graph = (joint_graph if instance is None else described_graph)(
-        module,
+    """The graph of a captured step; `instance`: its module at the sizes of the call, if it has dynamic dimensions."""
+    if instance is None:
+        prepared(captured.joint.graph_module)
+    graph = described_graph(
+        captured.joint.graph_module if instance is None else instance,
         has_data=captured.has_data,
         made_for={**captured.made_for, **({CHECKPOINTS: "left out"} if captured.reads.has_checkpoints else {})},
         as_compiled=captured.reason,
@@ -101,18 +99,11 @@ def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModul
     return graph if loop.loss is None else loop.loss.counted(graph, lambda tensors: captured.outputs(tensors, {}))
 
 
-def joint_graph(module, **fields) -> JointGraph:
-    """The `JointGraph` of torch's joint graph `module`: assigns ids in the order of execution, derives everything else.
-
-    `fields`: fields of `JointGraph` that cannot be derived from the module.
-    """
-    prepared(module)
-    return described_graph(module, **fields)
-
-
 def prepared(module) -> None:
     """Give the operations of torch's joint graph `module` their order and ids, and gradients storages of their own."""
-    _without_running_statistics(module.graph)
+    for node in module.graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if node.args[7] is True:  # in training it receives the running statistics, but uses those of the batch
+            node.args = (*node.args[:3], None, None, *node.args[5:])
     _with_own_defaults(module.graph)
     keep_for_backward(module.graph)
     _require_operations(module.graph)
@@ -134,7 +125,7 @@ def prepared(module) -> None:
 
 
 def described_graph(module, **fields) -> JointGraph:
-    """The `JointGraph` of a joint graph whose operations have their ids."""
+    """The `JointGraph` of a joint graph whose operations have their ids; `fields`: those that do not follow from it."""
     output = next(node for node in module.graph.nodes if node.op == "output")
     nodes = (node for node in module.graph.nodes if node.op != "output")
     ordered = sorted(nodes, key=lambda node: node.meta["ackpt_id"])
@@ -177,10 +168,7 @@ def described_graph(module, **fields) -> JointGraph:
 
 
 def _in_order(module):
-    """Nodes as they run: inputs, forward, gradients of the outputs, backward.
-
-    Writes to buffers are the last operations of the captured graph, but they belong to the end of the forward.
-    """
+    """Nodes as they run: inputs, forward with its writes to buffers at the end, gradients of the outputs, backward."""
     nodes = [node for node in module.graph.nodes if node.op != "output"]
     for node in nodes:  # torch's own passes leave new nodes without a tag
         if any(_phase(source) == BACKWARD for source in node.all_input_nodes):
@@ -194,16 +182,6 @@ def _in_order(module):
     module.graph.lint()
     module.recompile()
     return ordered
-
-
-_BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
-
-
-def _without_running_statistics(graph):
-    """In training, the backward of a batch norm receives the running statistics, but uses those of the batch."""
-    for node in graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
-        if node.args[7] is True:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def _with_own_defaults(graph):

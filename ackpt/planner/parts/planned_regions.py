@@ -177,7 +177,8 @@ class PlannedRegions:
         loop = loop_bytes(self.model, self.loop, gradient_bytes, self.on_cpu)
         resident = Resident((self.model, *filter(is_tensor, call.leaves)))
         resident_bytes = sum(resident.bytes(lambda _: True, 1 if self.on_cpu else CUDA_BLOCK).values())
-        resident_bytes += loop.state + loop.accumulated + loop.scaled_loss
+        optimizer_step_bytes = loop.pop("optimizer_step_bytes")
+        resident_bytes += sum(loop.values())
         is_known = self.budget is not None and not self.is_share
         limit = dynamic_limit(self.budget, 0, resident_bytes) if is_known else None
         plan = RegionsPlan(
@@ -189,7 +190,7 @@ class PlannedRegions:
             limit_bytes=limit,
             peak_bytes=None if limit is None else limit + resident_bytes,
         )
-        return _Planned(self, call.sizes, plan, loop.step)
+        return _Planned(self, call.sizes, plan, optimizer_step_bytes)
 
     def _fates(self, saved) -> dict[str, str]:
         is_saved = {each.path: self.saves_all or each.path in saved or bool(each.refused) for each in self.blocks}

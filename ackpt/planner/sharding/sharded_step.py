@@ -30,7 +30,7 @@ from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import CAPTURING, Capture, capture
 from ackpt.planner.capture.call_facts import Call, WatchedModel, call_of
 from ackpt.planner.capture.dynamic_sizes import layout
-from ackpt.planner.capture.inspection.attributes import attributes, every_module
+from ackpt.planner.capture.inspection.attributes import attributes
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import check_model, is_tensor, warn_of_evaluation
 from ackpt.planner.capture.joint_graph import JointGraph
@@ -102,7 +102,7 @@ class ShardedStep:
         self._blocks = [model, *(model.get_submodule(group.name) for group in blocks)]
         self._bodies = [body_of(block) for block in self._blocks[1:]]
         self._watched: dict[int, WatchedModel] = {}
-        self._attributes = [_of_modules(attributes(every_module(body).values())) for body in (model, *self._bodies)]
+        self._attributes = [_of_modules(attributes(body.modules())) for body in (model, *self._bodies)]
         self._stand_ins = [standing_in.StandIn(kind, None) for kind in {type(block) for block in self._blocks[1:]}]
         self._plans: dict[Any, list[_Planned]] = {}
         self._dtypes: list[Any] = []
@@ -297,9 +297,9 @@ def _fact(leaf) -> Any:
     return type(leaf), leaf
 
 
-def _of_modules(facts: tuple) -> tuple:
+def _of_modules(facts: tuple[tuple, ...]) -> tuple:
     """The facts that `attributes` returns, without those of tensors, which are DTensors between the steps."""
-    return tuple(fact for fact in facts if fact is None or "." not in fact[0])
+    return tuple(tuple(fact for fact in each if "." not in fact[0]) for each in facts)
 
 
 def _ranks(group) -> list[int]:

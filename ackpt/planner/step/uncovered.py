@@ -26,8 +26,8 @@ from ackpt.metering.gpus import MIB
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.inspection.model_checks import is_tensor
+from ackpt.planner.capture.optimizer_state import cross_entropy_bytes
 from ackpt.planner.capture.outputs import flatten_outputs
-from ackpt.planner.capture.outside_loss import cross_entropy_bytes
 from ackpt.planner.parts.live_bytes import allocated, with_peak
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan

@@ -278,6 +278,16 @@ def test_variables_of_all_functions_with_the_same_code_are_compared():
     assert [event.kind for event in step.history] == ["capture"] * 4
 
 
+def test_variables_of_a_function_that_does_not_run_are_not_compared():
+    (function, change), (_, change_other) = closed_over(), closed_over()
+    change_other(3.0)  # otherwise it closes over the same object
+    model = Model(function)
+    step = ackpt.compile(model, X, policy="none")
+    for number, changed in enumerate((change_other, change), 1):
+        changed(4.0)
+        assert torch.equal(step(X), model(X)) and len(step.history) == number
+
+
 def test_a_capture_keeps_no_tensor_of_its_call():
     class Doubled(nn.Linear):
         def forward(self, x):

@@ -49,36 +49,20 @@ ABSENT: Any = object()
 _WITHOUT_DATA = FakeTensor, FunctionalTensor
 
 
-def every_module(model: nn.Module) -> dict[str, nn.Module]:
-    """`model` and its submodules by path, each once: named_modules(), which takes ten times as long in every step."""
-    modules: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    left: list[tuple[str, nn.Module | None]] = [("", model)]
-    while left:
-        path, module = left.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        modules[path] = module
-        prefix = path and path + "."
-        left += [(prefix + name, submodule) for name, submodule in reversed(module._modules.items())]
-    return modules
-
-
-def attributes(modules) -> tuple:
-    """The attributes of these modules, except parameters, buffers and modules, in a form that a call can compare.
+def attributes(modules) -> tuple[tuple, ...]:
+    """The attributes of each of these modules, except parameters, buffers and modules, in a form that a call compares.
 
     Hooks are represented by the ids of their handles, which are unique.
     """
-    entries = []
+    facts = []
     for module in modules:
         values = vars(module)
-        entries += [(name, comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
+        entries = [(name, comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
         entries += [(name, *values[name]) for name in HOOKS if values[name]]
         for name, tensor in (*values["_parameters"].items(), *values["_buffers"].items()):
             entries += [(f"{name}.{key}", fact) for key, fact in tensor_attributes(tensor)]
-        entries.append(None)
-    return tuple(entries)
+        facts.append(tuple(entries))
+    return tuple(facts)
 
 
 def tensor_attributes(tensor) -> list[tuple[str, Any]]:
@@ -93,7 +77,8 @@ def tensor_attributes(tensor) -> list[tuple[str, Any]]:
 
 def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) -> tuple[str, str] | None:
     """What differs first between two results of `attributes` and how to avoid it, and the name of the attribute."""
-    for (path, module), before, after in zip(modules.items(), _by_module(was), _by_module(now)):
+    for (path, module), *both in zip(modules.items(), was, now):
+        before, after = ({fact[0]: fact[1:] for fact in facts} for facts in both)
         for name in {**before, **after}:
             if before.get(name) != after.get(name):
                 label = f"{name} of {path or 'the model'}"
@@ -105,16 +90,6 @@ def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) 
                     advice = _CHECKPOINTED
                 return f"{label} {words}; {advice}", label
     return None
-
-
-def _by_module(facts: tuple) -> list[dict[str, tuple]]:
-    modules: list[dict[str, tuple]] = [{}]
-    for fact in facts:
-        if fact is None:
-            modules.append({})
-        else:
-            modules[-1][fact[0]] = fact[1:]
-    return modules
 
 
 def _value_in(fact) -> str | None:
@@ -153,15 +128,9 @@ class Snapshot:
         items = [item for item in _changed_items(self._container, self._copy) if self._counts(*item[1:])]
         if not items:
             return []
-        now = _copied(self._container)
+        now, of = _copied(self._container), id(self._container)
         changes = [
-            Change(
-                (id(self._container), key),
-                after,
-                self._refusal(key, before, after),
-                self._put(now, key),
-                self._put(self._copy, key),
-            )
+            Change((of, key), after, self._refusal(key, before, after), self._put(now, key), self._put(self._copy, key))
             for key, before, after in items
             if key not in self._derived
         ]

@@ -6,7 +6,7 @@ the values of its call select, and serves a later call only if the same operatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .source_lines import line, not_repeated
 
-Number = Callable[[Any, Sequence[Any]], Any]
 _READ = torch.ops.aten._local_scalar_dense.default
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -51,36 +50,33 @@ class _Step:
 
 @dataclass(frozen=True)
 class Branch:
-    """A truth value that the model's code reads, its ``answer`` in the capture, and the ``line`` that reads it.
-
-    ``steps`` compute ``value``.
-    """
+    """A truth value that the model's code reads at ``line``, which ``steps`` compute; ``answer``: in the capture."""
 
     steps: tuple[_Step, ...]
     value: _Value
     answer: bool
     line: str
 
-    def holds(self, leaves: Sequence[Any], number: Number) -> bool:
-        """Whether the answer is the same in a call with `leaves`."""
-        return _truth(self.value, self.steps, leaves, number) == self.answer
+    def holds(self, leaves: Sequence[Any], symbols) -> bool:
+        """Whether the answer is the same in a call with `leaves`; `symbols`: of the capture's sizes, if it has any."""
+        return _truth(self.value, self.steps, leaves, symbols) == self.answer
 
 
 class Branches(TorchDispatchMode):
     """Inside, the model's code can read truth values of tensors that depend on integer arguments alone.
 
     ``branches``: the branches on these values, in the order in which they are read. `leaves`: of the call, whose values
-    select the branches; `traced`: ``{index of a leaf: the tensor that represents it}``; `number`: evaluates a symbolic
-    size in a call with given leaves; `own`: ids of the model's own tensors, which no operation may get.
+    select the branches; `traced`: ``{index of a leaf: the tensor that represents it}``; `symbols`: of the capture;
+    `own`: ids of the model's own tensors, which no operation may get.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number, own: Container[int]):
+    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], symbols, own: Container[int]):
         super().__init__()
         self._own = own
         self.branches: list[Branch] = []
-        self._leaves, self._number = leaves, number
+        self._leaves, self._symbols = leaves, symbols
         self._steps: list[_Step] = []
         self._known: dict[int, tuple[ref, _Value]] = {}
         for at, tensor in traced.items():
@@ -103,7 +99,7 @@ class Branches(TorchDispatchMode):
         if func is _READ and values and args[0].dtype is torch.bool:
             (value,) = values.values()
             steps = _needed(self._steps, value)
-            self.branches.append(Branch(steps, value, _truth(value, steps, self._leaves, self._number), line()))
+            self.branches.append(Branch(steps, value, _truth(value, steps, self._leaves, self._symbols), line()))
             return self.branches[-1].answer
         written = [values[id(tensor)].storage for tensor in _written(func, args, kwargs) if id(tensor) in values]
         follows = all(id(tensor) in values for tensor in tensors) and func.namespace == "aten"
@@ -161,14 +157,14 @@ def _needed(steps: Sequence[_Step], value: _Value) -> tuple[_Step, ...]:
     return tuple(reversed(needed))
 
 
-def _truth(value: _Value, steps: Sequence[_Step], leaves: Sequence[Any], number: Number) -> bool:
+def _truth(value: _Value, steps: Sequence[_Step], leaves: Sequence[Any], symbols) -> bool:
     """The truth value of `value` in a call with `leaves`: the recorded operations compute it from the arguments."""
     made: dict[_Value, Any] = {}
     written = {storage for step in steps for storage in step.written}
 
     def given(leaf):
         if isinstance(leaf, _SYMBOLIC):
-            return number(leaf, leaves)
+            return symbols.number(leaf, leaves)
         if isinstance(leaf, _Value) and leaf.leaf is not None and leaf not in made:
             made[leaf] = leaves[leaf.leaf].clone() if leaf.storage in written else leaves[leaf.leaf]
         return made[leaf] if isinstance(leaf, _Value) else leaf

@@ -176,9 +176,7 @@ def as_trainer_calls(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, An
     """`batch` as the Trainer passes it to `model`, if the program has imported the Trainer; else as it is.
 
     The Trainer adds ``num_items_in_batch`` (``_get_num_items_in_batch`` in transformers/trainer.py, 5.24) for a model
-    of transformers whose forward has ``**kwargs``, or that sets ``accepts_loss_kwargs``. It is the number of labels,
-    divided by the number of ranks with the same batch; its value does not matter for a capture. ``import transformers``
-    alone does not import the Trainer.
+    of transformers whose forward has ``**kwargs``, or that sets ``accepts_loss_kwargs``; its value does not matter.
     """
     modules = sys.modules
     if "transformers.trainer" not in modules or not isinstance(batch.get("labels"), torch.Tensor) or _ITEMS in batch:

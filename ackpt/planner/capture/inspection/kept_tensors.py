@@ -51,10 +51,7 @@ class NotConstant(Exception):
 
 
 class Kept:
-    """The tensors that the model's code made in the latest forward, and those that outlived it.
-
-    A forward after one that left tensors also notes the operations that compute them. ``given``: those that got data.
-    """
+    """Tensors that the code made in the latest forward, and those that outlived it; ``given``: those with data now."""
 
     def __init__(self) -> None:
         self._made: list[tuple[weakref.ref, str]] = []
@@ -135,7 +132,11 @@ class Kept:
         while left:
             op, target, args, kwargs = self._operations.get(node := left[-1], ("placeholder",) * 4)
             if target in OF_SHAPES:
-                args = (_of_shape(args[0].meta["val"]), *args[1:])
+                like = args[0].meta["val"]
+                if like._has_symbolic_sizes_strides:
+                    raise NotConstant
+                like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                args = (like, *args[1:])
             needed: list[Node] = []
             map_arg((args, kwargs), needed.append)
             if node in values:
@@ -177,12 +178,6 @@ def _node_of(tensor, tracer) -> Node | None:
     return get_proxy_slot(inner, tracer, None, lambda proxy: proxy.proxy.node)
 
 
-def _of_shape(value: torch.Tensor) -> torch.Tensor:
-    if value._has_symbolic_sizes_strides:
-        raise NotConstant
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
 def _alias(value: torch.Tensor) -> torch.Tensor:
     """A tensor in the memory of `value` that is no view of it, so that nothing else refers to its implementation."""
     value = value.resolve_conj().resolve_neg()
@@ -191,10 +186,7 @@ def _alias(value: torch.Tensor) -> torch.Tensor:
 
 
 def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool]]:
-    """Functions that return whether the tensors in `found` are still where the model's code found them.
-
-    Objects that the forward created are no such places.
-    """
+    """Functions that return whether the tensors in `found` are where the code found them, apart from new objects."""
     new = set(map(id, gc.get_objects(generation=0))) | {id(found), *map(id, found.values())}
     tensors = [tensor for tensor, _ in found.values()]
     checks = []
@@ -210,24 +202,23 @@ def places(found: dict[int, tuple[torch.Tensor, str]]) -> list[Callable[[], bool
 
 def _check(holder, items: dict[int, Any]) -> Callable[[], bool] | None:
     """A function that returns whether `holder` still has those of `items` that it has now; a capture keeps them."""
+    names: Iterable[Any] = ()
+    get: Callable[[Any], Any] = lambda name: getattr(holder, name, None)  # noqa: E731
     if isinstance(holder, dict):
         if "joint" in holder and "held" in holder:  # an earlier capture
             return None
-        keys = [(key, id(value)) for key, value in holder.items() if items.get(id(value)) is value]
-        return lambda: all(id(holder.get(key)) == was for key, was in keys)
-    if isinstance(holder, (list, deque)):
-        places = [(at, id(value)) for at, value in enumerate(holder) if items.get(id(value)) is value]
-        return lambda: all(at < len(holder) and id(holder[at]) == was for at, was in places)
-    if isinstance(holder, types.CellType):
-        name = "cell_contents"
+        names, get = [*holder], holder.get
+    elif isinstance(holder, (list, deque)):
+        names, get = range(len(holder)), lambda at: holder[at] if at < len(holder) else None
+    elif isinstance(holder, types.CellType):
+        names = ("cell_contents",)
     elif isinstance(holder, types.FunctionType):
-        name = "__defaults__"
-    else:
+        names = ("__defaults__",)
+    elif not isinstance(holder, (type, CACHED)):
         slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
-        names = {*getattr(holder, "__dict__", ()), *slots} if not isinstance(holder, (type, CACHED)) else ()
-        name = next((name for name in names if id(getattr(holder, name, None)) in items), "")
-    was = id(getattr(holder, name, None)) if name else None
-    return (lambda: id(getattr(holder, name, None)) == was) if was in items else None
+        names = {*getattr(holder, "__dict__", ()), *slots}
+    were = [(name, id(value)) for name in names if items.get(id(value := get(name))) is value and value is not None]
+    return (lambda: all(id(get(name)) == was for name, was in were)) if were else None
 
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)

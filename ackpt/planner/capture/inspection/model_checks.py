@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import numpy
 import torch
@@ -74,10 +73,7 @@ def check_keywords(model, given, keywords, owner: str) -> None:
 
 
 def check_call(model, args, kwargs, keywords: Collection[str] = ()) -> None:
-    """Refuse arguments that the model's forward does not take.
-
-    `keywords`: those of `ackpt.compile`, if the arguments are all others that it got.
-    """
+    """Refuse arguments that the forward does not take; `keywords`: those of `ackpt.compile`, if it got all others."""
     signature = _signature(model)
     if signature is None:
         return
@@ -233,16 +229,6 @@ def public_attributes(tensor: torch.Tensor) -> tuple[str, ...]:
     return tuple(sorted(name for name in vars(tensor) if name[:1] != "_"))
 
 
-def require_no_attributes(args, kwargs) -> None:
-    """Refuse argument tensors with Python attributes, which the tensors of a capture do not have."""
-    for name, leaf in named_leaves(args, kwargs):
-        if isinstance(leaf, torch.Tensor) and (attributes := public_attributes(leaf)):
-            raise not_repeated(
-                f"argument {name} is a tensor with a Python attribute {attributes[0]!r}, which a captured step would "
-                "not see. Pass its value as an argument of its own"
-            )
-
-
 def has_data(model: nn.Module, leaves) -> bool:
     """Whether no tensor of the model or of the call is fake or on the meta device."""
     tensors = filter(is_tensor, (*model.parameters(), *model.buffers(), *leaves))
@@ -260,9 +246,19 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
             "which a captured step would not run. Use torch.nn.utils.parametrizations, pass nn.Sequential(model)"
         )
     require_no_arrays(args, kwargs)
-    require_no_attributes(args, kwargs)
+    arguments = [
+        (f"argument {name}", leaf) for name, leaf in named_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)
+    ]
+    for name, tensor in arguments:
+        if attributes := public_attributes(tensor):
+            raise not_repeated(
+                f"{name} is a tensor with a Python attribute {attributes[0]!r}, which a captured step would not see. "
+                "Pass its value as an argument of its own"
+            )
+    parameters = [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
+    buffers = [(f"buffer {name!r}", tensor) for name, tensor in model.named_buffers()]
     types = set()
-    for name, tensor in _named(model, args, kwargs):
+    for name, tensor in (*parameters, *buffers, *arguments):
         if tensor.is_nested:
             raise TraceError(
                 f"a nested tensor cannot be planned: give a padded one for {name}, by tensor.to_padded_tensor(0.0)"
@@ -309,10 +305,3 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
         f"{name} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor, whose type and attributes a "
         f"captured step would lose. {fix}"
     )
-
-
-def _named(model: nn.Module, args, kwargs) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of every parameter and buffer of the model and of every tensor among the arguments."""
-    yield from ((f"parameter {name!r}", tensor) for name, tensor in model.named_parameters())
-    yield from ((f"buffer {name!r}", tensor) for name, tensor in model.named_buffers())
-    yield from ((f"argument {name}", leaf) for name, leaf in named_leaves(args, kwargs) if is_tensor(leaf))

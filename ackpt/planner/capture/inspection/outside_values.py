@@ -1,9 +1,8 @@
 """Record the plain values that a model's code reads outside its modules, and compare them at every call.
 
 Such a value becomes a constant of the captured step. The capture therefore records which functions run, and finds the
-values by the names in their code. Every call compares them, as it compares the attributes of modules. Not covered are
-chains longer than ``cfg.model.scale``, objects in containers, containers of more than a hundred items, and what
-properties and C extensions return.
+values by the names in their code. Not covered are containers of more than a hundred items, and what properties and C
+extensions return.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from ackpt.checkpointing.closures import bound
 from ackpt.checkpointing.reachable import tensors_in
 from ackpt.core.errors import TraceError, warn
 
 from .attributes import Change, plain
 from .kept_tensors import Kept, NotConstant
 from .source_lines import not_repeated
-from .value_walk import Closures, Value, Walk, closes_over, drawn, is_of_model, said
+from .value_walk import Value, Walk, closes_over, drawn, functions_of, is_of_model
 
 _CHECKPOINT = torch.utils.checkpoint._CheckpointFrame.__init__.__code__
 # The functions that seed. In regions the forward seeds again for the recomputation, which torch.seed does differently.
@@ -45,7 +45,7 @@ class Reads:
     def __init__(self, model: nn.Module, leaves):
         self._roots = model, [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         self._codes: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
-        self._closures: Closures | None = Closures()  # until `finish`: later forwards run on tensors with data
+        self._closures: set[tuple[int, ...]] = set()  # ids of the code of functions that ran, and what they close over
         self._values: list[Value] = []
         self._watching: Any = None
         self.kept = Kept()
@@ -58,21 +58,16 @@ class Reads:
         self._generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
 
     @contextlib.contextmanager
-    def watched(self, arguments):
+    def watched(self, arguments=None):
         """Watch the model's forward run inside; on exit, restore the values and RNG states that it changed.
 
         Changes are refused unless this is the first capture, after which `after_first_call` may repeat it; so are
-        tensors among its `arguments` that it stores, since every call has others.
+        tensors among its `arguments` that it stores, since every call has others. None: it is a backward.
         """
-        gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
-        with self._watched(arguments):
-            yield
-
-    @contextlib.contextmanager
-    def _watched(self, arguments=()):
+        if arguments is not None:
+            gc.collect(0)  # the youngest generation then contains just what the forward and its backward create
         walk = self._walk(runs=True)
         seen: dict[int, types.CodeType] = {}
-        closing: set[int] = set()
         seeds: list[tuple[str, torch.Tensor]] = []  # saved on demand: an earlier copy would be measured
         # The garbage collector may call these at any moment; what runs inside them is not the model's.
         collectors = {id(callback.__code__) for callback in gc.callbacks if hasattr(callback, "__code__")}
@@ -86,8 +81,8 @@ class Reads:
                 self._has_hooks = True
             if event != "call" or collecting > 0:
                 return
-            if id(code := frame.f_code) in closing and self._closures is not None:
-                self._closures.add(frame)
+            if id(code := frame.f_code) in self._codes and closes_over(code):
+                self._closures.add(walk.closure_of(frame))
             if id(code) in seen:
                 return
             if code.co_name in _SEEDING and code.co_filename == _RANDOM:
@@ -99,21 +94,14 @@ class Reads:
             if is_of_model(code.co_filename) and code.co_name != "<module>":
                 self._codes[id(code)] = code, frame.f_globals
                 walk.enter(code, frame.f_globals)
-                for name in code.co_freevars:
-                    walk.add(frame.f_locals.get(name), f"{name!r} of {said(code)}")
-                if closes_over(code):
-                    walk.guard_closed_over(frame)
-                    closing.add(id(code))
-                    if self._closures is not None:
-                        self._closures.add(frame)
+                self._closures.add(walk.closure_of(frame))
+                walk.enter_closure(frame)
 
         try:
             with on_every_call(called) as self._watching:
                 yield
         finally:
             self._watching = None
-            if self._closures is not None:
-                self._closures.ended()
             self.has_checkpoints |= id(_CHECKPOINT) in seen
             changed = walk.restored()
             refused = [*walk.refused, *map(drawn, walk.drawn_from())]
@@ -129,11 +117,13 @@ class Reads:
             raise TraceError(f"{message}.") if name == "seed" else not_repeated(message)
         if refused:
             raise not_repeated(refused[0])
-        given = set(map(id, arguments))
+        given = set(map(id, arguments or ()))
         if stored := next((change for change in changed if not given.isdisjoint(tensors_in([change.now]))), None):
             raise not_repeated(stored.refusal)
-        if changed and not self._note_first_changes(changed):
-            raise not_repeated(changed[0].refusal)
+        if changed and not self._is_first_capture:  # name what the first capture has changed, too, if it did
+            keys = {change.key for change in changed}
+            raise not_repeated(next((each for each in self._changed if each.key in keys), changed[0]).refusal)
+        self._changed += changed
 
     def refuse_new_generators(self, module: torch.fx.GraphModule) -> None:
         """Refuse a captured `module` that draws from a generator of the forward's own: every step would draw on."""
@@ -160,7 +150,7 @@ class Reads:
         def watched(run, context):
             def watching(*args, **kwargs):
                 is_watched = self._watching is not None or (run is grad and not self._has_hooks)
-                with contextlib.nullcontext() if is_watched else self._watched(), context():
+                with contextlib.nullcontext() if is_watched else self.watched(), context():
                     return run(*args, **kwargs)
 
             return watching
@@ -168,16 +158,6 @@ class Reads:
         with mock.patch.object(function, "apply", watched(function.apply, modes)):
             with mock.patch.object(torch.autograd, "grad", watched(grad, contextlib.nullcontext)):
                 yield
-
-    def _note_first_changes(self, changed: list[Change]) -> bool:
-        """Note what the first capture has changed, if anything; what a later one changes again is refused."""
-        if self._is_first_capture:
-            self._changed += changed
-            return bool(changed)
-        keys = {change.key for change in changed}
-        if again := next((change for change in self._changed if change.key in keys), None):
-            raise not_repeated(again.refusal)
-        return False
 
     def is_stable(self) -> bool:
         """Whether later calls read the same: the latest forward changed nothing, and nothing keeps its tensors."""
@@ -232,16 +212,18 @@ class Reads:
         """Call this once after the capture: it records the values that `are_same` compares with."""
         if self.has_checkpoints:
             warn_of_checkpoints()
-        assert self._closures is not None
         walk = self._walk()
-        walk.close_over(self._closures.functions())
+        for function in functions_of([code for code, _ in self._codes.values() if closes_over(code)]):
+            values = (cell.cell_contents if bound(cell) else None for cell in function.__closure__ or ())
+            if (id(function.__code__), *map(id, values)) in self._closures:  # others have the code, but did not run
+                walk.close_over([function])
         self._values = list(walk.values.values())
         for value in self._values:
             value.original = value.owner = None
         self.kept.finish()
         self._changed.clear()
-        self._closures = None
         self._codes.clear()
+        self._closures.clear()
 
     def are_same(self) -> bool:
         """Whether all values are the same as at the end of the capture."""
@@ -268,10 +250,7 @@ def warn_of_checkpoints() -> None:
 
 
 def in_own_context(call):
-    """``call()``, where what it sets in context variables is gone afterwards; plain values and tensors are refused.
-
-    So are torch's default dtype and device if the call leaves others set.
-    """
+    """``call()``, after which context variables and torch's default dtype and device must be what they were before."""
     before, context = contextvars.copy_context(), contextvars.copy_context()
     dtype, device = torch.get_default_dtype(), _default_device()
     left = ""

@@ -103,10 +103,7 @@ def not_repeated(message: str) -> TraceError:
 
 
 class Where(TorchFunctionMode):
-    """Annotates every operation with the module that calls it and the line in the model's code.
-
-    ``note``: gets the results of each, and the line or module in words.
-    """
+    """Annotates operations with module and line of the model's code; ``note`` gets their results and these words."""
 
     def __init__(self, model, note: Callable[[Any, str], None]):
         super().__init__()
@@ -182,10 +179,7 @@ _RAISES_BY_VALUES += "nll_loss", "cross_entropy"
 
 
 def _is_caught(frame) -> bool:
-    """Whether code of the model that is running in `frame` or around it is in the ``try`` of an ``except``.
-
-    Before Python 3.11, whose code has tables of its handlers, this is not known, and False.
-    """
+    """Whether code that runs in `frame` or around it is in a ``try`` with ``except``; False before Python 3.11."""
     while frame is not None and frame.f_code.co_filename != _CAPTURE:
         code, at = frame.f_code, frame.f_lasti
         # Python: the exception table of a code object has no public reader (``Lib/dis.py``).
@@ -250,10 +244,6 @@ def _module_of(error, model) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in _CALLS]
     entered = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
     return entered[-1] if entered else ""
-
-
-def _called_in_message(module: str) -> str:
-    return f"module {module!r}" if module else "the model itself"
 
 
 def _after_capture(frames):
@@ -351,8 +341,9 @@ def _is_own(error) -> bool:
 def _explained(error, model) -> TraceError:
     frames = traceback.extract_tb(error.__traceback__)
     where, path = _of(frames), _module_of(error, model)
-    module = _called_in_message(path)
+    module = f"module {path!r}" if path else "the model itself"
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    of_module: dict[str, Any] = {"module": path, "can_split": True}
     if isinstance(error, _LOOKS_AT_VALUES):
         inside = _in_torch(frames)
         if hook := _hook(error, frames, module):
@@ -370,8 +361,7 @@ def _explained(error, model) -> TraceError:
             "Control flow and shapes must not depend on values: move such code out of the model, or use "
             "ackpt.checkpoint on its blocks.",
             reason=f"{module} looks at the values of a tensor{where}{inside}",
-            module=path,
-            can_split=True,
+            **of_module,
         )
     if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
         return TraceError(
@@ -387,8 +377,7 @@ def _explained(error, model) -> TraceError:
             "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
             "the operation itself.",
             reason=f"{module} runs an operation without a fake kernel{where}",
-            module=path,
-            can_split=True,
+            **of_module,
         )
     if "version_counter for inference tensor" in reason:
         return not_repeated(
@@ -407,8 +396,7 @@ def _explained(error, model) -> TraceError:
             "torch.where, give a budget, with which the model is planned in parts, or use "
             "ackpt.apply_activation_checkpointing, which runs the model's own code.",
             reason=called,
-            module=path,
-            can_split=True,
+            **of_module,
         )
     if "backprop through mirrored meta" in reason:
         return TraceError(
@@ -419,6 +407,5 @@ def _explained(error, model) -> TraceError:
     return TraceError(
         f"the model fails when it is called like this{where}: {reason}",
         reason=f"{module} cannot be captured as it is{where}: {reason}",
-        module=path,
-        can_split=True,
+        **of_module,
     )

@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import threading
 import types
-import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -117,6 +116,7 @@ class Walk:
         self.refused: list[str] = []
         self._generators: dict[int, tuple[TorchStream, str, Any, Any]] = {}
         self._wires: list[tuple[Any, Any, Any, Any]] = []
+        self._ids: dict[int, int] = {}  # of items, by those of the wires in their places
         self._armed: list[_Tripwire] = []
         if runs:
             self._guard_module(random, "Python's module random")
@@ -166,12 +166,20 @@ class Walk:
         for value, label, depth in list(self._objects.values()):
             self._attributes(value, label, depth, new)
 
-    def guard_closed_over(self, frame: types.FrameType) -> None:
-        """Guard the iterators and queues that code which starts to run in `frame` closes over."""
-        values = frame.f_locals
-        if any(_advances(values.get(name)) for name in frame.f_code.co_freevars):
+    def enter_closure(self, frame: types.FrameType) -> None:
+        """Record the objects that code which starts to run in `frame` closes over, and guard iterators and queues."""
+        closed_over = {name: frame.f_locals.get(name) for name in frame.f_code.co_freevars}
+        for name, value in closed_over.items():
+            self.add(value, f"{name!r} of {said(frame.f_code)}")
+        if any(map(_advances, closed_over.values())):
             self.close_over(functions_of([frame.f_code]))
             _ = frame.f_locals  # before Python 3.13, what was read last is written back after a trace function
+
+    def closure_of(self, frame: types.FrameType) -> tuple[int, ...]:
+        """The ids of the code that starts to run in `frame` and of what it closes over."""
+        values, names = frame.f_locals, frame.f_code.co_freevars
+        ids = (id(values.get(name)) for name in names)
+        return id(frame.f_code), *(self._ids.get(each, each) for each in ids)
 
     def close_over(self, functions: list[types.FunctionType]) -> None:
         """Record what these functions close over."""
@@ -225,7 +233,9 @@ class Walk:
         if not self._runs:
             return
         value = namespace.get(name, None)
-        items = [(namespace, name, value), *(each for container in _containers(value) for each in _keyed(container))]
+        items = [(namespace, name, value)]
+        for each in (each for each in _containers(value) if not isinstance(each, set)):  # whose items have no keys
+            items += [(each, key, item) for key, item in (each.items() if isinstance(each, dict) else enumerate(each))]
         for container, key, item in items:
             if isinstance(item, torch.Generator) and id(item) not in self._generators:
                 stream, state = TorchStream(item), item.get_state()
@@ -248,6 +258,7 @@ class Walk:
         is_tuple = type(item) is tuple
         wire = tuple(wired(each) if _advances(each) else each for each in item) if is_tuple else wired(item)
         self._wires.append((container, key, item, wire))
+        self._ids[id(wire)] = id(item)
         container[key] = wire
 
     def drawn_from(self) -> list[str]:
@@ -268,7 +279,7 @@ class Walk:
             if (dict(enumerate(container)) if is_list else container).get(key, None) is wire:
                 container[key] = item
         for wire in self._armed:
-            wire.disarm()
+            wire._thread = 0
         new = set(map(id, gc.get_objects(generation=0)))  # see `kept_tensors.Kept.start`
         values = [value for value in self.values.values() if value.owner is None or id(value.owner) not in new]
         return [change for each in (*values, *self._snapshots) for change in each.restored()]
@@ -316,10 +327,7 @@ class _Tripwire:
     def __init__(self, of, refused: list[str], label: str):
         self.of, self._refused, self._label, self._thread = of, refused, label, threading.get_ident()
 
-    def disarm(self) -> None:
-        self._thread = 0
-
-    def _used(self):
+    def _used(self) -> Any:
         # For each frame that Dynamo sees, as in torch.cond, its ``eval_frame_cpp.cpp`` gets and sets Python's state.
         name = self.of.__name__ if type(self.of) is types.MethodType else ""
         is_dynamos = name in ("getstate", "setstate") and name not in sys._getframe(2).f_code.co_names
@@ -334,12 +342,10 @@ class _Tripwire:
         raise not_repeated(self._refused[-1])
 
     def __iter__(self) -> Any:
-        used: Any = self._used()
-        return iter(used)
+        return iter(self._used())
 
     def __next__(self) -> Any:
-        used: Any = self._used()
-        return next(used)
+        return next(self._used())
 
     def __call__(self, *args, **kwargs):
         return self._used()(*args, **kwargs)
@@ -368,10 +374,7 @@ def _owner(value) -> Any:
 
 
 def _advances(value: Any) -> bool:
-    """Whether using `value` changes what it gives next: an iterator, a queue or random numbers, not of a model's class.
-
-    So do functions that are bound to one.
-    """
+    """Whether using `value`, or what it is bound to, changes what it gives next; not if its class is the model's."""
     value = _owner(value)
     if isinstance(value, functools.partial):
         return any(map(_advances, (value.func, *value.args)))
@@ -406,10 +409,7 @@ def _content(value, depth: int = 0):
 
 
 def _is_set(was, now) -> bool:
-    """Whether a forward has set or deleted a value, or stored a tensor; not if it creates an object.
-
-    An object that it creates where there was none may be a cache.
-    """
+    """Whether a forward has set or deleted a value, or stored a tensor; a new object may be a cache, and is not."""
     can_compare = [each is ABSENT or _content(each) is not None for each in (was, now)]
     if all(can_compare):
         return _content(was) != _content(now)
@@ -439,14 +439,6 @@ def _containers(value, depth: int = 0):
             yield value
         for item in _items(value):
             yield from _containers(item, depth + 1)
-
-
-def _keyed(container) -> list[tuple[Any, Any, Any]]:
-    """(container, key, item) of the items that can be set by a key."""
-    if isinstance(container, set):
-        return []
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    return [(container, key, item) for key, item in items]
 
 
 def _items(container):
@@ -501,44 +493,6 @@ def _compares_types(code: types.CodeType) -> int | None:
 
 def said(code: types.CodeType) -> str:
     return f"{code.co_name}() at {code_location(code.co_filename, code.co_firstlineno)}"
-
-
-# Since Python 3.11, a frame references its function once it has ended.
-_FRAMES_HAVE_FUNCTIONS = sys.version_info >= (3, 11)
-
-
-class Closures:
-    """The functions that ran and that something else still references.
-
-    Frames keep their local variables alive: add frames only while a model runs on tensors without data.
-    """
-
-    def __init__(self) -> None:
-        self._functions: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
-        self._frames: list[types.FrameType] = []
-        self._unknown: dict[int, types.CodeType] = {}
-
-    def add(self, frame: types.FrameType) -> None:
-        """Add the function that starts to run in `frame`."""
-        self._frames = [other for other in self._frames if not self._is_found(other)]
-        self._frames.append(frame)
-
-    def ended(self) -> None:
-        """Drop all frames, because the model's forward has ended."""
-        left = [frame.f_code for frame in self._frames if not self._is_found(frame)]
-        self._unknown.update({id(code): code for code in left})
-        self._frames = []
-
-    def functions(self) -> list[types.FunctionType]:
-        """The functions that were added, and all that have the code of a frame that did not reveal its function."""
-        return [*self._functions, *functions_of([*self._unknown.values()])]
-
-    def _is_found(self, frame: types.FrameType) -> bool:
-        for function in gc.get_referents(frame) if _FRAMES_HAVE_FUNCTIONS else ():
-            if isinstance(function, types.FunctionType) and function.__code__ is frame.f_code:
-                self._functions.add(function)
-                return True
-        return False
 
 
 def functions_of(codes: list[types.CodeType]) -> list[types.FunctionType]:

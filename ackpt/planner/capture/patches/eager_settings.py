@@ -39,10 +39,7 @@ _FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False, "guess_t
 
 @contextlib.contextmanager
 def like_eager(fake_mode=None):
-    """Inside, a model is captured and compiled as eager computes it.
-
-    ``fake_mode``: that of the inputs, if they are fake already.
-    """
+    """Inside, a model is captured and compiled as eager computes it; `fake_mode`: of the inputs, if they are fake."""
     with LOCK, functorch_config.patch(_FUNCTORCH):
         with in_place_as_eager(), eager_kernels(), true_results(fake_mode):
             with _strides_that_gradients_can_have(), _effects_without_tokens():
@@ -89,7 +86,7 @@ def _strides_that_gradients_can_have():
 #
 # Torch: ``why_not_fast_path`` in ``MultiheadAttention.forward``, ``torch/nn/modules/activation.py``, and the like in
 # ``torch/nn/modules/transformer.py``. Test: ``test_the_fused_kernel_of_attention_in_evaluation_is_refused_or_off`` in
-# ``tests/planner/capture/test_whole.py``.
+# ``tests/planner/capture/test_python_kernels.py``.
 
 
 @contextlib.contextmanager

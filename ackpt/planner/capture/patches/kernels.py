@@ -1,8 +1,7 @@
 """Make the results of operations on fake tensors those of torch's kernels: dtypes, strides, storages and workspaces.
 
 Four parts: rules for single operations, oneDNN's recurrent layers, elementwise results in general, and the cache of
-fake results. Tests: ``tests/planner/capture/test_kernels.py`` and ``test_kernel_strides.py``, by operation, and those
-that the parts name.
+fake results. Tests: ``tests/planner/capture/test_kernels.py``.
 """
 
 from __future__ import annotations
@@ -30,38 +29,35 @@ LOCK = threading.RLock()  # torch's tables and settings are the process's
 
 @contextlib.contextmanager
 def true_results(fake_mode=None):
-    """Inside, operations on tensors without data return the dtypes and storages that the kernels return.
-
-    ``fake_mode``: that of the inputs, if they are fake already.
-    """
-    with LOCK, _rules([_OURS] * 2), contiguous_elementwise(), exact_cache(fake_mode):
+    """Inside, operations on fake tensors return the dtypes and storages of the kernels; `fake_mode`: of the inputs."""
+    ours = [(table, operation, rule) for table in _TABLES for operation, rule in _OURS.items()]
+    with LOCK, replaced(ours), mock.patch.object(prims, "utils", _Utils(_UTILS.__name__)), exact_cache(fake_mode):
         yield
 
 
 @contextlib.contextmanager
-def _rules(rules):
-    """Inside, torch's tables have these rules for operations, or none where one is None; one dict for each table."""
-    were = [{operation: table.get(operation) for operation in new} for table, new in zip(_TABLES, rules)]
-    _put(rules)
+def replaced(entries):
+    """Inside, ``table[key]`` is `value` for each of these ``(table, key, value)``, and absent where it is None."""
+
+    def put(entries):
+        for table, key, value in entries:
+            table.pop(key, None)
+            if value is not None:
+                table[key] = value
+
+    were = [(table, key, table.get(key)) for table, key, _ in entries]
+    put(entries)
     try:
         yield
     finally:
-        _put(were)
-
-
-def _put(rules) -> None:
-    for table, new in zip(_TABLES, rules):
-        for operation, rule in new.items():
-            table.pop(operation, None)
-            if rule is not None:
-                table[operation] = rule
+        put(were)
 
 
 def _corrected(correct, devices=("cpu",)):
     """A rule for operations on these devices: ``correct(results, *args)`` of the results of torch's own rule."""
 
     def rule(fake_mode, operation, *args, **kwargs):
-        with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
+        with replaced(_TORCHS[operation]), fake_mode:
             results = operation(*args, **kwargs)
             return correct(results, *args) if args[0].device.type in devices else results
 
@@ -110,31 +106,13 @@ def _contiguous_first(results, x, *rest):
     return _contiguous(results) if is_both else results
 
 
-def _in_format_of_input(result, x, *rest):
-    """Resizing writes the memory format of `x`, even if the result is channels last and contiguous at once."""
-    return torch.empty_like(result, memory_format=suggest_memory_format(x))
-
-
-def _prelu(result, x, *rest):
-    """The weight has other strides than `x`, so that the result keeps those of `x`."""
-    return torch.empty_like(torch.mul(x, 1.0), dtype=result.dtype)
-
-
 def _is_contiguous(x) -> bool:
     return is_contiguous_for_memory_format_or_false(x, memory_format=torch.contiguous_format)
-
-
-def _laid_out_like(argument: int):
-    return lambda result, *args: _laid_out(result, args[argument])
 
 
 def _group_norm(results, x, *rest):
     result, *others = _norm(results, x, *rest)
     return _laid_out(result, x), *others
-
-
-def _group_norm_backward(results, gradient, x, *rest):
-    return None if results[0] is None else _laid_out(results[0].to(x.dtype), x), *results[1:]
 
 
 def _batch_norm_backward(results, gradient, x, *rest):
@@ -153,10 +131,6 @@ def _contiguous(results, *args):
     return tree_map(written, results)
 
 
-def _binary_cross_entropy(result, x, *rest):
-    return torch.empty_like(x, dtype=result.dtype) if result.dim() else in_whole_memory(result, x, *rest)
-
-
 def _fold(result, x, *rest):
     """The kernel allocates its result with the size of the columns, which is larger if they overlap."""
     if not x.numel() > result.numel() > 0:
@@ -170,27 +144,19 @@ def _elementwise(result, gradient, *rest):
     return torch.empty_like(torch.add(gradient, x), dtype=result.dtype)
 
 
-def _rrelu_backward(result, gradient, x, noise, lower, upper, training, *rest):
-    """In training, the kernel is the product of noise and gradient, in this order."""
-    return torch.empty_like(torch.mul(noise, gradient)) if training else result
-
-
 def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
     """For one image whose channels are last, the kernels keep the strides of `x`, which are not unique then."""
     is_known = isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides and x.device.type == "cpu"
     if not is_known or isinstance(other, torch.Tensor) or x.dim() not in _CHANNELS_LAST or x.shape[0] != 1:
         return NotImplemented  # torch's rule applies
-    with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
-        result = operation(x, other, *rest, **kwargs)
-    if x.is_contiguous() or x.numel() == 0 or not x.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()]):
-        return result
-    with fake_mode:
-        return result.new_empty_strided(x.shape, x.stride())
+    is_as_it_is = x.is_contiguous() or x.numel() == 0 or not x.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()])
+    correct = _corrected(lambda y, *_: y if is_as_it_is else y.new_empty_strided(x.shape, x.stride()))
+    return correct(fake_mode, operation, x, other, *rest, **kwargs)
 
 
 def _view(fake_mode, operation, x, shape):
     """Torch's rule gives dimensions of size 1 other strides than the kernel, and with them another memory format."""
-    rule = _TORCHS[0][operation]
+    _, _, rule = _TORCHS[operation][0]
     assert rule is not None
     result = rule(fake_mode, operation, x, shape)
     if x._has_symbolic_sizes_strides or result._has_symbolic_sizes_strides or not x.numel():
@@ -233,17 +199,14 @@ def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *r
 # autograd records. A captured step runs without autograd, so the layer is an operation of ours that saves it.
 #
 # Torch: ``lstm_impl`` and ``gru_impl`` in ``torch/_decomp/decompositions.py``; ``mkldnn_rnn_layer`` in
-# ``aten/src/ATen/native/mkldnn/RNN.cpp``. Test: ``tests/planner/capture/test_recurrent.py``.
+# ``aten/src/ATen/native/mkldnn/RNN.cpp``.
 _ONEDNN = aten.mkldnn_rnn_layer.default
 
 torch.library.define("ackpt_graph::rnn_layer", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
 
 
 def keep_for_backward(graph: torch.fx.Graph) -> None:
-    """Make every oneDNN layer in a captured `graph` save the tensors that its backward needs.
-
-    Under ``torch.no_grad()``, oneDNN runs another kernel, which saves nothing and rounds differently.
-    """
+    """Make oneDNN's layers in `graph` save what backward needs; under ``no_grad`` another kernel of it runs."""
     for node in graph.find_nodes(op="call_function", target=_ONEDNN):
         node.target = torch.ops.ackpt_graph.rnn_layer.default
 
@@ -271,10 +234,7 @@ def with_workspace(results, *args):
 
 
 def with_own_biases(results, *args):
-    """The `results` of its backward: the gradients of its two biases are two tensors, and all are float32.
-
-    Before torch 2.13 its shapes said they had the arguments' dtype.
-    """
+    """The `results` of its backward: a gradient for each bias, all float32 (not so in shapes before torch 2.13)."""
     results = (*results[:4], torch.empty_like(results[4]), *results[5:])
     return tuple(r if r.dtype == torch.float32 else torch.empty_like(r, dtype=torch.float32) for r in results)
 
@@ -302,30 +262,43 @@ _OURS = {
     **{operation.default: _corrected(_contiguous_first) for operation in _CONTIGUOUS_FIRST},
     aten.masked_fill.Scalar: _corrected(_contiguous_first),
     aten.masked_fill.Tensor: _corrected(_contiguous_first),
-    **{resize.default: _corrected(_in_format_of_input) for resize in _RESIZED},
-    aten._prelu_kernel.default: _corrected(_prelu),
-    aten.rrelu_with_noise_backward.default: _corrected(_rrelu_backward),
+    # Even if the result is channels last and contiguous at once.
+    **{
+        resize.default: _corrected(lambda y, x, *_: torch.empty_like(y, memory_format=suggest_memory_format(x)))
+        for resize in _RESIZED
+    },
+    # The weight has other strides than `x`, so that the result keeps those of `x`.
+    aten._prelu_kernel.default: _corrected(lambda y, x, *_: torch.empty_like(torch.mul(x, 1.0), dtype=y.dtype)),
+    # In training, the kernel is the product of noise and gradient, in this order.
+    aten.rrelu_with_noise_backward.default: _corrected(
+        lambda y, gradient, x, noise, *rest: torch.empty_like(torch.mul(noise, gradient)) if rest[2] else y
+    ),
     **{loss: _corrected(in_whole_memory, ("cpu", "cuda")) for loss in LOSSES},
-    aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy, ("cpu", "cuda")),
+    aten.binary_cross_entropy.default: _corrected(
+        lambda y, x, *rest: torch.empty_like(x, dtype=y.dtype) if y.dim() else in_whole_memory(y, x, *rest),
+        ("cpu", "cuda"),
+    ),
     **{resize.default: _resize_backward for resize in _RESIZES},
     aten._grouped_mm.default: _grouped_product,
     aten.col2im.default: _corrected(_fold),
-    aten.roll.default: _corrected(_laid_out_like(0)),
-    aten.reflection_pad2d_backward.default: _corrected(_laid_out_like(1)),
-    aten.replication_pad2d_backward.default: _corrected(_laid_out_like(1)),
+    aten.roll.default: _corrected(lambda y, x, *_: _laid_out(y, x)),
+    aten.reflection_pad2d_backward.default: _corrected(lambda y, gradient, x, *_: _laid_out(y, x)),
+    aten.replication_pad2d_backward.default: _corrected(lambda y, gradient, x, *_: _laid_out(y, x)),
     aten.native_layer_norm.default: _corrected(_norm),
     aten.native_group_norm.default: _corrected(_group_norm),
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm_with_new_statistics),
     aten._native_batch_norm_legit.no_stats: _corrected(_batch_norm),
     aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm),
     aten.native_batch_norm_backward.default: _corrected(_batch_norm_backward),
-    aten.native_group_norm_backward.default: _corrected(_group_norm_backward),
+    aten.native_group_norm_backward.default: _corrected(
+        lambda all_, gradient, x, *_: (None if all_[0] is None else _laid_out(all_[0].to(x.dtype), x), *all_[1:])
+    ),
     aten.mkldnn_rnn_layer.default: _corrected(with_workspace),
     aten.mkldnn_rnn_layer_backward.default: _corrected(with_own_biases),
 }
 # Rules go into both: torch may decompose an operation without one in `meta_table` before it looks into the other.
 _TABLES = fake_impls.op_implementations_dict, meta_table
-_TORCHS = [{operation: table.get(operation) for operation in _OURS} for table in _TABLES]
+_TORCHS = {operation: [(table, operation, table.get(operation)) for table in _TABLES] for operation in _OURS}
 
 
 # Elementwise results where an order of dimensions is not unique: a tensor of images with one pixel or one channel is
@@ -333,7 +306,7 @@ _TORCHS = [{operation: table.get(operation) for operation in _OURS} for table in
 # contiguous result; torch's rules keep the order of the first operand.
 #
 # Torch: ``compute_fast_setup_type`` in ``aten/src/ATen/TensorIterator.cpp``, and ``_prim_elementwise_meta`` in
-# ``torch/_prims/__init__.py``. Test: ``tests/planner/capture/test_one_pixel.py``.
+# ``torch/_prims/__init__.py``.
 _UTILS = prims.utils
 
 
@@ -350,23 +323,14 @@ class _Utils(types.ModuleType):
         return _UTILS.compute_elementwise_output_logical_to_physical_perm(*operands, **options)
 
 
-def contiguous_elementwise():
-    """Inside, elementwise results of contiguous fake tensors are contiguous."""
-    return mock.patch.object(prims, "utils", _Utils(_UTILS.__name__))
-
-
 # The cache of fake results. A cached result has the right shape, strides and dtype, but a new storage of just that
 # size, shared with nothing except the argument of a view. So results whose storage is larger (a copy of a slice) or
 # shared are computed every time here.
 #
-# Torch: ``_get_output_tensor_from_cache_entry`` in ``torch/_subclasses/fake_tensor.py``. Tests:
-# ``test_a_result_in_the_memory_of_another_is_none_for_the_cache`` and the case "copy of a slice" in
-# ``test_kernels.py``. Caching nothing would be correct too, but capturing a GPT-2 of 4 layers (815 nodes) then takes
-# 2.4 s of CPU time instead of 1.7 s (torch 2.13). Captures share their results: the next one of an equal model takes a
-# third less.
-#
-# Results with symbols are not cached, because torch takes longer to find an entry than to compute the result: the
-# dynamic capture of four encoder layers takes 4.8 s of CPU time without entries and 5.4 s with them (torch 2.13).
+# Torch: ``_get_output_tensor_from_cache_entry`` in ``torch/_subclasses/fake_tensor.py``. Caching
+# nothing would be correct too, but capturing a GPT-2 of 4 layers (815 nodes) then takes 2.4 s of CPU time instead of
+# 1.7 s (torch 2.13), and the next capture of an equal model a third more. Results with symbols are not cached, because
+# torch takes longer to find an entry than to compute the result.
 _MAKE_ENTRY = FakeTensorMode._make_cache_entry
 _Bypass = fake_tensor._BypassDispatchCache
 _MOST_RESULTS = 20_000  # about 30 MB
@@ -375,10 +339,7 @@ _RESULTS: dict[tuple, dict] = {}
 
 @contextlib.contextmanager
 def exact_cache(fake_mode=None):
-    """Inside, the cache has only results of such contexts under equal settings, since torch's rules differ outside.
-
-    ``fake_mode``: an existing mode; if it has symbols, nothing is cached.
-    """
+    """Inside, the cache has only results of such contexts under equal settings, and none with symbols."""
     if sum(map(len, _RESULTS.values())) > _MOST_RESULTS:
         _RESULTS.clear()
     results = _RESULTS.setdefault(_settings(), {})

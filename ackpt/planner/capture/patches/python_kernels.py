@@ -1,13 +1,14 @@
 """Replace the Python code that torch runs for an operation during capture, where eager runs C++ or rounds differently.
 
 Five groups: casts of weights, operations that stay whole, matrix products, random draws, and derivative formulas.
-Torch: ``OpOverload.py_kernels`` in ``torch/_ops.py``, which ``py_impl`` fills.
+Torch: ``OpOverload.py_kernels`` in ``torch/_ops.py``, which ``py_impl`` fills. Tests: ``test_python_kernels.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,30 +20,23 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .kernels import replaced
+
 aten = torch.ops.aten
 _KEYS = _KEY, _AUTOGRAD = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd
 
 
 @contextlib.contextmanager
 def put(kernels):
-    """Inside, capturing computes operations by other functions: ``{(operation, dispatch key): function}``.
-
-    None means torch's C++, as in eager.
-    """
-    were = {(operation, key): operation.py_kernels.get(key) for operation, key in kernels}
-    _put(kernels)
+    """Inside, captures compute ``{(operation, dispatch key): function}`` by the function; None: by C++, as in eager."""
     try:
-        yield
+        with replaced([(operation.py_kernels, key, kernel) for (operation, key), kernel in kernels.items()]):
+            for operation, _ in kernels:
+                operation._dispatch_cache.clear()
+            yield
     finally:
-        _put(were)
-
-
-def _put(kernels) -> None:
-    for (operation, key), kernel in kernels.items():
-        operation.py_kernels.pop(key, None)
-        if kernel is not None:
-            operation.py_kernels[key] = kernel
-        operation._dispatch_cache.clear()
+        for operation, _ in kernels:
+            operation._dispatch_cache.clear()
 
 
 # Weights are cast once per autocast region, as in eager mode; torch's capture casts them at every use. The gradients of
@@ -68,14 +62,10 @@ def is_weight(tensor) -> bool:
 
 
 def cast_once(*traced: torch.Tensor) -> None:
-    """From here to `stop_casting_once`, autocast casts once each of the traced tensors that represent weights."""
-    stop_casting_once()
-    _weights.update({id(tensor): tensor for tensor in traced})
-
-
-def stop_casting_once() -> None:
+    """From here to the next call, autocast casts once each of the traced tensors that represent weights."""
     _weights.clear()
     _made.clear()
+    _weights.update({id(tensor): tensor for tensor in traced})
 
 
 @contextlib.contextmanager
@@ -84,7 +74,7 @@ def casting_once(traced):
     try:
         yield
     finally:
-        stop_casting_once()
+        cast_once()
 
 
 def _to(x, dtype, *args, **kwargs):
@@ -109,8 +99,7 @@ def _autocast_asks(device: str) -> bool:
 # Torch: functions registered with ``py_impl(DispatchKey.CompositeImplicitAutograd)`` or ``DispatchKey.Autograd`` in
 # ``torch/_decomp/decompositions.py`` and ``torch/_refs`` (``lstm_impl``, ``upsample_bilinear2d``, ``hardshrink``, ...).
 # The C++ of ``upsample_*.vec`` (``aten/src/ATen/native/UpSample*.cpp``) and of ``max_pool1d`` (``Pooling.cpp``) takes
-# no symbolic sizes: it has Python code here. Test: ``tests/planner/capture/test_whole.py``; an operation can leave the
-# list when it passes without.
+# no symbolic sizes: it has Python code here. An operation can leave the list when the tests pass without.
 _RESIZED = (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_trilinear3d)
 _RESIZED += (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa)
 # Taken apart into indexing, these have contiguous gradients; eager's keep the order of the incoming ones.
@@ -160,7 +149,6 @@ _COMPOSITE = {**dict.fromkeys(_WHOLE), **_RESIZING, **_POOLING}
 # Torch: ``should_fold`` in ``torch/_decomp/decompositions.py`` asks for a contiguous batch, and that of
 # ``LinearAlgebra.cpp`` in ``aten/src/ATen/native`` for one that a view can fold, since torch 2.14 with any strides
 # of dimensions of size 1; ``linear`` in ``Linear.cpp`` adds a bias in place, but not for tensor subclasses.
-# Test: ``tests/planner/capture/test_products.py``.
 def _folds(a, b, is_out: bool) -> bool:
     batch, other = (a, b) if a.dim() >= b.dim() else (b.mT, a)
     if batch.dim() < 3 or other.dim() > 2:
@@ -189,7 +177,7 @@ def _linear(x, weight, bias=None):
 # it in the order of its memory.
 #
 # Torch: ``dropout`` in ``torch/_decomp/decompositions.py``; in eager, ``_dropout_impl`` in
-# ``aten/src/ATen/native/Dropout.cpp``. Test: ``tests/planner/capture/test_draws.py``.
+# ``aten/src/ATen/native/Dropout.cpp``.
 torch.library.define(
     "ackpt_graph::dropout_noise",
     "(Tensor x, float p) -> Tensor",
@@ -207,11 +195,6 @@ def _noise(x, p: float):
     return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 
 
-@torch.library.register_fake("ackpt_graph::dropout_noise")
-def _noise_shape(x, p: float):
-    return torch.empty_like(x)
-
-
 @torch.library.impl("ackpt_graph::filled", "CompositeExplicitAutograd")
 def _filled(x, operation: str, numbers, tensors, generator=None):
     """A tensor like `x` after the in-place `operation`."""
@@ -220,27 +203,18 @@ def _filled(x, operation: str, numbers, tensors, generator=None):
     return fill(torch.empty_like(x), *tensors, *numbers, generator=generator)
 
 
-@torch.library.register_fake("ackpt_graph::filled")
-def _filled_shape(x, operation: str, numbers, tensors, generator=None):
-    return torch.empty_like(x)
+for _name in ("dropout_noise", "filled"):
+    torch.library.register_fake(f"ackpt_graph::{_name}")(lambda x, *_, **__: torch.empty_like(x))
 
 
-def _dropout(x, p: float, train: bool):
+def _dropout(x, p: float, train: bool, multiply=torch.mul):
     if not train or p == 0 or x.numel() == 0:
         return x
     if p == 1:
-        return x * torch.zeros((), dtype=x.dtype, device=x.device)
-    if x.device.type != "cpu":
+        return multiply(x, torch.zeros((), dtype=x.dtype, device=x.device))
+    if x.device.type != "cpu" and multiply is torch.mul:
         return aten.native_dropout.default(x, p, train)[0]
-    return x * torch.ops.ackpt_graph.dropout_noise(x.detach(), p)
-
-
-def _dropout_in_place(x, p: float, train: bool):
-    if not train or p == 0 or x.numel() == 0:
-        return x
-    if p == 1:
-        return x.mul_(torch.zeros((), dtype=x.dtype, device=x.device))
-    return x.mul_(torch.ops.ackpt_graph.dropout_noise(x.detach(), p))
+    return multiply(x, torch.ops.ackpt_graph.dropout_noise(x.detach(), p))
 
 
 def _in_order_of_memory(operation):
@@ -260,7 +234,7 @@ _FILLS = (
     *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to, aten.exponential_.default),
     *(aten.cauchy_.default, aten.geometric_.default, aten.log_normal_.default),
 )
-_DRAWS = {aten.dropout.default: _dropout, aten.dropout_.default: _dropout_in_place}
+_DRAWS = {aten.dropout.default: _dropout, aten.dropout_.default: partial(_dropout, multiply=torch.Tensor.mul_)}
 _DRAWS |= {operation: _in_order_of_memory(operation) for operation in _FILLS}
 
 
@@ -270,7 +244,6 @@ _DRAWS |= {operation: _in_order_of_memory(operation) for operation in _FILLS}
 #
 # Torch: ``isTensorSubclassLike`` in ``prod_backward``, ``masked_fill_backward`` and
 # ``binary_cross_entropy_with_logits_backward``, ``torch/csrc/autograd/FunctionsManual.cpp``.
-# Test: ``tests/planner/capture/test_derivative_formulas.py``.
 _EXTREMES = ("aten.maximum", "aten.minimum")
 # What a dispatch mode excludes for the kernels below it, although formulas need it.
 _EXCLUDED = [
@@ -375,10 +348,7 @@ _DIFFERS = {
 
 @contextlib.contextmanager
 def eager_kernels():
-    """Inside, a capture computes all these operations as eager does.
-
-    It obeys `cast_once` and `stop_casting_once`, and drops cached casts where autocast does.
-    """
+    """Inside, a capture computes all these operations as eager does, and drops cached casts where autocast does."""
     kernels = {(operation, key): kernel for operation, kernel in _COMPOSITE.items() for key in _KEYS}
     kernels |= {(operation, _KEY): kernel for operation, kernel in {_TO: _to, _LINEAR: _linear, **_DRAWS}.items()}
     kernels |= {(operation, _AUTOGRAD): _whole(operation, differs) for operation, differs in _DIFFERS.items()}
@@ -396,4 +366,4 @@ def eager_kernels():
             yield
     finally:
         torch.clear_autocast_cache = clear
-        stop_casting_once()
+        cast_once()
