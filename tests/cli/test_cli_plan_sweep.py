@@ -3,8 +3,8 @@
 import pytest
 from test_cli_plan import GPT2, planned
 
-from ackpt.cli import main, plan_sweep
-from ackpt.cli.plan_sweep import Sweep
+from ackpt.cli import main, plan_text
+from ackpt.cli.plan_text import Sweep
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest
 
@@ -104,7 +104,7 @@ def test_unusable_options_are_refused(capsys, options, message):
 
 @pytest.mark.parametrize("sweep", ["seq_len=512:16384", "seq_len=512,2000"])
 def test_all_values_are_validated_before_planning(capsys, monkeypatch, sweep):
-    monkeypatch.setattr(plan_sweep, "run_plan", None)
+    monkeypatch.setattr(plan_text, "run_plan", None)
     assert main(["plan", *SMALL, "--sweep", sweep]) == 2
     assert "longer than the 1024 positions of this configuration" in capsys.readouterr().err
     assert main(["plan", *GPT2, "--sweep", "device_profile=t4,h300"]) == 2
@@ -114,8 +114,7 @@ def test_all_values_are_validated_before_planning(capsys, monkeypatch, sweep):
 def test_the_table_shows_added_time(capsys):
     """Not FLOPs, of which a plan that recomputes norms and activation functions has hardly any."""
     row = run_plan(config(device="t4", policy="full"))
-    sweep = plan_sweep.Sweep("device_profile", ("t4",))
-    line = plan_sweep.text(sweep, {"t4": row}).splitlines()[1]
+    line = Sweep("device_profile", ("t4",)).text({"t4": row}).splitlines()[1]
     assert f"{row.plan.cost:.1%}  yes" in line and row.plan.cost > 0
 
 

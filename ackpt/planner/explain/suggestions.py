@@ -27,7 +27,7 @@ from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import RECOMPUTED, Plan
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of, peak_bytes, sharded_optimizer, step_windows
+from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of, sharded_optimizer, step_windows, timeline
 
 CHUNKS = 8  # of the head
 InChunks = Callable[[int], tuple[JointGraph, Profile]]  # the step with its head in so many chunks
@@ -166,7 +166,7 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
         return f"an optimizer like the {type(optimizer).__name__} cannot be made for the shards: {error}"
     sizes = graph.bytes()
     shards = sum(GroupBytes(group, sharding).shards for group in groups)
-    return shards + sizes["buffer"] + sizes["input"] + state + peak_bytes(windows)
+    return shards + sizes["buffer"] + sizes["input"] + state + timeline(windows).peak_bytes
 
 
 def _like(optimizer: torch.optim.Optimizer):
