@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ackpt.core.errors import BudgetError
-from ackpt.metering.gpus import BLOCK, MIB, AllocatorSettings, CachingAllocator, Gpu, gpu
+from ackpt.metering.gpus import BLOCK, AllocatorSettings, CachingAllocator, gpu
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import profile
 from ackpt.planner.policies import selective
-from ackpt.planner.workloads.device_memory import DeviceMemory
-from ackpt.planner.workloads.planned_shapes import PlanConfig, captured, in_chunks
+from ackpt.planner.workloads.planned_shapes import DeviceMemory, PlanConfig, captured, in_chunks
 from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, optimizer_kind, training_step
 
 from .planner import CAPTURED, SELECTIVE, Blocks, Choice, ShardedPlan, Table, check_policy, deep
@@ -120,9 +119,8 @@ class ShardedModel:
         if self.device is None:
             return None
         shards = [size for group in self.groups for size in GroupBytes(group, plan.sharding).blocks]
-        context = None if self.config.context_mib is None else self.config.context_mib * MIB
         settings = self.config.allocator_settings
-        return rank_memory(plan.windows, plan.resident, shards, self.device, gpu(self.device.name), context, settings)
+        return rank_memory(plan.windows, plan.resident, shards, self.device, self.config.context_bytes, settings)
 
     def _blocks(self, step: TrainingStep) -> Blocks:
         graph = captured(step, replace(self.config, optimizer="none", clipping=False), self.device)
@@ -161,8 +159,7 @@ def rank_memory(
     resident: Mapping[str, int],
     shards: list[int],
     where: Device,
-    on: Gpu,
-    context_bytes: int | None,
+    context_bytes: int,
     settings: AllocatorSettings,
 ) -> DeviceMemory:
     """Peaks of the last of `STEPS` steps."""
@@ -186,7 +183,7 @@ def rank_memory(
         pools.reset_peaks()
         for phase, size, memory in events:
             if (workspace := ("workspace", phase)) not in pools.live:
-                pools.allocate(Memory(COMPUTE, workspace), on.cublas_workspace_bytes)
+                pools.allocate(Memory(COMPUTE, workspace), gpu(where.name).cublas_workspace_bytes)
                 fixed.add(workspace)
             if memory.key[-1] == OPTIMIZER:
                 if state.key not in pools.live:
@@ -203,10 +200,9 @@ def rank_memory(
                 pools.live[previous] = pools.live.pop(key)
             else:
                 pools.free(key)
-    context = on.context_bytes if context_bytes is None else context_bytes
     largest = max(each.largest_free_block for each in pools.of.values())
-    margin = where.memory_bytes - context - pools.reserved
-    return DeviceMemory(pools.peak_allocated, pools.reserved, context, margin, largest)
+    margin = where.memory_bytes - context_bytes - pools.reserved
+    return DeviceMemory(pools.peak_allocated, pools.reserved, context_bytes, margin, largest)
 
 
 class _Pools:
