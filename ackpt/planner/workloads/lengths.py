@@ -454,9 +454,7 @@ class _Steps:
         if self.where is None:
             return True
         room = self.where.memory_bytes - self.context_bytes
-        if (
-            2 * (peak + 2 * gpu(self.where.name).cublas_workspace_bytes) <= room
-        ):  # of two threads
+        if 2 * (peak + 2 * gpu(self.where.name).cublas_workspace_bytes) <= room:  # of two threads
             return True
         return None if peak <= room else False
 
