@@ -107,7 +107,8 @@ class ShardedStep:
         self._plans: dict[Any, list[_Planned]] = {}
         self._dtypes: list[Any] = []
         self._active: _Planned | None = None
-        ranks = sorted({rank for _, _, s in states_of(model) for g in param_groups(s) for rank in _ranks(g)})
+        meshes = [group.mesh_info.mesh.mesh for *_, state in states_of(model) for group in param_groups(state)]
+        ranks = sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()})
         # Of its own, so that no collective of the training loop comes between; gloo needs no GPU to be idle.
         self._ranks = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
@@ -300,10 +301,6 @@ def _fact(leaf) -> Any:
 def _of_modules(facts: tuple) -> tuple:
     """The facts that `attributes` returns, without those of tensors, which are DTensors between the steps."""
     return tuple(fact for fact in facts if fact is None or "." not in fact[0])
-
-
-def _ranks(group) -> list[int]:
-    return group.mesh_info.mesh.mesh.flatten().tolist()
 
 
 def _require_options(request: Request) -> None:
