@@ -189,7 +189,7 @@ def _verdict(planned: Planned) -> list[str]:
 
 
 def _that_fits(planned: Planned) -> str:
-    reserved = memory_format(planned.memory.reserved) if planned.memory is not None else ""
+    reserved = memory_format(planned.reserved_bytes)
     return f"that plan reserves {reserved} and adds {planned.plan.cost:.1%} to the time of the step"
 
 

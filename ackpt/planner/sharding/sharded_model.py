@@ -8,6 +8,8 @@ has a workspace in the threads of forward and backward. Collectives of NCCL allo
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -180,7 +182,7 @@ def rank_memory(
     for _ in range(STEPS):
         for key in [key for key in pools.live if key[-1] in REDUCED_KEYS]:  # zero_grad(set_to_none=True)
             pools.free(key)
-        pools.reset_peaks()
+        pools.peak_allocated = pools.allocated
         for phase, size, memory in events:
             if (workspace := ("workspace", phase)) not in pools.live:
                 pools.allocate(Memory(COMPUTE, workspace), gpu(where.name).cublas_workspace_bytes)
@@ -206,42 +208,34 @@ def rank_memory(
 
 
 class _Pools:
-    """The allocators of all streams. ``live``: by key, the stream and the blocks of what is allocated."""
+    """The allocators of all streams. ``live``: by key, the allocator and the blocks of what is allocated."""
 
     def __init__(self, settings: AllocatorSettings):
-        self.settings = settings
-        self.of: dict[str, CachingAllocator] = {}
-        self.live: dict[tuple, tuple[str, list[int]]] = {}
-        self.count = self.allocated = self.peak_allocated = 0
+        self.of: dict[str, CachingAllocator] = defaultdict(lambda: CachingAllocator(settings))
+        self.live: dict[tuple, tuple[CachingAllocator, list[int]]] = {}
+        self.numbers = itertools.count()  # of blocks
+        self.peak_allocated = 0
 
     @property
     def reserved(self) -> int:
         """What is never returned to the device, so its own peak."""
         return sum(each.reserved for each in self.of.values())
 
+    @property
+    def allocated(self) -> int:
+        return sum(each.allocated for each in self.of.values())
+
     def allocate(self, memory: Memory, size: int) -> None:
-        if memory.stream not in self.of:
-            self.of[memory.stream] = CachingAllocator(self.settings)
-        allocator = self.of[memory.stream]
-        self.allocated -= allocator.allocated
-        numbers = []
+        self.live[memory.key] = allocator, numbers = self.of[memory.stream], []
         for block in memory.blocks or (size,) * bool(size):
-            self.count += 1
-            numbers.append(self.count)
-            allocator.allocate(self.count, block)
-        self.live[memory.key] = memory.stream, numbers
-        self.allocated += allocator.allocated
+            numbers.append(next(self.numbers))
+            allocator.allocate(numbers[-1], block)
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: tuple) -> None:
-        stream, numbers = self.live.pop(key)
-        self.allocated -= self.of[stream].allocated
+        allocator, numbers = self.live.pop(key)
         for number in numbers:
-            self.of[stream].free(number)
-        self.allocated += self.of[stream].allocated
-
-    def reset_peaks(self) -> None:
-        self.peak_allocated = self.allocated
+            allocator.free(number)
 
 
 def _state(size: int, shards: list[int]) -> Iterator[int]:

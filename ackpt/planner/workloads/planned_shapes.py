@@ -227,6 +227,11 @@ class Planned:
     memory: DeviceMemory | None
     whole: tuple[JointGraph, Profile] | None = None
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What the device's allocator reserves; 0 without a device."""
+        return 0 if self.memory is None else self.memory.reserved
+
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the peak; the resident ones first."""
         return at_peak(self.graph, self.plan)
@@ -302,52 +307,48 @@ def in_chunks(graph: JointGraph, where: Device | None, count: int) -> tuple[Join
     return chunks, _costs(chunks, where)
 
 
-Made = tuple[Plan, JointGraph, Profile]
-
-
 def _planned(
     config: PlanConfig, step: TrainingStep, whole: tuple[JointGraph, Profile], where: Device | None
 ) -> Planned:
-    graph, profile = whole
     policy = config.policy or ("none" if config.budget is None and config.slowdown is None else "auto")
 
-    def plan_within(limit: float | str | None) -> Made:
+    def within(limit: float | str | None) -> Planned:
         request = Request(limit, config.slowdown, policy, config.options, chunk_head=config.chunk_head)
+        graph, profile = whole
         if config.chunk_head:
-            return plan_in_chunks(graph, request, profile, partial(in_chunks, graph, where))
-        return plan_by_policy(graph, request, profile), graph, profile
-
-    def memory_of(made: Made) -> DeviceMemory | None:
-        (plan, graph, profile), context, settings = made, config.context_bytes, config.allocator_settings
-        return where and device_memory(graph, profile.workspace_bytes, plan.schedule, where, context, settings)
+            plan, graph, profile = plan_in_chunks(graph, request, profile, partial(in_chunks, graph, where))
+        else:
+            plan = plan_by_policy(graph, request, profile)
+        context, settings = config.context_bytes, config.allocator_settings
+        memory = where and device_memory(graph, profile.workspace_bytes, plan.schedule, where, context, settings)
+        return Planned(config, step, graph, profile, plan, where, memory, whole)
 
     budget, is_reserved = split_budget(config.budget)
-    made = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
-    return Planned(config, step, made[1], made[2], made[0], where, memory_of(made), whole)
+    return _within_reserved(budget, within) if is_reserved else within(budget)
 
 
-def _within_reserved(budget, plan_within: Callable[..., Made], memory_of: Callable[[Made], Any]) -> Made:
+def _within_reserved(budget, within: Callable[[int], Planned]) -> Planned:
     """A plan for which the caching allocator reserves at most `budget`; every trial has a smaller peak."""
     most = dynamic_limit(budget, 0, 0)
     assert most is not None
     limit = most
     while True:
         try:
-            made = plan_within(limit)
+            made = within(limit)
         except BudgetError as error:
             if error.least_bytes is None:
                 raise
-            least = memory_of(plan_within(error.least_bytes)).reserved
+            least = within(error.least_bytes).reserved_bytes
             raise BudgetError(
                 f"no plan was found for which the allocator reserves at most {readable(most)}: the plan with the "
                 f"smallest peak, {readable(error.least_bytes)}, reserves {readable(least)} ({least} bytes)",
                 least,
                 f"{budget} reserved",
             ) from None
-        excess = memory_of(made).reserved - most
+        excess = made.reserved_bytes - most
         if excess <= 0:
             return made
-        limit = max(1, made[0].peak_bytes - max(1, excess // 2))
+        limit = max(1, made.plan.peak_bytes - max(1, excess // 2))
 
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
