@@ -7,11 +7,9 @@ planned together as well.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -27,7 +25,15 @@ from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import RECOMPUTED, Plan
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of, sharded_optimizer, step_windows, timeline
+from ackpt.planner.sharding.sharding import (
+    GroupBytes,
+    Sharding,
+    groups_of,
+    optimizer_like,
+    sharded_optimizer,
+    step_windows,
+    timeline,
+)
 
 CHUNKS = 8  # of the head
 InChunks = Callable[[int], tuple[JointGraph, Profile]]  # the step with its head in so many chunks
@@ -126,7 +132,7 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
     if schedule.packed:
         return "plans that pack dropout masks are not simulated for shards"
     sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else BLOCK)
-    kind = None if optimizer is None else _like(optimizer)
+    kind = None if optimizer is None else optimizer_like(optimizer)
     try:
         groups = groups_of(model)
         state, step = sharded_optimizer(kind, groups, sharding, graph.on_cpu)
@@ -134,14 +140,6 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
         windows = step_windows(one_rank, schedule, profile.workspace_bytes, groups, sharding)
     except ValueError as error:  # ShardingError is one
         return re.sub(r"^--fsdp: |[;:] leave --fsdp out$", "", str(error))
-    except TypeError as error:  # of the optimizer's constructor
-        return f"an optimizer like the {type(optimizer).__name__} cannot be made for the shards: {error}"
     sizes = graph.bytes()
     shards = sum(GroupBytes(group, sharding).shards for group in groups)
     return shards + sizes["buffer"] + sizes["input"] + state + timeline(windows).peak_bytes
-
-
-def _like(optimizer: torch.optim.Optimizer):
-    """A function of parameters that makes an optimizer with the class and the options of this one."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    return partial(type(optimizer), **{name: value for name, value in optimizer.defaults.items() if name in accepted})

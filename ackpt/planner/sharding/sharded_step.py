@@ -7,10 +7,8 @@ nothing of other blocks and no collective, so ranks may choose different plans; 
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,7 +32,7 @@ from ackpt.planner.capture.inspection.attributes import attributes, every_module
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import check_model, is_tensor, warn_of_evaluation
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.optimizer_state import NO_LOOP, check_optimizer, optimizer_of, unwrapped
+from ackpt.planner.capture.optimizer_state import NO_LOOP, check_optimizer, optimizer_of
 from ackpt.planner.capture.tracing import captured_graph
 from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.profiles import profile
@@ -57,7 +55,7 @@ from .fully_sharded import (
     update_body,
 )
 from .planner import PLAIN, Blocks, Choice, ShardedPlan, Table, check_policy
-from .sharding import ShardingError
+from .sharding import ShardingError, optimizer_like
 
 _MOST_PLANS = 64
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")  # namespaces of torch's operations
@@ -218,7 +216,9 @@ class ShardedStep:
         costs = profile(graph, request.device, workspace="measured" if graph.on_cpu else "given")
         blocks = Blocks(graph, costs, groups, has_regions=False)
         _refuse_collectives(blocks)
-        table = Table(blocks, groups, sharding, self._optimizer_kind(), graph.on_cpu, request.loop.clipping)
+        optimizer = optimizer_of(model, request.loop.optimizer)
+        kind = None if optimizer is None else optimizer_like(optimizer)
+        table = Table(blocks, groups, sharding, kind, graph.on_cpu, request.loop.clipping)
         if request.loop.accumulation:
             unreduced = has_unreduced(model)
             earlier = unreduced_bytes(groups, sharding.reduction) if unreduced else table.gradients
@@ -226,22 +226,6 @@ class ShardedStep:
         policy = "none" if request.budget is None and request.policy == "auto" else str(request.policy)
         row = table.chosen(request.budget, policy)
         return _Planned(captured, table, row, table.plan(row, policy))
-
-    def _optimizer_kind(self):
-        """A function of shards that makes the optimizer of the request, with its options."""
-        optimizer = self._request.loop.optimizer
-        if optimizer is None:
-            return None
-        if isinstance(optimizer, str):
-            return lambda shards: optimizer_of(nn.ParameterList(shards), optimizer)
-        options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-
-        def kind(shards):
-            other = copy.copy(unwrapped(optimizer))
-            other.param_groups, other.state = [{**options, "params": shards}], defaultdict(dict)
-            return other
-
-        return kind
 
     def _run_block(self, planned: _Planned, number: int, module, forward, args, kwargs) -> Any:
         """The outputs of a block in a call with the plan `planned`."""

@@ -11,9 +11,10 @@ Source: ``torch/distributed/fsdp/_fully_shard`` of torch 2.13, ``_fsdp_param_gro
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from ackpt.checkpointing.wrapping import repeated_blocks
 from ackpt.metering.resident import rounded
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-from ackpt.planner.capture.optimizer_state import optimizer_bytes
+from ackpt.planner.capture.optimizer_state import optimizer_bytes, unwrapped
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import CATEGORIES, follow
 
@@ -178,6 +179,18 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
 def with_last_kept(groups: tuple[Group, ...], sharding: Sharding) -> tuple[Group, ...]:
     """`groups`, of which the last one stays gathered after the forward if `sharding` says so."""
     return (*groups[:-1], replace(groups[-1], kept=True)) if sharding.keeps_last else groups
+
+
+def optimizer_like(optimizer: torch.optim.Optimizer) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """A function that makes optimizers of other parameters with the class and the options of this one."""
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+    def kind(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        other = copy.copy(unwrapped(optimizer))
+        other.param_groups, other.state = [{**options, "params": parameters}], defaultdict(dict)
+        return other
+
+    return kind
 
 
 def sharded_optimizer(
