@@ -380,7 +380,10 @@ class _Steps:
 
     def _exceeding(self, policy: str, batches: Sequence[Shape], enough: float = float("inf")) -> int:
         """How many batches of these shapes do not fit; stops at more than `enough`."""
-        self._evaluate(policy, batches)
+        for shape in dict.fromkeys(batches):
+            if (policy, shape) not in self.peaks:
+                capture, values = self.place(shape)
+                self.peaks[policy, shape] = capture.with_policy(policy, values, self.budget)
         exceeding, near = 0, []
         for shape, count in Counter(batches).items():
             is_within = self._is_within(policy, shape)
@@ -466,13 +469,6 @@ class _Steps:
             memory = device_memory(graph, workspace, schedule, self.where, self.context_bytes)
             self.replayed[policy, shape] = memory.fits
         return self.replayed[policy, shape]
-
-    def _evaluate(self, policy: str, batches: Sequence[Shape]) -> None:
-        """Find the schedule and the peak at all these shapes."""
-        for shape in dict.fromkeys(batches):
-            if (policy, shape) not in self.peaks:
-                capture, values = self.place(shape)
-                self.peaks[policy, shape] = capture.with_policy(policy, values, self.budget)
 
     def place(self, shape: Shape) -> tuple[ManySizes, Values]:
         """The capture that serves a shape, and the sizes of its dynamic dimensions there."""
