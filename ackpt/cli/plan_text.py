@@ -171,45 +171,32 @@ def _verdict(planned: Planned) -> list[str]:
     if memory.fits:
         error = f"measured steps reserved up to {MEASURED_ERROR:.0%} more than predicted"
         return [f"may not fit {device.name}: {takes} of {size}; {error}", *sizes]
-    verdict = f"does not fit {device.name}: {takes} of {size}"
+    lines = [f"does not fit {device.name}: {takes} of {size}"]
     try:
         other = planned.that_fits()
+        return [*lines, f'add --budget "{other.config.budget}": {_that_fits(other)}', *sizes]
     except BudgetError as error:
         assert error.least_bytes is not None
         room = device.memory_bytes - memory.context
-        return [
-            verdict,
+        lines.append(
             f"no plan fits: the one with the smallest peak reserves {readable(error.least_bytes)}, and the context "
-            f"leaves {memory_format(room)}",
-            *_in_chunks(planned),
-            *_helps(planned, room),
-            *sizes,
-        ]
-    return [verdict, f'add --budget "{other.config.budget}": {_that_fits(other)}', *sizes]
+            f"leaves {memory_format(room)}"
+        )
+    with contextlib.suppress(BudgetError, TraceError):
+        other = planned.that_fits(chunk_head=True)
+        lines.append(f'would help: --chunk-head --budget "{other.config.budget}": {_that_fits(other)}')
+    # Up to three changes of the model or the loop with which the step fits, or else the one that saves most.
+    best = sorted(explanation(planned).suggestions, key=lambda each: each.peak_bytes)
+    within = [each for each in best if each.peak_bytes <= room][:3]
+    for each in within or best[:1]:
+        peak = f"{memory_format(each.peak_bytes)}{'' if within else ', not enough'}"
+        lines.append(f"would help: {each.title}: peak {peak}; {each.fix}")
+    return [*lines, *sizes]
 
 
 def _that_fits(planned: Planned) -> str:
     reserved = memory_format(planned.reserved_bytes)
     return f"that plan reserves {reserved} and adds {planned.plan.cost:.1%} to the time of the step"
-
-
-def _in_chunks(planned: Planned) -> list[str]:
-    """The plan that fits with the head in chunks, if there is one."""
-    try:
-        other = planned.that_fits(chunk_head=True)
-    except (BudgetError, TraceError):
-        return []
-    return [f'would help: --chunk-head --budget "{other.config.budget}": {_that_fits(other)}']
-
-
-def _helps(planned: Planned, room: int) -> list[str]:
-    """Up to three changes of the model or the loop whose simulated peak is within `room` bytes; else the best one."""
-    best = sorted(explanation(planned).suggestions, key=lambda each: each.peak_bytes)
-    within = [each for each in best if each.peak_bytes <= room][:3]
-    return [
-        f"would help: {each.title}: peak {memory_format(each.peak_bytes)}{'' if within else ', not enough'}; {each.fix}"
-        for each in within or best[:1]
-    ]
 
 
 def _least_of_full(planned: Planned) -> int | None:

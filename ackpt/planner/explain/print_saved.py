@@ -101,7 +101,8 @@ class _Recorder:
         self.records: list[weakref.ref[_Saved]] = []
         self.unpacked: list[_Saved] = []
         self.stack: list[str] = []
-        roots = _modules_of(function)
+        values = [function] if isinstance(function, nn.Module) else [value for _, value in referred(function)]
+        roots = [value for value in values if isinstance(value, nn.Module)]
         self.names = {id(m): name for root in reversed(roots) for name, m in root.named_modules()}
         self.parameters = {_storage(p) for root in roots for p in root.parameters()}
         self.buffers = {_storage(b) for root in roots for b in root.buffers()}
@@ -193,12 +194,6 @@ class _Line(NamedTuple):
     operation: str
     modules: str
     source: str
-
-
-def _modules_of(function) -> list[nn.Module]:
-    """The modules that a function is, belongs to, or refers to."""
-    values = [function] if isinstance(function, nn.Module) else [value for _, value in referred(function)]
-    return [value for value in values if isinstance(value, nn.Module)]
 
 
 def referred(function, depth: int = 2) -> Iterator[tuple[str, Any]]:

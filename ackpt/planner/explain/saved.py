@@ -147,10 +147,14 @@ def text(explanation: StepMemory) -> str:
     shown += [
         f"{memory_format(size):<17} {kind:<12} {description}" for size, kind, description in live_rows(explanation)
     ]
-    shown += ["", f"saved for backward: {memory_format(baseline)}{_planned(plan)}"]
+    has_plan = plan.recompute_flops or plan.host_bytes
+    planned = f" by the baseline; this plan ({plan.policy}) saves {memory_format(plan.saved_bytes)}"
+    shown += ["", f"saved for backward: {memory_format(baseline)}{planned if has_plan else ''}"]
     shown += ["bytes             to recompute  where"] if lines else []
     groups = grouped(lines)
-    shown += [_saved_row(group) for group in groups[:LARGEST]]
+    for group in groups[:LARGEST]:
+        size = memory_format(sum(line.bytes for line in group))
+        shown.append(f"{size:<17} {cost_text(group):<13} {where_text(group)}")
     if rest := groups[LARGEST:]:
         left = memory_format(sum(line.bytes for group in rest for line in group))
         places = f"{len(rest)} other place{'' if len(rest) == 1 else 's'}"
@@ -170,12 +174,6 @@ def text(explanation: StepMemory) -> str:
         shown.append(f"{'':<17} none of the changes that were simulated")
     shown += [f"not computed      {reason}" for reason in explanation.not_computed]
     return "\n".join(shown)
-
-
-def _planned(plan: Plan) -> str:
-    if not (plan.recompute_flops or plan.host_bytes):
-        return ""
-    return f" by the baseline; this plan ({plan.policy}) saves {memory_format(plan.saved_bytes)}"
 
 
 def _row(size: int, description: str) -> str:
@@ -209,11 +207,6 @@ def grouped(lines: Iterable[SavedLine]) -> list[list[SavedLine]]:
         key = (pattern(line.module), line.source, line.operations, line.fates, line.bytes, line.flops)
         groups.setdefault(key, []).append(line)
     return sorted(groups.values(), key=lambda group: -sum(line.bytes for line in group))
-
-
-def _saved_row(group: list[SavedLine]) -> str:
-    size = sum(line.bytes for line in group)
-    return f"{memory_format(size):<17} {cost_text(group):<13} {where_text(group)}"
 
 
 def where_text(group: list[SavedLine]) -> str:
