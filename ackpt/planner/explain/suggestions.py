@@ -28,10 +28,10 @@ from ackpt.planner.schedule.simulator import simulate
 from ackpt.planner.sharding.sharding import (
     GroupBytes,
     Sharding,
+    Walk,
     groups_of,
     optimizer_like,
     sharded_optimizer,
-    step_windows,
     timeline,
 )
 
@@ -137,7 +137,7 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
         groups = groups_of(model)
         state, step = sharded_optimizer(kind, groups, sharding, graph.on_cpu)
         one_rank = dataclasses.replace(graph, optimizer_step_bytes=step)
-        windows = step_windows(one_rank, schedule, profile.workspace_bytes, groups, sharding)
+        windows = Walk(one_rank, schedule, profile.workspace_bytes, groups, sharding).windows()
     except ValueError as error:  # ShardingError is one
         return re.sub(r"^--fsdp: |[;:] leave --fsdp out$", "", str(error))
     sizes = graph.bytes()

@@ -284,14 +284,11 @@ def _cast_instead(view: nn.Module, state) -> None:
 def body_of(block: nn.Module) -> nn.Module:
     """A sharded block without FSDP's class and hooks; it shares parameters, buffers and submodules."""
     body = _empty(block)
-    vars(body).update({**vars(block), **{name: OrderedDict() for name in _HOOKS}})
-    vars(body).pop("forward", None)
+    vars(body).update({name: OrderedDict() for name in _HOOKS})
+    update_body(body, block)
     return body
 
 
 def update_body(body: nn.Module, block: nn.Module) -> None:
     """Give the body the attributes that the block has now."""
-    own = vars(body)
-    for name, value in vars(block).items():
-        if name not in _HOOKS and name != "forward" and own.get(name, own) is not value:
-            own[name] = value
+    vars(body).update({name: value for name, value in vars(block).items() if name not in (*_HOOKS, "forward")})

@@ -43,10 +43,10 @@ from .sharding import (
     GroupBytes,
     Sharding,
     ShardingError,
+    Walk,
     Window,
     owners,
     sharded_optimizer,
-    step_windows,
     timeline,
     with_last_kept,
 )
@@ -150,8 +150,8 @@ class Blocks:
             steps.append(step)
         return replace(schedule, backward=(*steps, *late))
 
-    def windows(self, schedule: Schedule, sharding: Sharding, unread: frozenset[int] = frozenset()) -> list[Window]:
-        return step_windows(self.graph, schedule, self.profile.workspace_bytes, self.groups, sharding, unread)
+    def windows(self, schedule: Schedule, sharding: Sharding) -> list[Window]:
+        return Walk(self.graph, schedule, self.profile.workspace_bytes, self.groups, sharding).windows()
 
     def names(self, choice: Choice, block: int) -> list[str]:
         """Module and operation of each activation that the choice saves inside a block."""
@@ -384,18 +384,18 @@ class Table:
         self.choices = blocks.choices if selective is None else (*blocks.eager_choices, selective)
         self.every_n_layers = every_n_layers
         state, step = sharded_optimizer(kind, groups, sharding, on_cpu, clipping)
-        graph = replace(self.blocks.graph, optimizer_step_bytes=step)
+        graph = replace(blocks.graph, optimizer_step_bytes=step)
         every = [GroupBytes(group, sharding) for group in groups]
         shards = sum(each.shards for each in every)
         self.gradients = sum(each.reduced or each.received for each in every)
-        sizes = graph.bytes()
+        sizes = blocks.graph.bytes()
         self.resident = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
         captured_whole = len(self.blocks.groups) - 1 == self.count
         schedules = [self.blocks.uniform(choice) for choice in self.choices]
-        workspace = self.blocks.profile.workspace_bytes
         unread = [frozenset().union(*choice.kept) if choice.unread else frozenset() for choice in self.choices]
+        workspace = blocks.profile.workspace_bytes
         rows = [
-            step_windows(graph, schedule, workspace, self.blocks.groups, sharding, kept)
+            Walk(graph, schedule, workspace, blocks.groups, sharding, kept).windows()
             for schedule, kept in zip(schedules, unread)
         ]
         self.rows = [row if captured_whole else deep(row, self.count) for row in rows]

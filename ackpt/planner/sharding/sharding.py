@@ -305,23 +305,15 @@ def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
     return owner_of
 
 
-def step_windows(
-    graph: JointGraph,
-    schedule: Schedule,
-    workspace_bytes,
-    groups: tuple[Group, ...],
-    sharding: Sharding,
-    unread: frozenset[int] = frozenset(),
-) -> list[Window]:
-    """The windows of one rank's step, in order; ShardingError if FSDP2 would run it differently.
+class Walk:
+    """One rank's step with `schedule`; its `windows`, in order, or a ShardingError if FSDP2 would run it differently.
 
     `unread`: storages of the forward that a block keeps until the end of its backward, even if nothing reads them.
     """
-    return _Walk(graph, schedule, workspace_bytes, groups, sharding, unread).windows()
 
-
-class _Walk:
-    def __init__(self, graph, schedule, workspace_bytes, groups, sharding, unread):
+    def __init__(
+        self, graph: JointGraph, schedule: Schedule, workspace_bytes, groups, sharding: Sharding, unread=frozenset()
+    ):
         self.live = follow(graph, schedule, workspace_bytes)
         self.graph, self.groups, self.owners = graph, with_last_kept(groups, sharding), owners(graph, groups)
         self.sharding, self.unread = sharding, unread

@@ -17,10 +17,10 @@ from ackpt.planner.sharding.sharding import (
     GroupBytes,
     Sharding,
     ShardingError,
+    Walk,
     Weight,
     groups_of,
     sharded_optimizer,
-    step_windows,
     timeline,
 )
 from ackpt.planner.workloads.planned_shapes import PlanConfig
@@ -186,8 +186,9 @@ def test_a_block_that_runs_twice_is_refused():
     model = twice()
     graph = ackpt.trace(model, torch.ones(2, 4))
     profile = ackpt.profile(graph)
+    walk = Walk(graph, ackpt.plan(graph).schedule, profile.workspace_bytes, groups_of(model), Sharding(2))
     with pytest.raises(ShardingError, match="block blocks.0 runs more than once in the forward"):
-        step_windows(graph, ackpt.plan(graph).schedule, profile.workspace_bytes, groups_of(model), Sharding(2))
+        walk.windows()
 
 
 def test_recomputing_outside_of_a_blocks_backward_is_refused(whole):
