@@ -449,11 +449,15 @@ class Table:
             row = self.least(limit) if policy == "auto" else self.uniform(POLICIES.index(policy))
         peak = self.peak(row)
         if limit is not None and peak > limit:
-            raise BudgetError(_refusal(budget, policy, limit, peak, resident), peak + resident, budget)
+            parts, least = ("shards", "buffers", "inputs", "optimizer state"), peak + resident
+            raise BudgetError(
+                f"on a rank, policy {policy!r} {cannot_keep(budget, limit, resident, parts)}The smallest feasible "
+                f"budget of this policy is {readable(least)} ({least} bytes): shard over more ranks, or take a smaller "
+                "batch",
+                least,
+                budget,
+            )
         return row
-
-    def windows(self, row) -> list[Window]:
-        return [self.rows[row[group]][position] for position, group in enumerate(self.group)]
 
     def plan(self, row, policy: str) -> ShardedPlan:
         again = [self.added[row[block]][self.stands[block]] for block in range(1, self.count + 1)]
@@ -467,7 +471,15 @@ class Table:
             names = tuple(self.blocks.names(choice, stands))
             runs.append(Run(length, choice.name, saved, self.added[number][stands][1], names))
             start += length
-        windows = tuple(self.windows(row))
+        windows = tuple(self.rows[row[group]][position] for position, group in enumerate(self.group))
+        every = [GroupBytes(group, self.sharding) for group in self.groups]
+        times = [1 if group.kept else 2 for group in self.groups]  # that a group is gathered
+        communication = Communication(
+            gathers=sum(times),
+            gathered_bytes=sum(number * each.gathered_from_others for number, each in zip(times, every)),
+            reduces=sum(each.reduce > 0 for each in every),  # of groups with trained parameters
+            reduced_bytes=sum(each.reduced_to_others for each in every),
+        )
         return ShardedPlan(
             sharding=self.sharding,
             policy=policy,
@@ -479,25 +491,5 @@ class Table:
             recompute_flops=sum(flops for _, flops in again),
             cost=(cost - base_cost + sum(cost for cost, _ in again)) / (base_cost or 1.0),
             runs=tuple(runs),
-            communication=self._communication(),
+            communication=communication,
         )
-
-    def _communication(self) -> Communication:
-        """Groups that stay gathered are gathered once, the others twice; those with trained parameters are reduced."""
-        sizes = [GroupBytes(group, self.sharding) for group in self.groups]
-        times = [1 if group.kept else 2 for group in self.groups]
-        return Communication(
-            gathers=sum(times),
-            gathered_bytes=sum(number * size.gathered_from_others for number, size in zip(times, sizes)),
-            reduces=sum(size.reduce > 0 for size in sizes),
-            reduced_bytes=sum(size.reduced_to_others for size in sizes),
-        )
-
-
-def _refusal(budget, policy: str, limit: int, peak: int, resident_bytes: int) -> str:
-    resident = "shards", "buffers", "inputs", "optimizer state"
-    return (
-        f"on a rank, policy {policy!r} {cannot_keep(budget, limit, resident_bytes, resident)}The smallest feasible "
-        f"budget of this policy is {readable(peak + resident_bytes)} ({peak + resident_bytes} bytes): shard over more "
-        "ranks, or take a smaller batch"
-    )
