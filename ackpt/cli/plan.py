@@ -485,7 +485,7 @@ def _mesh(text: str) -> tuple[int, int]:
     if not (found := re.fullmatch(r"(?:(\d+)x)?(-?\d+)", text)):
         raise UsageError(f"--fsdp {text}: write the number of ranks, such as 8, or replicas x ranks, such as 4x8")
     replicas, ranks = int(found[1] or 1), int(found[2])
-    if ranks < 2:
+    if ranks < 2 or replicas < 1:
         raise UsageError(f"--fsdp {text}: shard over at least 2 ranks, or leave --fsdp out")
     return replicas, ranks
 

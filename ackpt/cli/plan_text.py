@@ -327,7 +327,10 @@ def _rank_lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
         f"  cost            {plan.cost:.1%} of the time of a rank's baseline step, which computes {baseline:.3g} FLOPs",
     ]
     for run in plan.runs:
-        lines.append(f"  {run.count:>3} blocks      save {memory_format(run.kept_bytes)} each{_again(run)}")
+        saved = f": {', '.join(dict.fromkeys(run.names))};" if run.names else " in addition to their inputs;"
+        again = f"{saved} the rest is recomputed, {run.flops:.3g} FLOPs"
+        kept = f"{memory_format(run.kept_bytes)} each{again if run.flops else ', all that backward reads'}"
+        lines.append(f"  {run.count:>3} blocks      save {kept}")
     lines.append(
         f"  links           a rank receives {memory_format(sent.gathered_bytes)} in {sent.gathers} all-gathers and "
         f"sends {memory_format(sent.reduced_bytes)} in {sent.reduces} reduce-scatters"
@@ -341,13 +344,6 @@ def _rank_lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
             "than predicted"
         )
     return lines
-
-
-def _again(run) -> str:
-    if not run.flops:
-        return ", all that backward reads"
-    saved = f": {', '.join(dict.fromkeys(run.names))};" if run.names else " in addition to their inputs;"
-    return f"{saved} the rest is recomputed, {run.flops:.3g} FLOPs"
 
 
 Rows = dict[int | str, Planned | BudgetError]

@@ -226,14 +226,11 @@ def cost_text(group: list[SavedLine]) -> str:
     seconds = [line.seconds for line in group if line.seconds is not None]
     if seconds:
         return f"{1e3 * sum(seconds):.3g} ms"
-    flops = float(sum(line.flops for line in group))
+    flops = int(sum(line.flops for line in group))
     if not flops:
         return "no FLOPs"  # elementwise; seconds would count memory traffic
-    for unit in _UNITS:
-        if flops < 1000 or unit == _UNITS[-1]:
-            return f"{flops:.3g} {unit}"
-        flops /= 1000
-    raise AssertionError
+    power = min((len(str(flops)) - 1) // 3, len(_UNITS) - 1)
+    return f"{flops / 1000**power:.3g} {_UNITS[power]}"
 
 
 def live_rows(explanation: StepMemory) -> list[tuple[int, str, str]]:

@@ -56,12 +56,8 @@ class Sharding:
     keeps_last: bool = False
     holds_outputs: bool = False
 
-    def __post_init__(self):
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1 or self.replicas < 1:
-            raise ValueError(f"--fsdp {self}: shard over at least 2 ranks, or leave --fsdp out")
-
     def __str__(self) -> str:
-        return f"{self.replicas}x{self.ranks}" if self.replicas > 1 else f"{self.ranks!r}"
+        return f"{self.replicas}x{self.ranks}" if self.replicas > 1 else str(self.ranks)
 
 
 @dataclass(frozen=True)
