@@ -105,15 +105,12 @@ class TrainingStep:
 
 def unknown_model(name: str, known) -> ValueError:
     """The error for a `name` that is not among the `known` built-in models."""
-    configuration = f"{TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
+    choices = f"{', '.join(known)}, or {TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
+    text = f"unknown model {name!r}{did_you_mean(name, known)}: choose from"
     if name in OF_THE_STUDY:
-        return ValueError(
-            f"{name} is not part of the package: run `python -m experiments plan {name}` in a clone of the repository, "
-            f"or choose from {', '.join(known)}, or {configuration}"
-        )
-    return ValueError(
-        f"unknown model {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}, or {configuration}"
-    )
+        command = f"`python -m experiments plan {name}` in a clone of the repository"
+        text = f"{name} is not part of the package: run {command}, or choose from"
+    return ValueError(f"{text} {choices}")
 
 
 def no_configuration(library: str, name: str, hint: str = "") -> ValueError:
@@ -465,19 +462,16 @@ class Autoencoder(Transformer):
         return F.mse_loss(super().forward(x, cu_seqlens, max_seqlen).float(), x)
 
 
-def _offsets(batch: int) -> Tensor:
-    return torch.empty(batch + 1, dtype=torch.int32)
-
-
 def _packed_floats(model, request):
     batch, length = request.tokens()
     x = torch.empty(batch * length, model.config.dim, dtype=request.dtype)
-    return {"x": x, "cu_seqlens": _offsets(batch), "max_seqlen": length}
+    return {"x": x, "cu_seqlens": torch.empty(batch + 1, dtype=torch.int32), "max_seqlen": length}
 
 
 def _packed_tokens(model, request):
     batch, length = request.tokens()
-    tokens = {"tokens": ids(batch * length), "cu_seqlens": _offsets(batch), "max_seqlen": length}
+    offsets = torch.empty(batch + 1, dtype=torch.int32)
+    tokens = {"tokens": ids(batch * length), "cu_seqlens": offsets, "max_seqlen": length}
     return {**tokens, "targets": ids(batch * length)}
 
 
