@@ -27,7 +27,6 @@ from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import CAPTURING, Capture, capture
 from ackpt.planner.capture.call_facts import Call, WatchedModel, call_of
-from ackpt.planner.capture.dynamic_sizes import layout
 from ackpt.planner.capture.inspection.attributes import attributes, every_module
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import check_model, is_tensor, warn_of_evaluation
@@ -100,6 +99,7 @@ class ShardedStep:
         self._blocks = [model, *(model.get_submodule(group.name) for group in blocks)]
         self._bodies = [body_of(block) for block in self._blocks[1:]]
         self._watched: dict[int, WatchedModel] = {}
+        self._arguments = WatchedModel(nn.Module())  # of calls: the model's parameters are other objects inside of one
         self._attributes = [_of_modules(attributes(every_module(body).values())) for body in (model, *self._bodies)]
         self._stand_ins = [standing_in.StandIn(kind, None) for kind in {type(block) for block in self._blocks[1:]}]
         self._plans: dict[Any, list[_Planned]] = {}
@@ -185,26 +185,22 @@ class ShardedStep:
         return self._active
 
     def _plan_of(self, args, kwargs) -> _Planned:
-        leaves, spec = tree_flatten((args, kwargs))
-        key = (spec, tuple(_fact(leaf) for leaf in leaves), self._settings())
+        model = self._ackpt_model
+        call = call_of(self._arguments, args, kwargs)
+        key = call.facts, call.sizes, settings_of(model), tuple(module.training for module in model.modules())
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
         planned = self._plans.setdefault(key, [])
         for each in planned:
-            if each.captured.serves(leaves):
+            if each.captured.serves(call.leaves):
                 return each
         start = time.perf_counter()
         with shown(), _disable_current_modes():
             planned.append(self._new_plan(args, kwargs))
-        made_for = described(self._ackpt_model, args, kwargs, self._request.differentiate)
+        made_for = described(model, args, kwargs, self._request.differentiate)
         cause = "first call" if not list(self._history) else f"other arguments or settings: {made_for}"
         self._history.add("capture", cause, time.perf_counter() - start)
         return planned[-1]
-
-    def _settings(self) -> tuple:
-        model = self._ackpt_model
-        autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        return settings_of(model), tuple(module.training for module in model.modules()), autocast
 
     def _new_plan(self, args, kwargs) -> _Planned:
         model, request = self._ackpt_model, self._request
@@ -274,12 +270,6 @@ class ShardedStep:
                 "otherwise call optimizer.zero_grad() before the step",
                 plan.peak_bytes + more,
             )
-
-
-def _fact(leaf) -> Any:
-    if is_tensor(leaf):
-        return layout(leaf), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf), leaf
 
 
 def _of_modules(facts: tuple) -> tuple:
