@@ -236,29 +236,22 @@ def cost_text(group: list[SavedLine]) -> str:
 def live_rows(explanation: StepMemory) -> list[tuple[int, str, str]]:
     """(bytes, kind, description) of what is live at the peak, equal modules as one, the largest first."""
     graph = explanation.graph
-    groups: dict[tuple, list[Allocation]] = {}
+    groups: dict[tuple, list[tuple[str, Allocation]]] = {}
     for block in explanation.live:
+        name, key = described(graph, block), ()
         if block.kind in _NAMED:
-            key: tuple = (pattern(block_of(_name(explanation, block))),)
-        elif block.node is None:
-            key = (None,)
-        else:
+            name = block_of(name.removeprefix("gradient of "))
+        elif block.node is not None:
             node = graph.nodes[block.node]
-            key = (pattern(node.module), operation_of(graph, node.id), node.source)
-        groups.setdefault((block.kind, block.storage is None, *key), []).append(block)
+            name, key = node.module, (operation_of(graph, node.id), node.source)
+        groups.setdefault((block.kind, block.storage is None, pattern(name), *key), []).append((name, block))
     rows = []
-    for (kind, *_), blocks in groups.items():
-        description = described(graph, blocks[0])
-        if len(blocks) > 1 and kind in _NAMED:
-            description = modules_text(block_of(_name(explanation, block)) for block in blocks)
-        elif len(blocks) > 1:
-            nodes = [graph.nodes[block.node] for block in blocks if block.node is not None]
-            modules = modules_text(node.module for node in nodes)
-            description = description.replace(nodes[0].module, modules, 1) if nodes and nodes[0].module else description
-        rows.append((sum(block.bytes for block in blocks), kind, description))
+    for (kind, *_), members in groups.items():
+        first, block = members[0]
+        description = described(graph, block)
+        if len(members) > 1 and kind in _NAMED:
+            description = modules_text(name for name, _ in members)
+        elif len(members) > 1 and first and block.node is not None:
+            description = description.replace(first, modules_text(name for name, _ in members), 1)
+        rows.append((sum(block.bytes for _, block in members), kind, description))
     return sorted(rows, key=lambda row: -row[0])[:LARGEST]
-
-
-def _name(explanation: StepMemory, block: Allocation) -> str:
-    """The name of a parameter, a buffer or an input, or of the parameter that a gradient is of."""
-    return described(explanation.graph, block).removeprefix("gradient of ")
