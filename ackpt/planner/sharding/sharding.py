@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -267,25 +268,19 @@ class Window:
     @property
     def highest(self) -> int:
         """The largest number of bytes above those at the window's begin."""
-        most = total = 0
-        for size, _ in self.events:
-            total += size
-            most = max(most, total)
-        return most
+        return max(accumulate((size for size, _ in self.events), initial=0))
 
 
-def timeline(windows: Iterable[Window]) -> Timeline:
+def timeline(windows: Sequence[Window]) -> Timeline:
     """Live dynamic bytes of one rank after every event, by category."""
-    live, series = [0], [[0] for _ in CATEGORIES_OF_A_RANK]
-    boundary = None
-    for window in windows:
-        if window.phase == BACKWARD and boundary is None:
-            boundary = len(live) - 1
-        for size, category in window.events:
-            live.append(live[-1] + size)
-            for index, values in enumerate(series):
-                values.append(values[-1] + (size if index == category else 0))
-    return Timeline(tuple(live), {n: tuple(s) for n, s in zip(CATEGORIES_OF_A_RANK, series) if any(s)}, boundary)
+    events = [event for window in windows for event in window.events]
+    series = {}
+    for index, name in enumerate(CATEGORIES_OF_A_RANK):
+        sizes = (size if category == index else 0 for size, category in events)
+        series[name] = tuple(accumulate(sizes, initial=0))
+    live = tuple(accumulate((size for size, _ in events), initial=0))
+    boundary = sum(len(window.events) for window in windows if window.phase == FORWARD)
+    return Timeline(live, {name: sizes for name, sizes in series.items() if any(sizes)}, boundary)
 
 
 def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
