@@ -1,8 +1,7 @@
 """The command line of ``ackpt``, also ``python -m ackpt``: ``plan``, ``selftest``, ``doctor``.
 
-Read `command_line` first: it holds the parser, the exit statuses and the options that commands share. `plan_text`
-writes the output of ``ackpt plan``, `plan_fsdp` that for a model sharded by FSDP2, and `plan_sweep` that for several
-sizes.
+Read `command_line` first: it holds the parser, the exit statuses and the options that commands share. `plan` has the
+options of ``ackpt plan``, and `plan_text` its output.
 """
 
 from __future__ import annotations

@@ -258,30 +258,30 @@ def run_plan_command(arguments, command: str) -> int:
     _check_names(arguments)
     from ackpt.planner.workloads.planned_shapes import run_plan
 
-    from . import plan_fsdp, plan_sweep, plan_text
+    from . import plan_text
 
     if arguments.lengths is not None or arguments.tokens_per_batch or arguments.packed:
         report = _lengths(arguments)
         print(json.dumps({"model": arguments.model, **report.to_json()}, indent=1) if arguments.json else report)
         return 0
     if arguments.largest is not None:
-        arguments.sweep = _open_sweep(arguments, plan_sweep.SIZES)
+        arguments.sweep = _open_sweep(arguments, plan_text.SIZES)
     if arguments.sweep is None and "," in (arguments.device_profile or ""):
-        arguments.sweep, arguments.device_profile = f"{plan_sweep.DEVICE}={arguments.device_profile}", None
+        arguments.sweep, arguments.device_profile = f"{plan_text.DEVICE}={arguments.device_profile}", None
     if arguments.sweep is not None:
         _require_alone("--sweep prints one line per plan", arguments, *_OF_ONE_PLAN, "fsdp")
-        sweep = plan_sweep.Sweep.parsed(arguments.sweep)
+        sweep = plan_text.Sweep.parsed(arguments.sweep)
         if getattr(arguments, sweep.option) is not None:
             option = f"--{sweep.option.replace('_', '-')} {getattr(arguments, sweep.option)}"
             raise UsageError(f"--sweep {arguments.sweep} gives the values of {option.split()[0]}: leave out {option}")
-        rows = plan_sweep.run(configuration(arguments, **{sweep.option: sweep.values[0]}), sweep)
-        print(json.dumps(plan_sweep.to_json(sweep, rows), indent=1) if arguments.json else plan_sweep.text(sweep, rows))
+        rows = sweep.run(configuration(arguments, **{sweep.option: sweep.values[0]}))
+        print(json.dumps(sweep.to_json(rows), indent=1) if arguments.json else sweep.text(rows))
         return 0
     config = configuration(arguments)
     html, snapshot = _writable_file(arguments.html, "--html"), _writable_file(arguments.memory_viz, "--memory-viz")
     if shardings := _shardings(arguments):
-        model, plans = plan_fsdp.run(config, shardings)
-        shown = plan_fsdp.to_json if arguments.json else plan_fsdp.text
+        model, plans = plan_text.run_sharded(config, shardings)
+        shown = plan_text.sharded_json if arguments.json else plan_text.sharded_text
         printed = shown(model, shardings, plans)
         print(json.dumps(printed, indent=1) if arguments.json else printed)
         return 0
@@ -485,7 +485,7 @@ def _mesh(text: str) -> tuple[int, int]:
     if not (found := re.fullmatch(r"(?:(\d+)x)?(-?\d+)", text)):
         raise UsageError(f"--fsdp {text}: write the number of ranks, such as 8, or replicas x ranks, such as 4x8")
     replicas, ranks = int(found[1] or 1), int(found[2])
-    if ranks < 2:
+    if ranks < 2 or replicas < 1:
         raise UsageError(f"--fsdp {text}: shard over at least 2 ranks, or leave --fsdp out")
     return replicas, ranks
 

@@ -200,20 +200,24 @@ def add_doctor(commands) -> None:
 
 
 def run_doctor(arguments, command: str) -> int:
-    findings = examine()
-    print(json.dumps(findings, indent=1) if arguments.json else text(findings))
-    return 0
-
-
-def examine() -> dict:
-    """Facts about this machine as plain data: device, versions, optional packages."""
-    return {
+    """Print facts about this machine: device, versions, optional packages."""
+    has_gpu = torch.cuda.is_available()
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if has_gpu else 0))
+    findings = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "cuda": torch.cuda.is_available(),
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "cuda": has_gpu,
+        "gpus": [
+            {
+                "name": gpu.name,
+                "memory_bytes": gpu.total_memory,
+                "compute_capability": f"{gpu.major}.{gpu.minor}",
+                "varlen_attention": (gpu.major, gpu.minor) >= (8, 0),
+            }
+            for gpu in gpus
+        ],
         "packages": [
             {
                 "name": name,
@@ -224,16 +228,8 @@ def examine() -> dict:
             for name, extra, purpose in OPTIONAL
         ],
     }
-
-
-def _gpu(index: int) -> dict:
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "varlen_attention": (properties.major, properties.minor) >= (8, 0),
-    }
+    print(json.dumps(findings, indent=1) if arguments.json else text(findings))
+    return 0
 
 
 def text(findings: dict) -> str:

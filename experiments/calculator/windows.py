@@ -19,7 +19,7 @@ from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
 from ackpt.planner.schedule.schedule import Schedule, everything, lower, recomputed
 from ackpt.planner.schedule.simulator import follow
 from ackpt.planner.sharding.planner import Blocks
-from ackpt.planner.sharding.sharding import ROOT, Group, Sharding, Window, groups_of, owners, step_windows
+from ackpt.planner.sharding.sharding import ROOT, Group, Sharding, Walk, Window, groups_of, owners
 from ackpt.planner.workloads.planned_shapes import PlanConfig, captured
 from ackpt.planner.workloads.step_request import TrainingStep, training_step
 
@@ -93,7 +93,7 @@ class CapturedStep:
         """The windows of one rank, without recomputation and with per-block checkpointing."""
         sharding = replace(sharding, block_bytes=BLOCK)
         blocks, workspace = self._schedules
-        return [step_windows(self.graph, schedule, workspace, self.groups, sharding) for schedule in blocks]
+        return [Walk(self.graph, schedule, workspace, self.groups, sharding).windows() for schedule in blocks]
 
     def recomputed_by_ranks(self) -> list[int]:
         """Nodes that per-block checkpointing of a sharded step recomputes: the complete forward of each block."""

@@ -42,7 +42,8 @@ def test_the_table_has_a_row_per_method(capsys, file):
     ("text", "options", "message"),
     [
         ("16\n-1", ["--batch-size", "2"], "line 2 of {} is -1: a length is a positive integer"),
-        ("16\nten", ["--batch-size", "2"], "--lengths {}, line 2: 'ten' is not a number of tokens"),
+        ("16\n\n7.5", ["--batch-size", "2"], "--lengths {}, line 3: '7.5' is not a number of tokens"),
+        ("[12,\n 7,,]", ["--batch-size", "2"], "--lengths {}, line 2: this is not JSON"),
         ("16\n\n99999", ["--batch-size", "2"], "line 3 of {} is 99999, longer than the 1024 positions of the model"),
         ('["16"]', ["--batch-size", "2"], "entry 1 of {} is '16': a length is a positive integer"),
         ("", ["--batch-size", "2"], "there are no lengths"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_cli_plan import LM
 
 from ackpt.cli import main
 from ackpt.planner.sharding.sharded_model import ShardedModel
@@ -13,7 +14,6 @@ from ackpt.planner.workloads.planned_shapes import PlanConfig
 from ackpt.planner.workloads.step_request import StepRequest
 
 pytestmark = pytest.mark.usefixtures("captured_once")
-LM = ["lm", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=2", "head_dim=16", "vocab_size=100"]
 
 
 def test_a_rank_has_its_share_of_the_shards(capsys):
@@ -38,32 +38,6 @@ def test_a_sharded_plan_prints_its_parts(capsys):
     assert lines[1] == "blocks            2: blocks.0 to blocks.1"
     assert sum(line.endswith(", all that backward reads") for line in lines) == 2
     assert lines[-1] == "fewest that fit   2 ranks"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--fsdp", "0"], "--fsdp 0: shard over at least 2 ranks"),
-        (["--fsdp", "2", "--policy", "rotor"], "policy 'rotor' does not plan shards"),
-        (["--fsdp", "2", "--budget", "1kB"], "on a rank, policy 'auto' cannot keep the budget '1kB'"),
-        (["--fsdp", "2", "--shard-dtype", "int4"], "--shard-dtype 'int4' is not a dtype"),
-        (["--reduce-dtype", "float32"], "--reduce-dtype says how --fsdp shards: give --fsdp as well"),
-        (["--fsdp", "2", "--output", "plan.json"], "not one of the whole step: leave out --output; --json prints"),
-        (["--fsdp", "2x1"], "--fsdp 2x1: shard over at least 2 ranks"),
-        (["--fsdp", "2x2x2"], "--fsdp 2x2x2: write the number of ranks, such as 8, or replicas x ranks"),
-        (["--fsdp", "2", "--fsdp-version", "1.13"], "--fsdp-version 1.13: give a version of torch that has FSDP2"),
-        (["--fsdp", "2", "--grad-scaler"], "leave out --grad-scaler, --offload-blocks"),
-        (["--fsdp", "2", "--hold-outputs", "--chunk-head"], "leave out one of them"),
-        (["--fsdp", "2", "--save", "all"], "save must be one of inputs, matmuls, every-second-matmul"),
-        (["--keep-last-block"], "--keep-last-block says how --fsdp shards"),
-        (["--allocator", "expandable_segments:True"], "--allocator has settings of a GPU's allocator"),
-        (["--model", "model.py:make"], "give MODEL, such as hf:GPT2Config, or --model FILE.py:FUNCTION, and not both"),
-    ],
-)
-def test_options_that_exclude_sharding_are_refused(capsys, arguments, message):
-    assert main(["plan", *LM, *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and message in err
 
 
 def torchtitan(logits=True, words=1000, **changes) -> ShardedModel:

@@ -3,8 +3,8 @@
 import pytest
 from test_cli_plan import GPT2, planned
 
-from ackpt.cli import main, plan_sweep
-from ackpt.cli.plan_sweep import Sweep
+from ackpt.cli import main, plan_text
+from ackpt.cli.plan_text import Sweep
 from ackpt.planner.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.planner.workloads.step_request import StepRequest
 
@@ -72,39 +72,9 @@ def test_values_and_ranges_are_parsed(text, values, step):
     assert Sweep.parsed(text) in (Sweep(text.partition("=")[0].replace("-", "_"), values, step),)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--sweep", "seq=1:3"], "--sweep seq=1:3: write batch_size, seq_len, image_size or device_profile"),
-        (["--sweep", "seq_len=8:4"], "--sweep seq_len=8:4: write a range as in seq_len=1:64"),
-        (["--sweep", "seq_len=4", "--explain"], "--sweep prints one line per plan: leave out --explain"),
-        (["--sweep", "seq_len=4"], "--sweep seq_len=4 gives the values of --seq-len: leave out --seq-len 16"),
-        (["--sweep", "batch-size=4,8", "--batch-size", "1"], "leave out --batch-size 1"),
-        (["--sweep", "device_profile=t4,l4", "--device-profile", "h200"], "leave out --device-profile h200"),
-        (["--sweep", "seq_len=4", "--fsdp", "2"], "--sweep prints one line per plan: leave out --fsdp"),
-        (
-            ["--largest", "batch_size"],
-            "--largest needs an amount of memory: give --device-profile, or --budget in bytes",
-        ),
-        (["--largest", "batch_size", "--budget", "50%"], "--largest needs an amount of memory"),
-        (["--largest", "batchsize", "--device-profile", "t4"], "batch_size, seq_len, image_size (did you mean"),
-        (["--largest", "seq_len", "--sweep", "seq_len=4"], "--largest is a sweep without an end: leave out --sweep"),
-        (["--slowdown", "-10%"], "slowdown='-10%': give a fraction of the baseline's time from 0 to 1"),
-        (["--slowdown", "10"], "slowdown='10': give a fraction of the baseline's time"),
-        (["--slowdown", "10%", "--policy", "full"], "slowdown= without a budget is for policy 'auto'"),
-        (["--slowdown", "10%", "--fsdp", "2"], "--fsdp plans each block within a budget: leave out --slowdown"),
-        (["--budget", "1GiB reserved"], "bounds what a GPU's allocator reserves: give bytes and --device-profile"),
-        (["--fsdp", "2", "--accumulation"], "--fsdp plans allocated bytes of a step without earlier gradients"),
-    ],
-)
-def test_unusable_options_are_refused(capsys, options, message):
-    assert main(["plan", *GPT2, *options]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("sweep", ["seq_len=512:16384", "seq_len=512,2000"])
 def test_all_values_are_validated_before_planning(capsys, monkeypatch, sweep):
-    monkeypatch.setattr(plan_sweep, "run_plan", None)
+    monkeypatch.setattr(plan_text, "run_plan", None)
     assert main(["plan", *SMALL, "--sweep", sweep]) == 2
     assert "longer than the 1024 positions of this configuration" in capsys.readouterr().err
     assert main(["plan", *GPT2, "--sweep", "device_profile=t4,h300"]) == 2
@@ -114,8 +84,7 @@ def test_all_values_are_validated_before_planning(capsys, monkeypatch, sweep):
 def test_the_table_shows_added_time(capsys):
     """Not FLOPs, of which a plan that recomputes norms and activation functions has hardly any."""
     row = run_plan(config(device="t4", policy="full"))
-    sweep = plan_sweep.Sweep("device_profile", ("t4",))
-    line = plan_sweep.text(sweep, {"t4": row}).splitlines()[1]
+    line = Sweep("device_profile", ("t4",)).text({"t4": row}).splitlines()[1]
     assert f"{row.plan.cost:.1%}  yes" in line and row.plan.cost > 0
 
 

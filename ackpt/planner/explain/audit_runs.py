@@ -35,7 +35,7 @@ from ackpt.metering.resident import storages_of
 from ackpt.planner.parts.module_blocks import UndoableState
 from ackpt.planner.step.planned_step import PlannedStep
 
-from .print_saved import _source, referred
+from .print_saved import calls_seen_by, referred, source_line
 
 TORCH, REENTRANT, ACKPT = "torch", "torch, reentrant", "ackpt"
 _CONTAINERS, _DEPTH = (list, tuple, dict, set, frozenset, deque), 5
@@ -54,10 +54,8 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     one, other = one.detach().cpu(), other.detach().cpu()
-    if torch.equal(one, other):
-        return True
-    one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))  # nan equals itself
-    return torch.equal(one, other)
+    as_bytes = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))  # nan equals itself
+    return torch.equal(one, other) or torch.equal(*as_bytes)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,17 +263,9 @@ class Watch:
     @contextlib.contextmanager
     def watching(self):
         """Record what runs in the body."""
-        register = nn.modules.module
-        handles = [
-            register.register_module_forward_pre_hook(self._enter),
-            register.register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
-            with intercepted(self), self.hooks if self.neutral else contextlib.nullcontext():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        hooks = self.hooks if self.neutral else contextlib.nullcontext()
+        with calls_seen_by(self._enter, self._leave), intercepted(self), hooks:
+            yield
 
     def _enter(self, module, args) -> None:
         path = self.names.get(id(module), f"a {type(module).__name__}")
@@ -362,7 +352,7 @@ class Watch:
         saved = None
         if storage is not None:
             what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            place = self.stack[-1] if self.stack else "", _source()
+            place = self.stack[-1] if self.stack else "", source_line()
             saved = SavedOutside(storage.nbytes(), what, *place, storage._cdata, tuple(r for r, _ in self.now))
             self.records.append(weakref.ref(saved))
         return tensor.detach(), saved

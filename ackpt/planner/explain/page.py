@@ -50,7 +50,11 @@ def page(explanation: StepMemory) -> str:
     """The page as text."""
     plan = explanation.plan
     title = f"Peak memory of one training step: {memory_format(plan.peak_bytes)}"
-    baseline = sum(line.bytes for line in explanation.saved)
+    baseline, at_peak = sum(line.bytes for line in explanation.saved), explanation.at_peak
+    legend = [
+        f'<li><i style="background: var(--{kind})"></i>{kind}: {memory_format(at_peak.get(kind, 0))} at the peak</li>'
+        for kind in live_series(explanation)
+    ]
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="faint">{escape(explanation.types.get("", "model"))}, policy {escape(plan.policy)}, '
@@ -60,7 +64,7 @@ def page(explanation: StepMemory) -> str:
         f"<p>{escape(explanation.views)}</p>" if explanation.views else "",
         "<h2>Live memory over the step</h2>",
         timeline_svg(explanation),
-        _legend(explanation),
+        f'<ul class="legend">{"".join(legend)}</ul>',
         "<h2>What would reduce the peak</h2>",
         _suggestions(explanation),
         "<h2>Largest at the peak</h2>",
@@ -146,15 +150,6 @@ def _rule(x: float, dashes: str, title: str) -> str:
         f'<line x1="{x}" x2="{x}" y1="0" y2="{_HEIGHT}" style="stroke: var(--text)" stroke-width="1.5" '
         f'vector-effect="non-scaling-stroke" stroke-dasharray="{dashes}"><title>{title}</title></line>'
     )
-
-
-def _legend(explanation: StepMemory) -> str:
-    at_peak = explanation.at_peak
-    entries = [
-        f'<li><i style="background: var(--{kind})"></i>{kind}: {memory_format(at_peak.get(kind, 0))} at the peak</li>'
-        for kind in live_series(explanation)
-    ]
-    return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
 def _suggestions(explanation: StepMemory) -> str:

@@ -63,11 +63,25 @@ def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
     if len(args) == 1 and not kwargs:
         args, kwargs = call_arguments(args[0])
     recorder = _Recorder(function, args, kwargs)
-    with recorder:
+    saving = torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack)
+    with calls_seen_by(recorder.enter_module, recorder.leave_module), saving:
         outputs = function(*args, **kwargs)
     recorder.name_operations(outputs)
     for line in recorder.lines():
         print(line)
+
+
+@contextlib.contextmanager
+def calls_seen_by(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Inside, all modules have these hooks, `enter` before their forward and `leave` after it, even if it fails."""
+    register = nn.modules.module
+    entering = register.register_module_forward_pre_hook(enter)
+    leaving = register.register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        entering.remove()
+        leaving.remove()
 
 
 class _Saved:
@@ -87,41 +101,26 @@ class _Recorder:
         self.records: list[weakref.ref[_Saved]] = []
         self.unpacked: list[_Saved] = []
         self.stack: list[str] = []
-        roots = _modules_of(function)
+        values = [function] if isinstance(function, nn.Module) else [value for _, value in referred(function)]
+        roots = [value for value in values if isinstance(value, nn.Module)]
         self.names = {id(m): name for root in reversed(roots) for name, m in root.named_modules()}
         self.parameters = {_storage(p) for root in roots for p in root.parameters()}
         self.buffers = {_storage(b) for root in roots for b in root.buffers()}
         self.inputs = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        self.hooks: list[Any] = []
 
-    def __enter__(self):
-        register = torch.nn.modules.module
-        self.hooks = [
-            register.register_module_forward_pre_hook(self._enter_module),
-            register.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        self.saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self.saving.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self.saving.__exit__(*error)
-        for hook in self.hooks:
-            hook.remove()
-
-    def _enter_module(self, module, args):
+    def enter_module(self, module, args):
         name = self.names.get(id(module))
         self.stack.append(f"a {type(module).__name__}" if name is None else repr(name) if name else "the model itself")
 
-    def _leave_module(self, module, args, output):
+    def leave_module(self, module, args, output):
         self.stack.pop()
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(tensor, self.stack[-1] if self.stack else None, _source())
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor, self.stack[-1] if self.stack else None, source_line())
         self.records.append(weakref.ref(saved))
         return saved
 
-    def _unpack(self, saved: _Saved) -> torch.Tensor:
+    def unpack(self, saved: _Saved) -> torch.Tensor:
         self.unpacked.append(saved)
         return saved.tensor
 
@@ -197,12 +196,6 @@ class _Line(NamedTuple):
     source: str
 
 
-def _modules_of(function) -> list[nn.Module]:
-    """The modules that a function is, belongs to, or refers to."""
-    values = [function] if isinstance(function, nn.Module) else [value for _, value in referred(function)]
-    return [value for value in values if isinstance(value, nn.Module)]
-
-
 def referred(function, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """(name, value) of what a function's code refers to: closure, globals, the object that a method belongs to."""
     if not isinstance(function, (functools.partial, types.FunctionType, types.MethodType, nn.Module)):
@@ -231,7 +224,7 @@ def _storage(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(storage._cdata for storage in storages_of(tensor))
 
 
-def _source() -> str:
+def source_line() -> str:
     """File and line of the innermost frame of the user's code."""
     frame = sys._getframe(2)
     while frame is not None and not is_users(frame.f_code.co_filename):

@@ -147,10 +147,14 @@ def text(explanation: StepMemory) -> str:
     shown += [
         f"{memory_format(size):<17} {kind:<12} {description}" for size, kind, description in live_rows(explanation)
     ]
-    shown += ["", f"saved for backward: {memory_format(baseline)}{_planned(plan)}"]
+    has_plan = plan.recompute_flops or plan.host_bytes
+    planned = f" by the baseline; this plan ({plan.policy}) saves {memory_format(plan.saved_bytes)}"
+    shown += ["", f"saved for backward: {memory_format(baseline)}{planned if has_plan else ''}"]
     shown += ["bytes             to recompute  where"] if lines else []
     groups = grouped(lines)
-    shown += [_saved_row(group) for group in groups[:LARGEST]]
+    for group in groups[:LARGEST]:
+        size = memory_format(sum(line.bytes for line in group))
+        shown.append(f"{size:<17} {cost_text(group):<13} {where_text(group)}")
     if rest := groups[LARGEST:]:
         left = memory_format(sum(line.bytes for group in rest for line in group))
         places = f"{len(rest)} other place{'' if len(rest) == 1 else 's'}"
@@ -170,12 +174,6 @@ def text(explanation: StepMemory) -> str:
         shown.append(f"{'':<17} none of the changes that were simulated")
     shown += [f"not computed      {reason}" for reason in explanation.not_computed]
     return "\n".join(shown)
-
-
-def _planned(plan: Plan) -> str:
-    if not (plan.recompute_flops or plan.host_bytes):
-        return ""
-    return f" by the baseline; this plan ({plan.policy}) saves {memory_format(plan.saved_bytes)}"
 
 
 def _row(size: int, description: str) -> str:
@@ -211,11 +209,6 @@ def grouped(lines: Iterable[SavedLine]) -> list[list[SavedLine]]:
     return sorted(groups.values(), key=lambda group: -sum(line.bytes for line in group))
 
 
-def _saved_row(group: list[SavedLine]) -> str:
-    size = sum(line.bytes for line in group)
-    return f"{memory_format(size):<17} {cost_text(group):<13} {where_text(group)}"
-
-
 def where_text(group: list[SavedLine]) -> str:
     """Modules, operations, source line, and the fates that are not ``saved``."""
     first = group[0]
@@ -233,42 +226,32 @@ def cost_text(group: list[SavedLine]) -> str:
     seconds = [line.seconds for line in group if line.seconds is not None]
     if seconds:
         return f"{1e3 * sum(seconds):.3g} ms"
-    flops = float(sum(line.flops for line in group))
+    flops = int(sum(line.flops for line in group))
     if not flops:
         return "no FLOPs"  # elementwise; seconds would count memory traffic
-    for unit in _UNITS:
-        if flops < 1000 or unit == _UNITS[-1]:
-            return f"{flops:.3g} {unit}"
-        flops /= 1000
-    raise AssertionError
+    power = min((len(str(flops)) - 1) // 3, len(_UNITS) - 1)
+    return f"{flops / 1000**power:.3g} {_UNITS[power]}"
 
 
 def live_rows(explanation: StepMemory) -> list[tuple[int, str, str]]:
     """(bytes, kind, description) of what is live at the peak, equal modules as one, the largest first."""
     graph = explanation.graph
-    groups: dict[tuple, list[Allocation]] = {}
+    groups: dict[tuple, list[tuple[str, Allocation]]] = {}
     for block in explanation.live:
+        name, key = described(graph, block), ()
         if block.kind in _NAMED:
-            key: tuple = (pattern(block_of(_name(explanation, block))),)
-        elif block.node is None:
-            key = (None,)
-        else:
+            name = block_of(name.removeprefix("gradient of "))
+        elif block.node is not None:
             node = graph.nodes[block.node]
-            key = (pattern(node.module), operation_of(graph, node.id), node.source)
-        groups.setdefault((block.kind, block.storage is None, *key), []).append(block)
+            name, key = node.module, (operation_of(graph, node.id), node.source)
+        groups.setdefault((block.kind, block.storage is None, pattern(name), *key), []).append((name, block))
     rows = []
-    for (kind, *_), blocks in groups.items():
-        description = described(graph, blocks[0])
-        if len(blocks) > 1 and kind in _NAMED:
-            description = modules_text(block_of(_name(explanation, block)) for block in blocks)
-        elif len(blocks) > 1:
-            nodes = [graph.nodes[block.node] for block in blocks if block.node is not None]
-            modules = modules_text(node.module for node in nodes)
-            description = description.replace(nodes[0].module, modules, 1) if nodes and nodes[0].module else description
-        rows.append((sum(block.bytes for block in blocks), kind, description))
+    for (kind, *_), members in groups.items():
+        first, block = members[0]
+        description = described(graph, block)
+        if len(members) > 1 and kind in _NAMED:
+            description = modules_text(name for name, _ in members)
+        elif len(members) > 1 and first and block.node is not None:
+            description = description.replace(first, modules_text(name for name, _ in members), 1)
+        rows.append((sum(block.bytes for _, block in members), kind, description))
     return sorted(rows, key=lambda row: -row[0])[:LARGEST]
-
-
-def _name(explanation: StepMemory, block: Allocation) -> str:
-    """The name of a parameter, a buffer or an input, or of the parameter that a gradient is of."""
-    return described(explanation.graph, block).removeprefix("gradient of ")

@@ -7,11 +7,9 @@ planned together as well.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -27,7 +25,15 @@ from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import RECOMPUTED, Plan
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import simulate
-from ackpt.planner.sharding.sharding import GroupBytes, Sharding, groups_of, peak_bytes, sharded_optimizer, step_windows
+from ackpt.planner.sharding.sharding import (
+    GroupBytes,
+    Sharding,
+    Walk,
+    groups_of,
+    optimizer_like,
+    sharded_optimizer,
+    timeline,
+)
 
 CHUNKS = 8  # of the head
 InChunks = Callable[[int], tuple[JointGraph, Profile]]  # the step with its head in so many chunks
@@ -63,38 +69,39 @@ def suggestions(
     """The changes that reduce the peak, the one that saves most first; and which were not computed, with the reason."""
     made: list[Suggestion] = []
     reasons: list[str] = []
+
+    def suggest(title: str, peak: int, fix: str, how: str, cost: float | None = None) -> None:
+        made.append(Suggestion(title, plan.peak_bytes - peak, peak, cost, fix, how))
+
     full = plan_by_policy(graph, Request(policy="full"), profile)
-    made.append(
-        _suggestion(
-            plan,
-            full.peak_bytes,
-            f"checkpoint {_recomputed_blocks(full)}",
-            full.cost,
-            'ackpt.apply_budget(model, batch, policy="full")',
-            "a plan of policy full",
-        )
-    )
-    if graph.head_chunks == 1:
-        _chunk_the_head(made, reasons, (graph, profile), in_chunks, plan, optimizer)
+    title, fix = f"checkpoint {_recomputed_blocks(full)}", 'ackpt.apply_budget(model, batch, policy="full")'
+    suggest(title, full.peak_bytes, fix, "a plan of policy full", full.cost)
+    try:
+        chunks = in_chunks(CHUNKS) if graph.head_chunks == 1 else None
+    except TraceError as error:
+        reasons.append(f"chunk the head: {error}")
+        chunks = None
+    with_optimizer = "" if optimizer is None else "optimizer=optimizer, "
+    for policy in ("none", "full") if chunks is not None else ():
+        chunked = plan_by_policy(chunks[0], Request(policy=policy), chunks[1], (graph, profile))
+        title = "chunk the head" if policy == "none" else f"checkpoint {_recomputed_blocks(chunked)} and chunk the head"
+        if policy == "none" or chunked.peak_bytes < min(suggestion.peak_bytes for suggestion in made):
+            budget = f'budget="{readable(chunked.peak_bytes)}"'
+            fix = f"ackpt.apply_budget(model, batch, {budget}, {with_optimizer}chunk_head=True)"
+            how = f"a plan of policy {policy}, with the head and the loss in {CHUNKS} chunks of tokens"
+            suggest(title, chunked.peak_bytes, fix, how, chunked.cost)
     if graph.optimizer_step_bytes:
         peak = simulate(dataclasses.replace(graph, optimizer_step_bytes=0), profile, plan.schedule).timeline.peak_bytes
         title, fix = "an optimizer's step that allocates nothing", "fused=True for the optimizer"
         how = "simulated without the memory that the optimizer's step allocates"
-        made.append(_suggestion(plan, plan.resident_bytes + peak, title, None, fix, how))
+        suggest(title, plan.resident_bytes + peak, fix, how)
     if optimizer is None:
         reasons.append("8-bit optimizer: give optimizer= to include its state")
     elif type(optimizer).__name__ in _WITH_8_BITS:
-        size = eight_bit_bytes(optimizer, graph.on_cpu)
-        made.append(
-            _suggestion(
-                plan,
-                plan.peak_bytes - graph.optimizer_bytes + size,
-                "8-bit optimizer",
-                None,
-                f"bitsandbytes.optim.{type(optimizer).__name__}8bit(model.parameters(), ...)",
-                "the state with 8 bits per element and one float32 scale per 256 elements",
-            )
-        )
+        peak = plan.peak_bytes - graph.optimizer_bytes + eight_bit_bytes(optimizer, graph.on_cpu)
+        fix = f"bitsandbytes.optim.{type(optimizer).__name__}8bit(model.parameters(), ...)"
+        how = "the state with 8 bits per element and one float32 scale per 256 elements"
+        suggest("8-bit optimizer", peak, fix, how)
     else:
         reasons.append(f"8-bit optimizer: none is known for {type(optimizer).__name__}")
     peak = _sharded_peak(graph, profile, plan.schedule, model, optimizer, ranks)
@@ -103,13 +110,9 @@ def suggestions(
     else:
         fix = "torch.distributed.fsdp.fully_shard on every block, then on the model"
         how = "simulated with FSDP2's gathers and reductions, for one rank with this batch"
-        made.append(_suggestion(plan, peak, f"shard over {ranks} ranks", None, fix, how))
+        suggest(f"shard over {ranks} ranks", peak, fix, how)
     useful = (suggestion for suggestion in made if suggestion.saved_bytes > 0)
     return tuple(sorted(useful, key=lambda suggestion: -suggestion.saved_bytes)), tuple(reasons)
-
-
-def _suggestion(plan: Plan, peak: int, title: str, cost: float | None, fix: str, how: str) -> Suggestion:
-    return Suggestion(title, plan.peak_bytes - peak, peak, cost, fix, how)
 
 
 def _recomputed_blocks(full: Plan) -> str:
@@ -117,31 +120,6 @@ def _recomputed_blocks(full: Plan) -> str:
     blocks = dict.fromkeys(block_of(a.module) for a in full.activations if a.fate == RECOMPUTED)
     members = [block for block in blocks if pattern(block) != block]
     return modules_text(members or blocks or [""])
-
-
-def _chunk_the_head(
-    made: list[Suggestion],
-    reasons: list[str],
-    whole: tuple[JointGraph, Profile],
-    in_chunks: InChunks,
-    plan: Plan,
-    optimizer,
-) -> None:
-    """Add the head of a language model in chunks, and the same with checkpointed blocks if that has a smaller peak."""
-    try:
-        graph, profile = in_chunks(CHUNKS)
-    except TraceError as error:
-        reasons.append(f"chunk the head: {error}")
-        return
-    with_optimizer = "" if optimizer is None else "optimizer=optimizer, "
-    for policy in ("none", "full"):
-        chunked = plan_by_policy(graph, Request(policy=policy), profile, whole)
-        title = "chunk the head" if policy == "none" else f"checkpoint {_recomputed_blocks(chunked)} and chunk the head"
-        if policy == "none" or chunked.peak_bytes < min(suggestion.peak_bytes for suggestion in made):
-            budget = f'budget="{readable(chunked.peak_bytes)}"'
-            fix = f"ackpt.apply_budget(model, batch, {budget}, {with_optimizer}chunk_head=True)"
-            how = f"a plan of policy {policy}, with the head and the loss in {CHUNKS} chunks of tokens"
-            made.append(_suggestion(plan, chunked.peak_bytes, title, chunked.cost, fix, how))
 
 
 def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model, optimizer, ranks: int) -> int | str:
@@ -154,22 +132,14 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
     if schedule.packed:
         return "plans that pack dropout masks are not simulated for shards"
     sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else BLOCK)
-    kind = None if optimizer is None else _like(optimizer)
+    kind = None if optimizer is None else optimizer_like(optimizer)
     try:
         groups = groups_of(model)
         state, step = sharded_optimizer(kind, groups, sharding, graph.on_cpu)
         one_rank = dataclasses.replace(graph, optimizer_step_bytes=step)
-        windows = step_windows(one_rank, schedule, profile.workspace_bytes, groups, sharding)
+        windows = Walk(one_rank, schedule, profile.workspace_bytes, groups, sharding).windows()
     except ValueError as error:  # ShardingError is one
         return re.sub(r"^--fsdp: |[;:] leave --fsdp out$", "", str(error))
-    except TypeError as error:  # of the optimizer's constructor
-        return f"an optimizer like the {type(optimizer).__name__} cannot be made for the shards: {error}"
     sizes = graph.bytes()
     shards = sum(GroupBytes(group, sharding).shards for group in groups)
-    return shards + sizes["buffer"] + sizes["input"] + state + peak_bytes(windows)
-
-
-def _like(optimizer: torch.optim.Optimizer):
-    """A function of parameters that makes an optimizer with the class and the options of this one."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    return partial(type(optimizer), **{name: value for name, value in optimizer.defaults.items() if name in accepted})
+    return shards + sizes["buffer"] + sizes["input"] + state + timeline(windows).peak_bytes

@@ -74,7 +74,9 @@ def groups_of_sharded(model: nn.Module) -> tuple[Group, ...]:
         if name in repeated:
             numbers[id(state)] = len(blocks) + 1
             blocks[name] = module, state
-        elif outer := [each for each in repeated if name.startswith(f"{each}.") or each in _names(model, state)]:
+        elif outer := [
+            each for each, block in repeated.items() if name.startswith(f"{each}.") or block in state._modules
+        ]:
             raise ShardingError(
                 f"{module_label(name)} is sharded with or inside of block {outer[0]}: call fully_shard on each block "
                 "alone, and on no module inside of it"
@@ -148,11 +150,6 @@ def unreduced_bytes(groups: tuple[Group, ...], reduction: torch.dtype | None) ->
     """Bytes of all gradients before they are reduced, which ``set_requires_gradient_sync(False)`` leaves on a rank."""
     weights = [weight for group in groups for weight in group.weights if weight.trained]
     return sum((reduction or weight.dtype).itemsize * math.prod(weight.shape) for weight in weights)
-
-
-def _names(model: nn.Module, state) -> set[str]:
-    modules = {id(module) for module in state._modules}
-    return {name for name, module in model.named_modules() if id(module) in modules}
 
 
 def _names_of(param, paths) -> list[str]:
@@ -265,15 +262,6 @@ def _viewed(value: Any, view_of: dict[int, Any]) -> Any:
     return value
 
 
-def cast_by(state, args, kwargs) -> tuple[Any, Any]:
-    """The arguments of a module in the dtype to which its state casts them."""
-    policy = state._mp_policy
-    if not (policy.cast_forward_inputs and policy.param_dtype):
-        return args, kwargs
-    cast = functools.partial(_cast_fp_tensor, policy.param_dtype)
-    return _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
-
-
 def _cast_instead(view: nn.Module, state) -> None:
     """Replace FSDP's hooks of a module by the casts that they make."""
     handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
@@ -281,23 +269,26 @@ def _cast_instead(view: nn.Module, state) -> None:
     for hooks in (getattr(view, name) for name in _HOOKS):
         for number in ids & set(hooks):
             del hooks[number]
-    view.register_forward_pre_hook(lambda _, args, kwargs: cast_by(state, args, kwargs), prepend=True, with_kwargs=True)
-    if (dtype := state._mp_policy.output_dtype) is not None:
-        cast = functools.partial(_cast_fp_tensor, dtype)
-        view.register_forward_hook(lambda _, args, output: _apply_to_tensors(cast, output))
+
+    def cast(dtype, values):
+        return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), values)
+
+    policy = state._mp_policy
+    if policy.cast_forward_inputs and policy.param_dtype:
+        hook = lambda _, *given: cast(policy.param_dtype, given)  # noqa: E731
+        view.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        view.register_forward_hook(lambda _, args, output: cast(policy.output_dtype, output))
 
 
 def body_of(block: nn.Module) -> nn.Module:
     """A sharded block without FSDP's class and hooks; it shares parameters, buffers and submodules."""
     body = _empty(block)
-    vars(body).update({**vars(block), **{name: OrderedDict() for name in _HOOKS}})
-    vars(body).pop("forward", None)
+    vars(body).update({name: OrderedDict() for name in _HOOKS})
+    update_body(body, block)
     return body
 
 
 def update_body(body: nn.Module, block: nn.Module) -> None:
     """Give the body the attributes that the block has now."""
-    own = vars(body)
-    for name, value in vars(block).items():
-        if name not in _HOOKS and name != "forward" and own.get(name, own) is not value:
-            own[name] = value
+    vars(body).update({name: value for name, value in vars(block).items() if name not in (*_HOOKS, "forward")})

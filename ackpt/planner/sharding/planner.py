@@ -43,10 +43,10 @@ from .sharding import (
     GroupBytes,
     Sharding,
     ShardingError,
+    Walk,
     Window,
     owners,
     sharded_optimizer,
-    step_windows,
     timeline,
     with_last_kept,
 )
@@ -150,8 +150,8 @@ class Blocks:
             steps.append(step)
         return replace(schedule, backward=(*steps, *late))
 
-    def windows(self, schedule: Schedule, sharding: Sharding, unread: frozenset[int] = frozenset()) -> list[Window]:
-        return step_windows(self.graph, schedule, self.profile.workspace_bytes, self.groups, sharding, unread)
+    def windows(self, schedule: Schedule, sharding: Sharding) -> list[Window]:
+        return Walk(self.graph, schedule, self.profile.workspace_bytes, self.groups, sharding).windows()
 
     def names(self, choice: Choice, block: int) -> list[str]:
         """Module and operation of each activation that the choice saves inside a block."""
@@ -384,18 +384,18 @@ class Table:
         self.choices = blocks.choices if selective is None else (*blocks.eager_choices, selective)
         self.every_n_layers = every_n_layers
         state, step = sharded_optimizer(kind, groups, sharding, on_cpu, clipping)
-        graph = replace(self.blocks.graph, optimizer_step_bytes=step)
+        graph = replace(blocks.graph, optimizer_step_bytes=step)
         every = [GroupBytes(group, sharding) for group in groups]
         shards = sum(each.shards for each in every)
         self.gradients = sum(each.reduced or each.received for each in every)
-        sizes = graph.bytes()
+        sizes = blocks.graph.bytes()
         self.resident = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
         captured_whole = len(self.blocks.groups) - 1 == self.count
         schedules = [self.blocks.uniform(choice) for choice in self.choices]
-        workspace = self.blocks.profile.workspace_bytes
         unread = [frozenset().union(*choice.kept) if choice.unread else frozenset() for choice in self.choices]
+        workspace = blocks.profile.workspace_bytes
         rows = [
-            step_windows(graph, schedule, workspace, self.blocks.groups, sharding, kept)
+            Walk(graph, schedule, workspace, blocks.groups, sharding, kept).windows()
             for schedule, kept in zip(schedules, unread)
         ]
         self.rows = [row if captured_whole else deep(row, self.count) for row in rows]
@@ -449,11 +449,15 @@ class Table:
             row = self.least(limit) if policy == "auto" else self.uniform(POLICIES.index(policy))
         peak = self.peak(row)
         if limit is not None and peak > limit:
-            raise BudgetError(_refusal(budget, policy, limit, peak, resident), peak + resident, budget)
+            parts, least = ("shards", "buffers", "inputs", "optimizer state"), peak + resident
+            raise BudgetError(
+                f"on a rank, policy {policy!r} {cannot_keep(budget, limit, resident, parts)}The smallest feasible "
+                f"budget of this policy is {readable(least)} ({least} bytes): shard over more ranks, or take a smaller "
+                "batch",
+                least,
+                budget,
+            )
         return row
-
-    def windows(self, row) -> list[Window]:
-        return [self.rows[row[group]][position] for position, group in enumerate(self.group)]
 
     def plan(self, row, policy: str) -> ShardedPlan:
         again = [self.added[row[block]][self.stands[block]] for block in range(1, self.count + 1)]
@@ -467,7 +471,15 @@ class Table:
             names = tuple(self.blocks.names(choice, stands))
             runs.append(Run(length, choice.name, saved, self.added[number][stands][1], names))
             start += length
-        windows = tuple(self.windows(row))
+        windows = tuple(self.rows[row[group]][position] for position, group in enumerate(self.group))
+        every = [GroupBytes(group, self.sharding) for group in self.groups]
+        times = [1 if group.kept else 2 for group in self.groups]  # that a group is gathered
+        communication = Communication(
+            gathers=sum(times),
+            gathered_bytes=sum(number * each.gathered_from_others for number, each in zip(times, every)),
+            reduces=sum(each.reduce > 0 for each in every),  # of groups with trained parameters
+            reduced_bytes=sum(each.reduced_to_others for each in every),
+        )
         return ShardedPlan(
             sharding=self.sharding,
             policy=policy,
@@ -479,25 +491,5 @@ class Table:
             recompute_flops=sum(flops for _, flops in again),
             cost=(cost - base_cost + sum(cost for cost, _ in again)) / (base_cost or 1.0),
             runs=tuple(runs),
-            communication=self._communication(),
+            communication=communication,
         )
-
-    def _communication(self) -> Communication:
-        """Groups that stay gathered are gathered once, the others twice; those with trained parameters are reduced."""
-        sizes = [GroupBytes(group, self.sharding) for group in self.groups]
-        times = [1 if group.kept else 2 for group in self.groups]
-        return Communication(
-            gathers=sum(times),
-            gathered_bytes=sum(number * size.gathered_from_others for number, size in zip(times, sizes)),
-            reduces=sum(size.reduce > 0 for size in sizes),
-            reduced_bytes=sum(size.reduced_to_others for size in sizes),
-        )
-
-
-def _refusal(budget, policy: str, limit: int, peak: int, resident_bytes: int) -> str:
-    resident = "shards", "buffers", "inputs", "optimizer state"
-    return (
-        f"on a rank, policy {policy!r} {cannot_keep(budget, limit, resident_bytes, resident)}The smallest feasible "
-        f"budget of this policy is {readable(peak + resident_bytes)} ({peak + resident_bytes} bytes): shard over more "
-        "ranks, or take a smaller batch"
-    )

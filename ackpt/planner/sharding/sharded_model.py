@@ -8,16 +8,17 @@ has a workspace in the threads of forward and backward. Collectives of NCCL allo
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ackpt.core.errors import BudgetError
-from ackpt.metering.gpus import BLOCK, MIB, AllocatorSettings, CachingAllocator, Gpu, gpu
+from ackpt.metering.gpus import BLOCK, AllocatorSettings, CachingAllocator, gpu
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import profile
 from ackpt.planner.policies import selective
-from ackpt.planner.workloads.device_memory import DeviceMemory
-from ackpt.planner.workloads.planned_shapes import PlanConfig, captured, in_chunks
+from ackpt.planner.workloads.planned_shapes import DeviceMemory, PlanConfig, captured, in_chunks
 from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, optimizer_kind, training_step
 
 from .planner import CAPTURED, SELECTIVE, Blocks, Choice, ShardedPlan, Table, check_policy, deep
@@ -120,9 +121,8 @@ class ShardedModel:
         if self.device is None:
             return None
         shards = [size for group in self.groups for size in GroupBytes(group, plan.sharding).blocks]
-        context = None if self.config.context_mib is None else self.config.context_mib * MIB
         settings = self.config.allocator_settings
-        return rank_memory(plan.windows, plan.resident, shards, self.device, gpu(self.device.name), context, settings)
+        return rank_memory(plan.windows, plan.resident, shards, self.device, self.config.context_bytes, settings)
 
     def _blocks(self, step: TrainingStep) -> Blocks:
         graph = captured(step, replace(self.config, optimizer="none", clipping=False), self.device)
@@ -161,8 +161,7 @@ def rank_memory(
     resident: Mapping[str, int],
     shards: list[int],
     where: Device,
-    on: Gpu,
-    context_bytes: int | None,
+    context_bytes: int,
     settings: AllocatorSettings,
 ) -> DeviceMemory:
     """Peaks of the last of `STEPS` steps."""
@@ -183,10 +182,10 @@ def rank_memory(
     for _ in range(STEPS):
         for key in [key for key in pools.live if key[-1] in REDUCED_KEYS]:  # zero_grad(set_to_none=True)
             pools.free(key)
-        pools.reset_peaks()
+        pools.peak_allocated = pools.allocated
         for phase, size, memory in events:
             if (workspace := ("workspace", phase)) not in pools.live:
-                pools.allocate(Memory(COMPUTE, workspace), on.cublas_workspace_bytes)
+                pools.allocate(Memory(COMPUTE, workspace), gpu(where.name).cublas_workspace_bytes)
                 fixed.add(workspace)
             if memory.key[-1] == OPTIMIZER:
                 if state.key not in pools.live:
@@ -203,49 +202,40 @@ def rank_memory(
                 pools.live[previous] = pools.live.pop(key)
             else:
                 pools.free(key)
-    context = on.context_bytes if context_bytes is None else context_bytes
     largest = max(each.largest_free_block for each in pools.of.values())
-    margin = where.memory_bytes - context - pools.reserved
-    return DeviceMemory(pools.peak_allocated, pools.reserved, context, margin, largest)
+    margin = where.memory_bytes - context_bytes - pools.reserved
+    return DeviceMemory(pools.peak_allocated, pools.reserved, context_bytes, margin, largest)
 
 
 class _Pools:
-    """The allocators of all streams. ``live``: by key, the stream and the blocks of what is allocated."""
+    """The allocators of all streams. ``live``: by key, the allocator and the blocks of what is allocated."""
 
     def __init__(self, settings: AllocatorSettings):
-        self.settings = settings
-        self.of: dict[str, CachingAllocator] = {}
-        self.live: dict[tuple, tuple[str, list[int]]] = {}
-        self.count = self.allocated = self.peak_allocated = 0
+        self.of: dict[str, CachingAllocator] = defaultdict(lambda: CachingAllocator(settings))
+        self.live: dict[tuple, tuple[CachingAllocator, list[int]]] = {}
+        self.numbers = itertools.count()  # of blocks
+        self.peak_allocated = 0
 
     @property
     def reserved(self) -> int:
         """What is never returned to the device, so its own peak."""
         return sum(each.reserved for each in self.of.values())
 
+    @property
+    def allocated(self) -> int:
+        return sum(each.allocated for each in self.of.values())
+
     def allocate(self, memory: Memory, size: int) -> None:
-        if memory.stream not in self.of:
-            self.of[memory.stream] = CachingAllocator(self.settings)
-        allocator = self.of[memory.stream]
-        self.allocated -= allocator.allocated
-        numbers = []
+        self.live[memory.key] = allocator, numbers = self.of[memory.stream], []
         for block in memory.blocks or (size,) * bool(size):
-            self.count += 1
-            numbers.append(self.count)
-            allocator.allocate(self.count, block)
-        self.live[memory.key] = memory.stream, numbers
-        self.allocated += allocator.allocated
+            numbers.append(next(self.numbers))
+            allocator.allocate(numbers[-1], block)
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: tuple) -> None:
-        stream, numbers = self.live.pop(key)
-        self.allocated -= self.of[stream].allocated
+        allocator, numbers = self.live.pop(key)
         for number in numbers:
-            self.of[stream].free(number)
-        self.allocated += self.of[stream].allocated
-
-    def reset_peaks(self) -> None:
-        self.peak_allocated = self.allocated
+            allocator.free(number)
 
 
 def _state(size: int, shards: list[int]) -> Iterator[int]:

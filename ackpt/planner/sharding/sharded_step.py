@@ -7,10 +7,8 @@ nothing of other blocks and no collective, so ranks may choose different plans; 
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,12 +27,11 @@ from ackpt.core.progress import shown
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import CAPTURING, Capture, capture
 from ackpt.planner.capture.call_facts import Call, WatchedModel, call_of
-from ackpt.planner.capture.dynamic_sizes import layout
 from ackpt.planner.capture.inspection.attributes import attributes
 from ackpt.planner.capture.inspection.calls import described
 from ackpt.planner.capture.inspection.model_checks import check_model, is_tensor, warn_of_evaluation
 from ackpt.planner.capture.joint_graph import JointGraph
-from ackpt.planner.capture.optimizer_state import NO_LOOP, check_optimizer, optimizer_of, unwrapped
+from ackpt.planner.capture.optimizer_state import NO_LOOP, check_optimizer, optimizer_of
 from ackpt.planner.capture.tracing import captured_graph
 from ackpt.planner.choose import plan_by_policy
 from ackpt.planner.costs.profiles import profile
@@ -57,7 +54,7 @@ from .fully_sharded import (
     update_body,
 )
 from .planner import PLAIN, Blocks, Choice, ShardedPlan, Table, check_policy
-from .sharding import ShardingError
+from .sharding import ShardingError, optimizer_like
 
 _MOST_PLANS = 64
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")  # namespaces of torch's operations
@@ -102,12 +99,14 @@ class ShardedStep:
         self._blocks = [model, *(model.get_submodule(group.name) for group in blocks)]
         self._bodies = [body_of(block) for block in self._blocks[1:]]
         self._watched: dict[int, WatchedModel] = {}
+        self._arguments = WatchedModel(nn.Module())  # of calls: the model's parameters are other objects inside of one
         self._attributes = [_of_modules(attributes(body.modules())) for body in (model, *self._bodies)]
         self._stand_ins = [standing_in.StandIn(kind, None) for kind in {type(block) for block in self._blocks[1:]}]
         self._plans: dict[Any, list[_Planned]] = {}
         self._dtypes: list[Any] = []
         self._active: _Planned | None = None
-        ranks = sorted({rank for _, _, s in states_of(model) for g in param_groups(s) for rank in _ranks(g)})
+        meshes = [group.mesh_info.mesh.mesh for *_, state in states_of(model) for group in param_groups(state)]
+        ranks = sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()})
         # Of its own, so that no collective of the training loop comes between; gloo needs no GPU to be idle.
         self._ranks = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
@@ -186,26 +185,22 @@ class ShardedStep:
         return self._active
 
     def _plan_of(self, args, kwargs) -> _Planned:
-        leaves, spec = tree_flatten((args, kwargs))
-        key = (spec, tuple(_fact(leaf) for leaf in leaves), self._settings())
+        model = self._ackpt_model
+        call = call_of(self._arguments, args, kwargs)
+        key = call.facts, call.sizes, settings_of(model), tuple(module.training for module in model.modules())
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
         planned = self._plans.setdefault(key, [])
         for each in planned:
-            if each.captured.serves(leaves):
+            if each.captured.serves(call.leaves):
                 return each
         start = time.perf_counter()
         with shown(), _disable_current_modes():
             planned.append(self._new_plan(args, kwargs))
-        made_for = described(self._ackpt_model, args, kwargs, self._request.differentiate)
+        made_for = described(model, args, kwargs, self._request.differentiate)
         cause = "first call" if not list(self._history) else f"other arguments or settings: {made_for}"
         self._history.add("capture", cause, time.perf_counter() - start)
         return planned[-1]
-
-    def _settings(self) -> tuple:
-        model = self._ackpt_model
-        autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        return settings_of(model), tuple(module.training for module in model.modules()), autocast
 
     def _new_plan(self, args, kwargs) -> _Planned:
         model, request = self._ackpt_model, self._request
@@ -217,7 +212,9 @@ class ShardedStep:
         costs = profile(graph, request.device, workspace="measured" if graph.on_cpu else "given")
         blocks = Blocks(graph, costs, groups, has_regions=False)
         _refuse_collectives(blocks)
-        table = Table(blocks, groups, sharding, self._optimizer_kind(), graph.on_cpu, request.loop.clipping)
+        optimizer = optimizer_of(model, request.loop.optimizer)
+        kind = None if optimizer is None else optimizer_like(optimizer)
+        table = Table(blocks, groups, sharding, kind, graph.on_cpu, request.loop.clipping)
         if request.loop.accumulation:
             unreduced = has_unreduced(model)
             earlier = unreduced_bytes(groups, sharding.reduction) if unreduced else table.gradients
@@ -225,22 +222,6 @@ class ShardedStep:
         policy = "none" if request.budget is None and request.policy == "auto" else str(request.policy)
         row = table.chosen(request.budget, policy)
         return _Planned(captured, table, row, table.plan(row, policy))
-
-    def _optimizer_kind(self):
-        """A function of shards that makes the optimizer of the request, with its options."""
-        optimizer = self._request.loop.optimizer
-        if optimizer is None:
-            return None
-        if isinstance(optimizer, str):
-            return lambda shards: optimizer_of(nn.ParameterList(shards), optimizer)
-        options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-
-        def kind(shards):
-            other = copy.copy(unwrapped(optimizer))
-            other.param_groups, other.state = [{**options, "params": shards}], defaultdict(dict)
-            return other
-
-        return kind
 
     def _run_block(self, planned: _Planned, number: int, module, forward, args, kwargs) -> Any:
         """The outputs of a block in a call with the plan `planned`."""
@@ -291,19 +272,9 @@ class ShardedStep:
             )
 
 
-def _fact(leaf) -> Any:
-    if is_tensor(leaf):
-        return layout(leaf), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf), leaf
-
-
 def _of_modules(facts: tuple[tuple, ...]) -> tuple:
     """The facts that `attributes` returns, without those of tensors, which are DTensors between the steps."""
     return tuple(tuple(fact for fact in each if "." not in fact[0]) for each in facts)
-
-
-def _ranks(group) -> list[int]:
-    return group.mesh_info.mesh.mesh.flatten().tolist()
 
 
 def _require_options(request: Request) -> None:

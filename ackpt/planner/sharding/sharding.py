@@ -11,10 +11,12 @@ Source: ``torch/distributed/fsdp/_fully_shard`` of torch 2.13, ``_fsdp_param_gro
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from ackpt.checkpointing.wrapping import repeated_blocks
 from ackpt.metering.resident import rounded
 from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-from ackpt.planner.capture.optimizer_state import optimizer_bytes
+from ackpt.planner.capture.optimizer_state import optimizer_bytes, unwrapped
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.schedule.simulator import CATEGORIES, follow
 
@@ -55,12 +57,8 @@ class Sharding:
     keeps_last: bool = False
     holds_outputs: bool = False
 
-    def __post_init__(self):
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1 or self.replicas < 1:
-            raise ValueError(f"--fsdp {self}: shard over at least 2 ranks, or leave --fsdp out")
-
     def __str__(self) -> str:
-        return f"{self.replicas}x{self.ranks}" if self.replicas > 1 else f"{self.ranks!r}"
+        return f"{self.replicas}x{self.ranks}" if self.replicas > 1 else str(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -147,23 +145,17 @@ class GroupBytes:
         self.reduced_to_others = (n - 1) * returned
 
 
-def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules to shard one by one: the model's repeated blocks."""
-    if not (names := tuple(repeated_blocks(model))):
+def groups_of(model: nn.Module) -> tuple[Group, ...]:
+    """The root's group, then that of each repeated block, in order; ValueError for what FSDP cannot shard."""
+    if not (blocks := repeated_blocks(model)):
         raise ValueError(
             f"--fsdp: {type(model).__name__} has no blocks to shard one by one, which are modules of one "
             "class in an nn.ModuleList or nn.Sequential, with submodules; leave --fsdp out"
         )
-    return names
-
-
-def groups_of(model: nn.Module) -> tuple[Group, ...]:
-    """The root's group and then one for each block, in order; ValueError for what FSDP cannot shard."""
-    blocks = blocks_of(model)
     owner: dict[int, str] = {}
     weights: dict[str, list[Weight]] = {name: [] for name in ("", *blocks)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        block = next((block for block in blocks if _within(name, block)), "")
+        block = next((block for block in blocks if name.startswith(f"{block}.")), "")
         if id(parameter) in owner:
             if owner[id(parameter)] != block:
                 one, other = (shared_by or "the model" for shared_by in (block, owner[id(parameter)]))
@@ -186,6 +178,18 @@ def with_last_kept(groups: tuple[Group, ...], sharding: Sharding) -> tuple[Group
     return (*groups[:-1], replace(groups[-1], kept=True)) if sharding.keeps_last else groups
 
 
+def optimizer_like(optimizer: torch.optim.Optimizer) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """A function that makes optimizers of other parameters with the class and the options of this one."""
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+    def kind(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        other = copy.copy(unwrapped(optimizer))
+        other.param_groups, other.state = [{**options, "params": parameters}], defaultdict(dict)
+        return other
+
+    return kind
+
+
 def sharded_optimizer(
     kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool, clipping: bool = False
 ) -> tuple[int, int]:
@@ -196,25 +200,18 @@ def sharded_optimizer(
     if kind is None:
         return 0, 0
 
+    def shard_of(weight: Weight) -> nn.Parameter:
+        shape, dtype = (weight.rows(sharding.ranks), *weight.shape[1:]), sharding.parameters or weight.dtype
+        return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), weight.trained)
+
     def optimizer_of(some: tuple[Group, ...]) -> tuple[int, int]:
-        weights = [weight for group in some for weight in group.weights]
-        return optimizer_bytes(kind([_shard(weight, sharding) for weight in weights]), on_cpu, clipping)
+        return optimizer_bytes(kind([shard_of(weight) for group in some for weight in group.weights]), on_cpu, clipping)
 
     blocks = len(groups) - 1
     if blocks < 4 or len({group.shapes() for group in groups[1:]}) > 1:
         return optimizer_of(groups)
     two, three = optimizer_of(groups[:3]), optimizer_of(groups[:4])
-    state, step = (fewer + (blocks - 2) * (more - fewer) for fewer, more in zip(two, three))
-    return state, step
-
-
-def _shard(weight: Weight, sharding: Sharding) -> nn.Parameter:
-    shape = (weight.rows(sharding.ranks), *weight.shape[1:])
-    return nn.Parameter(torch.empty(shape, dtype=sharding.parameters or weight.dtype, device="meta"), weight.trained)
-
-
-def _within(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
+    return two[0] + (blocks - 2) * (three[0] - two[0]), two[1] + (blocks - 2) * (three[1] - two[1])
 
 
 ROOT = 0
@@ -271,33 +268,19 @@ class Window:
     @property
     def highest(self) -> int:
         """The largest number of bytes above those at the window's begin."""
-        most = total = 0
-        for size, _ in self.events:
-            total += size
-            most = max(most, total)
-        return most
+        return max(accumulate((size for size, _ in self.events), initial=0))
 
 
-def peak_bytes(windows: Iterable[Window]) -> int:
-    most = total = 0
-    for window in windows:
-        most = max(most, total + window.highest)
-        total += window.net
-    return most
-
-
-def timeline(windows: Iterable[Window]) -> Timeline:
+def timeline(windows: Sequence[Window]) -> Timeline:
     """Live dynamic bytes of one rank after every event, by category."""
-    live, series = [0], [[0] for _ in CATEGORIES_OF_A_RANK]
-    boundary = None
-    for window in windows:
-        if window.phase == BACKWARD and boundary is None:
-            boundary = len(live) - 1
-        for size, category in window.events:
-            live.append(live[-1] + size)
-            for index, values in enumerate(series):
-                values.append(values[-1] + (size if index == category else 0))
-    return Timeline(tuple(live), {n: tuple(s) for n, s in zip(CATEGORIES_OF_A_RANK, series) if any(s)}, boundary)
+    events = [event for window in windows for event in window.events]
+    series = {}
+    for index, name in enumerate(CATEGORIES_OF_A_RANK):
+        sizes = (size if category == index else 0 for size, category in events)
+        series[name] = tuple(accumulate(sizes, initial=0))
+    live = tuple(accumulate((size for size, _ in events), initial=0))
+    boundary = sum(len(window.events) for window in windows if window.phase == FORWARD)
+    return Timeline(live, {name: sizes for name, sizes in series.items() if any(sizes)}, boundary)
 
 
 def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
@@ -313,23 +296,15 @@ def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
     return owner_of
 
 
-def step_windows(
-    graph: JointGraph,
-    schedule: Schedule,
-    workspace_bytes,
-    groups: tuple[Group, ...],
-    sharding: Sharding,
-    unread: frozenset[int] = frozenset(),
-) -> list[Window]:
-    """The windows of one rank's step, in order; ShardingError if FSDP2 would run it differently.
+class Walk:
+    """One rank's step with `schedule`; its `windows`, in order, or a ShardingError if FSDP2 would run it differently.
 
     `unread`: storages of the forward that a block keeps until the end of its backward, even if nothing reads them.
     """
-    return _Walk(graph, schedule, workspace_bytes, groups, sharding, unread).windows()
 
-
-class _Walk:
-    def __init__(self, graph, schedule, workspace_bytes, groups, sharding, unread):
+    def __init__(
+        self, graph: JointGraph, schedule: Schedule, workspace_bytes, groups, sharding: Sharding, unread=frozenset()
+    ):
         self.live = follow(graph, schedule, workspace_bytes)
         self.graph, self.groups, self.owners = graph, with_last_kept(groups, sharding), owners(graph, groups)
         self.sharding, self.unread = sharding, unread
@@ -346,17 +321,14 @@ class _Walk:
         self.reducing: int | None = None  # the group whose reduce-scatter's input is live
         # Torch: since 2.6 a group refers to its all-reduce's buffer until the backward ends (`_all_reduce_state`).
         self.all_reduced: list[int] = []
-        self.numbers = self._numbers()
+        self.allocated: dict[tuple, tuple[int, int, str]] = {}  # by key: bytes, category, stream
         self.open: Counter = Counter()
-
-    def _numbers(self) -> dict[int, tuple[int, int]]:
-        """The group of each storage, and its number in that group, which is equal in equal blocks."""
-        counts, numbers = Counter(), {}
-        for number, storage in enumerate(self.graph.storages):
+        counts: Counter = Counter()
+        self.numbers: list[tuple[int, int]] = []  # of each storage: its group, and its number there, as in equal blocks
+        for storage in graph.storages:
             group = self.owners[storage.producer]
-            numbers[number] = group, counts[group]
+            self.numbers.append((group, counts[group]))
             counts[group] += 1
-        return numbers
 
     def windows(self) -> list[Window]:
         live = self.live
@@ -374,10 +346,10 @@ class _Walk:
             self._event(event, group)
         self._forward_of(ROOT)
         for storage in outputs:
-            self._add(-live.analysis.bytes[storage], _ACTIVATION, (*self.numbers[storage], PREVIOUS))
+            self._free(*self.numbers[storage], PREVIOUS)
         if not self.groups[ROOT].kept:
-            self._free_gathered(ROOT)
-        self._free_buffer()
+            self._free(ROOT, "gathered")
+        self._free(self.gathered, "gather")
         if missing := [self.groups[i].name for i in range(1, len(self.groups)) if i not in self.order]:
             raise ShardingError(f"block {missing[0]} does not run in the forward: its parameters would not be gathered")
         self._open(BACKWARD, ROOT)
@@ -395,9 +367,9 @@ class _Walk:
         if self.order:
             raise ShardingError(f"block {self.groups[self.order[-1]].name} has no backward")
         self._reduce(ROOT)
-        self._free_reducing()
+        self._free(self.reducing, "reduce")
         for group in self.all_reduced:
-            self._add(-self.sizes[group].received, _COMMUNICATION, (group, "received"), REDUCE_SCATTER)
+            self._free(group, "received")
         for size, category in live.events[last:]:
             self._add(size, category, (ROOT, OPTIMIZER))
         self._open(BACKWARD, ROOT)
@@ -423,7 +395,7 @@ class _Walk:
         if group == current:
             return
         if current != ROOT and not self.groups[current].kept:
-            self._free_gathered(current)
+            self._free(current, "gathered")
         self._open(FORWARD, group)
         if group != ROOT:
             if group in self.order:
@@ -461,21 +433,18 @@ class _Walk:
 
     def _end_gather(self, group: int) -> None:
         self._copy_out(group)
-        self._add(-self.sizes[group].gather, _COMMUNICATION, (group, "gather"), COPY_IN)
+        self._free(group, "gather")
 
     def _copy_out(self, group: int) -> None:
         sizes = self.sizes[group]
         self._add(sizes.unsharded, _GATHERED, (group, "gathered"), blocks=tuple(sizes.copies))
         self._for_a_moment(sizes.casts_of_one, group)
 
-    def _free_gathered(self, group: int) -> None:
-        self._add(-self.sizes[group].unsharded, _GATHERED, (group, "gathered"))
-
     def _gather(self, group: int) -> None:
         """In the forward: the buffer of the gather before is freed between this one's collective and its copies."""
         if group not in self.started:
             self._start_gather(group)
-        self._free_buffer()
+        self._free(self.gathered, "gather")
         self._copy_out(group)
         self.gathered = group
         for other in self.groups[group].ahead:
@@ -483,30 +452,26 @@ class _Walk:
                 self._start_gather(other)
                 self.started.add(other)
 
-    def _free_buffer(self) -> None:
-        if self.gathered is not None:
-            self._add(-self.sizes[self.gathered].gather, _COMMUNICATION, (self.gathered, "gather"), COPY_IN)
-
     def _start_gather(self, group: int) -> None:
         sizes = self.sizes[group]
         self._add(sizes.cast, _COMMUNICATION, (group, "cast"), COPY_IN, tuple(sizes.casts))
         self._add(sizes.gather, _COMMUNICATION, (group, "gather"), COPY_IN)
         self._for_a_moment(sizes.scratch_gather, group)
-        self._add(-sizes.cast, _COMMUNICATION, (group, "cast"), COPY_IN)
+        self._free(group, "cast")
 
     def _reduce(self, group: int) -> None:
         """Free the parameters and reduce the gradients, of which the last one is freed at the end."""
         sizes, gradients = self.sizes[group], self.gradients[group]
-        self._free_gathered(group)
+        self._free(group, "gathered")
         if not gradients:
             return
         # Torch: before 2.5 the input of a reduce-scatter was of its stream, and freed as soon as it was enqueued.
         is_old = self.sharding.version < (2, 5)
-        self._free_reducing()
+        self._free(self.reducing, "reduce")
         self._add(sizes.reduce, _COMMUNICATION, (group, "reduce"), REDUCE_SCATTER if is_old else COMPUTE)
         self._for_a_moment(sizes.padded, group)
         for storage in gradients[:-1]:
-            self._free_gradient(storage)
+            self._free(*self.numbers[storage])
         self._add(sizes.received, _COMMUNICATION if sizes.reduced else _REDUCED, (group, "received"), REDUCE_SCATTER)
         self._for_a_moment(sizes.scratch_reduce, group)
         if sizes.reduced:
@@ -515,29 +480,28 @@ class _Walk:
             if is_replicated and self.sharding.version >= (2, 6):
                 self.all_reduced.append(group)
             else:
-                self._add(-sizes.received, _COMMUNICATION, (group, "received"), REDUCE_SCATTER)
-        self._free_gradient(gradients[-1])
+                self._free(group, "received")
+        self._free(*self.numbers[gradients[-1]])
         self.reducing = group
         if is_old:
-            self._free_reducing()
-
-    def _free_gradient(self, storage: int) -> None:
-        self._add(-self.live.analysis.bytes[storage], _UNREDUCED, self.numbers[storage])
-
-    def _free_reducing(self) -> None:
-        if self.reducing is not None:
-            self._add(-self.sizes[self.reducing].reduce, _COMMUNICATION, (self.reducing, "reduce"))
-        self.reducing = None
+            self._free(group, "reduce")
 
     def _for_a_moment(self, size: int, group: int) -> None:
         """A copy that a collective of the CPU makes."""
         self._add(size, _COMMUNICATION, (group, "copy"))
-        self._add(-size, _COMMUNICATION, (group, "copy"))
+        self._free(group, "copy")
 
     def _add(self, size: int, category: int, key: tuple, stream: str = COMPUTE, blocks: tuple[int, ...] = ()) -> None:
+        if size > 0:
+            self.allocated[key] = size, category, stream
         if size:
             self.events.append((size, category))
             self.memory.append(Memory(stream, key, blocks))
+
+    def _free(self, *key) -> None:
+        """Free what was allocated with this key, if anything was."""
+        size, category, stream = self.allocated.pop(key, (0, 0, ""))
+        self._add(-size, category, key, stream)
 
     def _open(self, phase: str, group: int) -> None:
         self.closed.append(Window(*self.key, tuple(self.events), tuple(self.memory)))

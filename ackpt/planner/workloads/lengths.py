@@ -27,7 +27,7 @@ from ackpt.core.budget import dynamic_limit, is_share, readable
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
-from ackpt.metering.gpus import MIB, gpu
+from ackpt.metering.gpus import gpu
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.aot import CAPTURING, capture
 from ackpt.planner.capture.call_facts import Sizes, WatchedModel, call_of
@@ -42,8 +42,15 @@ from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.step.many_sizes import AUTO, FULL, ManySizes, Values
 from ackpt.planner.step.plans import CapturedStep
 
-from .device_memory import device_memory
-from .planned_shapes import PlanConfig, allocated_on, calls_as_on, scaled_loss, split_budget, with_training_loop
+from .planned_shapes import (
+    PlanConfig,
+    allocated_on,
+    calls_as_on,
+    device_memory,
+    scaled_loss,
+    split_budget,
+    with_training_loop,
+)
 from .step_request import BUILT_IN, TRANSFORMERS, batches_of, training_step
 
 BATCH_SIZE, TOKENS, PACKED = "batch_size", "tokens_per_batch", "packed"
@@ -265,7 +272,8 @@ def steps_of(model: nn.Module, batch, device: str | None, budget, optimizer, acc
         data = copy.deepcopy(model, shape_of.copies)
     capturing = partial(calls_as_on, where, dtype.removeprefix("torch."))
     finish = lambda graph: with_loop(graph, model, Loop(optimizer, accumulation))  # noqa: E731
-    return _Steps(data, make, where, _bytes(budget), capturing, finish), positions
+    context = 0 if where is None else gpu(where.name).context_bytes
+    return _Steps(data, make, where, _bytes(budget), capturing, finish, context), positions
 
 
 @contextlib.contextmanager
@@ -297,9 +305,9 @@ def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, nam
         with calls_as_on(where, config.autocast), scaled_loss(model) if config.scaling else contextlib.nullcontext():
             yield
 
-    context = None if config.context_mib is None else config.context_mib * MIB
     finish = partial(with_training_loop, model=model, config=config)
-    return report(_Steps(model, make, where, budget, capturing, finish, context), lengths, kind, positions, name_of)
+    steps = _Steps(model, make, where, budget, capturing, finish, config.context_bytes)
+    return report(steps, lengths, kind, positions, name_of)
 
 
 def report(
@@ -328,7 +336,7 @@ class _Steps:
     """The steps of a model at many shapes.
 
     ``make``: the arguments of the model for a number of sequences and a length; ``capturing``: a context for captures;
-    ``finish``: adds the training loop to a captured graph; ``context_bytes``: replaces the known size of the context.
+    ``finish``: adds the training loop to a captured graph; ``context_bytes``: of CUDA on the device.
     """
 
     model: nn.Module
@@ -337,7 +345,7 @@ class _Steps:
     budget: int | None
     capturing: Callable[[], contextlib.AbstractContextManager[Any]]
     finish: Callable[[JointGraph], JointGraph]
-    context_bytes: int | None = None
+    context_bytes: int
     captures: list[ManySizes] = field(default_factory=list)
     places: dict[Shape, tuple[ManySizes, Values]] = field(default_factory=dict)
     peaks: dict[tuple[str, Shape], tuple[int, Schedule]] = field(default_factory=dict)
@@ -372,7 +380,10 @@ class _Steps:
 
     def _exceeding(self, policy: str, batches: Sequence[Shape], enough: float = float("inf")) -> int:
         """How many batches of these shapes do not fit; stops at more than `enough`."""
-        self._evaluate(policy, batches)
+        for shape in dict.fromkeys(batches):
+            if (policy, shape) not in self.peaks:
+                capture, values = self.place(shape)
+                self.peaks[policy, shape] = capture.with_policy(policy, values, self.budget)
         exceeding, near = 0, []
         for shape, count in Counter(batches).items():
             is_within = self._is_within(policy, shape)
@@ -445,9 +456,8 @@ class _Steps:
             return False
         if self.where is None:
             return True
-        on = gpu(self.where.name)
-        room = self.where.memory_bytes - (on.context_bytes if self.context_bytes is None else self.context_bytes)
-        if 2 * (peak + 2 * on.cublas_workspace_bytes) <= room:  # of the threads of forward and backward
+        room = self.where.memory_bytes - self.context_bytes
+        if 2 * (peak + 2 * gpu(self.where.name).cublas_workspace_bytes) <= room:  # of two threads
             return True
         return None if peak <= room else False
 
@@ -456,16 +466,9 @@ class _Steps:
             assert self.where is not None
             (capture, values), schedule = self.place(shape), self.peaks[policy, shape][1]
             graph, workspace = capture.sized(values), capture.workspace_bytes(values).tolist()
-            memory = device_memory(graph, workspace, schedule, self.where, gpu(self.where.name), self.context_bytes)
+            memory = device_memory(graph, workspace, schedule, self.where, self.context_bytes)
             self.replayed[policy, shape] = memory.fits
         return self.replayed[policy, shape]
-
-    def _evaluate(self, policy: str, batches: Sequence[Shape]) -> None:
-        """Find the schedule and the peak at all these shapes."""
-        for shape in dict.fromkeys(batches):
-            if (policy, shape) not in self.peaks:
-                capture, values = self.place(shape)
-                self.peaks[policy, shape] = capture.with_policy(policy, values, self.budget)
 
     def place(self, shape: Shape) -> tuple[ManySizes, Values]:
         """The capture that serves a shape, and the sizes of its dynamic dimensions there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ from ackpt.core.progress import shown, stage
 from ackpt.metering.autograd_engine import around_backward
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.cuda_choices import CudaChoices
-from ackpt.metering.gpus import BLOCK, MIB, AllocatorSettings, gpu
+from ackpt.metering.gpus import BLOCK, MIB, AllocatorSettings, CachingAllocator, gpu
+from ackpt.metering.kernel_memory import MATMULS
 from ackpt.metering.resident import rounded
 from ackpt.planner.capture.chunked_head import chunked
 from ackpt.planner.capture.inspection.calls import MACHINE
@@ -36,10 +37,11 @@ from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.policies import POLICIES
 from ackpt.planner.request import Request
+from ackpt.planner.schedule.allocations import RESIDENT, allocations
 from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.schedule.simulator import simulate
+from ackpt.planner.schedule.schedule import Schedule
+from ackpt.planner.schedule.simulator import follow, simulate
 
-from .device_memory import DeviceMemory, device_memory
 from .step_request import DTYPES, EIGHT_BIT, StepRequest, TrainingStep, autocast, optimizer_kind, training_step
 
 NEEDS_FATES = "manual"
@@ -77,6 +79,13 @@ class PlanConfig:
     def allocator_settings(self) -> AllocatorSettings:
         return AllocatorSettings.parsed(self.allocator)
 
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of the CUDA context on the device; 0 without one."""
+        if self.context_mib is not None:
+            return self.context_mib * MIB
+        return 0 if self.device is None else gpu(self.device).context_bytes
+
     def __post_init__(self):
         if self.allocator is not None and self.device is None:
             raise ValueError("--allocator has settings of a GPU's allocator: give --device-profile")
@@ -105,6 +114,104 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """Peaks of a step on a device, in bytes.
+
+    ``allocated`` and ``reserved``: as ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` return them.
+    ``context``: of CUDA, outside of both. ``margin``: what remains of the device's memory; negative if the step does
+    not fit. ``largest_free_block``: at the end of the step.
+    """
+
+    allocated: int
+    reserved: int
+    context: int
+    margin: int
+    largest_free_block: int
+
+    @property
+    def fits(self) -> bool:
+        return self.margin >= 0
+
+
+def device_memory(
+    graph: JointGraph,
+    workspace_bytes: Sequence[int],
+    schedule: Schedule,
+    where: Device,
+    context_bytes: int,
+    settings: AllocatorSettings | None = None,
+) -> DeviceMemory:
+    """The memory of a step with `schedule` on a GPU; by default with the allocator's settings in the environment.
+
+    The model is loaded, the optimizer's state is created at the end of a first step, and a second step is observed,
+    which may find the gradients of the first. State and temporaries of the optimizer are blocks as large as the
+    parameters; cuBLAS has a workspace in forward and backward.
+    """
+    blocks = allocations(graph, schedule, workspace_bytes)
+    boundary = follow(graph, schedule, workspace_bytes).boundary
+    resident = [block for block in blocks if block.kind in RESIDENT]
+    dynamic = [block for block in blocks if block.kind not in RESIDENT]
+    if graph.optimizer_step_bytes:  # the last event of the simulator
+        dynamic = dynamic[:-1]
+    parameters = [block.bytes for block in resident if block.kind == "parameters"]
+    events = [(block.begin, False, number) for number, block in enumerate(dynamic)]
+    events += [(block.end, True, number) for number, block in enumerate(dynamic) if block.end is not None]
+    events.sort()
+    multiplies = any(node.target in _MATMULS for node in graph.nodes)
+    allocator = CachingAllocator(settings or AllocatorSettings.parsed())
+
+    def free_all(kind: str) -> None:
+        for key in [key for key in allocator.blocks if isinstance(key, tuple) and key[0] == kind]:
+            allocator.free(key)
+
+    def step(gradient: str) -> None:
+        """All blocks in order, and then those of the optimizer; gradients remain."""
+        for event, is_end, number in events:
+            block = dynamic[number]
+            if is_end:
+                allocator.free(("block", number))
+                continue
+            kind = gradient if block.kind == "gradients" and block.end is None else "block"
+            allocator.allocate((kind, number), block.bytes)
+            workspace = "workspace", "backward" if event > boundary else "forward"
+            if multiplies and workspace not in allocator.blocks:
+                allocator.allocate(workspace, gpu(where.name).cublas_workspace_bytes)
+        free_all("block")  # the outputs
+        free_all("added gradient")  # to those that exist
+        for number, size in enumerate(_pieces(graph.optimizer_step_bytes, parameters)):
+            allocator.allocate(("optimizer", number), size)
+        free_all("optimizer")
+
+    for number, block in enumerate(resident):
+        if block.kind != "optimizer":
+            allocator.allocate(("resident", number), block.bytes)
+    step("gradient")
+    for number, size in enumerate(_pieces(graph.optimizer_bytes, parameters)):
+        allocator.allocate(("state", number), size)
+    if not graph.accumulated_bytes:
+        free_all("gradient")  # zero_grad(set_to_none=True)
+    allocator.reset_peaks()
+    step("added gradient" if graph.accumulated_bytes else "gradient")
+    reserved = allocator.peak_reserved
+    margin = where.memory_bytes - context_bytes - reserved
+    return DeviceMemory(allocator.peak_allocated, reserved, context_bytes, margin, allocator.largest_free_block)
+
+
+_MATMULS = {str(each) for each in MATMULS}
+
+
+def _pieces(size: int, parameters: list[int]) -> Iterator[int]:
+    """`size` bytes in blocks as large as the parameters, in their order and again; what remains is one more block."""
+    while parameters and size >= min(parameters):
+        for block in parameters:
+            if size >= block:
+                size -= block
+                yield block
+    if size:
+        yield size
+
+
+@dataclass(frozen=True)
 class Planned:
     """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: its bytes on the device.
 
@@ -119,6 +226,11 @@ class Planned:
     device: Device | None
     memory: DeviceMemory | None
     whole: tuple[JointGraph, Profile] | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the device's allocator reserves; 0 without a device."""
+        return 0 if self.memory is None else self.memory.reserved
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the peak; the resident ones first."""
@@ -195,60 +307,48 @@ def in_chunks(graph: JointGraph, where: Device | None, count: int) -> tuple[Join
     return chunks, _costs(chunks, where)
 
 
-Made = tuple[Plan, JointGraph, Profile]
-
-
 def _planned(
     config: PlanConfig, step: TrainingStep, whole: tuple[JointGraph, Profile], where: Device | None
 ) -> Planned:
-    graph, profile = whole
     policy = config.policy or ("none" if config.budget is None and config.slowdown is None else "auto")
 
-    def plan_within(limit: float | str | None) -> Made:
+    def within(limit: float | str | None) -> Planned:
         request = Request(limit, config.slowdown, policy, config.options, chunk_head=config.chunk_head)
+        graph, profile = whole
         if config.chunk_head:
-            return plan_in_chunks(graph, request, profile, partial(in_chunks, graph, where))
-        return plan_by_policy(graph, request, profile), graph, profile
-
-    def memory_of(made: Made) -> DeviceMemory | None:
-        context = None if config.context_mib is None else config.context_mib * MIB
-        return where and device_memory(
-            made[1],
-            made[2].workspace_bytes,
-            made[0].schedule,
-            where,
-            gpu(where.name),
-            context,
-            config.allocator_settings,
-        )
+            plan, graph, profile = plan_in_chunks(graph, request, profile, partial(in_chunks, graph, where))
+        else:
+            plan = plan_by_policy(graph, request, profile)
+        context, settings = config.context_bytes, config.allocator_settings
+        memory = where and device_memory(graph, profile.workspace_bytes, plan.schedule, where, context, settings)
+        return Planned(config, step, graph, profile, plan, where, memory, whole)
 
     budget, is_reserved = split_budget(config.budget)
-    made = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
-    return Planned(config, step, made[1], made[2], made[0], where, memory_of(made), whole)
+    return _within_reserved(budget, within) if is_reserved else within(budget)
 
 
-def _within_reserved(budget, plan_within: Callable[..., Made], memory_of: Callable[[Made], Any]) -> Made:
+def _within_reserved(budget, within: Callable[[int], Planned]) -> Planned:
     """A plan for which the caching allocator reserves at most `budget`; every trial has a smaller peak."""
     most = dynamic_limit(budget, 0, 0)
     assert most is not None
     limit = most
     while True:
         try:
-            made = plan_within(limit)
+            made = within(limit)
         except BudgetError as error:
             if error.least_bytes is None:
                 raise
-            least = memory_of(plan_within(error.least_bytes)).reserved
+            least = within(error.least_bytes).reserved_bytes
             raise BudgetError(
                 f"no plan was found for which the allocator reserves at most {readable(most)}: the plan with the "
                 f"smallest peak, {readable(error.least_bytes)}, reserves {readable(least)} ({least} bytes)",
                 least,
                 f"{budget} reserved",
             ) from None
-        excess = memory_of(made).reserved - most
+        excess = made.reserved_bytes - most
         if excess <= 0:
             return made
-        limit = max(1, made[0].peak_bytes - max(1, excess // 2))
+        limit = max(1, made.plan.peak_bytes - max(1, excess // 2))
 
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:

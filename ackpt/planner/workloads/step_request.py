@@ -105,15 +105,12 @@ class TrainingStep:
 
 def unknown_model(name: str, known) -> ValueError:
     """The error for a `name` that is not among the `known` built-in models."""
-    configuration = f"{TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
+    choices = f"{', '.join(known)}, or {TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
+    text = f"unknown model {name!r}{did_you_mean(name, known)}: choose from"
     if name in OF_THE_STUDY:
-        return ValueError(
-            f"{name} is not part of the package: run `python -m experiments plan {name}` in a clone of the repository, "
-            f"or choose from {', '.join(known)}, or {configuration}"
-        )
-    return ValueError(
-        f"unknown model {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}, or {configuration}"
-    )
+        command = f"`python -m experiments plan {name}` in a clone of the repository"
+        text = f"{name} is not part of the package: run {command}, or choose from"
+    return ValueError(f"{text} {choices}")
 
 
 def no_configuration(library: str, name: str, hint: str = "") -> ValueError:
@@ -216,22 +213,18 @@ def _adapters_in(path: Path) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name not in left_out and value is not None}
 
 
-@dataclass(frozen=True)
-class Task:
-    """A head with a loss; `mapping` names the table of transformers with the classes that have it."""
-
-    name: str
-    mapping: str
-
-
-SPEECH = Task("speech to text", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
-SEQ2SEQ = Task("sequence to sequence", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
-MASKED = Task("masked language model", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
-CAUSAL = Task("causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-IMAGES = Task("image classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
-SEQUENCES = Task("sequence classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
-# A configuration without architectures gets the first of these heads that it has; encoders have causal ones, too.
-TASKS = (SPEECH, SEQ2SEQ, MASKED, CAUSAL, IMAGES, SEQUENCES)
+SPEECH, SEQ2SEQ, MASKED = "speech to text", "sequence to sequence", "masked language model"
+CAUSAL, IMAGES, SEQUENCES = "causal language model", "image classification", "sequence classification"
+# Heads with a loss, and the table of transformers with the classes that have each. A configuration without
+# architectures gets the first of these heads that it has; encoders have causal ones, too.
+TASKS = {
+    SPEECH: "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    SEQ2SEQ: "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    MASKED: "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    IMAGES: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    SEQUENCES: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
 
 
 def transformers_step(request: StepRequest) -> TrainingStep:
@@ -247,11 +240,11 @@ def transformers_step(request: StepRequest) -> TrainingStep:
     return TrainingStep(model.train(), inputs)
 
 
-def positions_of(config, task: Task) -> tuple[int, str] | None:
+def positions_of(config, task: str) -> tuple[int, str] | None:
     """The longest sequence that a configuration of transformers allows, and its field; None if any length is."""
-    field = "max_target_positions" if task is SPEECH else "max_position_embeddings"
+    field = "max_target_positions" if task == SPEECH else "max_position_embeddings"
     limit = getattr(config, field, None)
-    return (limit, field) if task is not IMAGES and isinstance(limit, int) and limit > 0 else None
+    return (limit, field) if task != IMAGES and isinstance(limit, int) and limit > 0 else None
 
 
 def batches_of(model: nn.Module) -> tuple[Callable[[int, int], dict[str, Any]], tuple[int, str] | None]:
@@ -341,49 +334,39 @@ def _read(path: Path) -> dict:
     return data
 
 
-def _head(config) -> tuple[Task, str]:
+def _heads(task: str) -> dict[str, list[str]]:
+    """The classes of transformers with the head of a task, by the type of the model."""
+    from transformers.models.auto import modeling_auto
+
+    names = getattr(modeling_auto, TASKS[task])
+    return {kind: [name] if isinstance(name, str) else [*name] for kind, name in names.items()}
+
+
+def _tasks_by_class() -> dict[str, str]:
+    return {name: task for task in reversed(TASKS) for names in _heads(task).values() for name in names}
+
+
+def _head(config) -> tuple[str, str]:
     """The task and the name of the class: the one in ``architectures``, else that of the first task."""
-    from transformers.models.auto import modeling_auto
-
+    known = f"ackpt plan knows those for {', '.join(TASKS)}"
     if named := (config.architectures or [None])[0]:
-        task_of = _tasks_by_class()
-        if named in task_of:
-            return task_of[named], named
-        raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {_tasks()}")
-    for task in TASKS:
-        # Its other heads are those of one half of the model.
-        if config.is_encoder_decoder and task not in (SPEECH, SEQ2SEQ):
-            continue
-        if name := getattr(modeling_auto, task.mapping).get(config.model_type):
-            return task, _first(name)
-    raise ValueError(f"no head with a loss is known for model_type {config.model_type!r}: {_tasks()}")
+        if task := _tasks_by_class().get(named):
+            return task, named
+        raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {known}")
+    # The other heads of a model with an encoder and a decoder are those of one half of it.
+    for task in (SPEECH, SEQ2SEQ) if config.is_encoder_decoder else TASKS:
+        if names := _heads(task).get(config.model_type):
+            return task, names[0]
+    raise ValueError(f"no head with a loss is known for model_type {config.model_type!r}: {known}")
 
 
-def _tasks_by_class() -> dict[str, Task]:
-    from transformers.models.auto import modeling_auto
-
-    return {name: task for task in reversed(TASKS) for name in _names(getattr(modeling_auto, task.mapping))}
-
-
-def _tasks() -> str:
-    return f"ackpt plan knows those for {', '.join(task.name for task in TASKS)}"
-
-
-def _first(name) -> str:
-    return name if isinstance(name, str) else name[0]
-
-
-def _names(mapping) -> list[str]:
-    return [one for name in mapping.values() for one in ([name] if isinstance(name, str) else name)]
-
-
-def _inputs(config, task: Task, request: StepRequest) -> dict:
-    if task is IMAGES:
+def _inputs(config, task: str, request: StepRequest) -> dict:
+    if task == IMAGES:
         size = getattr(config, "image_size", None)
         images = request.images(getattr(config, "num_channels", 3), *([size] if size else []))
         return {"pixel_values": images, "labels": ids(request.batch_size)}
     shape = request.tokens()
-    if task is SPEECH:
+    if task == SPEECH:
         frames, bands = (getattr(config, field, None) for field in ("max_source_positions", "num_mel_bins"))
         if not frames or not bands:
             raise ValueError(
@@ -393,12 +376,12 @@ def _inputs(config, task: Task, request: StepRequest) -> dict:
         audio = torch.empty(request.batch_size, bands, 2 * frames, dtype=request.dtype)  # a convolution halves frames
         inputs = {"input_features": audio, "decoder_input_ids": ids(*shape), "labels": ids(*shape)}
         return {**inputs, "use_cache": False}
-    if task is SEQUENCES:
+    if task == SEQUENCES:
         return {"input_ids": ids(*shape), "labels": ids(request.batch_size)}
-    if task is SEQ2SEQ:
+    if task == SEQ2SEQ:
         return {"input_ids": ids(*shape), "decoder_input_ids": ids(*shape), "labels": ids(*shape), "use_cache": False}
     inputs: dict[str, Any] = {"input_ids": ids(*shape), "labels": ids(*shape)}
-    return {**inputs, "use_cache": False} if task is CAUSAL else inputs
+    return {**inputs, "use_cache": False} if task == CAUSAL else inputs
 
 
 def _made(name: str, make):
@@ -431,7 +414,15 @@ def training_step(request: StepRequest, device="meta") -> TrainingStep:
 def _step_of_function(request: StepRequest) -> TrainingStep:
     """What the function in a file returns for the sizes and fields of a request: a model and its arguments."""
     path, _, name = request.model.rpartition(":")
-    function = function_in_file(path, name)
+    file = Path(path)
+    spec = importlib.util.spec_from_file_location(file.stem, file) if file.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{request.model}: there is no Python file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    if not callable(function := getattr(module, name, None)):
+        raise ValueError(f"{request.model}: the file has no function {name!r}{did_you_mean(name, vars(module))}")
     sizes = {"batch_size": request.batch_size, "seq_len": request.seq_len, "image_size": request.image_size}
     arguments = {key: size for key, size in sizes.items() if size is not None} | request.fields
     try:
@@ -446,20 +437,6 @@ def _step_of_function(request: StepRequest) -> TrainingStep:
             f"{type(made).__name__}"
         )
     return TrainingStep(made[0].train(), made[1])
-
-
-def function_in_file(path: str, name: str) -> Callable[..., Any]:
-    """Run a Python file and return its function `name`; ValueError if the file or the function is missing."""
-    file = Path(path)
-    spec = importlib.util.spec_from_file_location(file.stem, file) if file.is_file() else None
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path}:{name}: there is no Python file {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    if not callable(function := getattr(module, name, None)):
-        raise ValueError(f"{path}:{name}: the file has no function {name!r}{did_you_mean(name, vars(module))}")
-    return function
 
 
 @functools.cache
@@ -485,19 +462,16 @@ class Autoencoder(Transformer):
         return F.mse_loss(super().forward(x, cu_seqlens, max_seqlen).float(), x)
 
 
-def _offsets(batch: int) -> Tensor:
-    return torch.empty(batch + 1, dtype=torch.int32)
-
-
 def _packed_floats(model, request):
     batch, length = request.tokens()
     x = torch.empty(batch * length, model.config.dim, dtype=request.dtype)
-    return {"x": x, "cu_seqlens": _offsets(batch), "max_seqlen": length}
+    return {"x": x, "cu_seqlens": torch.empty(batch + 1, dtype=torch.int32), "max_seqlen": length}
 
 
 def _packed_tokens(model, request):
     batch, length = request.tokens()
-    tokens = {"tokens": ids(batch * length), "cu_seqlens": _offsets(batch), "max_seqlen": length}
+    offsets = torch.empty(batch + 1, dtype=torch.int32)
+    tokens = {"tokens": ids(batch * length), "cu_seqlens": offsets, "max_seqlen": length}
     return {**tokens, "targets": ids(batch * length)}
 
 
@@ -548,7 +522,14 @@ def optimizer_kind(name: str) -> OptimizerKind | None:
                 f"{', '.join(OPTIMIZERS)}, or name a class as module:Class, such as torch.optim:NAdam"
             )
         return OPTIMIZERS[name]
-    kind = getattr(_imported(module, name), attribute, None)
+    path = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))  # the module may be in the current folder
+    try:
+        kind = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ValueError(f"optimizer {name!r}: the module {module} cannot be imported ({error})") from error
+    finally:
+        sys.path[:] = path
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ValueError(f"optimizer {name!r}: {module} has no class {attribute} that is a torch.optim.Optimizer")
 
@@ -560,15 +541,3 @@ def optimizer_kind(name: str) -> OptimizerKind | None:
 
     make.__name__ = attribute
     return make
-
-
-def _imported(module: str, name: str) -> Any:
-    """The module, also one in the current folder."""
-    path = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"optimizer {name!r}: the module {module} cannot be imported ({error})") from error
-    finally:
-        sys.path[:] = path

@@ -204,15 +204,18 @@ def test_sharding_saves_what_the_planner_for_shards_finds():
     assert best.peak_bytes == ShardedModel(config).plan(Sharding(8), policy="none").peak_bytes
 
 
-def test_an_optimizer_without_a_sharded_version_is_noted():
+def test_the_state_of_an_optimizer_of_any_class_is_sharded():
     class Own(torch.optim.SGD):
         def __init__(self, params, speed):
-            super().__init__(params, lr=speed)
+            super().__init__(params, lr=speed, momentum=0.9)
 
     model = make_model()
-    explanation = ackpt.explain(model, X, optimizer=Own(model.parameters(), 0.1))
-    (reason,) = (reason for reason in explanation.not_computed if reason.startswith("shard"))
-    assert "an optimizer like the Own cannot be made for the shards: " in reason and "'speed'" in reason
+    with_momentum, without = (
+        suggestion(ackpt.explain(model, X, optimizer=optimizer), "shard over 8").peak_bytes
+        for optimizer in (Own(model.parameters(), 0.1), torch.optim.SGD(model.parameters()))
+    )
+    shards = sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
+    assert with_momentum - without == shards
 
 
 def test_missing_suggestions_have_a_reason():

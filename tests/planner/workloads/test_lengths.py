@@ -228,20 +228,6 @@ def test_a_model_with_unknown_arguments_is_refused():
         ackpt.fits(Words(), [3], batch_size=1)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("12\n\n7.5\n", "line 3: '7.5' is not a number of tokens"),
-        ("12\nseven\n", "line 2: 'seven' is not a number of tokens"),
-        ("[12,\n 7,,]", "line 2: this is not JSON"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path, text, message):
-    path = tmp_path / "lengths"
-    path.write_text(text)
-    raises(ValueError, message, lambda: lengths_in(path))
-
-
 def test_files_of_lengths_are_read(tmp_path):
     path = tmp_path / "lengths"
     path.write_text("12\n\n7\n")
