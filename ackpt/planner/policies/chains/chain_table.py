@@ -22,12 +22,12 @@ FORWARD, BACKWARD = "forward", "backward"
 class Option:
     """One choice for one block; sizes in bytes.
 
-    ``saved``: storages inside the block that its forward saves for its backward, ``saved_bytes`` of them.
-    ``forward_peak``, ``backward_peak``: the dynamic peak of each pass without the activations of other blocks.
-    ``cost``: of what its backward recomputes.
+    ``saved``: storages inside the block that its forward saves for its backward, ``saved_bytes`` of them; options that
+    differ in nothing else are equal. ``forward_peak``, ``backward_peak``: the dynamic peak of each pass without the
+    activations of other blocks. ``cost``: of what its backward recomputes.
     """
 
-    saved: frozenset[int]
+    saved: frozenset[int] = field(compare=False)
     saved_bytes: int
     forward_peak: int
     backward_peak: int
@@ -50,7 +50,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Stage:
-    """A block as the recursion sees it; sizes in bytes.
+    """A block as the recursion sees it; sizes in bytes. Equal ones have equal solutions.
 
     ``partials``: the first saves nothing. ``incoming_bytes``: gradients that the block's backward begins with;
     ``gradient_bytes``: gradients of parameters that it leaves.
@@ -60,18 +60,6 @@ class Stage:
     output_bytes: int
     incoming_bytes: int
     gradient_bytes: int
-
-    def numbers(self) -> tuple:
-        """What the recursion depends on: stages with the same numbers are solved once."""
-
-        def of(option):
-            return option.saved_bytes, option.forward_peak, option.backward_peak, option.cost
-
-        partials = tuple(
-            (of(partial.option), tuple(map(of, partial.options)), partial.run_costs, partial.forward_cost)
-            for partial in self.partials
-        )
-        return partials, self.output_bytes, self.incoming_bytes, self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -87,37 +75,6 @@ class Operation:
     saved: frozenset[int] = field(default=frozenset())
 
 
-@dataclass(frozen=True)
-class _RunAndSave:
-    """Run the first block of the stretch and save what its option with this index says, until its backward."""
-
-    option: int
-
-
-@dataclass(frozen=True)
-class _RunStretch:
-    """Run the first ``length`` blocks for the sake of their last output, with the partial of this index saved."""
-
-    partial: int
-    length: int
-
-
-class _GoBack:
-    """Run the backward of a single block from what is saved."""
-
-
-_Decision = _RunAndSave | _RunStretch | _GoBack
-
-
-@dataclass(frozen=True)
-class _Solved:
-    """The least cost and the first decision of a stretch of blocks, both by memory slots; ``row``: of the costs."""
-
-    row: int
-    costs: np.ndarray
-    decisions: np.ndarray
-
-
 class _Options(NamedTuple):
     """The options of a stage as arrays; ``costs_again``: with what their forward recomputes in a later pass.
 
@@ -129,11 +86,15 @@ class _Options(NamedTuple):
     forward_peaks: np.ndarray
     backward_peaks: np.ndarray
     saved_slots: np.ndarray
-    decisions: np.ndarray
 
 
 class ChainTable:
-    """The least added cost of every stretch of the chain for every number of memory slots."""
+    """The least added cost of every stretch of the chain for every number of memory slots.
+
+    A decision is one number, ``number * (blocks + 1) + length``. Either the first `length` blocks run for the sake of
+    their last output, with the partial `number` saved; or, if `length` is 0, the first block runs and saves what its
+    option `number` says until its backward. A single block of which a part is saved has no decision.
+    """
 
     def __init__(self, stages: list[Stage], memory_bytes: int, slots: int = 600):
         self.stages, self.slots = stages, slots
@@ -147,22 +108,18 @@ class ChainTable:
         self.forward_costs = [_prefix_sums([partial.forward_cost for partial in row]) for row in rows]
         self.input_bytes = np.array([0, *(stage.output_bytes for stage in stages[:-1])], dtype=float)
         self.forward_peaks = [np.array([partial.option.forward_peak for partial in row], dtype=float) for row in rows]
-        self.stretches = [
-            np.array([_RunStretch(number, length) for length in range(1, n + 1)], dtype=object)
-            for number in self.partials
-        ]
         # By partial and first block of a stretch, for every block after it; by last block, for every block up to it.
         self._saved_slots = [
             [self._slots(self.input_bytes[s + 1 :] + (row[s + 1 : n] - row[s])) for s in range(n)] for row in self.saved
         ]
         self._gradient_slots = [self._slots(self.gradients[t + 1] - self.gradients[: t + 1]) for t in range(n)]
         self.options = [[self._options_of(stage, partial) for partial in self.partials] for stage in stages]
-        self.later_passes: dict[tuple[int, int, int], _Solved] = {}  # by partial, first and last block
+        self.later_passes: dict[tuple[int, int, int], _Best] = {}  # by partial, first and last block
         self._rows = _Rows(slots + 1, len(self.partials) * n * (n + 1) // 2 + n)
         self._later_rows = np.zeros((len(self.partials), n, n), dtype=np.int64)  # of the costs of later passes
-        kind_of: dict[tuple, int] = {}
-        kinds = [kind_of.setdefault(stage.numbers(), len(kind_of)) for stage in stages]
-        solved: dict[tuple, _Solved] = {}
+        kind_of: dict[Stage, int] = {}
+        kinds = [kind_of.setdefault(stage, len(kind_of)) for stage in stages]
+        solved: dict[tuple[int, ...], _Best] = {}
         for partial in reversed(self.partials):
             for length in range(1, n + 1):
                 for s in range(n - length + 1):
@@ -172,7 +129,7 @@ class ChainTable:
                         solved[key] = self._solve(partial, s, t)
                     self.later_passes[partial, s, t] = solved[key]
                     self._later_rows[partial, s, t] = solved[key].row
-        self.first_passes: dict[int, _Solved] = {}  # by first block
+        self.first_passes: dict[int, _Best] = {}  # by first block
         for s in range(n - 1, -1, -1):
             self.first_passes[s] = self._solve(None, s, n - 1)
 
@@ -184,7 +141,7 @@ class ChainTable:
         """The cheapest way through the chain within `slot` slots."""
         yield from self._operations(None, 0, len(self.stages) - 1, slot)
 
-    def _solve(self, partial: int | None, s: int, t: int) -> _Solved:
+    def _solve(self, partial: int | None, s: int, t: int) -> _Best:
         """The backward of the blocks `s` to `t`, from the input of `s` and the saved `partial` of all of them.
 
         `partial`: None for the first forward of the blocks from `s` on, which costs nothing, and their backward.
@@ -192,8 +149,9 @@ class ChainTable:
         best = _Best(self.slots)
         if s == t and partial is not None:
             option = self.stages[s].partials[partial].option
-            best.offer(_GoBack(), option.cost, self._slots(option.backward_peak))
-            return self._solved(best)
+            best.costs[self._slots(option.backward_peak) :] = option.cost
+            best.row = self._rows.add(best.costs)
+            return best
         incoming = 0 if partial is None else self.stages[t].incoming_bytes
         saved = 0 if partial is None else self.saved[partial][t + 1] - self.saved[partial][s + 1]
         gradients = self.gradients[t + 1] - self.gradients[s + 1]
@@ -202,9 +160,10 @@ class ChainTable:
         rest = np.zeros((len(needs), self.slots + 1))
         if s < t:
             after = self.first_passes[s + 1] if partial is None else self.later_passes[partial, s + 1, t]
-            rest, needs = self._after(options, after), np.maximum(options.saved_slots, needs)
+            rest = self._rows.moved(np.full(len(needs), after.row), options.saved_slots)
+            needs = np.maximum(options.saved_slots, needs)
         rest += (options.costs if partial is None else options.costs_again)[:, None]
-        best.choose(rest, needs, options.decisions)
+        best.choose(rest, needs, np.arange(len(needs)) * (len(self.stages) + 1))
         if partial is None:
             rests = np.array([self.first_passes[j].row for j in range(s + 1, t + 1)], dtype=np.int64)
         else:
@@ -212,7 +171,8 @@ class ChainTable:
         # A part may be saved when blocks are recomputed; from then on it is the same part until their backward.
         for new in (partial,) if partial else self.partials:
             self._offer_stretches(best, s, t, partial, new, incoming, rests)
-        return self._solved(best)
+        best.row = self._rows.add(best.costs)
+        return best
 
     def _offer_stretches(self, best: _Best, s: int, t: int, partial: int | None, new: int, incoming: int, rests):
         """Offer every stretch that starts with `s` and saves the partial `new`, then the rest, then the stretch.
@@ -244,46 +204,29 @@ class ChainTable:
             costs = rows.moved(rests[useful], saved[useful], start, stop)
             costs += rows.moved(stretches[useful], gradients[useful], start, stop)
             costs += run_costs[useful, None]
-            best.choose(costs, fits[useful], self.stretches[new][useful], start)
+            best.choose(costs, fits[useful], new * (len(self.stages) + 1) + useful + 1, start)
 
     def _operations(self, partial: int | None, s: int, t: int, slot: int) -> Iterator[Operation]:
         """The operations of the solution of `_solve` for the same blocks within `slot` slots."""
-        solved = self.first_passes[s] if partial is None else self.later_passes[partial, s, t]
-        decision: _Decision = solved.decisions[slot]
-        if isinstance(decision, _RunStretch):
-            j = s + decision.length
-            yield self._run_stretch(decision, s)
-            yield from self._operations(partial, j, t, slot - self._slots_saved(decision, s))
-            slot -= int(self._slots(self.gradients[t + 1] - self.gradients[j]))
-            yield from self._operations(decision.partial, s, j - 1, slot)
-            return
-        if isinstance(decision, _RunAndSave):
-            option = self.stages[s].partials[partial or 0].options[decision.option]
-            yield Operation(FORWARD, s, s, option.saved)
+        if s < t or partial is None:
+            solved = self.first_passes[s] if partial is None else self.later_passes[partial, s, t]
+            number, length = divmod(int(solved.decisions[slot]), len(self.stages) + 1)
+            if length:
+                j = s + length
+                blocks = self.stages[s:j]
+                saved = frozenset().union(*(stage.partials[number].option.saved for stage in blocks))
+                yield Operation(FORWARD, s, j - 1, saved)
+                yield from self._operations(partial, j, t, slot - int(self._saved_slots[number][s][length - 1]))
+                yield from self._operations(number, s, j - 1, slot - int(self._gradient_slots[t][j]))
+                return
+            yield Operation(FORWARD, s, s, self.stages[s].partials[partial or 0].options[number].saved)
             if s < t:
-                slot -= int(self._slots(option.saved_bytes + self.stages[s].output_bytes))
-                yield from self._operations(partial, s + 1, t, slot)
+                left = slot - int(self.options[s][partial or 0].saved_slots[number])
+                yield from self._operations(partial, s + 1, t, left)
         yield Operation(BACKWARD, s, s)
-
-    def _run_stretch(self, decision: _RunStretch, s: int) -> Operation:
-        blocks = self.stages[s : s + decision.length]
-        saved = frozenset().union(*(stage.partials[decision.partial].option.saved for stage in blocks))
-        return Operation(FORWARD, s, s + decision.length - 1, saved)
-
-    def _slots_saved(self, decision: _RunStretch, s: int) -> int:
-        """Slots that a stretch from `s` on leaves occupied: its output and the parts that are saved."""
-        j, saved = s + decision.length, self.saved[decision.partial]
-        return int(self._slots(self.input_bytes[j] + saved[j] - saved[s]))
 
     def _slots(self, size):
         return np.maximum(0, np.rint(np.asarray(size, dtype=float) / self.slot_bytes)).astype(np.int64)
-
-    def _after(self, options: _Options, rest: _Solved) -> np.ndarray:
-        """For every option the costs of `rest` with the memory that the option leaves, see `_Rows.moved`."""
-        return self._rows.moved(np.full(len(options.costs), rest.row), options.saved_slots)
-
-    def _solved(self, best: _Best) -> _Solved:
-        return _Solved(self._rows.add(best.costs), best.costs, best.decisions)
 
     def _options_of(self, stage: Stage, partial: int) -> _Options:
         ways = stage.partials[partial]
@@ -294,20 +237,16 @@ class ChainTable:
             forward_peaks=np.array([option.forward_peak for option in ways.options], dtype=float),
             backward_peaks=np.array([option.backward_peak for option in ways.options], dtype=float),
             saved_slots=self._slots([option.saved_bytes + stage.output_bytes for option in ways.options]),
-            decisions=np.array([_RunAndSave(number) for number in range(len(costs))], dtype=object),
         )
 
 
 class _Best:
-    """The cheapest of the decisions that are offered, by slots."""
+    """The cheapest of the decisions that are offered and their costs, by slots; ``row``: of the costs in `_Rows`."""
 
     def __init__(self, slots: int):
         self.costs = np.full(slots + 1, np.inf)
-        self.decisions = np.full(slots + 1, None, dtype=object)
-
-    def offer(self, decision: _Decision, costs: float, need) -> None:
-        """Offer `decision`, which needs at least `need` slots."""
-        self.choose(np.full((1, len(self.costs)), costs, dtype=float), np.array([need]), np.array([decision]))
+        self.decisions = np.zeros(slots + 1, dtype=np.int64)
+        self.row = 0
 
     def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray, start: int = 0) -> None:
         """Offer every row of `costs`, which changes, from the slot `start` on, with its own need and decision."""
