@@ -165,11 +165,6 @@ class BlockStep:
         return structure, storages
 
     @property
-    def incoming_bytes(self) -> int:
-        """Bytes of the gradients that the backward begins with."""
-        return sum(self.analysis.bytes[s] for s in self.incoming)
-
-    @property
     def parameter_gradient_bytes(self) -> int:
         """Bytes of the gradients of parameters that the backward leaves."""
         return sum(self.analysis.bytes[s] for s in self.gradients & self.analysis.live_to_end)
@@ -260,7 +255,7 @@ def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage
         Stage(
             partials=tuple(_partial(step, row[index], options[index]) for row in rows),
             output_bytes=sum(analysis.bytes[s] for s in block.output),
-            incoming_bytes=step.incoming_bytes,
+            incoming_bytes=sum(analysis.bytes[s] for s in step.incoming),
             gradient_bytes=step.parameter_gradient_bytes,
         )
         for index, (block, step) in enumerate(zip(chain.blocks, steps))
