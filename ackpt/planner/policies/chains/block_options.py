@@ -7,7 +7,6 @@ makes them the stages of the chain table.
 
 from __future__ import annotations
 
-import functools
 import heapq
 from dataclasses import replace
 from operator import attrgetter
@@ -61,6 +60,7 @@ class BlockStep:
         self._may_be_allocated = np.ones(len(analysis.bytes), dtype=bool)
         self._may_be_allocated[[*self.outside, *analysis.resident]] = False
         self._bytes, self._workspace = np.array(analysis.bytes), np.array(workspace)
+        self._forward_uses = uses_of(analysis.graph, block.forward, FORWARD)
 
     def option(self, saved: frozenset[int]) -> Option:
         """The option that saves `saved`, except storages that recomputing their siblings allocates anyway."""
@@ -75,13 +75,13 @@ class BlockStep:
             runs = [node for node in order if node < boundary]
             reallocated = {s for node in runs for s in analysis.allocated.get(node, ())}
         cost = sum(self.costs[node] for node in runs)
-        backward_peak = self._peak(order, saved | block.output | self.incoming, self.gradients, True)
-        forward_peak = self._peak(list(block.forward), frozenset(), saved | block.output, False)
+        uses = uses_of(analysis.graph, order, BACKWARD)
+        backward_peak = self._peak(uses, order, saved | block.output | self.incoming, self.gradients)
+        forward_peak = self._peak(self._forward_uses, list(block.forward), frozenset(), saved | block.output)
         return Option(saved, sum(analysis.bytes[s] for s in saved), forward_peak, backward_peak, cost)
 
-    def _peak(self, order: list[int], start, end, is_backward: bool) -> int:
+    def _peak(self, uses: Uses, order: list[int], start, end) -> int:
         """The peak while `order` runs; the storages `start` are live before it and `end` after it."""
-        uses = uses_of(self.analysis.graph, order, BACKWARD) if is_backward else self._forward_uses
         size = self._bytes
         last = np.full(len(size), -1)
         last[uses.storages] = uses.positions
@@ -100,15 +100,8 @@ class BlockStep:
         totals = np.cumsum(changes)[: len(order)] + self._workspace[order]
         return int(max(size[at_start].sum(), totals.max(initial=0)))
 
-    @functools.cached_property
-    def _forward_uses(self) -> Uses:
-        return uses_of(self.analysis.graph, self.block.forward, FORWARD)
-
     def again(self, saved: frozenset[int], wanted: frozenset[int] = frozenset()) -> tuple[float, frozenset[int]]:
-        """The cost of recomputing the block's output and the storages `wanted` if `saved` are saved.
-
-        And which of `saved` that allocates again, with their siblings.
-        """
+        """The cost of recomputing the output and `wanted` if `saved` are saved; which of these it allocates again."""
         wanted_bases = bases_of(self.analysis, self.block.output | wanted)
         runs = missing_for(self.analysis, wanted_bases, self.given | bases_of(self.analysis, saved))
         producers, storages = set(runs), self.analysis.graph.storages
