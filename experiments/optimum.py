@@ -107,7 +107,7 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
     candidates += _by_blocks(graph, profile, None)
     fronts["levels"] = pareto(graph, profile, candidates)
     for skips in {frozenset(): None, long_skips(graph): None}:
-        candidates += substituted(graph, coarse_chain(graph, skips), profile, costs(graph, profile))
+        candidates += substituted(graph, coarse_chain(graph, skips), profile)
     fronts["instead"] = pareto(graph, profile, candidates)
     candidates += [
         *rotor.candidates(graph, profile),
@@ -136,11 +136,8 @@ def least_costs(graph, profile, points: list[Point], budgets) -> dict[float, flo
 
 def _by_blocks(graph, profile, partials: int | None) -> list:
     """The schedules of auto's dynamic programming, with at most `partials` partly saved versions of each block."""
-    memory_bytes = peak_of(graph, everything(graph), profile.workspace_bytes)
     return [
         schedule
         for skips in {frozenset(): None, long_skips(graph): None}
-        for schedule in auto.chain_schedules(
-            graph, coarse_chain(graph, skips), profile, costs(graph, profile), memory_bytes, partials
-        )
+        for schedule in auto.chain_schedules(graph, coarse_chain(graph, skips), profile, partials)
     ]

@@ -72,29 +72,23 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
 
 def recomputing(graph: JointGraph, profile) -> list[Schedule]:
     """The chain's solutions for every amount of memory, those of simpler policies, and what improves on both."""
-    cost, baseline = costs(graph, profile), everything(graph)
-    schedules = [baseline, full.schedule(graph, profile, None), *segments(graph)]
-    memory_bytes = peak_of(graph, baseline, profile.workspace_bytes)
+    schedules = [everything(graph), full.schedule(graph, profile, None), *segments(graph)]
     for skips in {frozenset(): None, long_skips(graph): None}:
         chain = coarse_chain(graph, skips)
-        schedules += chain_schedules(graph, chain, profile, cost, memory_bytes)
-        schedules += substituted(graph, chain, profile, cost)
+        schedules += chain_schedules(graph, chain, profile) + substituted(graph, chain, profile)
     if len(graph.nodes) <= _SMALL:
         schedules += rotor.candidates(graph, profile)
         schedules += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, schedules)
     schedules = [point.schedule for point in points]
-    workspace_bytes = np.array(profile.workspace_bytes)
+    cost, workspace_bytes = costs(graph, profile), np.array(profile.workspace_bytes)
     schedules += refined(graph, points, cost, workspace_bytes)
     return [*schedules, *evictions(graph, points, cost, workspace_bytes)]
 
 
 def through_chain(graph: JointGraph, profile) -> list[Schedule]:
     """The baseline and the chain's solutions, which take a small part of the time of `recomputing`."""
-    baseline = everything(graph)
-    memory_bytes = peak_of(graph, baseline, profile.workspace_bytes)
-    chain = coarse_chain(graph, frozenset())
-    return [baseline, *chain_schedules(graph, chain, profile, costs(graph, profile), memory_bytes)]
+    return [everything(graph), *chain_schedules(graph, coarse_chain(graph), profile)]
 
 
 def segments(graph: JointGraph) -> list[Schedule]:
@@ -110,14 +104,13 @@ def segments(graph: JointGraph) -> list[Schedule]:
     ]
 
 
-def chain_schedules(
-    graph: JointGraph, chain: BlockChain, profile, cost, memory_bytes: int, partials: int | None = None
-) -> list[Schedule]:
+def chain_schedules(graph: JointGraph, chain: BlockChain, profile, partials: int | None = None) -> list[Schedule]:
     """The cheapest ways through the chain for every amount of memory.
 
     `partials`: how many partial savings of blocks are tried (None: all of them; 1: only to save nothing).
     """
-    rows = stages(graph.analysis, chain, cost, profile.workspace_bytes)
+    rows = stages(graph.analysis, chain, costs(graph, profile), profile.workspace_bytes)
+    memory_bytes = peak_of(graph, everything(graph), profile.workspace_bytes)
     table = ChainTable([replace(row, partials=row.partials[:partials]) for row in rows], memory_bytes)
     schedules = []
     previous = None

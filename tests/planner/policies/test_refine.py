@@ -54,7 +54,7 @@ def test_a_saved_node_is_not_recomputed(name):
     schedule = lower(graph, segmentations(graph)[-1])
     cost, results = costs(graph, profile), {storage.producer for storage in graph.storages}
     for place in sorted(results.intersection(recomputed(graph, schedule)), key=lambda place: -cost[place])[:4]:
-        kept = with_saved(graph, schedule, place)
+        kept = with_saved(graph, schedule, place, profile)
         simulate(graph, profile, kept)
         assert place not in recomputed(graph, kept)
 

@@ -152,12 +152,10 @@ def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_later_is_a_warning(tmp_path, monkeypatch):
-    import ackpt.planner.policies.search.schedule_cache as module
-
     def full(path, data):
         raise ackpt.RecordError(f"cannot write {path}: No space left on device")
 
-    monkeypatch.setattr(module, "write_bytes_atomic", full)
+    monkeypatch.setattr(schedule_cache, "write_bytes_atomic", full)
     with pytest.warns(UserWarning, match="not in the cache: cannot write .*No space left"):
         plan = ackpt.plan(graph(), 0.75, cache=tmp_path)
     assert plan == ackpt.plan(graph(), 0.75)

@@ -12,7 +12,6 @@ from ackpt.planner.policies.chains.blocks import coarse_chain
 from ackpt.planner.policies.chains.substitutes import smaller, substituted
 from ackpt.planner.policies.search.frontier import costs, pareto
 from ackpt.planner.schedule.schedule import everything
-from ackpt.planner.schedule.simulator import peak_of
 from experiments import bert as bert_step
 from experiments.models import BertConfig, BertForMaskedLM
 from experiments.steps.step_shapes import Shapes
@@ -68,20 +67,18 @@ def test_sums_that_are_not_larger_than_their_product_are_saved():
 def test_large_graphs_have_fewer_tries(monkeypatch):
     graph = ackpt.trace(nn.Sequential(*(residual() for _ in range(3))), torch.ones(8, 16))
     figures = profile(graph)
-    many = substituted(graph, coarse_chain(graph), figures, costs(graph, figures))
+    many = substituted(graph, coarse_chain(graph), figures)
     monkeypatch.setattr("ackpt.planner.policies.chains.substitutes._WALKED", len(graph.nodes) - 1)
-    few = substituted(graph, coarse_chain(graph), figures, costs(graph, figures))
+    few = substituted(graph, coarse_chain(graph), figures)
     assert 0 < len(few) < len(many)
 
 
 def test_a_wide_model_in_mixed_precision_costs_less():
     shapes = Shapes(bert_step.configuration("gpu", fields={"layers": 6}).setting())
     graph, figures = shapes._graph()
-    cost = costs(graph, figures)
-    blocks, plain = coarse_chain(graph), everything(graph)
-    base = peak_of(graph, plain, figures.workspace_bytes)
-    without = pareto(graph, figures, auto.chain_schedules(graph, blocks, figures, cost, base))
-    within = pareto(graph, figures, substituted(graph, blocks, figures, cost))
+    blocks = coarse_chain(graph)
+    without = pareto(graph, figures, auto.chain_schedules(graph, blocks, figures))
+    within = pareto(graph, figures, substituted(graph, blocks, figures))
     lower = [
         any(ours.peak_bytes <= theirs.peak_bytes and ours.cost < theirs.cost for ours in within) for theirs in without
     ]

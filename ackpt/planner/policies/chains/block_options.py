@@ -7,10 +7,9 @@ makes them the stages of the chain table.
 
 from __future__ import annotations
 
-import functools
 import heapq
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter
 
 import numpy as np
 
@@ -58,10 +57,10 @@ class BlockStep:
         self.incoming = {s for node in gradients for s in nodes[node].storages} - self.outside
         self.given |= gradients
         self.gradients = _read_later(analysis, block)
-        self._last_recomputed: tuple[Any, list[int]] = None, []
         self._may_be_allocated = np.ones(len(analysis.bytes), dtype=bool)
         self._may_be_allocated[[*self.outside, *analysis.resident]] = False
         self._bytes, self._workspace = np.array(analysis.bytes), np.array(workspace)
+        self._forward_uses = uses_of(analysis.graph, block.forward, FORWARD)
 
     def option(self, saved: frozenset[int]) -> Option:
         """The option that saves `saved`, except storages that recomputing their siblings allocates anyway."""
@@ -76,13 +75,13 @@ class BlockStep:
             runs = [node for node in order if node < boundary]
             reallocated = {s for node in runs for s in analysis.allocated.get(node, ())}
         cost = sum(self.costs[node] for node in runs)
-        backward_peak = self._peak(order, saved | block.output | self.incoming, self.gradients, True)
-        forward_peak = self._peak(list(block.forward), frozenset(), saved | block.output, False)
+        uses = uses_of(analysis.graph, order, BACKWARD)
+        backward_peak = self._peak(uses, order, saved | block.output | self.incoming, self.gradients)
+        forward_peak = self._peak(self._forward_uses, list(block.forward), frozenset(), saved | block.output)
         return Option(saved, sum(analysis.bytes[s] for s in saved), forward_peak, backward_peak, cost)
 
-    def _peak(self, order: list[int], start, end, is_backward: bool) -> int:
+    def _peak(self, uses: Uses, order: list[int], start, end) -> int:
         """The peak while `order` runs; the storages `start` are live before it and `end` after it."""
-        uses = uses_of(self.analysis.graph, order, BACKWARD) if is_backward else self._forward_uses
         size = self._bytes
         last = np.full(len(size), -1)
         last[uses.storages] = uses.positions
@@ -101,30 +100,16 @@ class BlockStep:
         totals = np.cumsum(changes)[: len(order)] + self._workspace[order]
         return int(max(size[at_start].sum(), totals.max(initial=0)))
 
-    @functools.cached_property
-    def _forward_uses(self) -> Uses:
-        return uses_of(self.analysis.graph, self.block.forward, FORWARD)
-
-    def _recomputed(self, saved: frozenset[int], wanted: frozenset[int]) -> list[int]:
-        """Forward nodes that are recomputed for the block's output and the storages `wanted` if `saved` are saved."""
-        if self._last_recomputed[0] != (saved, wanted):
-            wanted_bases = bases_of(self.analysis, self.block.output | wanted)
-            runs = missing_for(self.analysis, wanted_bases, self.given | bases_of(self.analysis, saved))
-            self._last_recomputed = (saved, wanted), runs
-        return self._last_recomputed[1]
-
-    def recompute_cost(self, saved: frozenset[int], wanted: frozenset[int]) -> float:
-        """The cost of recomputing the block's output and the storages `wanted` if `saved` are saved."""
-        return sum(self.costs[node] for node in self._recomputed(saved, wanted))
-
-    def allocated_twice(self, saved: frozenset[int], wanted: frozenset[int]) -> frozenset[int]:
-        """The storages of `saved` that recomputing the output and `wanted` allocates again, with their siblings."""
-        recomputed = set(self._recomputed(saved, wanted)) if saved else ()
-        return frozenset(s for s in saved if self.analysis.graph.storages[s].producer in recomputed)
+    def again(self, saved: frozenset[int], wanted: frozenset[int] = frozenset()) -> tuple[float, frozenset[int]]:
+        """The cost of recomputing the output and `wanted` if `saved` are saved; which of these it allocates again."""
+        wanted_bases = bases_of(self.analysis, self.block.output | wanted)
+        runs = missing_for(self.analysis, wanted_bases, self.given | bases_of(self.analysis, saved))
+        producers, storages = set(runs), self.analysis.graph.storages
+        return sum(self.costs[node] for node in runs), frozenset(s for s in saved if storages[s].producer in producers)
 
     def without_duplicates(self, option: Option) -> Option:
         """`option` without the storages that recomputing the block's output allocates anyway."""
-        while duplicates := self.allocated_twice(option.saved, frozenset()):
+        while duplicates := self.again(option.saved)[1]:
             option = self.option(option.saved - duplicates)
         return option
 
@@ -173,11 +158,6 @@ class BlockStep:
         return structure, storages
 
     @property
-    def incoming_bytes(self) -> int:
-        """Bytes of the gradients that the backward begins with."""
-        return sum(self.analysis.bytes[s] for s in self.incoming)
-
-    @property
     def parameter_gradient_bytes(self) -> int:
         """Bytes of the gradients of parameters that the backward leaves."""
         return sum(self.analysis.bytes[s] for s in self.gradients & self.analysis.live_to_end)
@@ -204,7 +184,8 @@ class BlockStep:
                 continue
             saved = option.saved
             options.append(option)
-        return undominated(sorted(set(options), key=lambda option: sorted(option.saved)), _values)
+        values = attrgetter("saved_bytes", "forward_peak", "backward_peak", "cost")
+        return undominated(sorted(options, key=lambda option: sorted(option.saved)), values)
 
     def _rank(self, before: Option, saved: frozenset[int]) -> tuple[float, Option]:
         """Minus the freed bytes per added cost, and the option that saves only `saved`."""
@@ -227,10 +208,6 @@ def options_of_blocks(graph: JointGraph, chain: BlockChain, costs: tuple, worksp
         storage_of = dict(zip(storages_of_first, storages))
         options.append([replace(option, saved=frozenset(storage_of[s] for s in option.saved)) for option in of_first])
     return options
-
-
-def _values(option: Option) -> tuple[float, ...]:
-    return option.saved_bytes, option.forward_peak, option.backward_peak, option.cost
 
 
 def _read_later(analysis: Analysis, block: Block) -> set[int]:
@@ -259,10 +236,7 @@ def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage
     steps = [BlockStep(analysis, block, chain.pinned, cost, workspace) for block in chain.blocks]
     options = options_of_blocks(analysis.graph, chain, tuple(cost), tuple(workspace))
     choices = [  # with the cost of recomputing the block's output, too
-        [
-            (option.cost + step.recompute_cost(option.saved, frozenset()), option)
-            for option in map(step.without_duplicates, step_options)
-        ]
+        [(option.cost + step.again(option.saved)[0], option) for option in map(step.without_duplicates, step_options)]
         for step, step_options in zip(steps, options)
     ]
     # Empty activations, such as those of batch norms in evaluation, cost nothing to save; they must not be saved twice.
@@ -274,7 +248,7 @@ def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage
         Stage(
             partials=tuple(_partial(step, row[index], options[index]) for row in rows),
             output_bytes=sum(analysis.bytes[s] for s in block.output),
-            incoming_bytes=step.incoming_bytes,
+            incoming_bytes=sum(analysis.bytes[s] for s in step.incoming),
             gradient_bytes=step.parameter_gradient_bytes,
         )
         for index, (block, step) in enumerate(zip(chain.blocks, steps))
@@ -284,14 +258,16 @@ def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage
 def _partial(step: BlockStep, part: Option, options: list[Option]) -> Partial:
     extending, run_costs = [], []
     for option in options:
-        if option.saved >= part.saved and not step.allocated_twice(part.saved, option.saved):
-            extending.append(option)
-            run_costs.append(step.recompute_cost(part.saved, option.saved))
+        if option.saved >= part.saved:
+            cost, twice = step.again(part.saved, option.saved)
+            if not twice:
+                extending.append(option)
+                run_costs.append(cost)
     return Partial(
         option=part,
         options=tuple(extending),
         run_costs=tuple(run_costs),
-        forward_cost=step.recompute_cost(part.saved, frozenset()),
+        forward_cost=step.again(part.saved)[0],
     )
 
 

@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph, once_per_graph
+from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph
 from ackpt.planner.schedule.schedule import Schedule, everything, needed_forward, recompute_late, scheduled, storages_of
 
 _LONG = 40  # storages allocated without a cut between them: more than a block has
@@ -268,8 +268,6 @@ class Walk:
         self.read = set(everything(graph).saved)
         self.saved = {*self.analysis.sources, *(self.analysis.base_of[s] for s in chain.pinned)}
         self.order: list[int] = []
-        self._bases = _bases_of_blocks(graph, chain)
-        self._reversed = _reversed_blocks(graph, chain)
         self._live = set(self.saved)  # and the backward nodes that have run; their results live until they are read
         self.in_first_forward = True
 
@@ -298,40 +296,16 @@ class Walk:
 
     def reverse(self, first: int, last: int) -> None:
         """Run the backward of the blocks `last` to `first`; each missing activation is recomputed once."""
-        live = self._live
         freed: set[int] = set()
         for block in reversed(self.blocks[first : last + 1]):
-            walked = (each[2:] for each in self._reversed[block.index] if live & each[0] == each[1])
-            order, recomputed = next(walked, None) or self._recomputed_late(block)
-            live.update(order)
-            freed.update(recomputed, self._bases[block.index])
+            order = recompute_late(self.analysis, block.backward, self._live)
+            freed.update(set(order).difference(block.backward))
+            freed.update(self.analysis.base_of[s] for unit in (*block.units, block.output) for s in unit)
             self.order += order
             self.in_first_forward &= not block.backward
         self.saved -= freed
-        live -= freed
-
-    def _recomputed_late(self, block: Block) -> tuple[list[int], set[int]]:
-        """The backward of `block` with its recomputations, and these alone; noted for equal values that are live."""
-        before, reads = set(self._live), self.analysis.backward_reads
-        order = recompute_late(self.analysis, block.backward, self._live)
-        relevant = {*block.backward, *order, *(source for node in order for source in reads[node])}
-        recomputed = set(order).difference(block.backward)
-        self._reversed[block.index].append((relevant, before & relevant, order, recomputed))
-        return order, recomputed
+        self._live -= freed
 
     def schedule(self) -> Schedule:
         """The schedule of everything so far."""
         return scheduled(self.analysis.graph, None, self.order)
-
-
-@once_per_graph
-def _reversed_blocks(graph: JointGraph, chain: BlockChain) -> list[list[tuple]]:
-    """By block, what `Walk` ran its backward with: the values that decided, those of them that were live, the order."""
-    return [[] for _ in chain.blocks]
-
-
-@once_per_graph
-def _bases_of_blocks(graph: JointGraph, chain: BlockChain) -> list[frozenset[int]]:
-    """The base tensors of the storages of every block, as node ids."""
-    base_of = graph.analysis.base_of
-    return [frozenset(base_of[s] for unit in (*block.units, block.output) for s in unit) for block in chain.blocks]

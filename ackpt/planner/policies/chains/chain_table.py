@@ -16,18 +16,19 @@ from typing import NamedTuple
 import numpy as np
 
 FORWARD, BACKWARD = "forward", "backward"
+_FIRST = -1  # in place of a partial: the first forward, which costs nothing and before which nothing is saved
 
 
 @dataclass(frozen=True)
 class Option:
     """One choice for one block; sizes in bytes.
 
-    ``saved``: storages inside the block that its forward saves for its backward, ``saved_bytes`` of them.
-    ``forward_peak``, ``backward_peak``: the dynamic peak of each pass without the activations of other blocks.
-    ``cost``: of what its backward recomputes.
+    ``saved``: storages inside the block that its forward saves for its backward, ``saved_bytes`` of them; options that
+    differ in nothing else are equal. ``forward_peak``, ``backward_peak``: the dynamic peak of each pass without the
+    activations of other blocks. ``cost``: of what its backward recomputes.
     """
 
-    saved: frozenset[int]
+    saved: frozenset[int] = field(compare=False)
     saved_bytes: int
     forward_peak: int
     backward_peak: int
@@ -50,7 +51,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Stage:
-    """A block as the recursion sees it; sizes in bytes.
+    """A block as the recursion sees it; sizes in bytes. Equal ones have equal solutions.
 
     ``partials``: the first saves nothing. ``incoming_bytes``: gradients that the block's backward begins with;
     ``gradient_bytes``: gradients of parameters that it leaves.
@@ -60,18 +61,6 @@ class Stage:
     output_bytes: int
     incoming_bytes: int
     gradient_bytes: int
-
-    def numbers(self) -> tuple:
-        """What the recursion depends on: stages with the same numbers are solved once."""
-
-        def of(option):
-            return option.saved_bytes, option.forward_peak, option.backward_peak, option.cost
-
-        partials = tuple(
-            (of(partial.option), tuple(map(of, partial.options)), partial.run_costs, partial.forward_cost)
-            for partial in self.partials
-        )
-        return partials, self.output_bytes, self.incoming_bytes, self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -87,53 +76,25 @@ class Operation:
     saved: frozenset[int] = field(default=frozenset())
 
 
-@dataclass(frozen=True)
-class _RunAndSave:
-    """Run the first block of the stretch and save what its option with this index says, until its backward."""
-
-    option: int
-
-
-@dataclass(frozen=True)
-class _RunStretch:
-    """Run the first ``length`` blocks for the sake of their last output, with the partial of this index saved."""
-
-    partial: int
-    length: int
-
-
-class _GoBack:
-    """Run the backward of a single block from what is saved."""
-
-
-_Decision = _RunAndSave | _RunStretch | _GoBack
-
-
-@dataclass(frozen=True)
-class _Solved:
-    """The least cost and the first decision of a stretch of blocks, both by memory slots; ``row``: of the costs."""
-
-    row: int
-    costs: np.ndarray
-    decisions: np.ndarray
-
-
 class _Options(NamedTuple):
-    """The options of a stage as arrays; ``costs_again``: with what their forward recomputes in a later pass.
+    """The options of a stage as arrays; ``costs``: with what their forward recomputes in a later pass.
 
     ``saved_slots``: of memory, for what the option saves and the output of the block.
     """
 
     costs: np.ndarray
-    costs_again: np.ndarray
     forward_peaks: np.ndarray
     backward_peaks: np.ndarray
     saved_slots: np.ndarray
-    decisions: np.ndarray
 
 
 class ChainTable:
-    """The least added cost of every stretch of the chain for every number of memory slots."""
+    """The least added cost of every stretch of the chain for every number of memory slots.
+
+    A decision is one number, ``number * (blocks + 1) + length``. Either the first `length` blocks run for the sake of
+    their last output, with the partial `number` saved; or, if `length` is 0, the first block runs and saves what its
+    option `number` says until its backward. A single block of which a part is saved has no decision.
+    """
 
     def __init__(self, stages: list[Stage], memory_bytes: int, slots: int = 600):
         self.stages, self.slots = stages, slots
@@ -145,24 +106,22 @@ class ChainTable:
         self.gradients = _prefix_sums([stage.gradient_bytes for stage in stages])
         self.saved = [_prefix_sums([partial.option.saved_bytes for partial in row]) for row in rows]
         self.forward_costs = [_prefix_sums([partial.forward_cost for partial in row]) for row in rows]
+        for by_partial in (self.saved, self.forward_costs):
+            by_partial.append(np.zeros(n + 1))  # of the first forward
         self.input_bytes = np.array([0, *(stage.output_bytes for stage in stages[:-1])], dtype=float)
         self.forward_peaks = [np.array([partial.option.forward_peak for partial in row], dtype=float) for row in rows]
-        self.stretches = [
-            np.array([_RunStretch(number, length) for length in range(1, n + 1)], dtype=object)
-            for number in self.partials
-        ]
         # By partial and first block of a stretch, for every block after it; by last block, for every block up to it.
         self._saved_slots = [
-            [self._slots(self.input_bytes[s + 1 :] + (row[s + 1 : n] - row[s])) for s in range(n)] for row in self.saved
+            [self._slots(self.input_bytes[s + 1 :] + (row[s + 1 : n] - row[s])) for s in range(n)]
+            for row in self.saved[:_FIRST]
         ]
         self._gradient_slots = [self._slots(self.gradients[t + 1] - self.gradients[: t + 1]) for t in range(n)]
-        self.options = [[self._options_of(stage, partial) for partial in self.partials] for stage in stages]
-        self.later_passes: dict[tuple[int, int, int], _Solved] = {}  # by partial, first and last block
+        self.options = [[self._options_of(stage, partial) for partial in (*self.partials, _FIRST)] for stage in stages]
         self._rows = _Rows(slots + 1, len(self.partials) * n * (n + 1) // 2 + n)
-        self._later_rows = np.zeros((len(self.partials), n, n), dtype=np.int64)  # of the costs of later passes
-        kind_of: dict[tuple, int] = {}
-        kinds = [kind_of.setdefault(stage.numbers(), len(kind_of)) for stage in stages]
-        solved: dict[tuple, _Solved] = {}
+        self._row = np.zeros((len(self.partials) + 1, n, n), dtype=np.int64)  # by partial, first and last block
+        kind_of: dict[Stage, int] = {}
+        kinds = [kind_of.setdefault(stage, len(kind_of)) for stage in stages]
+        solved: dict[tuple[int, ...], int] = {}
         for partial in reversed(self.partials):
             for length in range(1, n + 1):
                 for s in range(n - length + 1):
@@ -170,68 +129,60 @@ class ChainTable:
                     key = (partial, *kinds[s : t + 1])
                     if key not in solved:
                         solved[key] = self._solve(partial, s, t)
-                    self.later_passes[partial, s, t] = solved[key]
-                    self._later_rows[partial, s, t] = solved[key].row
-        self.first_passes: dict[int, _Solved] = {}  # by first block
+                    self._row[partial, s, t] = solved[key]
         for s in range(n - 1, -1, -1):
-            self.first_passes[s] = self._solve(None, s, n - 1)
+            self._row[_FIRST, s, n - 1] = self._solve(_FIRST, s, n - 1)
 
     def costs(self) -> np.ndarray:
         """Added cost of the whole chain by slots of memory; infinite where it does not fit."""
-        return self.first_passes[0].costs
+        return self._rows.solved[self._row[_FIRST, 0, -1]].costs
 
     def operations(self, slot: int) -> Iterator[Operation]:
         """The cheapest way through the chain within `slot` slots."""
-        yield from self._operations(None, 0, len(self.stages) - 1, slot)
+        yield from self._operations(_FIRST, 0, len(self.stages) - 1, slot)
 
-    def _solve(self, partial: int | None, s: int, t: int) -> _Solved:
-        """The backward of the blocks `s` to `t`, from the input of `s` and the saved `partial` of all of them.
+    def _solve(self, partial: int, s: int, t: int) -> int:
+        """The backward of the blocks `s` to `t`, from the input of `s` and the saved `partial` of all of them: a row.
 
-        `partial`: None for the first forward of the blocks from `s` on, which costs nothing, and their backward.
+        `partial`: `_FIRST` for the first forward of the blocks from `s` on, and their backward.
         """
         best = _Best(self.slots)
-        if s == t and partial is not None:
+        if s == t and partial != _FIRST:
             option = self.stages[s].partials[partial].option
-            best.offer(_GoBack(), option.cost, self._slots(option.backward_peak))
-            return self._solved(best)
-        incoming = 0 if partial is None else self.stages[t].incoming_bytes
-        saved = 0 if partial is None else self.saved[partial][t + 1] - self.saved[partial][s + 1]
+            best.costs[self._slots(option.backward_peak) :] = option.cost
+            return self._rows.add(best)
+        incoming = 0 if partial == _FIRST else self.stages[t].incoming_bytes
+        saved = self.saved[partial][t + 1] - self.saved[partial][s + 1]
         gradients = self.gradients[t + 1] - self.gradients[s + 1]
-        options = self.options[s][partial or 0]
+        options = self.options[s][partial]
         needs = self._slots(np.maximum(options.forward_peaks + incoming + saved, options.backward_peaks + gradients))
         rest = np.zeros((len(needs), self.slots + 1))
         if s < t:
-            after = self.first_passes[s + 1] if partial is None else self.later_passes[partial, s + 1, t]
-            rest, needs = self._after(options, after), np.maximum(options.saved_slots, needs)
-        rest += (options.costs if partial is None else options.costs_again)[:, None]
-        best.choose(rest, needs, options.decisions)
-        if partial is None:
-            rests = np.array([self.first_passes[j].row for j in range(s + 1, t + 1)], dtype=np.int64)
-        else:
-            rests = self._later_rows[partial, s + 1 : t + 1, t]
+            rest = self._rows.moved(np.full(len(needs), self._row[partial, s + 1, t]), options.saved_slots)
+            needs = np.maximum(options.saved_slots, needs)
+        rest += options.costs[:, None]
+        best.choose(rest, needs, np.arange(len(needs)) * (len(self.stages) + 1))
         # A part may be saved when blocks are recomputed; from then on it is the same part until their backward.
-        for new in (partial,) if partial else self.partials:
-            self._offer_stretches(best, s, t, partial, new, incoming, rests)
-        return self._solved(best)
+        for new in (partial,) if partial > 0 else self.partials:
+            self._offer_stretches(best, s, t, partial, new, incoming)
+        return self._rows.add(best)
 
-    def _offer_stretches(self, best: _Best, s: int, t: int, partial: int | None, new: int, incoming: int, rests):
+    def _offer_stretches(self, best: _Best, s: int, t: int, partial: int, new: int, incoming: int) -> None:
         """Offer every stretch that starts with `s` and saves the partial `new`, then the rest, then the stretch.
 
-        `partial`: what is saved of the blocks up to `t` before, None in the first pass, which costs nothing. `rests`:
-        the rows of the costs of what follows, by the length of the stretch. Costs do not rise with memory. So a stretch
-        is of use only in the slots where its least cost, with all memory, is below the best one so far.
+        `partial`: what is saved of the blocks up to `t` before. Costs do not rise with memory. So a stretch is of use
+        only in the slots where its least cost, with all memory, is below the best one so far.
         """
         if s == t:
             return
         j = np.arange(s + 1, t + 1)  # the first block after the stretch
-        is_first = partial is None
-        saved_after = np.zeros(t - s) if is_first else self.saved[partial][t + 1] - self.saved[partial][s + 1 : t + 1]
+        saved_after = self.saved[partial][t + 1] - self.saved[partial][s + 1 : t + 1]
         saved_before = self.saved[new][s:t] - self.saved[new][s]
         running = self.forward_peaks[new][s:t] + self.input_bytes[s:t] + saved_before + saved_after
         running[0] -= self.input_bytes[s]  # the caller accounts for the input of the first block
         needs = np.maximum.accumulate(running) + incoming
-        run_costs = np.zeros(t - s) if is_first else self.forward_costs[partial][j] - self.forward_costs[partial][s]
-        stretches = self._later_rows[new, s, s:t]
+        run_costs = self.forward_costs[partial][j] - self.forward_costs[partial][s]
+        rests, stretches = self._row[partial, s + 1 : t + 1, t], self._row[new, s, s:t]
         saved, gradients = self._saved_slots[new][s][: t - s], self._gradient_slots[t][s + 1 :]
         rows = self._rows
         fits = np.maximum(saved + rows.first_finite[rests], gradients + rows.first_finite[stretches])
@@ -244,70 +195,47 @@ class ChainTable:
             costs = rows.moved(rests[useful], saved[useful], start, stop)
             costs += rows.moved(stretches[useful], gradients[useful], start, stop)
             costs += run_costs[useful, None]
-            best.choose(costs, fits[useful], self.stretches[new][useful], start)
+            best.choose(costs, fits[useful], new * (len(self.stages) + 1) + useful + 1, start)
 
-    def _operations(self, partial: int | None, s: int, t: int, slot: int) -> Iterator[Operation]:
+    def _operations(self, partial: int, s: int, t: int, slot: int) -> Iterator[Operation]:
         """The operations of the solution of `_solve` for the same blocks within `slot` slots."""
-        solved = self.first_passes[s] if partial is None else self.later_passes[partial, s, t]
-        decision: _Decision = solved.decisions[slot]
-        if isinstance(decision, _RunStretch):
-            j = s + decision.length
-            yield self._run_stretch(decision, s)
-            yield from self._operations(partial, j, t, slot - self._slots_saved(decision, s))
-            slot -= int(self._slots(self.gradients[t + 1] - self.gradients[j]))
-            yield from self._operations(decision.partial, s, j - 1, slot)
-            return
-        if isinstance(decision, _RunAndSave):
-            option = self.stages[s].partials[partial or 0].options[decision.option]
-            yield Operation(FORWARD, s, s, option.saved)
+        if s < t or partial == _FIRST:
+            decisions = self._rows.solved[self._row[partial, s, t]].decisions
+            number, length = divmod(int(decisions[slot]), len(self.stages) + 1)
+            if length:
+                j = s + length
+                blocks = self.stages[s:j]
+                saved = frozenset().union(*(stage.partials[number].option.saved for stage in blocks))
+                yield Operation(FORWARD, s, j - 1, saved)
+                yield from self._operations(partial, j, t, slot - int(self._saved_slots[number][s][length - 1]))
+                yield from self._operations(number, s, j - 1, slot - int(self._gradient_slots[t][j]))
+                return
+            yield Operation(FORWARD, s, s, self.stages[s].partials[max(partial, 0)].options[number].saved)
             if s < t:
-                slot -= int(self._slots(option.saved_bytes + self.stages[s].output_bytes))
-                yield from self._operations(partial, s + 1, t, slot)
+                left = slot - int(self.options[s][partial].saved_slots[number])
+                yield from self._operations(partial, s + 1, t, left)
         yield Operation(BACKWARD, s, s)
-
-    def _run_stretch(self, decision: _RunStretch, s: int) -> Operation:
-        blocks = self.stages[s : s + decision.length]
-        saved = frozenset().union(*(stage.partials[decision.partial].option.saved for stage in blocks))
-        return Operation(FORWARD, s, s + decision.length - 1, saved)
-
-    def _slots_saved(self, decision: _RunStretch, s: int) -> int:
-        """Slots that a stretch from `s` on leaves occupied: its output and the parts that are saved."""
-        j, saved = s + decision.length, self.saved[decision.partial]
-        return int(self._slots(self.input_bytes[j] + saved[j] - saved[s]))
 
     def _slots(self, size):
         return np.maximum(0, np.rint(np.asarray(size, dtype=float) / self.slot_bytes)).astype(np.int64)
 
-    def _after(self, options: _Options, rest: _Solved) -> np.ndarray:
-        """For every option the costs of `rest` with the memory that the option leaves, see `_Rows.moved`."""
-        return self._rows.moved(np.full(len(options.costs), rest.row), options.saved_slots)
-
-    def _solved(self, best: _Best) -> _Solved:
-        return _Solved(self._rows.add(best.costs), best.costs, best.decisions)
-
     def _options_of(self, stage: Stage, partial: int) -> _Options:
-        ways = stage.partials[partial]
-        costs = np.array([option.cost for option in ways.options], dtype=float)
+        ways = stage.partials[max(partial, 0)]
+        run_costs = np.zeros(len(ways.options)) if partial == _FIRST else np.array(ways.run_costs, dtype=float)
         return _Options(
-            costs=costs,
-            costs_again=np.array(ways.run_costs, dtype=float) + costs,
+            costs=run_costs + np.array([option.cost for option in ways.options], dtype=float),
             forward_peaks=np.array([option.forward_peak for option in ways.options], dtype=float),
             backward_peaks=np.array([option.backward_peak for option in ways.options], dtype=float),
             saved_slots=self._slots([option.saved_bytes + stage.output_bytes for option in ways.options]),
-            decisions=np.array([_RunAndSave(number) for number in range(len(costs))], dtype=object),
         )
 
 
 class _Best:
-    """The cheapest of the decisions that are offered, by slots."""
+    """The cheapest of the decisions that are offered, and their costs, by slots."""
 
     def __init__(self, slots: int):
         self.costs = np.full(slots + 1, np.inf)
-        self.decisions = np.full(slots + 1, None, dtype=object)
-
-    def offer(self, decision: _Decision, costs: float, need) -> None:
-        """Offer `decision`, which needs at least `need` slots."""
-        self.choose(np.full((1, len(self.costs)), costs, dtype=float), np.array([need]), np.array([decision]))
+        self.decisions = np.zeros(slots + 1, dtype=np.int64)
 
     def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray, start: int = 0) -> None:
         """Offer every row of `costs`, which changes, from the slot `start` on, with its own need and decision."""
@@ -328,24 +256,26 @@ class _Best:
 class _Rows:
     """The costs of all stretches by slots, in one array, so that many are read at once.
 
-    ``least``: by row, the cost with all memory; ``first_finite``: the first slot whose cost is finite.
+    By row, ``solved``: the stretch; ``least``: the cost with all memory; ``first_finite``: the first finite slot.
     """
 
     def __init__(self, width: int, most: int):
         self._costs = np.empty((most + 1) * width)  # only what is written takes memory
         self._costs[:width] = np.inf  # read by the first row, moved to the right
         self._windows = np.lib.stride_tricks.sliding_window_view(self._costs, width)
-        self._width, self._count = width, 0
+        self._width = width
+        self.solved = [_Best(width - 1)]
         self.least = np.full(most + 1, np.inf)
         self.first_finite = np.full(most + 1, width)
 
-    def add(self, costs: np.ndarray) -> int:
+    def add(self, best: _Best) -> int:
         """Add a row; returns its number."""
-        self._count += 1
-        self._costs[self._count * self._width : (self._count + 1) * self._width] = costs
-        self.least[self._count] = costs[-1]
-        self.first_finite[self._count] = np.searchsorted(-costs, -np.inf, side="right")
-        return self._count
+        row = len(self.solved)
+        self.solved.append(best)
+        self._costs[row * self._width : (row + 1) * self._width] = best.costs
+        self.least[row] = best.costs[-1]
+        self.first_finite[row] = np.searchsorted(-best.costs, -np.inf, side="right")
+        return row
 
     def moved(self, rows: np.ndarray, by: np.ndarray, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The slots from `start` to `stop` of these rows, each moved to the right by its own number of slots."""

@@ -12,12 +12,10 @@ import functools
 import itertools
 
 from ackpt.planner.capture.joint_graph import Analysis, JointGraph, once_per_graph
-from ackpt.planner.policies.chains.block_options import rows_by_price
-from ackpt.planner.policies.search.frontier import evenly_spaced, pareto
+from ackpt.planner.policies.chains.block_options import options_of_blocks, rows_by_price
+from ackpt.planner.policies.chains.blocks import BlockChain
+from ackpt.planner.policies.search.frontier import costs, evenly_spaced, pareto
 from ackpt.planner.schedule.schedule import Schedule, everything, live_before_backward, lower
-
-from .block_options import options_of_blocks
-from .blocks import BlockChain
 
 # Nodes of all schedules that are tried for one graph, which bounds the time: small graphs get more tries.
 _WALKED = 400_000
@@ -25,13 +23,13 @@ _WALKED = 400_000
 _PRICE_SHARES = (1 / 30, 1 / 10, 1 / 3)
 
 
-def substituted(graph: JointGraph, chain: BlockChain, profile, cost) -> list[Schedule]:
+def substituted(graph: JointGraph, chain: BlockChain, profile) -> list[Schedule]:
     """Schedules that save, for one price of a byte, the cheapest option of every block, and then `smaller` ones.
 
     Half of the tries are such schedules. The other half mixes two of them that are neighbors on the frontier: the first
     blocks follow the one, the last blocks the other.
     """
-    analysis = graph.analysis
+    analysis, cost = graph.analysis, costs(graph, profile)
     options = options_of_blocks(graph, chain, tuple(cost), tuple(profile.workspace_bytes))
     always_saved = chain.pinned.union(analysis.must_be_saved, *(block.output for block in chain.blocks))
     choices = [[(option.cost, option.saved_bytes) for option in block_options] for block_options in options]

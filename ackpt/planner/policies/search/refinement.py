@@ -185,11 +185,14 @@ def _rebuilt_from(graph: JointGraph) -> dict[int, int]:
     return {base: node for node in graph.analysis.allocated for base in _bases(graph, node) if base != node}
 
 
-def with_saved(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
-    """`schedule` with the results of `node` saved instead of recomputed."""
-    order = schedule.backward_arrays.computed
-    bases = _bases(graph, node)
-    return without_runs(graph, order, {at for at, other in enumerate(order) if other in bases})
+def with_saved(graph: JointGraph, schedule: Schedule, node: int, profile) -> Schedule:
+    """`schedule` with the results of `node` saved, and the same storages packed and offloaded as far as possible."""
+    order, bases = schedule.backward_arrays.computed, _bases(graph, node)
+    saving = without_runs(graph, order, {at for at, other in enumerate(order) if other in bases})
+    if masks := set(schedule.packed).intersection(saving.saved):
+        saving = packed(graph, saving, masks)
+    to_host = set(schedule.offloaded).intersection(offloadable(graph, saving))
+    return offloaded(graph, saving, to_host, profile) if to_host else saving
 
 
 def _bases(graph: JointGraph, node: int) -> set[int]:
@@ -227,19 +230,10 @@ def decisions(graph: JointGraph, schedule: Schedule, cost, baseline_cost: float,
             cost=total[node] / baseline_cost,
             bytes=sum(analysis.bytes[s] for s in analysis.allocated.get(node, ()) if s in analysis.savable),
             runs=runs[node],
-            peak_if_kept_bytes=peak_of(graph, _with_saved(graph, schedule, node, profile), profile.workspace_bytes),
+            peak_if_kept_bytes=peak_of(graph, with_saved(graph, schedule, node, profile), profile.workspace_bytes),
         )
         for node in most_expensive
     )
-
-
-def _with_saved(graph: JointGraph, schedule: Schedule, node: int, profile) -> Schedule:
-    """`schedule` with the results of `node` saved, and the same storages packed and offloaded as far as possible."""
-    saving = with_saved(graph, schedule, node)
-    if masks := set(schedule.packed).intersection(saving.saved):
-        saving = packed(graph, saving, masks)
-    to_host = set(schedule.offloaded).intersection(offloadable(graph, saving))
-    return offloaded(graph, saving, to_host, profile) if to_host else saving
 
 
 def evictions(graph: JointGraph, points: Sequence[Point], cost, workspace_bytes) -> list[Schedule]:
@@ -345,13 +339,9 @@ def _waiting(graph: JointGraph, schedule: Schedule, order: list[int], position: 
     for node in order[: position + 1]:
         walk.run(node)
     exists = waiting | analysis.callers | analysis.must_be_saved | analysis.resident
-    is_source = set(analysis.sources)
-    live = {node for node in walk.live if node in is_source or exists.issuperset(_storages(graph, node))}
+    live = walk.live.intersection(analysis.sources)
+    live |= {n for n in walk.live if exists.issuperset(analysis.storages(n, again=n < graph.boundary))}
     return waiting, live
-
-
-def _storages(graph: JointGraph, node: int) -> tuple[int, ...]:
-    return graph.analysis.storages(node, again=node < graph.boundary)
 
 
 @once_per_graph

@@ -75,14 +75,15 @@ def cached(
 ) -> list[Schedule]:
     """``search()``, or what it returned when it was called earlier for an equal graph, profile and `about`."""
     key = _key(graph, profile, about)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    path = folder / f"{name}.json.gz"
+    path = folder / f"{key}.json.gz"
     stage("reading the cache")
     schedules = _read(path, key)
     if schedules is None:
         schedules = search()
         try:
-            write_bytes_atomic(path, _packed(key, schedules))
+            data: dict[str, Any] = {**_SCHEMA, "key": key, "schedules": [to_json(schedule) for schedule in schedules]}
+            data["digest"] = digest(data)
+            write_bytes_atomic(path, gzip.compress(json.dumps(data).encode(), compresslevel=1, mtime=0))
         except RecordError as error:
             warn(f"The result of a search is not in the cache: {error}.")
     return schedules
@@ -91,29 +92,14 @@ def cached(
 _LOOP = ("optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "scaled_loss_bytes", "outside_loss_bytes")
 
 
-def _key(graph: JointGraph, profile: Profile, about: Mapping[str, Any]) -> dict[str, str]:
-    """What a search depends on. Policies also look at the names of nodes and modules, which the hash leaves out."""
-    parts: dict[str, Any] = {
-        "names": [(node.name, node.module) for node in graph.nodes],
-        "loop": [getattr(graph, name) for name in _LOOP],
-        "profile": vars(profile),
-        "about": about,
-    }
-    hashes = {name: _hash(part) for name, part in parts.items()}
-    return {"ackpt": __version__, "torch": torch.__version__, "graph": graph.hash, **hashes}
+def _key(graph: JointGraph, profile: Profile, about: Mapping[str, Any]) -> str:
+    """The hash of what a search depends on: names of nodes and modules, too, which the graph's hash leaves out."""
+    names, loop = [(node.name, node.module) for node in graph.nodes], [getattr(graph, name) for name in _LOOP]
+    parts = [__version__, torch.__version__, graph.hash, names, loop, vars(profile), about]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def _hash(data) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def _packed(key: dict[str, str], schedules: list[Schedule]) -> bytes:
-    data: dict[str, Any] = {**_SCHEMA, "key": key, "schedules": [to_json(schedule) for schedule in schedules]}
-    data["digest"] = digest(data)
-    return gzip.compress(json.dumps(data).encode(), compresslevel=1, mtime=0)
-
-
-def _read(path: Path, key: dict[str, str]) -> list[Schedule] | None:
+def _read(path: Path, key: str) -> list[Schedule] | None:
     """The schedules in a file; None if the file is missing or, with a warning, if it is damaged."""
     try:
         data = json.loads(gzip.decompress(path.read_bytes()))
