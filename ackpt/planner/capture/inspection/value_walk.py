@@ -28,7 +28,7 @@ from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import TorchStream, stream_of
 from ackpt.checkpointing.standing_in import own_attribute
 from ackpt.metering.resident import state_name
-from ackpt.metering.without_data.holders import CACHED
+from ackpt.metering.without_data import CACHED
 
 from .attributes import (
     ABSENT,
