@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,10 +86,6 @@ def dropping_hooks() -> saved_tensors_hooks:
     return saved_tensors_hooks(_Dropped(torch.Tensor.detach), lambda tensor: tensor)
 
 
-def _tensor_of(saved: Saved) -> Any:
-    return saved.tensor
-
-
 class Saved:
     """A tensor that autograd saves in a graph that is dropped at once."""
 
@@ -150,7 +147,7 @@ class Liveness:
         if torch._C._are_functorch_transforms_active():
             self.is_doubtful = True
         elif top == self._top:
-            return saved_tensors_hooks(_Dropped(self.pack), _tensor_of)
+            return saved_tensors_hooks(_Dropped(self.pack), operator.attrgetter("tensor"))
         return contextlib.nullcontext()
 
     def pack(self, tensor: torch.Tensor) -> Saved:
