@@ -41,8 +41,6 @@ DESCRIBING = frozenset(
 )
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _make: Any = torch.Tensor._make_wrapper_subclass
-# A kernel that bypasses the dispatcher would read address 0.
-_refuse_address: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None)
 
 
 class DeadRead(CheckpointError):
@@ -209,10 +207,9 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _holders(tensor: torch.Tensor) -> int:
     """How many tensors share a tensor's memory; 0 if that is unknown."""
-    use = getattr(torch._C, "_storage_Use_Count", None)
-    if use is None or not _has_storage(tensor):
+    if not _has_storage(tensor):
         return 0
-    return use(tensor.untyped_storage()._cdata) - 1  # without the storage's own Python object
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # without the storage's own Python object
 
 
 class _Watched:
@@ -345,7 +342,7 @@ _MOST_KNOWN = 4096
 
 def _dead(shape, strides, offset, dtype, device) -> Dead:
     tensor = _make(Dead, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device, storage_size=0)
-    _refuse_address(tensor)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)  # a kernel that bypasses the dispatcher would read address 0
     return tensor
 
 
